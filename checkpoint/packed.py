@@ -1,0 +1,111 @@
+"""``PackedWeight``: the one canonical form of a quantized weight.
+
+On-disk formats convert to and from it; kernels prepack from it at load. It knows no format and no kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.spec import WeightScheme
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """W[o, i] = (codes[o, i] - zeros[o, g(i)]) * scales[o, g(i)].
+
+    codes   uint8 [out, in], each in [0, 2**bits)
+    scales  float32 [out, groups]
+    zeros   uint8 [out, groups], or None for a symmetric scheme (zero = 2**(bits-1))
+    g_idx   int32 [in], the group of each input feature, or None for consecutive groups
+    bias    float32 [out], or None
+    """
+
+    scheme: WeightScheme
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    g_idx: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return int(self.codes.shape[0])
+
+    @property
+    def in_features(self) -> int:
+        return int(self.codes.shape[1])
+
+    def check(self) -> None:
+        """Raise ``CheckpointError`` where shapes, dtypes or values contradict the scheme."""
+        out, inp = self.codes.shape
+        groups = self.scheme.groups(inp)
+        if self.codes.dtype != torch.uint8:
+            raise CheckpointError(f"codes must be uint8, not {self.codes.dtype}")
+        if int(self.codes.max()) > self.scheme.max_code:
+            raise CheckpointError(f"a code exceeds {self.scheme.max_code}, the largest of {self.scheme.bits} bits")
+        if tuple(self.scales.shape) != (out, groups):
+            raise CheckpointError(f"scales are {tuple(self.scales.shape)}, expected {(out, groups)}")
+        if not bool(torch.isfinite(self.scales).all()):
+            raise CheckpointError("a scale is NaN or infinite")
+        if self.zeros is None and not self.scheme.symmetric:
+            raise CheckpointError("an asymmetric weight needs zero points")
+        if self.zeros is not None and tuple(self.zeros.shape) != (out, groups):
+            raise CheckpointError(f"zeros are {tuple(self.zeros.shape)}, expected {(out, groups)}")
+        if self.g_idx is not None and (
+            tuple(self.g_idx.shape) != (inp,) or int(self.g_idx.min()) < 0 or int(self.g_idx.max()) >= groups
+        ):
+            raise CheckpointError(f"g_idx must hold {inp} group numbers below {groups}")
+
+    def group_of_input(self) -> Tensor:
+        """int64 [in]: the group that scales each input feature."""
+        if self.g_idx is not None:
+            return self.g_idx.to(torch.int64)
+        return torch.arange(self.in_features) // self.scheme.group_width(self.in_features)
+
+    def dequantize(self) -> Tensor:
+        """float32 [out, in]."""
+        group = self.group_of_input()
+        zeros: Tensor | float = float(self.scheme.zero)
+        if self.zeros is not None:
+            zeros = self.zeros.to(torch.float32)[:, group]
+        return (self.codes.to(torch.float32) - zeros) * self.scales[:, group]
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits on disk in a packed format: codes, fp16 scales, and packed zeros."""
+        per_group = 16 + self.scheme.bits
+        return self.codes.numel() * self.scheme.bits + self.scales.numel() * per_group
+
+
+def concat_rows(parts: list[PackedWeight]) -> PackedWeight:
+    """Stack weights that share an input (q, k, v) into one fused weight [sum of out, in].
+
+    Raises ``ValueError`` where the schemes or the groups of inputs differ; the caller then keeps them apart.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        same_groups = (part.g_idx is None) == (first.g_idx is None) and (
+            part.g_idx is None or first.g_idx is None or torch.equal(part.g_idx, first.g_idx)
+        )
+        if part.scheme != first.scheme or part.in_features != first.in_features or not same_groups:
+            raise ValueError("these weights cannot be fused: their schemes differ")
+    bias = None
+    if any(part.bias is not None for part in parts):
+        bias = torch.cat([torch.zeros(p.out_features) if p.bias is None else p.bias for p in parts])
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat([torch.full_like(p.scales, p.scheme.zero).to(torch.uint8) if p.zeros is None
+                           else p.zeros for p in parts])
+    return PackedWeight(
+        scheme=first.scheme,
+        codes=torch.cat([p.codes for p in parts]),
+        scales=torch.cat([p.scales for p in parts]),
+        zeros=zeros,
+        g_idx=first.g_idx,
+        bias=bias,
+    )

@@ -1,0 +1,88 @@
+/* Shared by the program runner and the kernels of each ISA. Not part of the contract. */
+#ifndef QS_INTERNAL_H
+#define QS_INTERNAL_H
+
+#include "qserve.h"
+
+/* The input of a quantized linear: codes [rows, k], and per group a scale and the sum of the codes. */
+typedef struct {
+    int8_t *codes;
+    float *scales;
+    int32_t *sums;
+} qs_acts;
+
+/* The rows of one attention work item: query rows q[i] see the keys first[i] .. last[i] (inclusive). */
+#define QS_MAX_QUERY_ROWS 12
+typedef struct {
+    const float *q[QS_MAX_QUERY_ROWS];
+    float *out[QS_MAX_QUERY_ROWS];
+    int32_t first[QS_MAX_QUERY_ROWS], last[QS_MAX_QUERY_ROWS];
+    int32_t count;
+} qs_queries;
+
+/* One table per ISA. Every function handles one work item alone; the program runner splits the work. */
+typedef struct {
+    void (*rmsnorm)(const float *x, const float *weight, float *out, int32_t width, float eps);
+    void (*silu_mul)(const float *gate, const float *up, float *out, int32_t width);
+    void (*log_softmax)(float *x, int32_t width);
+    int32_t (*argmax)(const float *x, int32_t width);
+    void (*quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums);
+    /* Tiles [tile, tile + tiles) of the product, all rows; `unpacked` holds 4 tiles of u8. */
+    void (*linear_int)(const qs_linear *op, const qs_acts *acts, int32_t rows, int32_t tile, int32_t tiles,
+                       uint8_t *unpacked);
+    void (*linear_float)(const qs_linear *op, int32_t rows, int32_t tile, int32_t tiles);
+    void (*rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot);
+    void (*attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head);
+} qs_kernels;
+
+extern const qs_kernels qs_kernels_scalar;
+#if defined(__x86_64__) || defined(__i386__)
+#define QS_X86 1
+extern const qs_kernels qs_kernels_avx2;
+extern const qs_kernels qs_kernels_avx512;
+#endif
+
+static inline float qs_half_to_float(uint16_t h)
+{
+    union { uint32_t u; float f; } magic = {113u << 23}, v;
+    uint32_t exponent;
+    v.u = (uint32_t)(h & 0x7fff) << 13;
+    exponent = v.u & (0x7c00u << 13);
+    v.u += (127u - 15u) << 23;
+    if (exponent == (0x7c00u << 13))
+        v.u += (128u - 16u) << 23;
+    else if (exponent == 0) {
+        v.u += 1u << 23;
+        v.f -= magic.f;
+    }
+    v.u |= (uint32_t)(h & 0x8000) << 16;
+    return v.f;
+}
+
+/* Round to nearest even; out of range becomes infinity, NaN stays NaN. */
+static inline uint16_t qs_float_to_half(float f)
+{
+    union { float f; uint32_t u; } v = {f}, denormal = {.u = ((127u - 15u) + (23u - 10u) + 1u) << 23};
+    uint32_t sign = v.u & 0x80000000u;
+    uint16_t h;
+    v.u ^= sign;
+    if (v.u >= (127u + 16u) << 23)
+        h = v.u > 0x7f800000u ? 0x7e00 : 0x7c00;
+    else if (v.u < 113u << 23) {
+        v.f += denormal.f;
+        h = (uint16_t)(v.u - denormal.u);
+    } else {
+        uint32_t odd = (v.u >> 13) & 1u;
+        v.u += ((uint32_t)(15 - 127) << 23) + 0xfffu + odd;
+        h = (uint16_t)(v.u >> 13);
+    }
+    return h | (uint16_t)(sign >> 16);
+}
+
+static inline float qs_bf16_to_float(uint16_t b)
+{
+    union { uint32_t u; float f; } v = {(uint32_t)b << 16};
+    return v.f;
+}
+
+#endif

@@ -1,0 +1,360 @@
+/* AVX-512 with VNNI: the linear layers, attention and activation rounding by hand, the rest from portable.h. */
+#if defined(__x86_64__) || defined(__i386__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c,prefer-vector-width=512")
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include <immintrin.h>
+
+#define QS_NAME(name) qs_avx512_##name
+#include "portable.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define TILES 4      /* weight tiles of 16 outputs that one block covers */
+#define FLOAT_ROWS 6 /* rows that one float block covers: 6 x 4 accumulators leave 8 registers */
+#define INT_ROWS 4   /* rows of an integer block: it also holds float sums, and 6 rows spill (measured: 0.6x) */
+#define UNPACK 32    /* from this many rows on, 4-bit tiles are unpacked once and reused */
+
+static void quantize_rows(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
+{
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    if (op->permutation || op->act_group % 16 || op->x_width != op->k) {
+        QS_NAME(quantize)(op, x, codes, scales, sums);
+        return;
+    }
+    for (int32_t start = 0, g = 0; start < op->k; start += op->act_group, g++) {
+        __m512i top = _mm512_setzero_si512(), sum = top;
+        for (int32_t j = 0; j < op->act_group; j += 16)
+            top = _mm512_max_epu32(top, _mm512_and_si512(_mm512_loadu_si512(x + start + j), magnitude));
+        union { uint32_t u; float f; } absmax = {_mm512_reduce_max_epu32(top)};
+        float inverse = absmax.f >= 1e-30f && absmax.u < 0x7f800000u ? 127.0f / absmax.f : 0.0f;
+        __mmask16 keep = inverse == 0.0f ? 0 : 0xffff;
+        for (int32_t j = 0; j < op->act_group; j += 16) {
+            __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x + start + j), _mm512_set1_ps(inverse));
+            __m512i code = _mm512_maskz_cvtps_epi32(keep, scaled);
+            sum = _mm512_add_epi32(sum, code);
+            _mm_storeu_si128((__m128i *)(codes + start + j), _mm512_cvtepi32_epi8(code));
+        }
+        scales[g] = absmax.u >= 0x7f800000u ? NAN : absmax.f / 127.0f;
+        sums[g] = _mm512_reduce_add_epi32(sum);
+    }
+}
+
+INLINE void store_sums(const qs_linear *op, __m512 sums, int32_t row, int32_t tile)
+{
+    int32_t start = tile * QS_LANES, lanes = op->n - start;
+    __mmask16 mask = lanes >= QS_LANES ? 0xffff : (__mmask16)((1u << lanes) - 1);
+    float *out = op->out + (int64_t)row * op->out_stride + start;
+    if (op->bias)
+        sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(mask, op->bias + start));
+    if (op->accumulate)
+        sums = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), sums);
+    _mm512_mask_storeu_ps(out, mask, sums);
+}
+
+/* MR rows by NV tiles. The integer dot of an activation group starts at -zero * sum(codes), so that the zero
+ * point costs nothing inside; every path scales it by the same two products, so all paths give the same bits. */
+INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, const uint8_t *weight,
+                      int64_t stride, const int MR, const int NV, const int U4)
+{
+    const __m512i low = _mm512_set1_epi8(15);
+    int32_t parts = op->k / op->act_group, groups = op->k / op->group, per_group = op->group / op->act_group;
+    __m512 sums[INT_ROWS][TILES];
+    UNROLL for (int m = 0; m < MR; m++)
+        UNROLL for (int v = 0; v < NV; v++)
+            sums[m][v] = _mm512_setzero_ps();
+    for (int32_t p = 0; p < parts; p++) {
+        __m512i dot[INT_ROWS][TILES];
+        int64_t scale_at = ((int64_t)tile * groups + p / per_group) * QS_LANES;
+        const int8_t *x = acts->codes + (int64_t)row * op->k + (int64_t)p * op->act_group;
+        const uint8_t *w = weight + (int64_t)p * op->act_group * (U4 ? 8 : 16);
+        UNROLL for (int m = 0; m < MR; m++) {
+            int32_t sum = acts->sums[(int64_t)(row + m) * parts + p];
+            UNROLL for (int v = 0; v < NV; v++)
+                dot[m][v] = op->zeros
+                                ? _mm512_mullo_epi32(_mm512_set1_epi32(-sum),
+                                                     _mm512_loadu_si512(op->zeros + scale_at +
+                                                                        (int64_t)v * groups * QS_LANES))
+                                : _mm512_set1_epi32(-sum * op->zero);
+        }
+        if (U4) {
+            for (int32_t j = 0; j < op->act_group; j += 8, w += 64) {
+                __m512i lo[TILES], hi[TILES];
+                UNROLL for (int v = 0; v < NV; v++) {
+                    __m512i both = _mm512_loadu_si512(w + v * stride);
+                    lo[v] = _mm512_and_si512(both, low);
+                    hi[v] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+                }
+                UNROLL for (int m = 0; m < MR; m++) {
+                    const int32_t *four = (const int32_t *)(const void *)(x + (int64_t)m * op->k + j);
+                    __m512i first = _mm512_set1_epi32(four[0]), second = _mm512_set1_epi32(four[1]);
+                    UNROLL for (int v = 0; v < NV; v++)
+                        dot[m][v] = _mm512_dpbusd_epi32(dot[m][v], lo[v], first);
+                    UNROLL for (int v = 0; v < NV; v++)
+                        dot[m][v] = _mm512_dpbusd_epi32(dot[m][v], hi[v], second);
+                }
+            }
+        } else {
+            for (int32_t j = 0; j < op->act_group; j += 4, w += 64) {
+                __m512i codes[TILES];
+                UNROLL for (int v = 0; v < NV; v++)
+                    codes[v] = _mm512_loadu_si512(w + v * stride);
+                UNROLL for (int m = 0; m < MR; m++) {
+                    const int32_t *four = (const int32_t *)(const void *)(x + (int64_t)m * op->k + j);
+                    __m512i first = _mm512_set1_epi32(*four);
+                    UNROLL for (int v = 0; v < NV; v++)
+                        dot[m][v] = _mm512_dpbusd_epi32(dot[m][v], codes[v], first);
+                }
+            }
+        }
+        UNROLL for (int v = 0; v < NV; v++) {
+            __m512 scale = _mm512_loadu_ps(op->scales + scale_at + (int64_t)v * groups * QS_LANES);
+            UNROLL for (int m = 0; m < MR; m++)
+                sums[m][v] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[m][v]), scale),
+                                             _mm512_set1_ps(acts->scales[(int64_t)(row + m) * parts + p]),
+                                             sums[m][v]);
+        }
+    }
+    UNROLL for (int m = 0; m < MR; m++)
+        UNROLL for (int v = 0; v < NV; v++)
+            store_sums(op, sums[m][v], row + m, tile + v);
+}
+
+#define INT_CASE(MR, NV, U4)                                                                                       \
+    case MR:                                                                                                      \
+        int_block(op, acts, row, tile, weight, stride, MR, NV, U4);                                              \
+        break;
+
+/* All rows of NV tiles; 4-bit codes are unpacked on the fly. */
+#define INT_KERNEL(name, NV, U4)                                                                                  \
+    static void name(const qs_linear *op, const qs_acts *acts, int32_t rows, int32_t tile, const uint8_t *weight, \
+                     int64_t stride)                                                                              \
+    {                                                                                                             \
+        for (int32_t row = 0; row < rows; row += INT_ROWS)                                                        \
+            switch (rows - row < INT_ROWS ? rows - row : INT_ROWS) {                                              \
+                INT_CASE(1, NV, U4)                                                                               \
+                INT_CASE(2, NV, U4)                                                                               \
+                INT_CASE(3, NV, U4)                                                                               \
+                INT_CASE(4, NV, U4)                                                                               \
+            }                                                                                                     \
+    }
+
+INT_KERNEL(u4_wide, 4, 1)
+INT_KERNEL(u4_narrow, 1, 1)
+INT_KERNEL(u8_wide, 4, 0)
+INT_KERNEL(u8_narrow, 1, 0)
+
+static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t rows, int32_t tile, int32_t tiles,
+                       uint8_t *unpacked)
+{
+    const __m512i low = _mm512_set1_epi8(15);
+    int u4 = op->dtype == QS_U4, wide = tiles == TILES;
+    int64_t stride = (int64_t)op->k * (u4 ? 8 : 16);
+    const uint8_t *weight = (const uint8_t *)op->weight + tile * stride;
+    if (u4 && rows >= UNPACK) {
+        for (int64_t j = 0; j < stride * tiles; j += 64) {
+            __m512i both = _mm512_loadu_si512(weight + j);
+            _mm512_store_si512(unpacked + 2 * j, _mm512_and_si512(both, low));
+            _mm512_store_si512(unpacked + 2 * j + 64, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+        }
+        weight = unpacked;
+        stride *= 2;
+        u4 = 0;
+    }
+    if (wide)
+        (u4 ? u4_wide : u8_wide)(op, acts, rows, tile, weight, stride);
+    else
+        for (int32_t t = 0; t < tiles; t++)
+            (u4 ? u4_narrow : u8_narrow)(op, acts, rows, tile + t, weight + t * stride, stride);
+}
+
+INLINE __m512 load_weight(const void *weight, int64_t at, const int dtype)
+{
+    if (dtype == QS_F32)
+        return _mm512_loadu_ps((const float *)weight + at);
+    __m256i half = _mm256_loadu_si256((const __m256i *)((const uint16_t *)weight + at));
+    if (dtype == QS_F16)
+        return _mm512_cvtph_ps(half);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+INLINE void float_block(const qs_linear *op, int32_t row, int32_t tile, const int MR, const int NV, const int dtype)
+{
+    __m512 sums[FLOAT_ROWS][TILES];
+    const float *x = op->x + (int64_t)row * op->x_width;
+    int64_t stride = (int64_t)op->k * QS_LANES, start = tile * stride;
+    UNROLL for (int m = 0; m < MR; m++)
+        UNROLL for (int v = 0; v < NV; v++)
+            sums[m][v] = _mm512_setzero_ps();
+    for (int32_t k = 0; k < op->k; k++) {
+        __m512 w[TILES];
+        UNROLL for (int v = 0; v < NV; v++)
+            w[v] = load_weight(op->weight, start + v * stride + (int64_t)k * QS_LANES, dtype);
+        UNROLL for (int m = 0; m < MR; m++) {
+            __m512 value = _mm512_set1_ps(x[(int64_t)m * op->x_width + k]);
+            UNROLL for (int v = 0; v < NV; v++)
+                sums[m][v] = _mm512_fmadd_ps(value, w[v], sums[m][v]);
+        }
+    }
+    UNROLL for (int m = 0; m < MR; m++)
+        UNROLL for (int v = 0; v < NV; v++)
+            store_sums(op, sums[m][v], row + m, tile + v);
+}
+
+#define FLOAT_CASE(MR, NV, dtype)                                                                                 \
+    case MR:                                                                                                      \
+        float_block(op, row, tile, MR, NV, dtype);                                                               \
+        break;
+#define FLOAT_KERNEL(name, NV, dtype)                                                                               \
+    static void name(const qs_linear *op, int32_t rows, int32_t tile)                                             \
+    {                                                                                                             \
+        for (int32_t row = 0; row < rows; row += FLOAT_ROWS)                                                      \
+            switch (rows - row < FLOAT_ROWS ? rows - row : FLOAT_ROWS) {                                          \
+                FLOAT_CASE(1, NV, dtype)                                                                          \
+                FLOAT_CASE(2, NV, dtype)                                                                          \
+                FLOAT_CASE(3, NV, dtype)                                                                          \
+                FLOAT_CASE(4, NV, dtype)                                                                          \
+                FLOAT_CASE(5, NV, dtype)                                                                          \
+                FLOAT_CASE(6, NV, dtype)                                                                          \
+            }                                                                                                     \
+    }
+
+FLOAT_KERNEL(f32_wide, 4, QS_F32)
+FLOAT_KERNEL(f32_narrow, 1, QS_F32)
+FLOAT_KERNEL(f16_wide, 4, QS_F16)
+FLOAT_KERNEL(f16_narrow, 1, QS_F16)
+FLOAT_KERNEL(bf16_wide, 4, QS_BF16)
+FLOAT_KERNEL(bf16_narrow, 1, QS_BF16)
+
+static void linear_float(const qs_linear *op, int32_t rows, int32_t tile, int32_t tiles)
+{
+    static void (*const wide[])(const qs_linear *, int32_t, int32_t) = {f32_wide, f16_wide, bf16_wide};
+    static void (*const narrow[])(const qs_linear *, int32_t, int32_t) = {f32_narrow, f16_narrow, bf16_narrow};
+    if (tiles == TILES)
+        wide[op->dtype](op, rows, tile);
+    else
+        for (int32_t t = 0; t < tiles; t++)
+            narrow[op->dtype](op, rows, tile + t);
+}
+
+INLINE __m512 exp_lanes(__m512 x)
+{
+    __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896341f)),
+                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    p = _mm512_scalef_ps(p, n);
+    return _mm512_mask_mov_ps(p, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ), _mm512_setzero_ps());
+}
+
+/* R query rows that share a key head. A score vector holds the 16 tokens of a block: no horizontal sums. */
+INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32_t first_row,
+                        const int32_t *block_table, int32_t kv_head, const int R)
+{
+    int32_t dim = op->head_dim, from = INT32_MAX, to = 0;
+    const float *q[QS_MAX_QUERY_ROWS];
+    float *out[QS_MAX_QUERY_ROWS];
+    float sums[QS_MAX_QUERY_ROWS][256] __attribute__((aligned(64)));
+    float weights[QS_MAX_QUERY_ROWS][QS_LANES] __attribute__((aligned(64)));
+    float top[QS_MAX_QUERY_ROWS], shrink[QS_MAX_QUERY_ROWS];
+    __m512 total[QS_MAX_QUERY_ROWS];
+    for (int r = 0; r < R; r++) {
+        q[r] = queries->q[first_row + r];
+        out[r] = queries->out[first_row + r];
+        top[r] = -1e30f;
+        total[r] = _mm512_setzero_ps();
+        memset(sums[r], 0, sizeof(float) * (size_t)dim);
+        from = queries->first[first_row + r] < from ? queries->first[first_row + r] : from;
+        to = queries->last[first_row + r] > to ? queries->last[first_row + r] : to;
+    }
+    for (int32_t block = from / QS_LANES; block <= to / QS_LANES; block++) {
+        int64_t base = ((int64_t)block_table[block] * op->kv_heads + kv_head) * dim * QS_LANES;
+        int32_t begin = from - block * QS_LANES, end = to - block * QS_LANES;
+        __m512 scores[QS_MAX_QUERY_ROWS];
+        begin = begin < 0 ? 0 : begin;
+        end = end > QS_LANES - 1 ? QS_LANES - 1 : end;
+        UNROLL for (int r = 0; r < R; r++)
+            scores[r] = _mm512_setzero_ps();
+        for (int32_t j = 0; j < dim; j++) {
+            __m512 key = load_weight(op->k_cache, base + (int64_t)j * QS_LANES, op->kv_dtype);
+            UNROLL for (int r = 0; r < R; r++)
+                scores[r] = _mm512_fmadd_ps(_mm512_set1_ps(q[r][j]), key, scores[r]);
+        }
+        for (int r = 0; r < R; r++) {
+            int32_t lo = queries->first[first_row + r] - block * QS_LANES;
+            int32_t hi = queries->last[first_row + r] - block * QS_LANES;
+            uint32_t upto = hi < 0 ? 0 : (hi > 15 ? 0xffffu : (1u << (hi + 1)) - 1);
+            uint32_t before = lo <= 0 ? 0 : (lo > 15 ? 0xffffu : (1u << lo) - 1);
+            __mmask16 seen = (__mmask16)(upto & ~before);
+            __m512 scaled = _mm512_mul_ps(scores[r], _mm512_set1_ps(op->scale));
+            float best = _mm512_mask_reduce_max_ps(seen, scaled);
+            best = seen && best > top[r] ? best : top[r];
+            shrink[r] = _mm512_cvtss_f32(exp_lanes(_mm512_set1_ps(top[r] - best)));
+            top[r] = best;
+            __m512 weight = _mm512_maskz_mov_ps(seen, exp_lanes(_mm512_sub_ps(scaled, _mm512_set1_ps(best))));
+            total[r] = _mm512_fmadd_ps(total[r], _mm512_set1_ps(shrink[r]), weight);
+            _mm512_store_ps(weights[r], weight);
+        }
+        for (int32_t j = 0; j < dim; j += QS_LANES) {
+            __m512 sum[QS_MAX_QUERY_ROWS];
+            UNROLL for (int r = 0; r < R; r++)
+                sum[r] = _mm512_mul_ps(_mm512_load_ps(sums[r] + j), _mm512_set1_ps(shrink[r]));
+            for (int32_t i = begin; i <= end; i++) {
+                __m512 value = load_weight(op->v_cache, base + (int64_t)i * dim + j, op->kv_dtype);
+                UNROLL for (int r = 0; r < R; r++)
+                    sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), value, sum[r]);
+            }
+            UNROLL for (int r = 0; r < R; r++)
+                _mm512_store_ps(sums[r] + j, sum[r]);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        __m512 all = _mm512_set1_ps(_mm512_reduce_add_ps(total[r]));
+        for (int32_t j = 0; j < dim; j += QS_LANES)
+            _mm512_storeu_ps(out[r] + j, _mm512_div_ps(_mm512_load_ps(sums[r] + j), all));
+    }
+}
+
+#define ATTEND(R)                                                                                                 \
+    static void attend_##R(const qs_attention *op, const qs_queries *queries, int32_t row, const int32_t *table,  \
+                           int32_t kv_head)                                                                       \
+    {                                                                                                             \
+        attend_rows(op, queries, row, table, kv_head, R);                                                         \
+    }
+ATTEND(1)
+ATTEND(2)
+ATTEND(3)
+ATTEND(4)
+ATTEND(6)
+ATTEND(12)
+
+static void attend(const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head)
+{
+    for (int32_t row = 0; row < queries->count;) {
+        int32_t left = queries->count - row;
+        int32_t take = left >= 12 ? 12 : left >= 6 ? 6 : left >= 4 ? 4 : left;
+        (take == 12 ? attend_12 : take == 6 ? attend_6 : take == 4 ? attend_4 : take == 3 ? attend_3
+         : take == 2 ? attend_2 : attend_1)(op, queries, row, block_table, kv_head);
+        row += take;
+    }
+}
+
+const qs_kernels qs_kernels_avx512 = {
+    .rmsnorm = qs_avx512_rmsnorm,
+    .silu_mul = qs_avx512_silu_mul,
+    .log_softmax = qs_avx512_log_softmax,
+    .argmax = qs_avx512_argmax,
+    .quantize = quantize_rows,
+    .linear_int = linear_int,
+    .linear_float = linear_float,
+    .rope_kv = qs_avx512_rope_kv,
+    .attend = attend,
+};
+#endif

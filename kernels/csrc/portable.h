@@ -1,0 +1,278 @@
+/* Every kernel in portable C. Included once per ISA, with QS_NAME giving each copy its own names, so that the
+ * compiler vectorizes the same text for each; it is also the twin that the hand-written kernels are tested
+ * against. Contraction to FMA is off (see pyproject.toml), so a row's bits do not depend on how loops were cut. */
+
+#include <math.h>
+#include <string.h>
+
+#include "internal.h"
+
+/* exp by the range reduction x = n ln 2 + r and a degree-6 polynomial (Cephes' minimax coefficients);
+ * 2 ulp over [-87, 88], below that 0, and exp(0) = 1 exactly. */
+static inline float QS_NAME(exp)(float x)
+{
+    float clamped = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+    float n = floorf(clamped * 1.44269504088896341f + 0.5f);
+    float r = clamped - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t i; float f; } scale = {((int32_t)n + 127) << 23};
+    float y = p * scale.f;
+    return x < -87.0f ? 0.0f : (x == x ? y : x);
+}
+
+static void QS_NAME(rmsnorm)(const float *x, const float *weight, float *out, int32_t width, float eps)
+{
+    float sums[QS_LANES] = {0};
+    int32_t j = 0;
+    for (; j + QS_LANES <= width; j += QS_LANES)
+        for (int i = 0; i < QS_LANES; i++)
+            sums[i] += x[j + i] * x[j + i];
+    float sum = 0;
+    for (int i = 0; i < QS_LANES; i++)
+        sum += sums[i];
+    for (; j < width; j++)
+        sum += x[j] * x[j];
+    float inverse = 1.0f / sqrtf(sum / (float)width + eps);
+    for (j = 0; j < width; j++)
+        out[j] = x[j] * inverse * weight[j];
+}
+
+static void QS_NAME(silu_mul)(const float *gate, const float *up, float *out, int32_t width)
+{
+    for (int32_t j = 0; j < width; j++)
+        out[j] = gate[j] / (1.0f + QS_NAME(exp)(-gate[j])) * up[j];
+}
+
+static void QS_NAME(log_softmax)(float *x, int32_t width)
+{
+    float top = x[0];
+    double sum = 0;
+    for (int32_t j = 1; j < width; j++)
+        top = x[j] > top ? x[j] : top;
+    float parts[QS_LANES] = {0};
+    int32_t whole = width - width % QS_LANES;
+    for (int32_t j = 0; j < whole; j += QS_LANES)
+        for (int i = 0; i < QS_LANES; i++)
+            parts[i] += QS_NAME(exp)(x[j + i] - top);
+    for (int i = 0; i < QS_LANES; i++)
+        sum += parts[i];
+    for (int32_t j = whole; j < width; j++)
+        sum += QS_NAME(exp)(x[j] - top);
+    float shift = top + (float)log(sum);
+    for (int32_t j = 0; j < width; j++)
+        x[j] -= shift;
+}
+
+static int32_t QS_NAME(argmax)(const float *x, int32_t width)
+{
+    int32_t best = 0;
+    for (int32_t j = 0; j < width; j++) {
+        if (x[j] != x[j])
+            return -1;
+        if (x[j] > x[best])
+            best = j;
+    }
+    return best;
+}
+
+static void QS_NAME(quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
+{
+    float group[256];
+    for (int32_t start = 0, g = 0; start < op->k; start += op->act_group, g++) {
+        uint32_t top = 0;
+        int32_t sum = 0;
+        /* The bits of |x| compare like |x|, and NaN is above infinity: no NaN is lost in a maximum. */
+        for (int32_t part = 0; part < op->act_group; part += 256) {
+            int32_t width = op->act_group - part < 256 ? op->act_group - part : 256;
+            for (int32_t j = 0; j < width; j++) {
+                union { float f; uint32_t u; } v;
+                int32_t column = start + part + j;
+                if (op->permutation)
+                    column = op->permutation[column];
+                v.f = column >= 0 && column < op->x_width ? x[column] : 0.0f;
+                group[j] = v.f;
+                v.u &= 0x7fffffffu;
+                top = v.u > top ? v.u : top;
+            }
+        }
+        union { uint32_t u; float f; } absmax = {top};
+        float inverse = absmax.f >= 1e-30f ? 127.0f / absmax.f : 0.0f;
+        if (top >= 0x7f800000u)
+            inverse = 0.0f;
+        for (int32_t part = 0; part < op->act_group; part += 256) {
+            int32_t width = op->act_group - part < 256 ? op->act_group - part : 256;
+            for (int32_t j = 0; j < width; j++) {
+                if (op->act_group > 256) {
+                    int32_t column = start + part + j;
+                    if (op->permutation)
+                        column = op->permutation[column];
+                    group[j] = column >= 0 && column < op->x_width ? x[column] : 0.0f;
+                }
+                int32_t code = inverse == 0.0f ? 0 : (int32_t)rintf(group[j] * inverse);
+                codes[start + part + j] = (int8_t)code;
+                sum += code;
+            }
+        }
+        scales[g] = top >= 0x7f800000u ? NAN : absmax.f / 127.0f;
+        sums[g] = sum;
+    }
+}
+
+static inline void QS_NAME(store_tile)(const qs_linear *op, const float *sums, int32_t row, int32_t tile)
+{
+    int32_t start = tile * QS_LANES;
+    int32_t lanes = op->n - start < QS_LANES ? op->n - start : QS_LANES;
+    float *out = op->out + (int64_t)row * op->out_stride + start;
+    for (int i = 0; i < lanes; i++) {
+        float value = sums[i] + (op->bias ? op->bias[start + i] : 0.0f);
+        out[i] = op->accumulate ? out[i] + value : value;
+    }
+}
+
+static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_t rows, int32_t tile,
+                                int32_t tiles, uint8_t *unpacked)
+{
+    int32_t parts = op->k / op->act_group, groups = op->k / op->group;
+    for (int32_t t = tile; t < tile + tiles; t++) {
+        const uint8_t *codes = (const uint8_t *)op->weight + (int64_t)t * op->k * QS_LANES;
+        if (op->dtype == QS_U4) {
+            const uint8_t *packed = (const uint8_t *)op->weight + (int64_t)t * op->k * QS_LANES / 2;
+            for (int32_t j = 0; j < op->k / 8; j++)
+                for (int i = 0; i < 64; i++) {
+                    unpacked[j * 128 + i] = packed[j * 64 + i] & 15;
+                    unpacked[j * 128 + 64 + i] = packed[j * 64 + i] >> 4;
+                }
+            codes = unpacked;
+        }
+        for (int32_t row = 0; row < rows; row++) {
+            float sums[QS_LANES] = {0};
+            for (int32_t p = 0; p < parts; p++) {
+                int32_t dot[QS_LANES] = {0};
+                int64_t at = (int64_t)row * parts + p;
+                int64_t scale_at = ((int64_t)t * groups + p * op->act_group / op->group) * QS_LANES;
+                const int8_t *x = acts->codes + (int64_t)row * op->k + p * op->act_group;
+                const uint8_t *w = codes + (int64_t)p * op->act_group * QS_LANES;
+                for (int32_t j = 0; j < op->act_group; j += 4, w += 64)
+                    for (int i = 0; i < QS_LANES; i++)
+                        dot[i] += w[4 * i] * x[j] + w[4 * i + 1] * x[j + 1] + w[4 * i + 2] * x[j + 2] +
+                                  w[4 * i + 3] * x[j + 3];
+                for (int i = 0; i < QS_LANES; i++) {
+                    int32_t zero = op->zeros ? op->zeros[scale_at + i] : op->zero;
+                    sums[i] += (float)(dot[i] - zero * acts->sums[at]) * op->scales[scale_at + i] * acts->scales[at];
+                }
+            }
+            QS_NAME(store_tile)(op, sums, row, t);
+        }
+    }
+}
+
+static void QS_NAME(linear_float)(const qs_linear *op, int32_t rows, int32_t tile, int32_t tiles)
+{
+    for (int32_t t = tile; t < tile + tiles; t++)
+        for (int32_t row = 0; row < rows; row++) {
+            float sums[QS_LANES] = {0};
+            const float *x = op->x + (int64_t)row * op->x_width;
+            int64_t start = (int64_t)t * op->k * QS_LANES;
+            for (int32_t k = 0; k < op->k; k++) {
+                const uint16_t *w16 = (const uint16_t *)op->weight + start + (int64_t)k * QS_LANES;
+                const float *w32 = (const float *)op->weight + start + (int64_t)k * QS_LANES;
+                if (op->dtype == QS_F32)
+                    for (int i = 0; i < QS_LANES; i++)
+                        sums[i] += x[k] * w32[i];
+                else if (op->dtype == QS_BF16)
+                    for (int i = 0; i < QS_LANES; i++)
+                        sums[i] += x[k] * qs_bf16_to_float(w16[i]);
+                else
+                    for (int i = 0; i < QS_LANES; i++)
+                        sums[i] += x[k] * qs_half_to_float(w16[i]);
+            }
+            QS_NAME(store_tile)(op, sums, row, t);
+        }
+}
+
+static void QS_NAME(rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot)
+{
+    int32_t half = op->rotary_dim / 2, dim = op->head_dim;
+    const float *cosine = op->cosine + (int64_t)position * half, *sine = op->sine + (int64_t)position * half;
+    for (int32_t head = 0; head < op->heads + op->kv_heads; head++) {
+        float *x = row + (int64_t)head * dim;
+        const float *norm = head < op->heads ? op->q_norm : op->k_norm;
+        if (norm)
+            QS_NAME(rmsnorm)(x, norm, x, dim, op->eps);
+        for (int32_t j = 0; j < half; j++) {
+            float a = x[j], b = x[j + half];
+            x[j] = a * cosine[j] - b * sine[j];
+            x[j + half] = b * cosine[j] + a * sine[j];
+        }
+    }
+    int64_t block = slot / QS_LANES, offset = slot % QS_LANES;
+    for (int32_t head = 0; head < op->kv_heads; head++) {
+        const float *k = row + (int64_t)(op->heads + head) * dim;
+        const float *v = k + (int64_t)op->kv_heads * dim;
+        int64_t base = (block * op->kv_heads + head) * dim * QS_LANES;
+        if (op->kv_dtype == QS_F32) {
+            float *keys = (float *)op->k_cache + base, *values = (float *)op->v_cache + base + offset * dim;
+            for (int32_t j = 0; j < dim; j++)
+                keys[j * QS_LANES + offset] = k[j];
+            memcpy(values, v, sizeof(float) * (size_t)dim);
+        } else {
+            uint16_t *keys = (uint16_t *)op->k_cache + base;
+            uint16_t *values = (uint16_t *)op->v_cache + base + offset * dim;
+            for (int32_t j = 0; j < dim; j++)
+                keys[j * QS_LANES + offset] = qs_float_to_half(k[j]);
+            for (int32_t j = 0; j < dim; j++)
+                values[j] = qs_float_to_half(v[j]);
+        }
+    }
+}
+
+static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table,
+                            int32_t kv_head)
+{
+    int32_t dim = op->head_dim;
+    for (int32_t r = 0; r < queries->count; r++) {
+        float sum[256] = {0}, top = -1e30f, total = 0;
+        for (int32_t block = queries->first[r] / QS_LANES; block <= queries->last[r] / QS_LANES; block++) {
+            float scores[QS_LANES] = {0}, best = top;
+            int64_t base = ((int64_t)block_table[block] * op->kv_heads + kv_head) * dim * QS_LANES;
+            int32_t begin = queries->first[r] - block * QS_LANES, end = queries->last[r] - block * QS_LANES;
+            begin = begin < 0 ? 0 : begin;
+            end = end > QS_LANES - 1 ? QS_LANES - 1 : end;
+            for (int32_t j = 0; j < dim; j++)
+                for (int i = 0; i < QS_LANES; i++) {
+                    int64_t at = base + (int64_t)j * QS_LANES + i;
+                    float key = op->kv_dtype == QS_F32 ? ((const float *)op->k_cache)[at]
+                                                       : qs_half_to_float(((const uint16_t *)op->k_cache)[at]);
+                    scores[i] += queries->q[r][j] * key;
+                }
+            for (int32_t i = begin; i <= end; i++) {
+                scores[i] *= op->scale;
+                best = scores[i] > best || scores[i] != scores[i] ? scores[i] : best;
+            }
+            float shrink = QS_NAME(exp)(top - best);
+            top = best;
+            total *= shrink;
+            for (int32_t j = 0; j < dim; j++)
+                sum[j] *= shrink;
+            for (int32_t i = begin; i <= end; i++) {
+                float weight = QS_NAME(exp)(scores[i] - top);
+                total += weight;
+                for (int32_t j = 0; j < dim; j++) {
+                    int64_t at = base + (int64_t)i * dim + j;
+                    float value = op->kv_dtype == QS_F32 ? ((const float *)op->v_cache)[at]
+                                                         : qs_half_to_float(((const uint16_t *)op->v_cache)[at]);
+                    sum[j] += weight * value;
+                }
+            }
+        }
+        for (int32_t j = 0; j < dim; j++)
+            queries->out[r][j] = sum[j] / total;
+    }
+}

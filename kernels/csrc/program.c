@@ -1,0 +1,355 @@
+/* Runs a program of operations on a small pool of threads. It splits work; the ISA tables do the arithmetic. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+#include "internal.h"
+
+#define TILES 4       /* weight tiles in one piece of work */
+#define SPIN 4000     /* pauses before a waiting thread sleeps: tens of microseconds */
+#define ROW_PIECE 4   /* rows in one piece of row-wise work */
+
+struct qs_pool {
+    atomic_int epoch;      /* bumped once per qs_run: wakes the workers */
+    atomic_int generation; /* bumped once per barrier */
+    atomic_int arrived;
+    atomic_int next; /* the next piece of work; the last to reach a barrier resets it */
+    atomic_int sleeping;
+    atomic_int stop;
+    int32_t threads;
+    pthread_t *workers;
+    const struct job *job;
+};
+
+struct job {
+    const qs_op *ops;
+    int32_t count;
+    const qs_step *step;
+    const qs_kernels *kernels;
+    uint8_t *scratch;
+    int32_t max_k;
+};
+
+struct worker {
+    qs_pool *pool;
+    int32_t thread;
+};
+
+static void relax(void)
+{
+#ifdef QS_X86
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Returns once *word differs from seen: spins, then sleeps. */
+static void wait_change(qs_pool *pool, atomic_int *word, int seen)
+{
+    for (int i = 0; i < SPIN; i++) {
+        if (atomic_load_explicit(word, memory_order_acquire) != seen)
+            return;
+        relax();
+    }
+    atomic_fetch_add(&pool->sleeping, 1);
+    while (atomic_load(word) == seen) {
+#ifdef __linux__
+        syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+#else
+        usleep(50);
+#endif
+    }
+    atomic_fetch_sub(&pool->sleeping, 1);
+}
+
+static void bump(qs_pool *pool, atomic_int *word)
+{
+    atomic_fetch_add(word, 1);
+#ifdef __linux__
+    if (atomic_load(&pool->sleeping))
+        syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1 << 30, NULL, NULL, 0);
+#else
+    (void)pool;
+#endif
+}
+
+static void barrier(qs_pool *pool)
+{
+    int seen = atomic_load(&pool->generation);
+    if (atomic_fetch_add(&pool->arrived, 1) == pool->threads - 1) {
+        atomic_store(&pool->arrived, 0);
+        atomic_store(&pool->next, 0);
+        bump(pool, &pool->generation);
+    } else
+        wait_change(pool, &pool->generation, seen);
+}
+
+static int32_t take(qs_pool *pool)
+{
+    return atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed);
+}
+
+static int64_t align64(int64_t bytes)
+{
+    return (bytes + 63) & ~(int64_t)63;
+}
+
+/* Scratch for `rows` quantized rows of at most max_k inputs (groups are at least 8 wide). */
+static int64_t acts_bytes(int32_t max_k, int64_t rows)
+{
+    return align64(rows * max_k) + 2 * align64(rows * (max_k / 8 + 1) * 4);
+}
+
+static qs_acts acts_at(uint8_t *memory, int32_t max_k, int64_t rows)
+{
+    qs_acts acts;
+    acts.codes = (int8_t *)memory;
+    acts.scales = (float *)(memory + align64(rows * max_k));
+    acts.sums = (int32_t *)(memory + align64(rows * max_k) + align64(rows * (max_k / 8 + 1) * 4));
+    return acts;
+}
+
+static int32_t largest_k(const qs_op *ops, int32_t count)
+{
+    int32_t largest = 64;
+    for (int32_t i = 0; i < count; i++)
+        if (ops[i].kind == QS_LINEAR && ops[i].linear.dtype >= QS_U8 && ops[i].linear.k > largest)
+            largest = ops[i].linear.k;
+    return largest;
+}
+
+/* Per thread: one quantized row and four unpacked tiles; then the quantized rows that all threads share. */
+static int64_t thread_bytes(int32_t max_k)
+{
+    return acts_bytes(max_k, 1) + align64((int64_t)max_k * QS_LANES * TILES);
+}
+
+int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int32_t threads)
+{
+    int32_t max_k = largest_k(ops, count);
+    return thread_bytes(max_k) * threads + acts_bytes(max_k, max_rows);
+}
+
+static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, const qs_linear *op, int32_t rows)
+{
+    int32_t tiles = (op->n + QS_LANES - 1) / QS_LANES, pieces = (tiles + TILES - 1) / TILES;
+    int integer = op->dtype == QS_U8 || op->dtype == QS_U4;
+    uint8_t *own = job->scratch + thread_bytes(job->max_k) * thread;
+    uint8_t *unpacked = own + acts_bytes(job->max_k, 1);
+    qs_acts acts = {0};
+    if (integer && rows == 1) { /* one row is rounded by every thread for itself: cheaper than a barrier */
+        acts = acts_at(own, job->max_k, 1);
+        job->kernels->quantize(op, op->x, acts.codes, acts.scales, acts.sums);
+    } else if (integer) {
+        int32_t parts = op->k / op->act_group;
+        acts = acts_at(job->scratch + thread_bytes(job->max_k) * pool->threads, job->max_k, rows);
+        for (int32_t piece; (piece = take(pool)) * ROW_PIECE < rows;)
+            for (int64_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
+                job->kernels->quantize(op, op->x + r * op->x_width, acts.codes + r * op->k,
+                                       acts.scales + r * parts, acts.sums + r * parts);
+        barrier(pool);
+    }
+    for (int32_t piece; (piece = take(pool)) < pieces;) {
+        int32_t tile = piece * TILES, some = tiles - tile < TILES ? tiles - tile : TILES;
+        if (integer)
+            job->kernels->linear_int(op, &acts, rows, tile, some, unpacked);
+        else
+            job->kernels->linear_float(op, rows, tile, some);
+    }
+}
+
+/* A piece of work is a key head of a sequence and a few of its tokens: as many as make full query rows. */
+static void run_attention(const struct job *job, qs_pool *pool, const qs_attention *op)
+{
+    const qs_step *step = job->step;
+    int32_t group = op->heads / op->kv_heads, dim = op->head_dim, width = (op->heads + 2 * op->kv_heads) * dim;
+    int32_t heads = group < QS_MAX_QUERY_ROWS ? group : QS_MAX_QUERY_ROWS;
+    int32_t tokens = QS_MAX_QUERY_ROWS / heads, splits = (group + heads - 1) / heads;
+    int32_t sequence = 0, before = 0;
+    for (int32_t piece = take(pool);; piece = take(pool)) {
+        int32_t length = 0, pieces = 0;
+        for (; sequence < step->sequences; sequence++, before += pieces) {
+            length = step->seq_start[sequence + 1] - step->seq_start[sequence];
+            pieces = (length + tokens - 1) / tokens * op->kv_heads * splits;
+            if (piece < before + pieces)
+                break;
+        }
+        if (sequence == step->sequences)
+            return;
+        int32_t at = piece - before, kv_head = at % op->kv_heads, split = at / op->kv_heads % splits;
+        int32_t start = step->seq_start[sequence] + at / op->kv_heads / splits * tokens;
+        qs_queries queries;
+        queries.count = 0;
+        for (int32_t t = start; t < start + tokens && t < step->seq_start[sequence + 1]; t++)
+            for (int32_t h = split * heads; h < group && h < (split + 1) * heads; h++) {
+                int32_t i = queries.count++, head = kv_head * group + h, position = step->positions[t];
+                queries.q[i] = op->qkv + (int64_t)t * width + (int64_t)head * dim;
+                queries.out[i] = op->out + ((int64_t)t * op->heads + head) * dim;
+                queries.last[i] = position;
+                queries.first[i] = op->window > 0 && position >= op->window ? position - op->window + 1 : 0;
+            }
+        job->kernels->attend(op, &queries, step->block_tables + (int64_t)sequence * step->table_stride, kv_head);
+    }
+}
+
+static void embed_row(const qs_embed *op, int32_t token, float *out)
+{
+    int64_t at = (int64_t)token * op->width;
+    const uint16_t *row = (const uint16_t *)op->table + at;
+    if (op->dtype == QS_F32)
+        memcpy(out, (const float *)op->table + at, sizeof(float) * (size_t)op->width);
+    else
+        for (int32_t j = 0; j < op->width; j++)
+            out[j] = op->dtype == QS_F16 ? qs_half_to_float(row[j]) : qs_bf16_to_float(row[j]);
+}
+
+static void run_row(const struct job *job, const qs_op *op, int64_t r)
+{
+    const qs_kernels *kernels = job->kernels;
+    const qs_step *step = job->step;
+    switch (op->kind) {
+    case QS_EMBED:
+        embed_row(&op->embed, step->token_ids[r], op->embed.out + r * op->embed.width);
+        break;
+    case QS_RMSNORM:
+        kernels->rmsnorm(op->rmsnorm.x + r * op->rmsnorm.width, op->rmsnorm.weight,
+                         op->rmsnorm.out + r * op->rmsnorm.width, op->rmsnorm.width, op->rmsnorm.eps);
+        break;
+    case QS_ROPE_KV: {
+        int64_t width = (int64_t)(op->rope_kv.heads + 2 * op->rope_kv.kv_heads) * op->rope_kv.head_dim;
+        kernels->rope_kv(&op->rope_kv, op->rope_kv.qkv + r * width, step->positions[r], step->slots[r]);
+        break;
+    }
+    case QS_SILU_MUL: {
+        const float *gate = op->silu_mul.gate_up + 2 * r * op->silu_mul.width;
+        kernels->silu_mul(gate, gate + op->silu_mul.width, op->silu_mul.out + r * op->silu_mul.width,
+                          op->silu_mul.width);
+        break;
+    }
+    case QS_GATHER:
+        memcpy(op->gather.out + r * op->gather.width,
+               op->gather.x + (int64_t)step->logit_rows[r] * op->gather.width,
+               sizeof(float) * (size_t)op->gather.width);
+        break;
+    case QS_ARGMAX:
+        op->argmax.out[r] = kernels->argmax(op->argmax.x + r * op->argmax.width, op->argmax.width);
+        break;
+    case QS_LOG_SOFTMAX:
+        kernels->log_softmax(op->log_softmax.x + r * op->log_softmax.width, op->log_softmax.width);
+        break;
+    }
+}
+
+static void run_job(qs_pool *pool, int32_t thread)
+{
+    const struct job *job = pool->job;
+    for (int32_t i = 0; i < job->count; i++) {
+        const qs_op *op = job->ops + i;
+        int32_t rows = op->rows == QS_ROWS_LOGITS ? job->step->logits : job->step->tokens;
+        if (rows == 0)
+            continue;
+        if (op->kind == QS_LINEAR)
+            run_linear(job, pool, thread, &op->linear, rows);
+        else if (op->kind == QS_ATTENTION)
+            run_attention(job, pool, &op->attention);
+        else
+            for (int32_t piece; (piece = take(pool)) * ROW_PIECE < rows;)
+                for (int32_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
+                    run_row(job, op, r);
+        barrier(pool);
+    }
+}
+
+static void *worker_main(void *argument)
+{
+    struct worker worker = *(struct worker *)argument;
+    int seen = 0;
+    free(argument);
+    for (;;) {
+        wait_change(worker.pool, &worker.pool->epoch, seen);
+        seen = atomic_load(&worker.pool->epoch);
+        if (atomic_load(&worker.pool->stop))
+            return NULL;
+        run_job(worker.pool, worker.thread);
+        barrier(worker.pool);
+    }
+}
+
+qs_pool *qs_pool_create(int32_t threads)
+{
+    qs_pool *pool = calloc(1, sizeof(*pool));
+    if (!pool || threads < 1 || !(pool->workers = calloc((size_t)threads, sizeof(pthread_t)))) {
+        free(pool);
+        return NULL;
+    }
+    pool->threads = 1;
+    for (int32_t i = 1; i < threads; i++) {
+        struct worker *worker = malloc(sizeof(*worker));
+        if (worker)
+            *worker = (struct worker){pool, i};
+        if (!worker || pthread_create(&pool->workers[i], NULL, worker_main, worker)) {
+            free(worker);
+            qs_pool_destroy(pool);
+            return NULL;
+        }
+        pool->threads++;
+    }
+    return pool;
+}
+
+void qs_pool_destroy(qs_pool *pool)
+{
+    if (!pool)
+        return;
+    atomic_store(&pool->stop, 1);
+    bump(pool, &pool->epoch);
+    for (int32_t i = 1; i < pool->threads; i++)
+        pthread_join(pool->workers[i], NULL);
+    free(pool->workers);
+    free(pool);
+}
+
+int32_t qs_best_isa(void)
+{
+#ifdef QS_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return QS_AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        return QS_AVX2;
+#endif
+    return QS_SCALAR;
+}
+
+int32_t qs_op_size(void)
+{
+    return (int32_t)sizeof(qs_op);
+}
+
+int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa)
+{
+    struct job job = {ops, count, step, &qs_kernels_scalar, scratch, largest_k(ops, count)};
+    if (isa < 0 || isa > qs_best_isa())
+        return -1;
+#ifdef QS_X86
+    if (isa == QS_AVX2)
+        job.kernels = &qs_kernels_avx2;
+    if (isa == QS_AVX512)
+        job.kernels = &qs_kernels_avx512;
+#endif
+    pool->job = &job;
+    atomic_store(&pool->next, 0);
+    bump(pool, &pool->epoch);
+    run_job(pool, 0);
+    barrier(pool);
+    return 0;
+}

@@ -1,0 +1,144 @@
+/* The contract of the CPU kernels: plain C, no torch, loaded with ctypes.
+ *
+ * A model step is a list of operations (a program). It is built once at load and run once per engine step
+ * with a qs_step that says which tokens run; every buffer belongs to the caller and is sized for the largest
+ * step. All matrices are row-major and contiguous; `rows` of an operation is the number of tokens of the step
+ * or the number of its logit rows.
+ *
+ * Invariance: the value of an output row depends on that row's inputs only. The order of every floating-point
+ * sum is fixed by the shape of the weights, never by the number of rows, their place in the batch, or the
+ * number of threads.
+ *
+ * NaN: a row that contains NaN or infinity yields NaN in that row and nowhere else.
+ */
+#ifndef QSERVE_H
+#define QSERVE_H
+
+#include <stdint.h>
+
+#define QS_LANES 16 /* output rows per weight tile, and tokens per KV block */
+
+enum qs_op_kind {
+    QS_EMBED = 0,
+    QS_RMSNORM = 1,
+    QS_LINEAR = 2,
+    QS_ROPE_KV = 3,
+    QS_ATTENTION = 4,
+    QS_SILU_MUL = 5,
+    QS_GATHER = 6,
+    QS_ARGMAX = 7,
+    QS_LOG_SOFTMAX = 8,
+};
+
+enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4 };
+enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2 };
+enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
+
+/* out[r, :] = table[token_ids[r], :];  table [vocab, width] of dtype f32, f16 or bf16; out f32. */
+typedef struct { const void *table; float *out; int32_t width, dtype; } qs_embed;
+
+/* out[r, :] = x[r, :] / sqrt(mean(x[r]^2) + eps) * weight;  x, out f32 [rows, width]. */
+typedef struct { const float *x, *weight; float *out; int32_t width; float eps; } qs_rmsnorm;
+
+/* out[r, n] = sum_k x[r, k] W[n, k] + bias[n], or added to out where `accumulate` is set.
+ *
+ * Weights lie in tiles of 16 output rows (the last is padded with zeros), tile after tile:
+ *   f32/f16/bf16  [tile][k][16]
+ *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i
+ *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
+ * Quantized weights: W = (code - zero) * scale, with scales f32 [tile][groups][16] and either the constant
+ * `zero` (zeros NULL) or zeros i32 [tile][groups][16]; `group` inputs share a scale. The input is rounded to
+ * int8 with one scale per `act_group` inputs (it divides `group` and is a multiple of 8; `k` is a multiple of
+ * it, padded by the caller). |sum| of a group is at most act_group * 255 * 127, so
+ * act_group <= 65536 never overflows int32.
+ * x is [rows, x_width]; row r of the output starts at out + r * out_stride; permutation (i32 [k], NULL for none) names the x column of each input,
+ * -1 for padding.
+ */
+typedef struct {
+    const float *x;
+    float *out;
+    const void *weight;
+    const float *scales;
+    const int32_t *zeros;
+    const float *bias;
+    const int32_t *permutation;
+    int32_t k, n, x_width, out_stride, dtype, group, act_group, zero, accumulate;
+} qs_linear;
+
+/* Rotates q and k in place (halves convention) and stores k and v in the paged cache.
+ * qkv f32 [tokens, (heads + 2 * kv_heads) * head_dim]; cos, sin f32 [positions, rotary_dim / 2];
+ * q_norm, k_norm f32 [head_dim] or NULL: RMS norm of each head before the rotation.
+ * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32 or f16. */
+typedef struct {
+    float *qkv;
+    const float *cosine, *sine, *q_norm, *k_norm;
+    void *k_cache, *v_cache;
+    int32_t heads, kv_heads, head_dim, rotary_dim, kv_dtype;
+    float eps;
+} qs_rope_kv;
+
+/* Causal attention of each query over the cached keys of its sequence, block after block with a running
+ * softmax. window > 0 limits a query to the last `window` positions. out f32 [tokens, heads * head_dim].
+ * head_dim is a multiple of 16 and at most 256. */
+typedef struct {
+    const float *qkv;
+    float *out;
+    const void *k_cache, *v_cache;
+    int32_t heads, kv_heads, head_dim, kv_dtype, window;
+    float scale;
+} qs_attention;
+
+/* out[r, j] = silu(gate_up[r, j]) * gate_up[r, width + j] */
+typedef struct { const float *gate_up; float *out; int32_t width; } qs_silu_mul;
+
+/* out[i, :] = x[logit_rows[i], :] */
+typedef struct { const float *x; float *out; int32_t width; } qs_gather;
+
+/* out[r] = the first index of the largest value of x[r, :], or -1 where the row holds a NaN. */
+typedef struct { const float *x; int32_t *out; int32_t width; } qs_argmax;
+
+/* In place: x[r, :] -= log(sum(exp(x[r, :]))) */
+typedef struct { float *x; int32_t width; } qs_log_softmax;
+
+typedef struct {
+    int32_t kind, rows;
+    union {
+        qs_embed embed;
+        qs_rmsnorm rmsnorm;
+        qs_linear linear;
+        qs_rope_kv rope_kv;
+        qs_attention attention;
+        qs_silu_mul silu_mul;
+        qs_gather gather;
+        qs_argmax argmax;
+        qs_log_softmax log_softmax;
+    };
+} qs_op;
+
+/* One step. Sequence s owns the tokens seq_start[s] .. seq_start[s + 1] - 1, at consecutive positions;
+ * block_tables i32 [sequences, table_stride] names its KV blocks. slots[t] = block * 16 + offset. */
+typedef struct {
+    const int32_t *token_ids, *positions, *slots, *logit_rows, *seq_start, *block_tables;
+    int32_t tokens, logits, sequences, table_stride;
+} qs_step;
+
+typedef struct qs_pool qs_pool;
+
+/* A pool of `threads` threads, the caller being one. They spin briefly after work and then sleep.
+ * NULL where threads or memory cannot be had. */
+qs_pool *qs_pool_create(int32_t threads);
+void qs_pool_destroy(qs_pool *pool);
+
+/* Bytes of scratch that qs_run needs for these operations on at most max_rows rows. */
+int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int32_t threads);
+
+/* Runs the program. scratch is 64-byte aligned. Returns 0, or -1 for an ISA that this machine lacks. */
+int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa);
+
+/* The best ISA of this machine. */
+int32_t qs_best_isa(void);
+
+/* sizeof(qs_op), so that the caller can prove that its own declaration agrees. */
+int32_t qs_op_size(void);
+
+#endif

@@ -1,0 +1,298 @@
+"""The CPU kernels in C: finds the library, describes operations to it, runs programs. See ``csrc/qserve.h``."""
+
+from __future__ import annotations
+
+import ctypes as C
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.errors import CapacityError
+from qserve.checkpoint.packed import PackedWeight
+from qserve.kernels.ops import (
+    Argmax,
+    Attention,
+    Embed,
+    Gather,
+    Linear,
+    LogSoftmax,
+    Op,
+    RMSNorm,
+    RopeKV,
+    SiluMul,
+    Step,
+)
+from qserve.kernels.prepack import float_tiles, int_tiles
+
+Isa = Literal["scalar", "avx2", "avx512"]
+ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512")
+
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_U8, _U4 = 3, 4
+
+
+def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[C.Structure]:
+    fields: list[tuple[str, Any]] = [(field, C.c_void_p) for field in pointers.split()]
+    fields += [(field, C.c_int32) for field in ints.split()]
+    fields += [(field, C.c_float) for field in floats.split()]
+    return type(name, (C.Structure,), {"_fields_": fields})
+
+
+_Embed = _struct("Embed", "table out", "width dtype")
+_RMSNorm = _struct("RMSNorm", "x weight out", "width", "eps")
+_Linear = _struct(
+    "Linear",
+    "x out weight scales zeros bias permutation",
+    "k n x_width out_stride dtype group act_group zero accumulate",
+)
+_RopeKV = _struct(
+    "RopeKV", "qkv cosine sine q_norm k_norm k_cache v_cache", "heads kv_heads head_dim rotary_dim kv_dtype", "eps"
+)
+_Attention = _struct("Attention", "qkv out k_cache v_cache", "heads kv_heads head_dim kv_dtype window", "scale")
+_SiluMul = _struct("SiluMul", "gate_up out", "width")
+_Gather = _struct("Gather", "x out", "width")
+_Argmax = _struct("Argmax", "x out", "width")
+_LogSoftmax = _struct("LogSoftmax", "x", "width")
+
+
+class _Union(C.Union):
+    _fields_ = [  # noqa: RUF012
+        ("embed", _Embed),
+        ("rmsnorm", _RMSNorm),
+        ("linear", _Linear),
+        ("rope_kv", _RopeKV),
+        ("attention", _Attention),
+        ("silu_mul", _SiluMul),
+        ("gather", _Gather),
+        ("argmax", _Argmax),
+        ("log_softmax", _LogSoftmax),
+    ]
+
+
+_KINDS = [name for name, _ in _Union._fields_]
+
+
+class _Op(C.Structure):
+    _fields_ = [("kind", C.c_int32), ("rows", C.c_int32), ("of", _Union)]  # noqa: RUF012
+
+
+_Step = _struct(
+    "Step",
+    "token_ids positions slots logit_rows seq_start block_tables",
+    "tokens logits sequences table_stride",
+)
+
+
+def library_path() -> Path | None:
+    """Where the compiled library lies beside this file, or None where the install had no compiler."""
+    return next(iter(sorted(Path(__file__).parent.glob("_native*.so"))), None)
+
+
+@cache
+def _library() -> C.CDLL:
+    path = library_path()
+    if path is None:
+        raise OSError("the C kernels were not built")
+    library = C.CDLL(str(path))
+    library.qs_pool_create.restype = C.c_void_p
+    library.qs_pool_create.argtypes = [C.c_int32]
+    library.qs_pool_destroy.restype = None
+    library.qs_pool_destroy.argtypes = [C.c_void_p]
+    library.qs_scratch_bytes.restype = C.c_int64
+    library.qs_scratch_bytes.argtypes = [C.c_void_p, C.c_int32, C.c_int32, C.c_int32]
+    library.qs_run.argtypes = [C.c_void_p, C.c_int32, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int32]
+    if library.qs_op_size() != C.sizeof(_Op):
+        raise OSError(f"{path.name} was built from other sources: reinstall qserve")
+    return library
+
+
+def missing() -> str | None:
+    """None where the library loads, else the reason and the remedy."""
+    if library_path() is None:
+        return "the C kernels were not built (no compiler at install time): install gcc and reinstall qserve"
+    try:
+        _library()
+    except OSError as error:
+        return f"the C kernels do not load: {error}"
+    return None
+
+
+def best_isa() -> Isa:
+    return ISAS[_library().qs_best_isa()]
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():
+        raise ValueError("the C kernels need contiguous tensors")
+    return tensor.data_ptr()
+
+
+class _Pool:
+    """Threads that sleep when there is nothing to do, and end with the executor."""
+
+    def __init__(self, threads: int) -> None:
+        self._library = _library()
+        self.threads = threads
+        self.handle = self._library.qs_pool_create(threads)
+        if not self.handle:
+            raise CapacityError(f"cannot start {threads} threads: use a smaller --threads")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.qs_pool_destroy(self.handle)
+
+
+class _NativeProgram:
+    """Operations as C structures. Keeps alive every tensor whose address it gave away."""
+
+    def __init__(self, pool: _Pool, max_rows: int, isa: Isa) -> None:
+        self._library = _library()
+        self._pool = pool
+        self._max_rows = max_rows
+        self._isa = ISAS.index(isa)
+        self._keep: list[Tensor] = []
+        self._described: list[_Op] = []
+
+    def add(self, ops: Sequence[Op]) -> None:
+        self._described += [self._describe(op) for op in ops]
+        self._count = len(self._described)
+        self._ops = (_Op * self._count)(*self._described)
+        needed = self._library.qs_scratch_bytes(self._ops, self._count, self._max_rows, self._pool.threads)
+        self._scratch = torch.empty(needed + 64, dtype=torch.uint8)
+        self._aligned = -(-self._scratch.data_ptr() // 64) * 64
+
+    def run(self, step: Step) -> None:
+        described = _Step(
+            token_ids=step.token_ids.data_ptr(),
+            positions=step.positions.data_ptr(),
+            slots=step.slots.data_ptr(),
+            logit_rows=step.logit_rows.data_ptr(),
+            seq_start=step.seq_start.data_ptr(),
+            block_tables=step.block_tables.data_ptr(),
+            tokens=len(step.token_ids),
+            logits=len(step.logit_rows),
+            sequences=len(step.seq_start) - 1,
+            table_stride=step.block_tables.shape[1],
+        )
+        status = self._library.qs_run(
+            self._ops, self._count, C.byref(described), self._pool.handle, self._aligned, self._isa
+        )
+        if status:
+            raise RuntimeError(f"this machine cannot run the {ISAS[self._isa]} kernels")
+
+    def _hold(self, tensor: Tensor | None) -> int | None:
+        if tensor is not None:
+            self._keep.append(tensor)
+        return _address(tensor)
+
+    def _hold_rows(self, tensor: Tensor) -> int:
+        """The address of a matrix whose rows are contiguous, but may lie apart."""
+        if tensor.stride(1) != 1:
+            raise ValueError("the C kernels need contiguous rows")
+        self._keep.append(tensor)
+        return tensor.data_ptr()
+
+    def _describe(self, op: Op) -> _Op:
+        hold = self._hold
+        match op:
+            case Embed():
+                body: Any = _Embed(hold(op.table), hold(op.out), op.out.shape[1], _DTYPES[op.table.dtype])
+            case RMSNorm():
+                weight = hold(op.weight.float().contiguous())
+                body = _RMSNorm(hold(op.x), weight, hold(op.out), op.x.shape[1], op.eps)
+            case Linear():
+                body = self._linear(op)
+            case RopeKV():
+                norms = [None if w is None else hold(w.float().contiguous()) for w in (op.q_norm, op.k_norm)]
+                body = _RopeKV(
+                    hold(op.qkv), hold(op.cosine), hold(op.sine), *norms, hold(op.k_cache), hold(op.v_cache),
+                    op.heads, op.kv_heads, op.head_dim, 2 * op.cosine.shape[1], _DTYPES[op.k_cache.dtype], op.eps,
+                )  # fmt: skip
+            case Attention():
+                body = _Attention(
+                    hold(op.qkv), hold(op.out), hold(op.k_cache), hold(op.v_cache),
+                    op.heads, op.kv_heads, op.head_dim, _DTYPES[op.k_cache.dtype], op.window, op.scale,
+                )  # fmt: skip
+            case SiluMul():
+                body = _SiluMul(hold(op.gate_up), hold(op.out), op.out.shape[1])
+            case Gather():
+                body = _Gather(hold(op.x), hold(op.out), op.x.shape[1])
+            case Argmax():
+                body = _Argmax(hold(op.x), hold(op.out), op.x.shape[1])
+            case LogSoftmax():
+                body = _LogSoftmax(hold(op.x), op.x.shape[1])
+        kind = [_Embed, _RMSNorm, _Linear, _RopeKV, _Attention, _SiluMul, _Gather, _Argmax, _LogSoftmax].index(
+            type(body)
+        )
+        described = _Op(kind=kind, rows=int(getattr(op, "rows", "tokens") == "logits"))
+        setattr(described.of, _KINDS[kind], body)
+        return described
+
+    def _linear(self, op: Linear) -> C.Structure:
+        hold = self._hold
+        bias = None if op.bias is None else hold(op.bias.float().contiguous())
+        common = {
+            "x": hold(op.x),
+            "out": self._hold_rows(op.out),
+            "bias": bias,
+            "n": op.out.shape[1],
+            "x_width": op.x.shape[1],
+            "out_stride": op.out.stride(0),
+            "accumulate": int(op.accumulate),
+        }
+        if isinstance(op.weight, PackedWeight):
+            tiles = int_tiles(op.weight)
+            return _Linear(
+                weight=hold(tiles.weight),
+                scales=hold(tiles.scales),
+                zeros=hold(tiles.zeros),
+                permutation=hold(tiles.permutation),
+                k=tiles.k,
+                dtype=_U4 if tiles.bits == 4 else _U8,
+                group=tiles.group,
+                act_group=tiles.act_group,
+                zero=tiles.zero,
+                **common,
+            )
+        weight = float_tiles(op.weight)
+        return _Linear(weight=hold(weight), k=op.weight.shape[1], dtype=_DTYPES[weight.dtype], **common)
+
+
+class NativeExecutor:
+    """The C kernels on ``threads`` threads. A row's result does not depend on the rest of the batch."""
+
+    name = "native"
+    batch_invariant = True
+
+    def __init__(self, threads: int | None = None, isa: Isa | None = None) -> None:
+        self.threads = threads or default_threads()
+        self.isa: Isa = isa or best_isa()
+        self._pool = _Pool(self.threads)
+
+    def supports(self, op: Op) -> str | None:
+        if isinstance(op, Attention) and (op.head_dim % 16 or op.head_dim > 256):
+            return f"head_dim {op.head_dim} is not a multiple of 16 up to 256"
+        if isinstance(op, Linear) and isinstance(op.weight, PackedWeight) and op.weight.scheme.dtype != "int":
+            return f"{op.weight.scheme.dtype} weights have no C kernel yet"
+        if isinstance(op, Linear) and not isinstance(op.weight, PackedWeight) and op.weight.dtype not in _DTYPES:
+            return f"weights in {op.weight.dtype} have no C kernel"
+        if isinstance(op, RopeKV) and op.k_cache.dtype not in (torch.float32, torch.float16):
+            return f"a KV cache in {op.k_cache.dtype} has no C kernel"
+        return None
+
+    def program(self, max_rows: int) -> _NativeProgram:
+        return _NativeProgram(self._pool, max_rows, self.isa)
+
+
+def default_threads() -> int:
+    """The cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,171 @@
+"""The operations a model step is made of, and the step itself: the contract between models and executors.
+
+A model describes itself once as a list of operations over fixed buffers (a program); an executor prepares that
+list at load and runs it for every step. Every buffer is float32, row-major, and has room for the largest step.
+Knows tensors; does not know models, files or how an operation is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from qserve.checkpoint.packed import PackedWeight
+
+BLOCK_SIZE = 16
+"""Tokens per KV block: one 512-bit vector of scores."""
+
+Rows = Literal["tokens", "logits"]
+
+
+@dataclass(frozen=True)
+class Embed:
+    """out[r] = table[token_ids[r]]; table [vocab, width] in float32, float16 or bfloat16."""
+
+    table: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """out[r] = x[r] / sqrt(mean(x[r] ** 2) + eps) * weight (Zhang and Sennrich, 2019)."""
+
+    x: Tensor
+    weight: Tensor
+    out: Tensor
+    eps: float
+    rows: Rows = "tokens"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """out[r] = W x[r] + bias, or added to ``out[r]`` where ``accumulate`` (the residual stream).
+
+    ``weight`` is dense [out, in] or packed. A packed product may round its input to int8 with one scale per 64
+    inputs or fewer; a dense product computes in float32. ``out`` may be a slice of the columns of a wider buffer.
+    """
+
+    x: Tensor
+    weight: Tensor | PackedWeight
+    out: Tensor
+    bias: Tensor | None = None
+    accumulate: bool = False
+    rows: Rows = "tokens"
+
+
+@dataclass(frozen=True)
+class RopeKV:
+    """Rotates q and k inside ``qkv`` [tokens, (heads + 2 kv_heads) * head_dim] and stores k and v in the cache.
+
+    The rotation pairs element j with j + rotary_dim / 2; cosine, sine [positions, rotary_dim / 2]. q_norm and
+    k_norm [head_dim] normalize each head first (Qwen3). Caches: k [blocks, kv_heads, head_dim, 16],
+    v [blocks, kv_heads, 16, head_dim], float32 or float16.
+    """
+
+    qkv: Tensor
+    cosine: Tensor
+    sine: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of the step's queries over the paged cache; ``window`` > 0 keeps the last that many keys."""
+
+    qkv: Tensor
+    out: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class SiluMul:
+    """out = silu(gate) * up, where gate_up [tokens, 2 * width] holds both."""
+
+    gate_up: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Gather:
+    """out[i] = x[logit_rows[i]]: the rows whose logits are wanted."""
+
+    x: Tensor
+    out: Tensor
+    rows: Rows = "logits"
+
+
+@dataclass(frozen=True)
+class Argmax:
+    """out[r] (int32) = the first index of the largest logit, or -1 where the row holds a NaN."""
+
+    x: Tensor
+    out: Tensor
+    rows: Rows = "logits"
+
+
+@dataclass(frozen=True)
+class LogSoftmax:
+    """In place: logits become log-probabilities."""
+
+    x: Tensor
+    rows: Rows = "logits"
+
+
+Op = Embed | RMSNorm | Linear | RopeKV | Attention | SiluMul | Gather | Argmax | LogSoftmax
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step runs; all int32 and contiguous.
+
+    token_ids, positions, slots  [tokens]; a slot is block * 16 + offset
+    seq_start                    [sequences + 1]: sequence s owns tokens seq_start[s] .. seq_start[s + 1] - 1
+    block_tables                 [sequences, widest table], padded with anything
+    logit_rows                   [logits]: the tokens whose logits are wanted
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    seq_start: Tensor
+    block_tables: Tensor
+    logit_rows: Tensor
+
+
+class Program(Protocol):
+    """Operations made ready by an executor, in order."""
+
+    def add(self, ops: Sequence[Op]) -> None:
+        """Make ``ops`` ready now; packed weights are laid out for the kernels, and need not be kept."""
+        ...
+
+    def run(self, step: Step) -> None: ...
+
+
+class Executor(Protocol):
+    """A way to compute operations. ``supports`` answers None, or the reason why not."""
+
+    name: str
+    batch_invariant: bool
+
+    def supports(self, op: Op) -> str | None: ...
+
+    def program(self, max_rows: int) -> Program:
+        """An empty program for steps of at most ``max_rows`` rows. Programs of one executor do not overlap."""
+        ...

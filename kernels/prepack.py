@@ -1,0 +1,111 @@
+"""From canonical weights to the tiles that the C kernels read. Done once, at load; nothing of it is on disk.
+
+The layouts are those of ``csrc/qserve.h``: 16 output rows to a tile, the last tile padded with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import WeightScheme
+
+LANES = 16
+
+
+@dataclass(frozen=True)
+class IntTiles:
+    """A packed weight as tiles.
+
+    weight uint8; scales float32 [tiles, groups, 16]; zeros int32 of the same shape, or None for the constant
+    ``zero``; permutation int32 [k]: the column of x behind each input, -1 for padding; or None.
+    ``group`` inputs share a weight scale and ``act_group`` inputs an activation scale.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    permutation: Tensor | None
+    k: int
+    bits: int
+    group: int
+    act_group: int
+    zero: int
+
+
+def _tiles_of_rows(values: Tensor) -> Tensor:
+    """[out, n] -> [tiles, n, 16], contiguous, padded with zeros."""
+    out, n = values.shape
+    padded = F.pad(values, (0, 0, 0, -out % LANES))
+    return padded.view(-1, LANES, n).transpose(1, 2).contiguous()
+
+
+def float_tiles(weight: Tensor) -> Tensor:
+    """[out, in] float32, float16 or bfloat16 -> [tiles, in, 16] of the same dtype."""
+    return _tiles_of_rows(weight.contiguous())
+
+
+def int_tiles(packed: PackedWeight, max_act_group: int = 64) -> IntTiles:
+    """Tiles of 4-bit nibbles for up to 4 bits, of bytes above.
+
+    Inputs are reordered where the groups are not consecutive, and padded where they are short, so that every
+    group has the same width and holds a whole number of activation groups.
+    """
+    width = packed.scheme.group_width(packed.in_features)
+    act_group = gcd(width, max_act_group)
+    group = width
+    order: Tensor | None = None
+    if act_group < 8:  # an odd width (per channel): pad the one group
+        act_group = 8 if width < 32 else 32
+        group = -(-width // act_group) * act_group
+    groups = packed.scheme.groups(packed.in_features)
+    needs_order = packed.g_idx is not None or group * groups != packed.in_features
+    codes = packed.codes
+    if needs_order:
+        slot = torch.full((groups, group), -1, dtype=torch.int64)
+        member = packed.group_of_input()
+        for g in range(groups):
+            columns = (member == g).nonzero().flatten()
+            if len(columns) > group:
+                raise ValueError(f"group {g} holds {len(columns)} inputs, more than the group size {group}")
+            slot[g, : len(columns)] = columns
+        order = slot.flatten()
+        codes = torch.where(order < 0, 0, codes[:, order.clamp_min(0)])
+    k = codes.shape[1]
+    tiles = -(-packed.out_features // LANES)
+    codes = F.pad(codes, (0, 0, 0, tiles * LANES - packed.out_features))
+    quads = codes.view(tiles, LANES, k // 4, 4).transpose(1, 2)  # [tiles, k / 4, 16, 4]
+    if packed.scheme.bits <= 4:
+        pairs = quads.reshape(tiles, k // 8, 2, LANES, 4)
+        weight = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).contiguous()
+    else:
+        weight = quads.contiguous()
+    return IntTiles(
+        weight=weight,
+        scales=_tiles_of_rows(packed.scales.float()),
+        zeros=None if packed.zeros is None else _tiles_of_rows(packed.zeros.to(torch.int32)),
+        permutation=None if order is None else order.to(torch.int32),
+        k=k,
+        bits=4 if packed.scheme.bits <= 4 else 8,
+        group=group,
+        act_group=act_group,
+        zero=packed.scheme.zero,
+    )
+
+
+def round_to_int8(weight: Tensor, group_size: int = 64) -> PackedWeight:
+    """A dense [out, in] as symmetric int8 with a scale per group, for products that int8 serves as well.
+
+    Rounded to nearest; on the output head of a small model it costs a KL divergence of about 0.001.
+    """
+    out, inp = weight.shape
+    width = group_size if inp % group_size == 0 else inp
+    grouped = weight.float().view(out, -1, width)
+    scales = grouped.abs().amax(-1).clamp_min(1e-10) / 127.0
+    codes = (grouped / scales[..., None]).round().clamp_(-127, 127).add_(128).to(torch.uint8).view(out, inp)
+    return PackedWeight(WeightScheme(8, width if width != inp else -1), codes, scales)
