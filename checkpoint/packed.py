@@ -47,7 +47,7 @@ class PackedWeight:
         if self.codes.dtype != torch.uint8:
             raise CheckpointError(f"codes must be uint8, not {self.codes.dtype}")
         if int(self.codes.max()) > self.scheme.max_code:
-            raise CheckpointError(f"a code exceeds {self.scheme.max_code}, the largest of {self.scheme.bits} bits")
+            raise CheckpointError(f"a code exceeds the {self.scheme.max_code} of {self.scheme.bits} bits")
         if tuple(self.scales.shape) != (out, groups):
             raise CheckpointError(f"scales are {tuple(self.scales.shape)}, expected {(out, groups)}")
         if not bool(torch.isfinite(self.scales).all()):
@@ -56,6 +56,8 @@ class PackedWeight:
             raise CheckpointError("an asymmetric weight needs zero points")
         if self.zeros is not None and tuple(self.zeros.shape) != (out, groups):
             raise CheckpointError(f"zeros are {tuple(self.zeros.shape)}, expected {(out, groups)}")
+        if self.zeros is not None and int(self.zeros.max()) > self.scheme.max_code:
+            raise CheckpointError(f"a zero exceeds the {self.scheme.max_code} of {self.scheme.bits} bits")
         if self.g_idx is not None and (
             tuple(self.g_idx.shape) != (inp,) or int(self.g_idx.min()) < 0 or int(self.g_idx.max()) >= groups
         ):

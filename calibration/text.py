@@ -1,0 +1,164 @@
+"""Calibration and evaluation text: where it comes from, and which part may be used for what.
+
+Knows text files, JSONL, the prose inside Python itself, and ``datasets``; does not know tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from qserve.checkpoint.errors import DataError
+
+Split = Literal["calibrate", "evaluate"]
+
+BUILTIN_CALIBRATION_SHARE = 0.8
+# A streamed dataset may be endless; this is about eight million tokens, more than any calibration uses.
+DATASET_CHARACTERS = 32_000_000
+_FILE_SUFFIXES = {".txt", ".text", ".md", ".json", ".jsonl", ".raw"}
+_DRAWING = re.compile(r"^[\s*=\-~^#.+|_]*$")
+
+
+@dataclass(frozen=True)
+class Text:
+    """``sha256`` is the hash of exactly ``text``, in UTF-8, so a card can say what was read."""
+
+    name: str
+    text: str
+    sha256: str
+
+
+def load_text(source: str, split: Split = "calibrate") -> Text:
+    """The text of ``source``: ``builtin``, a text file, a JSONL file with a "text" field, ``wikitext2``,
+    or ``dataset[:config][:split]`` through ``datasets``.
+
+    ``builtin`` gives its first 80 % to calibration and the rest to evaluation; a file is used whole for
+    either; a dataset uses its train split for calibration and test (else validation) for evaluation, unless
+    the source names one. Raises ``DataError`` for what is missing, unreadable, binary or empty.
+    """
+    path = Path(source).expanduser()
+    if source == "builtin":
+        name, text = f"builtin ({split})", _builtin(split)
+    elif path.is_file():
+        name, text = path.name, _file(path)
+    elif path.suffix.lower() in _FILE_SUFFIXES or path.is_dir():
+        problem = "is a directory" if path.is_dir() else "does not exist"
+        raise DataError(f"{source} {problem}; give a text or JSONL file, builtin, or a dataset")
+    else:
+        name, text = _dataset(source, split)
+    if not text.strip():
+        raise DataError(f"{source} holds no text")
+    return Text(name, text, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _file(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start:,} is {raw[error.start]:#04x})") from None
+    if "\0" in text:
+        raise DataError(f"{path} is a binary file (it holds NUL bytes), not text")
+    return _jsonl(path, text) if path.suffix.lower() in (".jsonl", ".json") else text
+
+
+def _jsonl(path: Path, text: str) -> str:
+    documents = []
+    # Only "\n" ends a JSONL record: splitlines() would also cut at separators that JSON strings may hold.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise DataError(f"{path}, line {number}: not valid JSON; every line must be one object") from None
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise DataError(f'{path}, line {number}: expected an object with a string field "text"')
+        documents.append(row["text"])
+    return "\n\n".join(documents)
+
+
+def _dataset(source: str, split: Split) -> tuple[str, str]:
+    """``wikitext2`` follows the usual protocol: the raw rows of its split, joined by blank lines."""
+    wanted = "wikitext:wikitext-2-raw-v1" if source == "wikitext2" else source
+    if source == "wikitext2":
+        wanted = "Salesforce/" + wanted
+    name, *rest = wanted.split(":")
+    parts_fit = all(re.fullmatch(r"[\w.\-+\[\]%]+", part) for part in rest)
+    if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", name) or len(rest) > 2 or not parts_fit:
+        raise DataError(f"{source} is neither a file nor a dataset written as name[:config][:split]")
+    try:
+        import datasets
+
+        config = rest[0] if rest else None
+        choices = rest[1:] or (["train"] if split == "calibrate" else ["test", "validation"])
+        available = datasets.get_dataset_split_names(name, config)
+        chosen = next((choice for choice in choices if choice in available), None)
+        if chosen is None:
+            raise DataError(f"{source} has no split {' or '.join(choices)}; it has {', '.join(available)}")
+        rows = datasets.load_dataset(name, config, split=chosen, streaming=True)
+        return f"{source} ({chosen})", _join(source, rows)
+    except DataError:
+        raise
+    # ``datasets`` raises whatever its file systems, its builders and the network raise.
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise DataError(
+            f"{source} is not a file, and reading it as a dataset failed ({reason}); "
+            "builtin needs no network, and a text file works too"
+        ) from None
+
+
+def _join(source: str, rows: Iterable[dict[str, Any]]) -> str:
+    texts, characters = [], 0
+    for row in rows:
+        if not isinstance(row.get("text"), str):
+            raise DataError(f'{source} has no column "text"; it has {", ".join(row)}')
+        texts.append(row["text"])
+        characters += len(row["text"])
+        if characters >= DATASET_CHARACTERS:
+            break
+    return "\n\n".join(texts)
+
+
+@lru_cache(maxsize=2)
+def _builtin(split: Split) -> str:
+    """The language reference that every CPython carries, as paragraphs: hard-wrapped lines become one line
+    each; underlines and tables go. Evaluation takes the last paragraphs, each once, and calibration takes no
+    copy of them (some topics repeat each other).
+    """
+    from pydoc_data.topics import topics
+
+    paragraphs = []
+    for topic in sorted(topics):
+        for block in re.split(r"\n\s*\n", topics[topic]):
+            lines = [line for line in block.splitlines() if not _DRAWING.match(line)]
+            if lines and not lines[0].lstrip().startswith("|"):
+                paragraphs.append(" ".join(map(str.strip, lines)) if _is_prose(lines) else "\n".join(lines))
+    wanted = (1 - BUILTIN_CALIBRATION_SHARE) * sum(map(len, paragraphs))
+    evaluate: list[str] = []
+    for paragraph in reversed(list(dict.fromkeys(paragraphs))):
+        if wanted <= 0:
+            break
+        evaluate.append(paragraph)
+        wanted -= len(paragraph)
+    if split == "evaluate":
+        return "\n\n".join(reversed(evaluate))
+    held_out = set(evaluate)
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph not in held_out)
+
+
+def _is_prose(lines: list[str]) -> bool:
+    """Prose is mostly letters and carries one indent; code and grammar do not."""
+    joined = " ".join(lines)
+    letters = sum(character.isalpha() or character.isspace() for character in joined)
+    return "::=" not in joined and ">>>" not in joined and letters > 0.8 * len(joined)

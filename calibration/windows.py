@@ -1,0 +1,49 @@
+"""Token windows cut from one long text.
+
+Knows token ids; does not know tokenizers, files or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.errors import DataError
+
+
+def calibration_windows(token_ids: Sequence[int], samples: int, length: int, seed: int) -> Tensor:
+    """int64 [samples, length]: windows that do not overlap, at random places, in random order.
+
+    The text is divided into ``samples`` random gaps between windows, so every part of it is as likely to be
+    read and a seed gives the same windows on every machine. Raises ``DataError`` where the text is too short.
+    """
+    _require(len(token_ids), samples * length, f"{samples} samples of {length} tokens", "--samples or --sequence-length")
+    generator = torch.Generator().manual_seed(seed)
+    spare = len(token_ids) - samples * length
+    cuts = torch.randint(0, spare + 1, (samples,), generator=generator).sort().values
+    starts = cuts + torch.arange(samples) * length
+    starts = starts[torch.randperm(samples, generator=generator)]
+    ids = torch.as_tensor(token_ids, dtype=torch.int64)
+    return ids[starts[:, None] + torch.arange(length)]
+
+
+def evaluation_windows(token_ids: Sequence[int], tokens: int, length: int) -> Tensor:
+    """int64 [tokens // length, length]: consecutive windows from the beginning of one text, with no BOS added.
+
+    ``tokens`` is rounded down to whole windows. Raises ``DataError`` where the text is too short or ``tokens``
+    does not fill one window.
+    """
+    count = tokens // length
+    if count < 1:
+        raise DataError(f"{tokens:,} tokens do not fill one window of {length:,}; raise --tokens")
+    _require(len(token_ids), count * length, f"{count} windows of {length} tokens", "--tokens")
+    return torch.as_tensor(token_ids[: count * length], dtype=torch.int64).reshape(count, length)
+
+
+def _require(there: int, needed: int, what: str, flag: str) -> None:
+    if needed < 1:
+        raise DataError(f"{what} is nothing; {flag} must be at least 1")
+    if there < needed:
+        raise DataError(f"{what} need {needed:,} tokens, the text has {there:,}; lower {flag} or give more text")

@@ -1,0 +1,189 @@
+"""``HFDirectory``: a model stored as Hugging Face does, dense or with GPTQ linears, read tensor by tensor.
+
+Knows which files a model directory has; does not know architectures, nor what computes with the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from qserve.checkpoint import gptq_format
+from qserve.checkpoint.card import QualityCard, read_card
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.files import file_sha256, read_json_object
+from qserve.checkpoint.manifest import read_manifest, verify_manifest
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.safetensors_index import StoredTensor, read_index
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class HFDirectory:
+    """A ``ModelSource`` over a directory with ``config.json`` and safetensors. Opening it reads headers only.
+
+    Raises ``CheckpointError`` where a file is missing, malformed or cut short, or where the quantization is
+    not one we read.
+    """
+
+    def __init__(self, path: str | Path, *, name: str | None = None) -> None:
+        self.path = Path(path)
+        self.name = name or self.path.resolve().name
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is not a directory")
+        if not (self.path / "config.json").exists():
+            raise CheckpointError(f"{self.path} has no config.json; is this a model directory?")
+        self.config: dict[str, Any] = read_json_object(self.path / "config.json")
+        self._tensors = read_index(self.path)
+        self._files = ExitStack()
+        self._open: dict[Path, Any] = {}
+        self._linears = [name.removesuffix(".qweight") for name in self._tensors if name.endswith(".qweight")]
+        packed = {f"{module}.{part}" for module in self._linears for part in gptq_format.PARTS}
+        self._dense = [name for name in self._tensors if name not in packed]
+        self.spec, self._version = self._read_quantization()
+        self.card: QualityCard | None = read_card(self.path)
+
+    def _read_quantization(self) -> tuple[QuantSpec | None, gptq_format.Version]:
+        config = self.config.get("quantization_config")
+        where = self.path / "config.json"
+        if config is None and (self.path / "quantize_config.json").exists():
+            where = self.path / "quantize_config.json"
+            config = read_json_object(where)
+        if config is None:
+            if self._linears:
+                raise CheckpointError(
+                    f"{where} lacks quantization_config, but {self._linears[0]} is stored packed"
+                )
+            return None, "gptq"
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{where}: quantization_config must be an object")
+        dense = [name.removesuffix(".weight") for name in self._dense
+                 if name.endswith(".weight") and len(self._tensors[name].shape) == 2]
+        try:
+            spec = gptq_format.spec_of(config, self._linears + dense)
+            version = gptq_format.version_of(config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {error}") from None
+        for module in self._linears:
+            if spec.scheme_of(module) is None:
+                raise CheckpointError(f"{where} skips {module}, but it is stored packed")
+        return spec, version
+
+    def names(self) -> list[str]:
+        return list(self._dense)
+
+    def linears(self) -> list[str]:
+        return list(self._linears)
+
+    def has(self, name: str) -> bool:
+        return name in self._dense_set
+
+    @cached_property
+    def _dense_set(self) -> frozenset[str]:
+        return frozenset(self._dense)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if f"{name}.qweight" in self._tensors:
+            scheme = self._scheme(name)
+            words, out = self._tensors[f"{name}.qweight"].shape
+            return (out, words * 32 // scheme.bits)
+        return self._stored(name).shape
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._stored(name)
+        try:
+            if stored.file not in self._open:
+                self._open[stored.file] = self._files.enter_context(safe_open(stored.file, framework="pt"))
+            # safe_open maps the file; the copy outlives the map and the file.
+            tensor: Tensor = self._open[stored.file].get_tensor(name).clone()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{stored.file}: tensor {name} cannot be read ({error})") from None
+        return tensor
+
+    def linear(self, module: str) -> PackedWeight:
+        parts = {part: self.tensor(f"{module}.{part}") for part in gptq_format.PARTS
+                 if f"{module}.{part}" in self._tensors}
+        if "qweight" not in parts:
+            raise CheckpointError(f"{self.path} has no packed linear {module}")
+        try:
+            return gptq_format.unpack(parts, self._scheme(module), self._version)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._tensors[f'{module}.qweight'].file}: {module}: {error}") from None
+
+    def _scheme(self, module: str) -> WeightScheme:
+        scheme = self.spec.scheme_of(module) if self.spec is not None else None
+        assert scheme is not None, "checked at open"
+        return scheme
+
+    def _stored(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path} lacks the tensor {name}; is the checkpoint complete?")
+        return self._tensors[name]
+
+    def dtype(self) -> torch.dtype:
+        stated = self.config.get("dtype") or self.config.get("torch_dtype")
+        known = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+        if isinstance(stated, str) and stated.removeprefix("torch.") in known:
+            return known[stated.removeprefix("torch.")]
+        return next((_DTYPES[self._tensors[name].dtype] for name in self._dense
+                     if self._tensors[name].dtype in _DTYPES), torch.float32)
+
+    def stored_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self._weight_files())
+
+    def parameters(self) -> int:
+        biases = sum(self._tensors[f"{module}.bias"].numel for module in self._linears
+                     if f"{module}.bias" in self._tensors)
+        return biases + sum(math.prod(self.shape(name)) for name in self._dense + self._linears)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        if not any((self.path / name).exists() for name in TOKENIZER_FILES):
+            raise CheckpointError(f"{self.path} has no tokenizer (tokenizer.json or tokenizer.model)")
+        return load_tokenizer(self.path, vocab_size=self.config.get("vocab_size"))
+
+    def save_tokenizer(self, out: Path) -> None:
+        for name in TOKENIZER_FILES:
+            if (self.path / name).exists():
+                shutil.copyfile(self.path / name, out / name)
+
+    def generation_config(self) -> dict[str, Any]:
+        path = self.path / "generation_config.json"
+        return read_json_object(path) if path.exists() else {}
+
+    def sha256(self) -> str:
+        return self._sha256
+
+    @cached_property
+    def _sha256(self) -> str:
+        """Over the hashes of config.json and of the weight files, taken from the manifest if there is one."""
+        known = read_manifest(self.path) or {}
+        digest = hashlib.sha256()
+        for file in [self.path / "config.json", *self._weight_files()]:
+            entry = known.get(file.name)
+            digest.update(f"{file.name} {entry.sha256 if entry else file_sha256(file)}\n".encode())
+        return digest.hexdigest()
+
+    def verify(self) -> None:
+        """Compare every file with the manifest; nothing to compare where the directory has none."""
+        verify_manifest(self.path)
+
+    def _weight_files(self) -> list[Path]:
+        return sorted({stored.file for stored in self._tensors.values()})

@@ -1,0 +1,124 @@
+"""``ModelSource``: a model that can be read, whatever it is stored as, and ``open_model`` that finds one.
+
+Knows how a MODEL argument is resolved; does not know any file format.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.demo import fetch_demo
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.gguf import GGUFFile
+from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.hub import fetch_snapshot, is_hub_id
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import QuantSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ModelSource(Protocol):
+    """A readable model. Tensor and module names are those of Hugging Face transformers.
+
+    ``config`` is the content of ``config.json`` (for GGUF: made from its metadata); ``spec`` is None for a
+    dense model. Every method raises ``CheckpointError`` where the files are damaged.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def spec(self) -> QuantSpec | None: ...
+    @property
+    def card(self) -> QualityCard | None: ...
+
+    def names(self) -> list[str]:
+        """Names of all dense tensors; the parts of packed linears are not among them."""
+        ...
+
+    def linears(self) -> list[str]:
+        """Names of the modules whose weight is stored packed."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether ``name`` is a dense tensor of this model."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a dense tensor, or of a packed module's weight [out, in], without reading it."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """One dense tensor in its stored dtype (GGUF block types: float32), in memory of its own."""
+        ...
+
+    def linear(self, module: str) -> PackedWeight:
+        """One packed weight, with its bias where it has one."""
+        ...
+
+    def dtype(self) -> torch.dtype:
+        """The dtype the model was made for (float16 for GGUF)."""
+        ...
+
+    def stored_bytes(self) -> int:
+        """Bytes of the weight files."""
+        ...
+
+    def parameters(self) -> int:
+        """Number of weights, each counted once."""
+        ...
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer with its chat template."""
+        ...
+
+    def save_tokenizer(self, out: Path) -> None:
+        """Write the tokenizer's files into the directory ``out``."""
+        ...
+
+    def generation_config(self) -> dict[str, Any]:
+        """The content of ``generation_config.json``, or {}."""
+        ...
+
+    def sha256(self) -> str:
+        """Identity of weights and configuration, for cards and caches."""
+        ...
+
+    def verify(self) -> None:
+        """Raise ``CheckpointError`` where a file differs from the hashes stored beside it."""
+        ...
+
+
+def open_model(
+    model: str | Path, *, offline: bool = False, progress: Callable[[int, int], None] | None = None
+) -> ModelSource:
+    """Open ``model``: a Hugging Face directory, a ``*.gguf`` file, ``demo``, or a hub id.
+
+    ``offline`` forbids the network: the demo model and hub ids must then be in the cache already.
+    ``progress(done, total)`` counts the bytes of a download of the demo model.
+    """
+    text = os.fspath(model)
+    if text == "demo" and not Path(text).is_dir():
+        return GGUFFile(fetch_demo(progress, offline=offline), name="demo")
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return HFDirectory(path)
+    if path.suffix.lower() == ".gguf" or path.is_file():
+        return GGUFFile(path)
+    if isinstance(model, str) and is_hub_id(text):
+        return HFDirectory(fetch_snapshot(text, offline=offline), name=text)
+    raise CheckpointError(
+        f"{text} does not exist; give a model directory, a .gguf file, a hub id such as org/name, or demo"
+    )

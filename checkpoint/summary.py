@@ -1,0 +1,81 @@
+"""``Summary``: what a model is made of, for people. Knows sources; reads headers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.spec import WeightScheme
+
+
+@dataclass(frozen=True)
+class Summary:
+    """``linears`` are the packed ones: (module, out, in, scheme). Sizes in bytes."""
+
+    name: str
+    family: str
+    method: str
+    parameters: int
+    stored_bytes: int
+    linears: tuple[tuple[str, int, int, WeightScheme], ...]
+
+    @property
+    def bf16_bytes(self) -> int:
+        return 2 * self.parameters
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Over all weights, scales and everything else in the files included."""
+        return 8 * self.stored_bytes / self.parameters
+
+    @property
+    def packed_bits_per_weight(self) -> float | None:
+        """Over the packed linears alone, with their fp16 scales and packed zero points; None for a dense model."""
+        if not self.linears:
+            return None
+        bits = sum(
+            out * inp * scheme.bits + out * scheme.groups(inp) * (16 + scheme.bits)
+            for _, out, inp, scheme in self.linears
+        )
+        return bits / sum(out * inp for _, out, inp, _ in self.linears)
+
+    def lines(self) -> list[str]:
+        packed = sum(out * inp for _, out, inp, _ in self.linears)
+        lines = [
+            f"model           {self.name} ({self.family})",
+            f"parameters      {self.parameters:,}; {packed:,} of them in {len(self.linears)} packed linears",
+            f"size            {self.stored_bytes:,} bytes, {self.bits_per_weight:.2f} bits per weight "
+            f"(bf16: {self.bf16_bytes:,} bytes)",
+        ]
+        if self.linears:
+            schemes: dict[WeightScheme, int] = {}
+            for *_, scheme in self.linears:
+                schemes[scheme] = schemes.get(scheme, 0) + 1
+            shown = ", ".join(
+                f"{count} x {s.bits} bit g{s.group_size} {'symmetric' if s.symmetric else 'asymmetric'}"
+                for s, count in schemes.items()
+            )
+            lines.append(f"quantization    {self.method}: {shown}; {self.packed_bits_per_weight:.2f} bits per weight")
+        return lines
+
+    def layer_rows(self) -> list[tuple[str, ...]]:
+        return [(name, f"{out}", f"{inp}", f"{s.bits}", f"{s.group_size}") for name, out, inp, s in self.linears]
+
+
+def summarize(source: ModelSource) -> Summary:
+    """Raises ``CheckpointError`` where the model is damaged."""
+    linears = []
+    for module in source.linears():
+        assert source.spec is not None
+        out, inp = source.shape(module)
+        linears.append((module, out, inp, source.spec.scheme_of(module) or source.spec.weights))
+    dense = sum(prod(source.shape(name)) for name in source.names())
+    return Summary(
+        name=source.name,
+        family=str(source.config.get("model_type")),
+        method="dense" if source.spec is None else source.spec.method,
+        parameters=dense + sum(out * inp for _, out, inp, _ in linears),
+        stored_bytes=source.stored_bytes(),
+        linears=tuple(linears),
+    )

@@ -1,0 +1,133 @@
+"""How far a model is from its base, token by token: perplexity, KL divergence, top-1 agreement.
+
+Both models are measured through the serving engine, so the numbers belong to the kernels that serve. Knows
+engines and windows of tokens; does not know limits (``gate``) or files.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from qserve.calibration.text import Text
+from qserve.calibration.windows import evaluation_windows
+from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.errors import CheckpointError, DataError
+from qserve.checkpoint.source import ModelSource
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    """What to score: the first ``tokens`` tokens of ``text``, in consecutive windows of ``window`` tokens."""
+
+    text: Text
+    tokens: int = 16384
+    window: int = 1024
+
+
+@dataclass
+class Divergence:
+    """Per scored token, float64: negative log-likelihoods (nats), KL(base || model) (nats), same first choice."""
+
+    base_nll: Tensor
+    nll: Tensor
+    kl: Tensor
+    agree: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return len(self.nll)
+
+
+def eval_config(window: int, *, kernels: str = "auto", threads: int | None = None) -> EngineConfig:
+    """An engine for scoring one window at a time: chunks as they are served, and no more KV cache than needed."""
+    return EngineConfig(max_model_len=window + 1, max_num_seqs=64, kernels=kernels, threads=threads)
+
+
+def compare(base: Engine, model: Engine, windows: Tensor, progress: Progress | None = None) -> Divergence:
+    """Score ``windows`` int64 [n, length] with both engines; tokens 2 .. length of each window count.
+
+    Only one chunk of log-probabilities of each model is in memory. Raises ``CheckpointError`` where a model
+    computes NaN.
+    """
+    if base.vocab_size != model.vocab_size:
+        raise DataError(
+            f"{base.model_name} has {base.vocab_size} tokens and {model.model_name} {model.vocab_size}: "
+            "they cannot be compared token by token"
+        )
+    parts: list[tuple[Tensor, ...]] = []
+    for number, window in enumerate(windows):
+        tokens = window.tolist()
+        for (start, p), (other, q) in zip(base.score(tokens), model.score(tokens), strict=True):
+            if start != other or p.shape != q.shape:
+                raise DataError("the two engines score in different chunks: give them the same token budget")
+            rows = min(len(p), len(tokens) - 1 - start)
+            parts.append(_compare_rows(p[:rows], q[:rows], window[start + 1 : start + 1 + rows]))
+        if progress:
+            progress(number + 1, len(windows))
+    result = Divergence(*(torch.cat(part) for part in zip(*parts)))
+    for engine, values in ((base, result.base_nll), (model, result.nll)):
+        if not bool(torch.isfinite(values).all()):
+            raise CheckpointError(f"{engine.model_name} computes NaN or infinity: the checkpoint is damaged")
+    return result
+
+
+def _compare_rows(p: Tensor, q: Tensor, following: Tensor) -> tuple[Tensor, ...]:
+    """p, q float32 [n, vocab] log-probabilities; following int64 [n]."""
+    index = following[:, None]
+    kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0.0)
+    return (
+        -p.gather(1, index)[:, 0].double(),
+        -q.gather(1, index)[:, 0].double(),
+        kl,
+        (p.argmax(-1) == q.argmax(-1)).double(),
+    )
+
+
+def measure(base: Engine, model: Engine, job: EvalJob, progress: Progress | None = None) -> QualityCard:
+    """The card of ``model`` against ``base``. Raises ``DataError`` where the text is too short."""
+    if job.window > min(base.max_model_len, model.max_model_len) - 1:
+        raise DataError(f"windows of {job.window} tokens do not fit the context; lower --window")
+    ids = base.tokenizer(job.text.text, add_special_tokens=False, verbose=False)["input_ids"]
+    if model.tokenizer.get_vocab() != base.tokenizer.get_vocab():
+        raise DataError(f"{model.model_name} and {base.model_name} have different tokenizers")
+    found = compare(base, model, evaluation_windows(ids, job.tokens, job.window), progress)
+    return card_of(found, base.source, job, f"{model.executor.name} ({_detail(model)})")
+
+
+def card_of(found: Divergence, base: ModelSource, job: EvalJob, kernel_path: str) -> QualityCard:
+    quantiles = found.kl.quantile(torch.tensor([0.5, 0.9], dtype=torch.float64))
+    return QualityCard(
+        base_name=base.name,
+        base_sha256=base.sha256(),
+        data_name=job.text.name,
+        data_sha256=job.text.sha256,
+        tokens=found.tokens,
+        window=job.window,
+        perplexity_base=math.exp(float(found.base_nll.mean())),
+        perplexity=math.exp(float(found.nll.mean())),
+        kl_mean=float(found.kl.mean()),
+        kl_median=float(quantiles[0]),
+        kl_p90=float(quantiles[1]),
+        top1_agreement=float(found.agree.mean()),
+        kernel_path=kernel_path,
+        created=datetime.now(UTC).date().isoformat(),
+        versions={"qserve-llm": version("qserve-llm"), "torch": version("torch"), "python": platform.python_version()},
+        scope="next-token distributions on one English text; says nothing of other languages or of long contexts",
+    )
+
+
+def _detail(engine: Engine) -> str:
+    isa = getattr(engine.executor, "isa", "torch")
+    return f"{isa}, KV {engine.config.kv_cache_dtype}, head {engine.config.head}"

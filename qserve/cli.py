@@ -1,0 +1,451 @@
+"""The ``qserve`` command: options in, the work of the other packages composed, results and exit codes out.
+
+Every heavy import is inside the command that needs it, so that asking for help is cheap. Exit codes: 0 done,
+1 failed, 2 bad usage, 3 a gate failed.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from typer.core import TyperGroup
+
+from qserve import __version__, console
+from qserve.checkpoint.errors import GateFailed, QServeError, UsageError
+from qserve.quantize.job import QuantizeJob
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.sampling import RequestError
+
+if TYPE_CHECKING:
+    from qserve.checkpoint.card import QualityCard
+    from qserve.evals.gate import Gate, GateReport
+    from qserve.evals.quality import EvalJob
+
+_JOB = QuantizeJob()
+_ENGINE = EngineConfig()
+
+
+class _Group(TyperGroup):
+    """Turns expected failures into one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (QServeError, RequestError) as error:
+            failure, code = str(error), getattr(error, "exit_code", 1)
+        except MemoryError:
+            failure, code = "out of memory: use a smaller model, --samples or --kv-cache-memory", 1
+        except OSError as error:
+            name = f"{error.filename}: " if error.filename else ""
+            failure, code = f"{name}{error.strerror or error}", 1
+        except KeyboardInterrupt:
+            failure, code = "interrupted", 130
+        if ctx.params.get("debug"):
+            raise
+        console.error(failure)
+        sys.exit(code)
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Quantize a language model, prove what it cost, and serve it.",
+)
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a hub id, a .gguf file, or demo.")
+]
+MaxKl = Annotated[
+    float | None, typer.Option("--max-kl", help="Gate: mean KL divergence from the base, in nats.", metavar="NATS")
+]
+MaxPpl = Annotated[
+    str | None,
+    typer.Option("--max-ppl-increase", help="Gate: rise in perplexity over the base, as 3% or 0.03.", metavar="RATIO"),
+]
+MinTop1 = Annotated[
+    str | None,
+    typer.Option("--min-top1", help="Gate: share of tokens with the base's first choice, as 90%.", metavar="RATIO"),
+]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="Evaluation text: builtin, a text or JSONL file, wikitext2, or another dataset name.", metavar="SOURCE"
+    ),
+]
+Tokens = Annotated[int, typer.Option(help="Tokens to evaluate, rounded down to whole windows.")]
+Window = Annotated[int, typer.Option(help="Tokens per evaluation window.")]
+Kernels = Annotated[str, typer.Option(help="Kernels to compute with; qserve doctor lists them.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels. [default: all cores]")]
+JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", metavar="PATH")]
+MarkdownOut = Annotated[Path | None, typer.Option("--markdown", help="Write the report as Markdown.", metavar="PATH")]
+
+
+def _version(show: bool) -> None:
+    if show:
+        console.line(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def quantize(
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the new checkpoint.")],
+    method: Annotated[str, typer.Option(help="rtn or gptq.")] = _JOB.method,
+    bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3, 4 or 8.")] = _JOB.bits,
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale; -1 for all of them.")] = _JOB.group_size,
+    sym: Annotated[bool, typer.Option("--sym/--asym", help="Symmetric codes, or with zero points.")] = _JOB.symmetric,
+    calibration: Annotated[
+        str, typer.Option(help="Calibration text: builtin, a file, a dataset, or none (rtn).", metavar="SOURCE")
+    ] = _JOB.calibration or "none",
+    samples: Annotated[int, typer.Option(help="Calibration samples.")] = _JOB.samples,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = _JOB.sequence_length,
+    seed: Annotated[int, typer.Option(help="Which samples are drawn.")] = _JOB.seed,
+    act_order: Annotated[
+        bool, typer.Option("--act-order/--no-act-order", help="GPTQ: round the most active inputs first.")
+    ] = _JOB.act_order,
+    loaders: Annotated[
+        str, typer.Option("--for", help="Loaders that must accept it: qserve, vllm, transformers.", metavar="LIST")
+    ] = ",".join(_JOB.loaders),
+    overwrite: Annotated[bool, typer.Option(help="Replace a checkpoint at OUT.")] = _JOB.overwrite,
+    max_kl: MaxKl = None,
+    max_ppl_increase: MaxPpl = None,
+    min_top1: MinTop1 = None,
+    data: Data = "builtin",
+    tokens: Tokens = 8192,
+    window: Window = 512,
+) -> None:
+    """Compress MODEL into a GPTQ checkpoint at OUT; with gates, publish it only if it passes them.
+
+    Everything that can be refused is refused before calibration, and OUT appears complete or not at all.
+    """
+    from qserve import steps
+    from qserve.evals.gate import enforce, judge
+
+    gates = _gates(max_kl, max_ppl_increase, min_top1)
+    job = QuantizeJob(
+        method=method,  # type: ignore[arg-type]  # checked by the job itself
+        bits=bits,
+        group_size=group_size,
+        symmetric=sym,
+        calibration=None if calibration == "none" else calibration,
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        act_order=act_order,
+        loaders=tuple(name.strip() for name in loaders.split(",") if name.strip()),
+        overwrite=overwrite,
+    )
+    evaluation = _eval_job(data, tokens, window) if gates else None
+    source = steps.open_source(model)
+    verdicts: list[GateReport] = []
+
+    def measure(staged: Path) -> QualityCard:
+        assert evaluation is not None
+        card = steps.measure(steps.open_source(str(staged)), source, evaluation)
+        verdicts.extend(judge(gates, card))
+        enforce(verdicts)
+        return card
+
+    report = steps.quantize(source, out, job, measure if gates else None)
+    for layer in report.layers:
+        if layer.fallback:
+            console.line(f"{layer.module}: {layer.fallback}")
+    peak = console.size(report.peak_bytes)
+    console.line(f"{out}: {len(report.layers)} linears in {report.seconds:.0f} s, peak memory {peak}")
+    for verdict in report.verdicts:
+        console.line(f"  {verdict.loader}: {'loads it' if verdict.accepts else f'refuses it: {verdict.reason}'}")
+    if report.card is not None:
+        steps.show_card(report.card, verdicts)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="The model to judge.")],
+    against: Annotated[str, typer.Option(help="The base model it was made from.", metavar="MODEL")],
+    data: Data = "builtin",
+    tokens: Tokens = 16384,
+    window: Window = 1024,
+    json_path: JsonOut = None,
+    markdown_path: MarkdownOut = None,
+    max_kl: MaxKl = None,
+    max_ppl_increase: MaxPpl = None,
+    min_top1: MinTop1 = None,
+    kernels: Kernels = _ENGINE.kernels,
+    threads: Threads = None,
+    card: Annotated[bool, typer.Option("--card/--no-card", help="Store the result inside CKPT.")] = True,
+) -> None:
+    """Measure perplexity, KL divergence and top-1 agreement of CKPT against its base, on the kernels that serve.
+
+    The result becomes the checkpoint's quality card. A gate that fails ends with exit code 3.
+    """
+    from qserve import steps
+    from qserve.checkpoint.card import write_card
+    from qserve.evals.gate import enforce, judge
+    from qserve.evals.report import quality_report
+
+    gates = _gates(max_kl, max_ppl_increase, min_top1)
+    job = _eval_job(data, tokens, window)
+    model, base = steps.open_source(checkpoint), steps.open_source(against)
+    found = steps.measure(model, base, job, kernels, threads)
+    reports = judge(gates, found)
+    if card and model.spec is not None:
+        write_card(model.path, found)
+    quality_report(found, model.name, _command(), reports).write(json_path, markdown_path)
+    steps.show_card(found, reports)
+    enforce(reports)
+
+
+@app.command()
+def run(
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="A Hugging Face directory, a hub id, a .gguf file, or demo.")
+    ] = "demo",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that callers must show; may be given several times.", metavar="KEY")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call the model. [default: its name]")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and output. [default: what model and memory allow]")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = _ENGINE.max_num_seqs,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = _ENGINE.max_num_batched_tokens,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get a 503.")] = _ENGINE.max_waiting,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(help="Size of the KV cache, as 512MiB or 4GB. [default: half of what is free]", metavar="SIZE"),
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp16 or fp32.")] = _ENGINE.kv_cache_dtype,
+    prefix_caching: Annotated[
+        bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
+    ] = _ENGINE.enable_prefix_caching,
+    head: Annotated[str, typer.Option(help="Output head of a quantized model: auto (int8) or dense.")] = _ENGINE.head,
+    kernels: Kernels = _ENGINE.kernels,
+    threads: Threads = None,
+    vllm_metrics: Annotated[bool, typer.Option(help="Repeat the metrics under vLLM's names.")] = False,
+) -> None:
+    """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains."""
+    config = EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_waiting=max_waiting,
+        kv_cache_memory=None if kv_cache_memory is None else _bytes(kv_cache_memory),
+        kv_cache_dtype=kv_cache_dtype,
+        enable_prefix_caching=prefix_caching,
+        kernels=kernels,
+        threads=threads,
+        head=head,
+    )
+    if any(not key for key in api_key or ()):
+        raise UsageError("--api-key must not be empty")
+    from qserve import steps
+    from qserve.runtime.server.app import ServerConfig
+    from qserve.runtime.server.serve import claim_socket, serve
+
+    sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
+    engine = steps.load(steps.open_source(model), config)
+    for text in engine.memory.lines():
+        console.note(text)
+    address, number = sock.getsockname()[:2]
+    console.note(f"serving {served_model_name or engine.model_name} on http://{address}:{number}/v1")
+    server = ServerConfig(
+        api_keys=tuple(api_key or ()), model_name=served_model_name, vllm_metrics=vllm_metrics
+    )
+    serve(engine, config=server, sock=sock)
+
+
+@app.command()
+def inspect(
+    model: Model,
+    layers: Annotated[bool, typer.Option(help="List every linear.")] = False,
+    verify: Annotated[bool, typer.Option(help="Compare every file with its stored hash.")] = False,
+) -> None:
+    """Show what a model is made of: layers, bits, size, and its quality card."""
+    from qserve import steps
+    from qserve.checkpoint.summary import summarize
+
+    source = steps.open_source(model)
+    if verify:
+        source.verify()
+    summary = summarize(source)
+    for text in summary.lines():
+        console.line(text)
+    if layers:
+        console.table("", ("linear", "out", "in", "bits", "group"), summary.layer_rows())
+    if source.card is not None:
+        steps.show_card(source.card, [])
+    if verify:
+        console.line("every file matches its hash")
+
+
+@app.command()
+def doctor() -> None:
+    """Say which kernels this machine can run, what is missing, and what that costs."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from qserve.evals.report import environment
+    from qserve.kernels import registry
+
+    for key, value in environment().items():
+        console.line(f"{key:<13}{value}")
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "not installed (no GPU kernels on this platform)"
+    console.line(f"{'triton':<13}{triton}")
+    for candidate in registry.candidates():
+        state = f"available ({candidate.detail})" if candidate.reason is None else f"missing: {candidate.reason}"
+        console.line(f"{candidate.name:<13}{state}")
+        if candidate.reason is not None:
+            console.line(f"{'':<13}without it: {candidate.cost}")
+    console.line(f"{'selected':<13}{registry.make().name}")
+
+
+@app.command()
+def bench(
+    model: Model,
+    concurrency: Annotated[str, typer.Option(help="Requests at once, one batch for each number.")] = "1,8,16",
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    output: Annotated[int, typer.Option(help="Tokens of each output.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Runs of each batch; the median counts.")] = 3,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Run this dense model in transformers too, one prompt at a time.", metavar="MODEL"),
+    ] = None,
+    min_ratio: Annotated[
+        str | None,
+        typer.Option(help="Gate: output rate over that of --against, as 1=3,16=8.", metavar="N=RATIO,..."),
+    ] = None,
+    json_path: JsonOut = None,
+    markdown_path: MarkdownOut = None,
+    kernels: Kernels = _ENGINE.kernels,
+    threads: Threads = None,
+) -> None:
+    """Measure prefill and decode rates at fixed concurrency, if asked beside transformers in the same run."""
+    from qserve import steps
+    from qserve.evals import throughput
+    from qserve.evals.gate import enforce
+
+    levels = _integers(concurrency, "--concurrency")
+    gates = throughput.ratio_gates(min_ratio) if min_ratio else {}
+    if gates and against is None:
+        raise UsageError("--min-ratio compares with a model: give --against")
+    if not gates.keys() <= set(levels):
+        raise UsageError(f"--min-ratio names a concurrency that --concurrency {concurrency} does not run")
+    if min(prompt, output, repeats) < 1:
+        raise UsageError("--prompt, --output and --repeats must be at least 1")
+    source = steps.open_source(model)
+    base = None if against is None else steps.open_source(against)
+    most = max(levels)
+    config = EngineConfig(
+        kernels=kernels,
+        threads=threads,
+        max_num_seqs=max(most, _ENGINE.max_num_seqs),
+        max_num_batched_tokens=max(most, _ENGINE.max_num_batched_tokens),
+    )
+    engine = steps.load(source, config)
+    load = throughput.Load(prompt, output)
+    text = throughput.text_tokens(source)
+    if len(text) < most * repeats + prompt:
+        raise UsageError("--concurrency, --repeats and --prompt need more text than there is: lower them")
+    found = []
+    with console.progress("bench") as update:
+        for i, level in enumerate(levels):
+            update(i, len(levels))
+            found.append(throughput.measure(engine, text, level, load, repeats))
+        update(len(levels), len(levels))
+    peer = None
+    if base is not None:
+        peer = throughput.fastest_transformers(base, text, load, config.threads, console.note)
+    report = throughput.report(engine, found, load, peer, gates, _command())
+    report.write(json_path, markdown_path)
+    for section in report.sections:
+        console.table(section.title, section.header, section.rows)
+    enforce(report.gates)
+
+
+@app.command()
+def demo(
+    keep: Annotated[bool, typer.Option(help="Leave the server running until Ctrl-C.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the checkpoint in this directory.", metavar="DIR")
+    ] = None,
+) -> None:
+    """The whole job in a few minutes: fetch a small model, quantize it, gate it, serve it, and ask it a question."""
+    from qserve.demo import run_demo
+
+    run_demo(keep=keep, out=out)
+
+
+def main() -> None:
+    """The entry point of the ``qserve`` command."""
+    app()
+
+
+def _gates(max_kl: float | None, max_ppl_increase: str | None, min_top1: str | None) -> list[Gate]:
+    if max_kl is None and max_ppl_increase is None and min_top1 is None:
+        return []
+    from qserve.evals.gate import quality_gates
+
+    return quality_gates(max_kl=max_kl, max_ppl_increase=max_ppl_increase, min_top1=min_top1)
+
+
+def _eval_job(data: str, tokens: int, window: int) -> EvalJob:
+    from qserve.calibration.text import load_text
+    from qserve.evals.quality import EvalJob
+
+    if window < 2:
+        raise UsageError("--window must be at least 2")
+    if tokens < window:
+        raise UsageError(f"--tokens {tokens} does not fill one --window of {window}")
+    return EvalJob(load_text(data, "evaluate"), tokens, window)
+
+
+def _bytes(text: str) -> int:
+    """``512MiB``, ``4GB`` or a plain number of bytes."""
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    number = text.rstrip("BKMGIbkmgi ")
+    try:
+        value = float(number) * units[text[len(number) :].strip().upper()]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 1 <= value < 2**63:
+        raise UsageError(f"a size must be like 512MiB or 4GB, not {text!r}")
+    return int(value)
+
+
+def _integers(text: str, option: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if min(values) < 1:
+        raise UsageError(f"{option} must be positive numbers with commas between, not {text!r}")
+    return values
+
+
+def _command() -> str:
+    """This command line, for the reports; without the directory of the script."""
+    return shlex.join(["qserve", *sys.argv[1:]])

@@ -1,0 +1,76 @@
+"""What the command line shows: progress bars, tables, and errors as one line. Knows rich; does not know commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Update = Callable[[int, int], None]
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Update]:
+    """A bar on stderr with elapsed and remaining time; ``update(done, total)``."""
+    columns = (
+        TextColumn("{task.description:<12}"),
+        BarColumn(24),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err) as bars:
+        task = bars.add_task(label, total=None)
+
+        def update(done: int, total: int) -> None:
+            bars.update(task, completed=done, total=max(total, 1))
+
+        yield update
+
+
+def note(text: str) -> None:
+    """A line about what is going on; results go to stdout, this does not."""
+    err.print(text, markup=False)
+
+
+def line(text: str = "") -> None:
+    out.print(text, markup=False)
+
+
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table; every column but the first is right-aligned."""
+    shown = Table(title=title or None, title_justify="left")
+    for index, name in enumerate(header):
+        shown.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    out.print(shown)
+
+
+def error(text: str) -> None:
+    err.print(f"error: {text}", markup=False, style="bold red")
+
+
+def size(count: float) -> str:
+    """Bytes for a person: ``83.1 MB`` (decimal, as disks and model cards count)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError

@@ -1,0 +1,95 @@
+"""The steps that commands share, each with its progress bar: open, quantize, load, measure, show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qserve import console
+from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.demo import demo_path
+from qserve.checkpoint.source import ModelSource, open_model
+from qserve.evals import quality
+from qserve.evals.gate import GateReport, table
+from qserve.quantize import pipeline
+from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+
+
+def open_source(model: str) -> ModelSource:
+    """Open MODEL; the first use of the demo model downloads it."""
+    if model == "demo" and not demo_path().exists():
+        with console.progress("download") as update:
+            return open_model(model, progress=update)
+    return open_model(model)
+
+
+def quantize(
+    source: ModelSource, out: Path, job: QuantizeJob, measure: Callable[[Path], QualityCard | None] | None = None
+) -> QuantizeReport:
+    """Run the pipeline. The bar ends with the last block, so that a measurement can show its own."""
+    with console.progress("quantize") as update:
+
+        def tell(event: ProgressEvent) -> None:
+            if event.message:
+                console.note(event.message)
+            if event.phase == "quantize":
+                update(event.done, event.total)
+
+        return pipeline.run(source, out, job, progress=tell, measure=measure)
+
+
+def load(source: ModelSource, config: EngineConfig) -> Engine:
+    with console.progress("load") as update:
+        return Engine(source, config, progress=update)
+
+
+def measure(
+    model: ModelSource, base: ModelSource, job: quality.EvalJob, kernels: str = "auto", threads: int | None = None
+) -> QualityCard:
+    """The quality card of ``model`` against ``base``, both through the serving engine."""
+    config = quality.eval_config(job.window, kernels=kernels, threads=threads)
+    engines = [Engine(source, config) for source in (base, model)]
+    with console.progress("evaluate") as update:
+        return quality.measure(*engines, job, update)
+
+
+def show_card(card: QualityCard, gates: Sequence[GateReport]) -> None:
+    for text in [*card.summary(), *(table(gates) if gates else [])]:
+        console.line(text)
+
+
+def ask(url: str, model: str, question: str, api_key: str | None = None) -> tuple[str, dict[str, Any]]:
+    """One chat question over HTTP, streamed to the terminal: (answer, usage)."""
+    import json
+    from urllib.request import Request, urlopen
+
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "max_tokens": 64,
+    }
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    request = Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
+    answer: list[str] = []
+    usage: dict[str, Any] = {}
+    with urlopen(request, timeout=120) as response:
+        for raw in response:
+            data = raw.decode().strip().removeprefix("data: ")
+            if not data or data == "[DONE]":
+                continue
+            chunk = json.loads(data)
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                text = choice["delta"].get("content") or ""
+                answer.append(text)
+                console.out.print(text, end="", markup=False)
+    console.line()
+    return "".join(answer), usage

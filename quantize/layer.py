@@ -1,0 +1,83 @@
+"""``Quantized``: one weight after a method had it, and the line about it in the report.
+
+Knows packed weights and the error of a layer's output; does not know any method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qserve.calibration.stats import LayerStats
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import WeightScheme
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What happened to one linear.
+
+    error        mean squared error of the layer's output on its calibration inputs, relative to the output's
+                 mean square (of the weights themselves where there were no inputs)
+    damping      what was added to the Hessian's diagonal, relative to its mean; None where GPTQ did not run
+    dead_inputs  inputs that were zero throughout calibration
+    fallback     why the layer was not quantized as asked, or ""
+    """
+
+    module: str
+    scheme: WeightScheme
+    error: float
+    damping: float | None = None
+    dead_inputs: int = 0
+    fallback: str = ""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A packed weight with the squared error and the energy of each output (float64 [out] each)."""
+
+    weight: PackedWeight
+    error: Tensor
+    energy: Tensor
+    damping: float | None = None
+    dead_inputs: int = 0
+    fallback: str = ""
+
+    def rows(self, start: int, stop: int) -> Quantized:
+        """The outputs ``start`` to ``stop`` alone: linears that share an input are quantized as one."""
+        zeros, bias = self.weight.zeros, self.weight.bias
+        part = replace(
+            self.weight,
+            codes=self.weight.codes[start:stop],
+            scales=self.weight.scales[start:stop],
+            zeros=None if zeros is None else zeros[start:stop],
+            bias=None if bias is None else bias[start:stop],
+        )
+        return replace(self, weight=part, error=self.error[start:stop], energy=self.energy[start:stop])
+
+    def report(self, module: str) -> LayerReport:
+        error = float(self.error.sum() / self.energy.sum().clamp(min=torch.finfo(torch.float64).tiny))
+        return LayerReport(module, self.weight.scheme, error, self.damping, self.dead_inputs, self.fallback)
+
+
+def pack_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme) -> PackedWeight:
+    """float codes [out, in], scales and zeros [out, groups] -> PackedWeight with consecutive groups."""
+    return PackedWeight(
+        scheme=scheme,
+        codes=codes.to(torch.uint8).contiguous(),
+        scales=scales.contiguous(),
+        zeros=None if zeros is None else zeros.to(torch.uint8).contiguous(),
+    )
+
+
+def output_error(weight: Tensor, change: Tensor, stats: LayerStats | None) -> tuple[Tensor, Tensor]:
+    """(squared error, energy), float64 [out]: d H d^T and w H w^T of each row, with H the identity where there
+    are no (finite) statistics and its diagonal where only that was gathered."""
+    if stats is None or not stats.finite():
+        return change.square().sum(dim=1).double(), weight.square().sum(dim=1).double()
+    hessian = stats.hessian
+    if hessian is None:
+        return (change.square() @ stats.diagonal).double(), (weight.square() @ stats.diagonal).double()
+    return ((change @ hessian) * change).sum(dim=1).double(), ((weight @ hessian) * weight).sum(dim=1).double()

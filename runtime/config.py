@@ -1,0 +1,54 @@
+"""``EngineConfig``: the options of an engine, and their defaults. Standard library only, so that asking for help is cheap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qserve.checkpoint.errors import UsageError
+
+KV_DTYPES = ("auto", "fp16", "fp32")
+HEADS = ("auto", "dense", "int8")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is served.
+
+    Attributes:
+        max_model_len: tokens of prompt and output at most; None takes what the model and the memory allow.
+        max_num_seqs: requests running at once.
+        max_num_batched_tokens: tokens of one step, prefill chunks and decodes together.
+        max_waiting: queued choices at most; more are refused.
+        kv_cache_memory: bytes of the KV cache; None takes half of the memory that weights leave free.
+        kv_cache_dtype: auto (fp16), fp16 or fp32.
+        enable_prefix_caching: reuse the KV of equal prompt beginnings.
+        kernels: which executor, see ``registry.names``.
+        threads: of the native kernels; None takes the cores of this process.
+        head: the output head of a quantized model: int8 (auto) or dense. A dense model's is dense.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 1024
+    kv_cache_memory: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    kernels: str = "auto"
+    threads: int | None = None
+    head: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_dtype not in KV_DTYPES:
+            raise UsageError(f"unknown KV cache dtype {self.kv_cache_dtype!r}: choose from {', '.join(KV_DTYPES)}")
+        if self.head not in HEADS:
+            raise UsageError(f"unknown head {self.head!r}: choose from {', '.join(HEADS)}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UsageError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs "
+                f"{self.max_num_seqs}: every running request needs one token per step"
+            )

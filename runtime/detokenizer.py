@@ -1,0 +1,185 @@
+"""``Detokenizer`` turns new tokens into final text, ``StopChecker`` ends it at stop strings.
+
+Knows that tokens may hold parts of a character and that a token's leading space depends on what stands
+before it. Does not know sampling, requests or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"
+MAX_PARTIAL = 3  # tokens, of a byte each, that a character may still lack its last byte after
+CONTEXT = 5  # tokens kept before the next one; more than the tokens of one character
+MAX_WINDOW = 24
+
+
+class Detokenizer:
+    """The text of one growing output, given out piece by piece.
+
+    The pieces joined are what ``tokenizer.decode`` says of all the tokens, with the leading space that the
+    prompt before them calls for. A character is given out when its last byte is there; bytes that never become
+    one are given out as U+FFFD.
+
+    Only a short window of tokens is decoded at each step. Its first tokens are context, and it is shortened to
+    a tail whose text alone is the tail of its text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._bytes = _byte_tokens(tokenizer)
+        self._size = len(tokenizer)
+        kept = self._kept(prompt_token_ids[-4 * CONTEXT :])
+        self._window = next(self._tails(kept))
+        self._sent = len(self._decode(self._window))  # characters of the window's text that were given out
+        self._pending = 0  # tokens since the text last ended with a whole character
+
+    def append(self, token_ids: Iterable[int]) -> str:
+        """Take new tokens; return the text that is final now, often of earlier tokens, perhaps none."""
+        return "".join(map(self._step, self._kept(token_ids)))
+
+    def _step(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        partial = self._partial(text)
+        self._pending = self._pending + 1 if partial else 0
+        delta = self._take(text, len(text) - partial)
+        if len(self._window) > MAX_WINDOW and (self._pending == 0 or self._pending > CONTEXT + MAX_PARTIAL):
+            self._shorten(text)
+        return delta
+
+    def _partial(self, text: str) -> int:
+        """Characters at the end of ``text``, all U+FFFD, that the next tokens may change."""
+        partial = len(text) - len(text.rstrip(REPLACEMENT))
+        if partial and self._window[-1] in self._bytes:
+            # Byte fallback: an unfinished character makes U+FFFD of every byte in the run before it too.
+            run = [
+                self._bytes[token] for token in takewhile(self._bytes.__contains__, reversed(self._window))
+            ]
+            return partial if _is_unfinished(bytes(reversed(run))) else 0
+        # Byte-level tokens: after more tokens than a character has bytes it was a true U+FFFD or garbage, and
+        # only the last of it can still be the beginning of a character.
+        return partial if self._pending < MAX_PARTIAL else min(partial, MAX_PARTIAL)
+
+    def flush(self) -> str:
+        """What was held back, at the end of the output."""
+        text = self._decode(self._window)
+        return self._take(text, len(text))
+
+    def _take(self, text: str, end: int) -> str:
+        # Shorter than what was given out only where bytes complete a character that the prompt began.
+        start = min(self._sent, len(text))
+        self._sent = max(start, end)
+        return text[start:end]
+
+    def _shorten(self, text: str) -> None:
+        for window in self._tails(self._window):
+            tail = self._decode(window)
+            # Byte-level tokens may all lie across characters; then the tail starts with the rest of one.
+            whole = tail if text.endswith(tail) else tail.lstrip(REPLACEMENT)
+            if whole and text.endswith(whole) and len(text) - self._sent <= len(whole):
+                self._window = window
+                self._sent -= len(text) - len(tail)
+                return
+
+    def _tails(self, window: list[int]) -> Iterator[list[int]]:
+        """Ends of ``window`` to go on from; those that start inside a byte-fallback character come last."""
+        for size in range(CONTEXT, CONTEXT + MAX_PARTIAL + 1):
+            tail = window[-size:]
+            if tail and self._bytes.get(tail[0], 0) >> 6 != 0b10:
+                yield tail
+        yield window[-CONTEXT:]  # bytes that are no character anyway
+
+    def _kept(self, token_ids: Iterable[int]) -> list[int]:
+        """Without tokens that have no text: they would only take the place of context."""
+        return [token for token in token_ids if token < self._size and token not in self._skipped]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip)
+
+
+class StopChecker:
+    """Passes text on until one of ``stops`` appears in it; ``matched`` then says which.
+
+    Text that may be the beginning of a stop string is held back until that is known. The match that ends
+    first counts, of those that end together the longest, so the result does not depend on how text was cut.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """``include``: the stop string itself is passed on too."""
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def append(self, text: str) -> str:
+        """Take new text; return what may be passed on. Nothing is passed on after a match."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._include else start]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """What was held back, at the end of the output."""
+        held, self._held = self._held, ""
+        return held
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
+    """The text of ``token_ids`` as it is: whatever the tokenizer's default, no spaces are tidied away."""
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    assert isinstance(text, str)
+    return text
+
+
+@lru_cache(maxsize=8)
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+@lru_cache(maxsize=8)
+def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    """Token -> byte where the vocabulary has tokens for single bytes (SentencePiece's byte fallback)."""
+    vocab = tokenizer.get_vocab()
+    return {vocab[name]: byte for byte in range(256) if (name := f"<0x{byte:02X}>") in vocab}
+
+
+def _is_unfinished(data: bytes) -> bool:
+    """Whether ``data`` is UTF-8 that ends inside a character."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

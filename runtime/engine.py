@@ -1,0 +1,348 @@
+"""``Engine``: a scheduler, a model runner and a tokenizer; text in, text out. One step fits on one screen.
+
+Owned by one thread. Knows requests and text; does not know HTTP, nor how a step is computed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.source import ModelSource, open_model
+from qserve.kernels import registry
+from qserve.kernels.ops import BLOCK_SIZE
+from qserve.runtime.blocks import BlockManager
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.detokenizer import Detokenizer, StopChecker
+from qserve.runtime.memory import MemoryPlan, plan_memory, weight_bytes
+from qserve.runtime.models.config import decoder_config
+from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.models.rope import context_limit
+from qserve.runtime.request import Request
+from qserve.runtime.runner import DecoderRunner, ModelRunner, torch_threads
+from qserve.runtime.sampler import Sampled, TokenLogprobs, sample
+from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.scheduler import QueueFullError, RequestUpdate, Scheduler, SchedulerConfig
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step added to one choice of a request. ``text`` and ``token_ids`` are the new part only.
+
+    ``finish_reason``: stop, length, abort or error; None while it goes on. ``stop_reason``: the stop string or
+    token that ended it.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot; counters count since start."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+
+
+@dataclass
+class _Choice:
+    """One of the n sequences of a request, with the state of its text."""
+
+    request_id: str
+    index: int
+    sequence: Request
+    seed: int
+    detokenizer: Detokenizer
+    stops: StopChecker
+
+
+class Engine:
+    """Serves one model. Not thread-safe: submit, abort and step belong to one thread.
+
+    Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
+    """
+
+    def __init__(
+        self,
+        model: str | ModelSource,
+        config: EngineConfig | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        self.source = source = open_model(model) if isinstance(model, str) else model
+        self.model_name = source.name
+        self.model_config = decoder_config(source.config, source.name)
+        self.vocab_size = self.model_config.vocab_size
+        self.tokenizer = source.tokenizer()
+        self.executor = registry.make(config.kernels, config.threads)
+        kv_dtype = torch.float32 if config.kv_cache_dtype == "fp32" else torch.float16
+        int8_head = source.spec is not None and config.head != "dense"
+        limits = DecoderLimits(config.max_num_batched_tokens, config.max_num_seqs, 0, 0)
+        self.memory: MemoryPlan = plan_memory(
+            self.model_config,
+            weights=weight_bytes(source, int8_head=int8_head),
+            workspace=limits.workspace_bytes(self.model_config),
+            kv_dtype=kv_dtype,
+            context=context_limit(self.model_config),
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            kv_cache_memory=config.kv_cache_memory,
+        )
+        self.max_model_len = self.memory.max_model_len
+        decoder = Decoder(
+            source,
+            self.model_config,
+            self.executor,
+            replace(limits, max_positions=self.max_model_len, num_blocks=self.memory.num_blocks),
+            kv_dtype=kv_dtype,
+            int8_head=int8_head,
+            progress=progress,
+        )
+        self.runner: ModelRunner = DecoderRunner(decoder)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_model_len=self.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_waiting=config.max_waiting,
+            ),
+            BlockManager(self.memory.num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
+        )
+        self._eos = _eos_token_ids(source)
+        self._clock = clock
+        self._arrivals = count()
+        self._choices: dict[str, _Choice] = {}  # by the id of the scheduler's request
+        self._sinks: dict[str, Callable[[int, Tensor], None]] = {}
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> int:
+        """Queue a request and return the number of its prompt tokens.
+
+        Raises ``RequestError``, naming the field, for what can never run; ``QueueFullError`` for what may be sent
+        again later. Either all of its n choices are queued or none.
+        """
+        tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
+        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
+            raise RequestError(f"a token id is outside 0..{self.vocab_size - 1}", "prompt")
+        if _key(request_id, 0) in self._choices:
+            raise RequestError(f"request id {request_id} is in use", "request_id")
+        if self.scheduler.num_waiting + params.n > self.config.max_waiting:
+            raise QueueFullError(f"{self.scheduler.num_waiting} requests are waiting, the limit; try again later")
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        parent: Request | None = None
+        for index in range(params.n):
+            request = Request(
+                _key(request_id, index),
+                tuple(tokens),
+                params,
+                eos_token_ids=self._eos,
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival=next(self._arrivals),
+                arrival_time=self._clock(),
+                parent=parent,
+            )
+            self.scheduler.add(request)  # the first is refused where any would be
+            parent = parent or request
+            self._choices[request.request_id] = _Choice(
+                request_id,
+                index,
+                request,
+                (seed + index + 2**63) % 2**64 - 2**63,
+                Detokenizer(self.tokenizer, tokens),
+                StopChecker(params.stop, params.include_stop_str_in_output),
+            )
+        return len(tokens)
+
+    def abort(self, request_id: str) -> None:
+        """End every choice of a request at once; its blocks are free. Nothing is output for it any more."""
+        for key in [key for key, choice in self._choices.items() if choice.request_id == request_id]:
+            self.scheduler.abort(key)
+            self._forget(key)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of the model and return what it added to each request, in no particular order."""
+        plan = self.scheduler.schedule(self._clock())
+        if plan is None:
+            return []
+        with torch_threads(1):
+            output = self.runner.run(plan, self._deliver)
+            choices = [self._choices.get(key) for key in output.request_ids]
+            alive = [i for i, choice in enumerate(choices) if choice is not None]
+            live = [choice for choice in choices if choice is not None]
+            sampled = sample(
+                output.logits[alive] if len(alive) < len(choices) else output.logits,
+                output.greedy[alive] if len(alive) < len(choices) else output.greedy,
+                [choice.sequence for choice in live],
+                [choice.seed for choice in live],
+            )
+        outputs = []
+        for choice, token in zip(live, sampled):
+            if token.token_id is None:
+                outputs.append(self._fail(choice, "the model computed NaN for this request"))
+        results = {c.sequence.request_id: s for c, s in zip(live, sampled) if s.token_id is not None}
+        tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
+        for update in self.scheduler.commit(plan, tokens):
+            outputs.append(self._advance(self._choices[update.request_id], update, results[update.request_id]))
+        return outputs
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def generate(self, prompts: list[str | list[int]], params: list[SamplingParams]) -> Iterator[RequestOutput]:
+        """Run requests to their end, yielding what each step adds; the id of a request is its place in the list.
+
+        For an engine that serves nobody else. Prompts beyond the queue's limit wait outside it.
+        """
+        todo = list(zip(map(str, count()), prompts, params))[::-1]
+        try:
+            while todo or self.has_work():
+                while todo and self.scheduler.num_waiting + todo[-1][2].n <= self.config.max_waiting:
+                    self.submit(*todo.pop())
+                yield from self.step()
+        finally:
+            for request_id in {choice.request_id for choice in self._choices.values()}:
+                self.abort(request_id)
+
+    def score(self, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """The log-probabilities that follow each token of a prompt, a chunk at a time.
+
+        Yields ``(position, float32 [n, vocab])``: row i predicts the token at position + i + 1. For an engine that
+        serves nobody else; it is the path that serves, so what is measured here is what users get.
+        """
+        chunks: list[tuple[int, Tensor]] = []
+        self.submit("score", tokens, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True))
+        self._sinks[_key("score", 0)] = lambda start, rows: chunks.append((start, rows.clone()))
+        try:
+            while self.has_work():
+                self.step()
+                yield from chunks
+                chunks.clear()
+        finally:
+            self._sinks.clear()
+            self.abort("score")
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a plain text, with the special tokens that the model expects around it."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def stats(self) -> EngineStats:
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_blocks_total=blocks.num_blocks,
+            kv_blocks_used=blocks.num_used,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            num_preemptions=scheduler.num_preemptions,
+        )
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` where the scheduler, its blocks and the choices disagree."""
+        self.scheduler.check()
+        assert all(not choice.sequence.is_finished for choice in self._choices.values())
+        assert self._choices.keys() == self.scheduler.request_ids(), "a request has no text, or a text no request"
+
+    def _deliver(self, key: str, start: int, rows: Tensor) -> None:
+        choice = self._choices.get(key)
+        if choice is not None and key in self._sinks:
+            self._sinks[key](start, rows[: choice.sequence.num_prompt - start])
+
+    def _advance(self, choice: _Choice, update: RequestUpdate, sampled: Sampled) -> RequestOutput:
+        """Turn a new token into text; a stop string in it ends the request."""
+        reason, stop_reason = update.finish_reason, update.stop_reason
+        tokens = list(update.token_ids)
+        # A token that ended the request is not part of the answer's text.
+        shown = tokens if reason != "stop" else []
+        text = choice.stops.append(choice.detokenizer.append(shown))
+        if reason is not None:
+            text += choice.stops.append(choice.detokenizer.flush())
+        if choice.stops.matched is not None:
+            if reason is None:
+                self.scheduler.finish(update.request_id, "stop", choice.stops.matched)
+            reason, stop_reason = "stop", choice.stops.matched
+        if reason is not None:
+            text += choice.stops.flush()
+            self._forget(update.request_id)
+        logprobs = None if sampled.logprobs is None else [sampled.logprobs]
+        return self._output(choice, text, tokens, logprobs, reason, stop_reason)
+
+    def _fail(self, choice: _Choice, error: str) -> RequestOutput:
+        self.scheduler.finish(choice.sequence.request_id, "error")
+        self._forget(choice.sequence.request_id)
+        return self._output(choice, "", [], None, "error", None, error)
+
+    def _forget(self, key: str) -> None:
+        self._choices.pop(key, None)
+        self._sinks.pop(key, None)
+
+    def _output(
+        self,
+        choice: _Choice,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        reason: str | None,
+        stop_reason: str | int | None,
+        error: str | None = None,
+    ) -> RequestOutput:
+        sequence = choice.sequence
+        return RequestOutput(
+            request_id=choice.request_id,
+            index=choice.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.num_cached,
+            output_tokens=len(sequence.output_token_ids),
+            error=error,
+        )
+
+
+def _key(request_id: str, index: int) -> str:
+    return f"{request_id}#{index}"
+
+
+def _eos_token_ids(source: ModelSource) -> frozenset[int]:
+    """From the generation configuration, the model's, and the tokenizer: any of them ends an answer."""
+    found: set[int] = set()
+    for value in (
+        source.generation_config().get("eos_token_id"),
+        source.config.get("eos_token_id"),
+        source.tokenizer().eos_token_id,
+    ):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)

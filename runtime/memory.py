@@ -1,0 +1,113 @@
+"""``MemoryPlan``: how the memory of a serving process is divided, decided before any weight is loaded.
+
+Knows shapes and byte counts; loads nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import psutil
+import torch
+
+from qserve.checkpoint.errors import CapacityError
+from qserve.checkpoint.source import ModelSource
+from qserve.kernels.ops import BLOCK_SIZE
+from qserve.runtime.models.config import DecoderConfig
+
+_SHARE = 0.5  # of what is free after weights and workspace; the rest is left to the machine
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes, and the KV blocks and context they allow."""
+
+    weights: int
+    workspace: int
+    kv_cache: int
+    available: int
+    num_blocks: int
+    max_model_len: int
+
+    def lines(self) -> list[str]:
+        """The plan for a person."""
+        return [
+            f"memory: {_mib(self.weights)} weights + {_mib(self.workspace)} workspace + {_mib(self.kv_cache)} "
+            f"KV cache of {_mib(self.available)} available",
+            f"KV cache: {self.num_blocks} blocks of {BLOCK_SIZE} tokens; context {self.max_model_len} tokens",
+        ]
+
+
+def weight_bytes(source: ModelSource, *, int8_head: bool) -> int:
+    """Bytes of the weights as the kernels hold them."""
+    total = 0.0
+    packed = source.linears()
+    for module in packed:
+        assert source.spec is not None
+        scheme = source.spec.scheme_of(module) or source.spec.weights
+        out, inp = source.shape(module)
+        bits = 4 if scheme.bits <= 4 else 8
+        total += out * inp * bits / 8 + 4 * out * scheme.groups(inp) * (1 if scheme.symmetric else 2)
+    element = source.dtype().itemsize
+    total += sum(prod(source.shape(name)) for name in source.names()) * element
+    embedding = prod(source.shape("model.embed_tokens.weight"))
+    if int8_head:
+        total += embedding * (1 + 4 / 64)
+    elif not source.has("lm_head.weight"):
+        total += embedding * element  # a tied head is laid out a second time, for the product
+    return int(total)
+
+
+def plan_memory(
+    config: DecoderConfig,
+    *,
+    weights: int,
+    workspace: int,
+    kv_dtype: torch.dtype,
+    context: int,
+    max_num_seqs: int,
+    max_model_len: int | None = None,
+    kv_cache_memory: int | None = None,
+) -> MemoryPlan:
+    """Divide the free memory. ``context`` is the model's own limit; ``max_model_len`` and ``kv_cache_memory`` are the
+    user's wishes. Raises ``CapacityError`` with the arithmetic where they, or the model, cannot be had."""
+    available = psutil.virtual_memory().available
+    block_bytes = config.kv_bytes_per_token(kv_dtype.itemsize) * BLOCK_SIZE
+    if max_model_len is not None and max_model_len > context:
+        raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
+    free = available - weights - workspace
+    if free < block_bytes:
+        raise CapacityError(
+            f"the model does not fit: {_mib(weights)} weights + {_mib(workspace)} workspace + {_mib(block_bytes)} for "
+            f"one KV block exceed the {_mib(available)} of memory available"
+        )
+    wanted = max_num_seqs * -(-(max_model_len or context) // BLOCK_SIZE)
+    if kv_cache_memory is None:
+        num_blocks = min(wanted, int(free * _SHARE) // block_bytes)
+    else:
+        if kv_cache_memory > free:
+            raise CapacityError(
+                f"--kv-cache-memory {_mib(kv_cache_memory)} exceeds the {_mib(free)} left of {_mib(available)} after "
+                f"{_mib(weights)} weights and {_mib(workspace)} workspace"
+            )
+        num_blocks = kv_cache_memory // block_bytes
+    needed = 1 if max_model_len is None else -(-max_model_len // BLOCK_SIZE)
+    if num_blocks < needed:
+        raise CapacityError(
+            f"a KV cache of {num_blocks} blocks of {BLOCK_SIZE} tokens ({_mib(block_bytes)} each) cannot hold "
+            f"{max_model_len or 1} tokens, which need {needed}: raise --kv-cache-memory to "
+            f"{_mib(needed * block_bytes)} or lower --max-model-len"
+        )
+    return MemoryPlan(
+        weights=weights,
+        workspace=workspace,
+        kv_cache=num_blocks * block_bytes,
+        available=available,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len or min(context, num_blocks * BLOCK_SIZE),
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 10 * 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,1 @@
+"""Native decoders of the model families that qserve serves."""

@@ -1,0 +1,95 @@
+"""``DecoderConfig``: the shape of a Llama-like decoder, read from a Hugging Face configuration.
+
+Knows which families the native decoder computes exactly, and refuses the rest by name; no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from qserve.checkpoint.errors import CheckpointError
+
+FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
+"""Model type -> whether q and k are normalized per head."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """``windows[i]`` is the sliding window of layer i in tokens, 0 for full attention."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    windows: tuple[int, ...]
+    hf: PretrainedConfig
+
+    @property
+    def q_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+    def kv_bytes_per_token(self, element_size: int) -> int:
+        """Bytes of keys and values that one token leaves in all layers."""
+        return 2 * self.num_hidden_layers * self.kv_size * element_size
+
+
+def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
+    """Read ``config`` (the content of config.json). Raises ``CheckpointError`` for what is not computed here."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"{name} is of type {family!r}; the native decoder serves {', '.join(FAMILIES)}"
+        )
+    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type", "auto_map")}
+    try:
+        hf = AutoConfig.for_model(family, **plain)
+    except Exception as error:  # transformers validates with several kinds of exception
+        raise CheckpointError(f"{name}: config.json is not a valid {family} configuration: {error}") from None
+    if hf.hidden_act != "silu":
+        raise CheckpointError(f"{name} uses the activation {hf.hidden_act!r}; only silu is served")
+    heads = hf.num_attention_heads
+    kv_heads = getattr(hf, "num_key_value_heads", None) or heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise CheckpointError(f"{name}: {heads} attention heads are not a multiple of {kv_heads} key heads")
+    return DecoderConfig(
+        family=family,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_hidden_layers=hf.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        rms_norm_eps=hf.rms_norm_eps,
+        max_position_embeddings=hf.max_position_embeddings,
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        qk_norm=FAMILIES[family],
+        windows=_windows(hf, name),
+        hf=hf,
+    )
+
+
+def _windows(hf: PretrainedConfig, name: str) -> tuple[int, ...]:
+    window = getattr(hf, "sliding_window", None) or 0
+    kinds = getattr(hf, "layer_types", None)
+    if kinds is None:
+        return (window,) * hf.num_hidden_layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise CheckpointError(f"{name} has layers of type {sorted(unknown)[0]!r}, which is not served")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

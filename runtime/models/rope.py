@@ -1,0 +1,44 @@
+"""Tables of rotary position embeddings (Su et al., 2021) with the scalings that checkpoints ask for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from qserve.checkpoint.errors import CheckpointError
+from qserve.runtime.models.config import DecoderConfig
+
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def rope_type(config: DecoderConfig) -> str:
+    parameters = config.hf.rope_parameters
+    kind = str(parameters.get("rope_type", "default"))
+    if kind not in SCALINGS:
+        raise CheckpointError(f"RoPE scaling {kind!r} is not served; known are {', '.join(SCALINGS)}")
+    return kind
+
+
+def context_limit(config: DecoderConfig) -> int:
+    """Positions that the tables may cover.
+
+    The dynamic scaling changes every frequency once a sequence outgrows ``max_position_embeddings``; keys that
+    are already cached would have to be rotated again. Up to that length it is plain RoPE, and there we stop.
+    """
+    return config.max_position_embeddings
+
+
+def rope_tables(config: DecoderConfig, positions: int) -> tuple[Tensor, Tensor]:
+    """(cosine, sine), each float32 [positions, rotary_dim / 2]."""
+    kind = rope_type(config)
+    scale = 1.0
+    if kind == "default":
+        parameters = config.hf.rope_parameters
+        rotary = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
+        frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
+    else:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"))
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies.float()
+    return (angles.cos() * scale).contiguous(), (angles.sin() * scale).contiguous()

@@ -1,0 +1,148 @@
+"""``Request``: the state of one sequence, from arrival to its last token.
+
+Knows its tokens, how far its KV is computed and when its own rules end it. Does not know blocks
+(``BlockManager`` owns the block tables), queues (``Scheduler``) or text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from qserve.runtime.sampling import INT31, RequestError, SamplingParams
+
+PLACEHOLDER = -1
+MAX_PRIORITY = 1000
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. Once it is added, the scheduler alone changes its fields.
+
+    Attributes:
+        request_id: unique among the live requests of a scheduler.
+        prompt_token_ids: at least one token, none negative.
+        eos_token_ids: tokens that end the output unless ``params.ignore_eos``.
+        max_total_tokens: prompt and output tokens at most; ``Scheduler.add`` lowers it to the context.
+        priority: lower runs first, -1000..1000.
+        cache_salt: only requests of the same salt share cached prefixes.
+        arrival: number that orders requests which arrived at the same time.
+        arrival_time: seconds on the clock that ``Scheduler.schedule`` is given.
+        parent: a request with the same prompt and salt (an earlier choice of ``n``): this one waits until
+            that prompt is computed and shares its blocks. None once it is admitted.
+        num_computed: leading tokens whose KV exists or is written by plans in flight.
+        num_committed: leading tokens whose KV was written by committed plans.
+        num_in_flight: tokens being sampled by plans in flight; they follow the known tokens as placeholders.
+        num_plans: uncommitted plans that hold this request.
+        num_cached: prompt tokens that were not computed at first admission (prefix cache, or ``parent``).
+        num_scored: leading prompt tokens whose log-probabilities are delivered by the plans made so far.
+        digests: chained digests of the leading full blocks, a memo of ``blocks.chain_digests``.
+        scheduled_time: ``now`` of the first plan that held this request.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    max_total_tokens: int = INT31
+    priority: int = 0
+    cache_salt: str = ""
+    arrival: int = 0
+    arrival_time: float = 0.0
+    parent: Request | None = field(default=None, repr=False)
+
+    output_token_ids: list[int] = field(default_factory=list, init=False)
+    status: Status = field(default=Status.WAITING, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    stop_reason: str | int | None = field(default=None, init=False)
+    num_computed: int = field(default=0, init=False)
+    num_committed: int = field(default=0, init=False)
+    num_in_flight: int = field(default=0, init=False)
+    num_plans: int = field(default=0, init=False)
+    num_cached: int = field(default=0, init=False)
+    num_scored: int = field(default=0, init=False)
+    digests: list[bytes] = field(default_factory=list, init=False, repr=False)
+    scheduled_time: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = tuple(self.prompt_token_ids)
+        if not self.prompt_token_ids:
+            raise RequestError("the prompt holds no token", "prompt")
+        if min(self.prompt_token_ids) < 0:
+            raise RequestError(f"token id {min(self.prompt_token_ids)} of the prompt is negative", "prompt")
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise RequestError(
+                f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, not {self.priority}",
+                "priority",
+            )
+        parent = self.parent
+        if parent is not None and (parent.prompt_token_ids, parent.cache_salt) != (
+            self.prompt_token_ids,
+            self.cache_salt,
+        ):
+            raise RequestError(f"prompt and salt differ from those of parent {parent.request_id}", "parent")
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt, outputs, and placeholders of outputs in flight."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Outputs at most; a prompt that fills the context still yields one, which is never fed back."""
+        room = max(1, self.max_total_tokens - self.num_prompt)
+        return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of KV it can ever need: the last output is never fed back."""
+        return self.num_prompt + self.max_output_tokens - 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its newest sampled token is not yet computed."""
+        return self.num_tokens > self.num_prompt and self.num_computed == self.num_tokens - 1
+
+    @property
+    def is_fully_sampled(self) -> bool:
+        """With the tokens in flight it reaches its length limit, so there is nothing left to plan."""
+        return len(self.output_token_ids) + self.num_in_flight >= self.max_output_tokens
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """The tokens at positions ``start .. stop - 1``; those still in flight read ``PLACEHOLDER``."""
+        prompt = self.num_prompt
+        known = (
+            *self.prompt_token_ids[start:stop],
+            *self.output_token_ids[max(start - prompt, 0) : max(stop - prompt, 0)],
+        )
+        return known + (PLACEHOLDER,) * (stop - start - len(known))
+
+    def append(self, token_id: int) -> str | None:
+        """Take one sampled token. Returns ``"stop"`` or ``"length"`` if it is the last, else None.
+
+        ``stop_reason`` becomes the stop token, if that ended it, and stays None after an end-of-sequence one.
+        Neither ends the request among the first ``min_tokens`` outputs, where the sampler should mask them.
+        """
+        self.output_token_ids.append(token_id)
+        if len(self.output_token_ids) > self.params.min_tokens:
+            if token_id in self.eos_token_ids and not self.params.ignore_eos:
+                return "stop"
+            if token_id in self.params.stop_token_ids:
+                self.stop_reason = token_id
+                return "stop"
+        return "length" if len(self.output_token_ids) >= self.max_output_tokens else None

@@ -1,0 +1,104 @@
+"""``ModelRunner``: runs a step plan and gives back the logits it asked for. Knows plans and tensors, not requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qserve.kernels.ops import BLOCK_SIZE, Step
+from qserve.runtime.models.decoder import Decoder
+from qserve.runtime.scheduler import StepPlan
+
+PromptSink = Callable[[str, int, Tensor], None]
+"""Takes a request's id, a position, and float32 [n, vocab]: the log-probabilities of the tokens that follow that
+position and the next n - 1. The tensor is valid during the call only."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """``logits`` float32 [n, vocab] and ``greedy`` int32 [n] (-1 where a row holds a NaN), one row per sequence
+    that samples, in the order of the plan. Valid until the next step."""
+
+    request_ids: tuple[str, ...]
+    logits: Tensor
+    greedy: Tensor
+
+
+class ModelRunner(Protocol):
+    def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput: ...
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Torch's own pool spins between operations and would take the cores from ours."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class DecoderRunner:
+    """Runs plans on a native decoder."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
+        decoder = self.decoder
+        decoder.copy_blocks(plan.copies)
+        step = describe(plan)
+        decoder.run(step)
+        ends = step.seq_start[1:] - 1
+        for index, sequence in enumerate(plan.sequences):
+            if sequence.wants_prompt_logprobs:
+                first = int(step.seq_start[index])
+                rows = torch.arange(first, first + len(sequence.token_ids), dtype=torch.int32)
+                start = sequence.start
+                for part in rows.split(decoder.limits.max_logits):
+                    decoder.head(step, part)
+                    decoder.log_softmax(step, part)
+                    prompt_sink(sequence.request_id, start, decoder.logits[: len(part)])
+                    start += len(part)
+        sampling = [index for index, sequence in enumerate(plan.sequences) if sequence.num_sampled]
+        rows = ends[sampling]
+        if sampling:
+            decoder.head(step, rows)
+        return StepOutput(
+            tuple(plan.sequences[index].request_id for index in sampling),
+            decoder.logits[: len(sampling)],
+            decoder.greedy[: len(sampling)],
+        )
+
+
+def describe(plan: StepPlan) -> Step:
+    """A plan as the int32 arrays that the kernels read."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    widest = max(len(sequence.block_table) for sequence in plan.sequences)
+    tables = []
+    for sequence in plan.sequences:
+        ids += sequence.token_ids
+        table = sequence.block_table
+        span = range(sequence.start, sequence.start + len(sequence.token_ids))
+        positions += span
+        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
+        starts.append(len(ids))
+        tables.append([*table, *[0] * (widest - len(table))])
+    int32 = torch.int32
+    return Step(
+        token_ids=torch.tensor(ids, dtype=int32),
+        positions=torch.tensor(positions, dtype=int32),
+        slots=torch.tensor(slots, dtype=int32),
+        seq_start=torch.tensor(starts, dtype=int32),
+        block_tables=torch.tensor(tables, dtype=int32),
+        logit_rows=torch.empty(0, dtype=int32),
+    )

@@ -1,0 +1,125 @@
+"""``Sampler``: from logits to tokens. A row's token depends on that row, its request's history and its seed only.
+
+The draw for output number i of a request with seed s is a function of (s, i): the same at any load, in any
+batch, and after a preemption. Knows ``Request``; does not know the scheduler or text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from qserve.runtime.request import Request
+from qserve.runtime.sampling import SamplingParams
+
+_CANDIDATES = 512  # enough for nearly every top-p; sorting a whole vocabulary costs ten times as much
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """``logprob`` in nats, under the model before any penalty or temperature; ``rank`` 1 is the most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """What was chosen, and the most likely tokens in order."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """``token_id`` is None where the logits held a NaN: there is nothing to choose."""
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+
+
+def sample(logits: Tensor, greedy: Tensor, requests: Sequence[Request], seeds: Sequence[int]) -> list[Sampled]:
+    """One token per row. logits float32 [n, vocab], untouched; greedy int32 [n], -1 for a row with a NaN."""
+    best = greedy.tolist()
+    return [
+        Sampled(None) if best[i] < 0 else _sample_row(logits[i], best[i], request, seeds[i])
+        for i, request in enumerate(requests)
+    ]
+
+
+def _sample_row(row: Tensor, best: int, request: Request, seed: int) -> Sampled:
+    params = request.params
+    adjusted = _adjust(row, request)
+    if params.greedy:
+        token = best if adjusted is row else int(adjusted.argmax())
+    else:
+        token = _draw(adjusted, params, uniform(seed, len(request.output_token_ids)))
+    return Sampled(token, None if params.logprobs is None else _logprobs(row, token, params.logprobs))
+
+
+def _adjust(row: Tensor, request: Request) -> Tensor:
+    """The row with penalties and forbidden endings applied; the row itself where there are none."""
+    params, outputs = request.params, request.output_token_ids
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*request.prompt_token_ids, *outputs}))
+        picked = row[seen]
+        factor = params.repetition_penalty
+        row = row.index_copy(0, seen, torch.where(picked > 0, picked / factor, picked * factor))
+    if outputs and (params.presence_penalty or params.frequency_penalty):
+        tokens, counts = torch.tensor(outputs).unique(return_counts=True)
+        row = row.index_add(0, tokens, -(params.presence_penalty + params.frequency_penalty * counts))
+    if len(outputs) < params.min_tokens:
+        endings = [*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)]
+        endings = [token for token in endings if token < len(row)]
+        row = row.index_fill(0, torch.tensor(endings, dtype=torch.int64), -torch.inf)
+    return row
+
+
+def _draw(row: Tensor, params: SamplingParams, point: float) -> int:
+    scaled = row / params.temperature
+    if params.top_k == 1:
+        return int(scaled.argmax())
+    order: Tensor | None = None
+    if params.top_k:
+        scaled, order = scaled.topk(min(params.top_k, len(row)))
+    weights = scaled.softmax(-1, dtype=torch.float64)
+    if params.top_p < 1.0:
+        if order is None:
+            weights, order = _most_likely(weights, params.top_p)
+        # Keep a token while those before it have not reached top_p: the smallest set that does.
+        weights = torch.where(weights.cumsum(-1) - weights < params.top_p * (1 - 1e-9), weights, 0.0)
+    if params.min_p > 0.0:
+        weights = torch.where(weights >= params.min_p * weights.max(), weights, 0.0)
+    mass = weights.cumsum(-1)
+    index = int(torch.searchsorted(mass, point * mass[-1], right=True))
+    # Rounding can carry the point to the very end, past the last token that has any weight.
+    index = min(index, int(weights.nonzero()[-1]))
+    return index if order is None else int(order[index])
+
+
+def _most_likely(weights: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+    """Weights in falling order with their tokens: a few candidates where they hold ``mass``, else all."""
+    top, order = weights.topk(min(_CANDIDATES, len(weights)))
+    if float(top.sum()) >= mass:
+        return top, order
+    return weights.sort(descending=True, stable=True)
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that depends on the seed and the output's index alone."""
+    digest = blake2b(seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _logprobs(row: Tensor, token: int, count: int) -> TokenLogprobs:
+    values = row.log_softmax(-1)
+    chosen = TokenLogprob(token, float(values[token]), int((values > values[token]).sum()) + 1)
+    top, ids = values.topk(min(count, len(row))) if count else (values[:0], torch.empty(0, dtype=torch.int64))
+    ranked = enumerate(zip(ids.tolist(), top.tolist()), start=1)
+    return TokenLogprobs(chosen, tuple(TokenLogprob(i, value, rank) for rank, (i, value) in ranked))

@@ -1,0 +1,155 @@
+"""``SamplingParams``: how the tokens of one request are chosen and when it stops; every field checked.
+
+Knows names and bounds; does not know vocabularies, context lengths or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROBS = 20
+INT31 = 2**31 - 1
+GREEDY_BELOW = 1e-5
+
+
+class RequestError(ValueError):
+    """A request that is refused. ``param`` names the field at fault, None if it is no single field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one request. Constructing it raises ``RequestError`` naming the first bad field.
+
+    Attributes:
+        n: choices to generate, 1..128.
+        max_tokens: output tokens at most; None means until the context (or the KV pool) ends.
+        min_tokens: output tokens before an end-of-sequence or stop token is allowed.
+        temperature: 0..100; below 1e-5 the most likely token is taken.
+        top_k: keep the k most likely tokens; 0 (or -1) is off.
+        top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
+        min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
+        repetition_penalty: divides positive and multiplies negative logits of seen tokens, in (0, 10].
+        presence_penalty: subtracted from the logit of every token already generated, in [-2, 2].
+        frequency_penalty: the same, once per occurrence, in [-2, 2].
+        seed: int64; the same seed and prompt give the same tokens. None draws one.
+        stop: strings that end the output, at most 4; given as a sequence or one string, kept as a tuple.
+        stop_token_ids: tokens that end the output, at most 128; kept as a tuple.
+        ignore_eos: the model's end-of-sequence tokens do not end the output.
+        include_stop_str_in_output: the text keeps the stop string that ended it.
+        logprobs: how many alternatives to report for each output token, 0..20; None reports nothing.
+        prompt_logprobs: deliver the log-probabilities of the whole vocabulary at every prompt position.
+            Such a request computes each of its prompt positions and never reads the prefix cache.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        self._integer("n", 1, MAX_CHOICES)
+        self._integer("max_tokens", 1, INT31, optional=True)
+        self._integer("min_tokens", 0, INT31)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        self._number("temperature", 0.0, 100.0)
+        self._integer("top_k", -1, INT31)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        self._number("top_p", 0.0, 1.0, above=True)
+        self._number("min_p", 0.0, 1.0)
+        self._number("repetition_penalty", 0.0, 10.0, above=True)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._integer("seed", -(2**63), 2**63 - 1, optional=True)
+        self._normalize_stops()
+        for name in ("ignore_eos", "include_stop_str_in_output", "prompt_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
+        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+
+    @property
+    def greedy(self) -> bool:
+        """The most likely token is taken, nothing is drawn."""
+        return self.temperature < GREEDY_BELOW
+
+    def _integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RequestError(f"{name} must be an integer, not {_shown(value)}", name)
+        if not low <= value <= high:
+            raise RequestError(f"{name} must be between {low} and {high}, not {_shown(value)}", name)
+
+    def _number(self, name: str, low: float, high: float, *, above: bool = False) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(f"{name} must be a number, not {_shown(value)}", name)
+        # Compared before any conversion: NaN fails both comparisons, and a huge int would overflow float().
+        if not (low < value if above else low <= value) or not value <= high:
+            bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
+            raise RequestError(f"{name} must be {bounds}, not {_shown(value)}", name)
+        object.__setattr__(self, name, float(value))
+
+    def _normalize_stops(self) -> None:
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = _tuple_of("stop", given, "strings", MAX_STOP_STRINGS)
+        for text in stop:
+            if not isinstance(text, str):
+                raise RequestError(f"stop must hold strings, not {_shown(text)}", "stop")
+            if not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"a stop string must have 1 to {MAX_STOP_LENGTH} characters, not {len(text)}", "stop"
+                )
+        tokens = _tuple_of("stop_token_ids", self.stop_token_ids, "token ids", MAX_STOP_TOKEN_IDS)
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= INT31:
+                raise RequestError(
+                    f"stop_token_ids must hold integers of 0 to {INT31}, not {_shown(token)}",
+                    "stop_token_ids",
+                )
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tokens)
+
+
+def _tuple_of(name: str, value: object, what: str, limit: int) -> tuple[object, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} must be a list of {what}, not {_shown(value)}", name)
+    if len(value) > limit:
+        raise RequestError(f"{name} may hold at most {limit} {what}, not {len(value)}", name)
+    return tuple(value)
+
+
+def _shown(value: object) -> str:
+    """A refused value for an error line, whatever it is: not the million digits somebody may have sent."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "a number of more than 20 digits"
+    if value is None or isinstance(value, int | float | str):
+        return f"{value!r:.80}"
+    return f"a value of type {type(value).__name__}"

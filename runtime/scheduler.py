@@ -1,0 +1,433 @@
+"""``Scheduler``: which tokens of which request run in the next step, and what their results mean.
+
+Knows requests, block counts and order; does not know clocks, tensors, text or files. It decides and does
+not act: ``schedule(now)`` returns a ``StepPlan``, somebody runs it, ``commit(plan, results)`` takes the
+sampled tokens. More plans may be made before the first is committed; tokens still in flight are then
+placeholders.
+
+Order. Requests are ranked by ``priority + arrival_time / priority_aging``, then by arrival. Seconds of
+waiting thus weigh like priority, and only the finitely many that arrive soon enough can ever go before a
+request. A rank never changes: the first in rank is never preempted, and what it needs was checked to fit in
+the pool when it was added, so it always progresses, ends, and makes another one the first.
+
+Reuse of blocks. The blocks of a request that ends or is preempted may be given away at once, even while a
+plan in flight still reads or writes them, because plans run one after another in the order they were made:
+the next holder writes them in a later plan, and reads only what it wrote itself or found in the prefix
+cache. A block can be found only after a committed plan completed it, and plans in flight write past a
+request's committed positions, so they never touch it. The runner's part: plans in order; within a plan
+first the copies, then the rest.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qserve.runtime.blocks import BlockManager, chain_digests
+from qserve.runtime.request import Request, Status
+from qserve.runtime.sampling import RequestError
+
+
+class QueueFullError(RequestError):
+    """The waiting queue is full: nothing is wrong with the request, it may be sent again later."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one scheduler.
+
+    Attributes:
+        max_model_len: prompt and output tokens of a request at most (the context).
+        max_num_seqs: requests running at once at most.
+        max_num_batched_tokens: input tokens of one step at most, prefill chunks and decodes together.
+        max_waiting: new requests are refused while this many wait.
+        priority_aging: seconds of waiting that weigh as much as one level of priority.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 1024
+    priority_aging: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request needs one token per step"
+            )
+        if not 0 < self.priority_aging < float("inf"):
+            raise ValueError(
+                f"priority_aging must be a positive number of seconds, not {self.priority_aging}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One request's share of a step.
+
+    Attributes:
+        token_ids: input tokens of this step. -1 stands for the newest token of this request, sampled by an
+            earlier plan that was not committed when this one was made.
+        start: position of the first of them.
+        block_table: position p lies in ``block_table[p // block_size]``; long enough for every token here.
+        num_sampled: 1 if the last token's logits choose the next token, else 0.
+        is_prefill: False for a decode (the one token sampled last).
+        wants_prompt_logprobs: deliver the log-probability rows of the prompt positions in this chunk. Every
+            prompt position is asked for exactly once, even if the request is preempted.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    num_sampled: int
+    is_prefill: bool
+    wants_prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the model, as plain data.
+
+    Attributes:
+        step: counts the plans of a scheduler from 0.
+        sequences: what runs, decodes first; no request twice.
+        preempted: requests that lost their blocks since the last plan.
+        copies: ``(source, destination)`` blocks to copy, in order, before anything else.
+    """
+
+    step: int
+    sequences: tuple[ScheduledSequence, ...]
+    preempted: tuple[str, ...]
+    copies: tuple[tuple[int, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-able data."""
+        return {**asdict(self), "num_tokens": self.num_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What a committed step did to one request: its new tokens and, if it ended, how."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill under one token budget. Not thread-safe.
+
+    ``num_preemptions`` counts events; ``prefix_queries`` counts the prompt tokens of admitted requests that
+    may use the prefix cache, ``prefix_hits`` those of them that were there already.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._step = 0
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []  # both queues in order of rank
+        self._running: list[Request] = []
+        self._in_flight: deque[tuple[StepPlan, tuple[Request, ...]]] = deque()
+        self._preempted: list[str] = []  # since the last plan
+        self._copies: list[tuple[int, int]] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans made and not committed."""
+        return len(self._in_flight)
+
+    def request_ids(self) -> set[str]:
+        """Those that have not ended."""
+        return set(self._requests)
+
+    def has_work(self) -> bool:
+        """Some request has not ended, or some plan is not committed."""
+        return bool(self._requests or self._in_flight)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. ``RequestError``: it can never run; ``QueueFullError``: it may be sent again."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id} is in use", "request_id")
+        parent = request.parent
+        if parent and not parent.is_finished and self._requests.get(parent.request_id) is not parent:
+            raise RequestError(f"parent {parent.request_id} was not added to this scheduler", "parent")
+        if len(self._waiting) >= self.config.max_waiting:
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting, the limit; try again later")
+        self._fit(request)
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=self._rank)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request for its client's sake. False if it is not (or no longer) there."""
+        return self.finish(request_id, "abort")
+
+    def finish(self, request_id: str, reason: str, stop_reason: str | int | None = None) -> bool:
+        """End a request for a cause only the caller sees, as a stop string. False if it is not there."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, reason, stop_reason)
+        return request is not None
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Decide the next step; None when nothing can run before a commit or a new request.
+
+        Running requests first, in order of rank: each decode gets its one token (it was set aside from the
+        budget, so no prompt crowds it out), each prefill a chunk of what is left. A decode that needs a block
+        takes it from the last in rank. Then waiting requests are admitted in order, none past one that must
+        wait for room; ``now`` (seconds) becomes their ``scheduled_time``.
+        """
+        active = [request for request in self._running if not request.is_fully_sampled]
+        budget = self.config.max_num_batched_tokens - sum(request.is_decoding for request in active)
+        planned: list[tuple[Request, ScheduledSequence]] = []
+        for request in active:
+            if request.is_decoding:
+                if self._grow(request):
+                    planned.append((request, self._advance(request, 1)))
+            elif budget and request.status is Status.RUNNING:
+                planned.append((request, self._advance(request, budget)))
+                budget -= len(planned[-1][1].token_ids)
+        for request in tuple(self._waiting):
+            if not budget or self.num_running == self.config.max_num_seqs:
+                break
+            if self._awaits_parent(request):
+                continue
+            # One that was just preempted must get its tokens in flight first.
+            if request.num_plans or not self._admit(request, now):
+                break
+            planned.append((request, self._advance(request, budget)))
+            budget -= len(planned[-1][1].token_ids)
+        return self._plan(planned) if planned else None
+
+    def commit(self, plan: StepPlan, results: Mapping[str, int]) -> list[RequestUpdate]:
+        """Take the tokens a plan sampled, ``request_id -> token``, and report what became of each request.
+
+        Plans are committed in the order they were made. A request that ended since needs no result; one that
+        was preempted since keeps its token. Raises ``ValueError``, changing nothing, for a plan out of order
+        or a missing result.
+        """
+        if not self._in_flight or self._in_flight[0][0] != plan:
+            oldest = f"plan {self._in_flight[0][0].step} is the oldest" if self._in_flight else "no plan is"
+            raise ValueError(f"cannot commit plan {plan.step}: {oldest} in flight")
+        pairs = list(zip(plan.sequences, self._in_flight[0][1], strict=True))
+        for sequence, request in pairs:
+            if sequence.num_sampled and not request.is_finished and sequence.request_id not in results:
+                raise ValueError(f"plan {plan.step} has no result for {sequence.request_id}")
+        self._in_flight.popleft()
+        updates = []
+        for sequence, request in pairs:
+            request.num_plans -= 1
+            request.num_in_flight -= sequence.num_sampled
+            if request.status is Status.RUNNING:
+                self._publish(request, sequence.start + len(sequence.token_ids))
+            if sequence.num_sampled and not request.is_finished:
+                token = results[sequence.request_id]
+                reason = request.append(token)
+                if reason is not None:
+                    self._end(request, reason, request.stop_reason)
+                updates.append(RequestUpdate(request.request_id, (token,), reason, request.stop_reason))
+        return updates
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` unless queues, counters, block tables and plans in flight agree."""
+        self.blocks.check()
+        assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *self._running)}
+        assert len(self._requests) == len(self._waiting) + len(self._running), "a request is in two queues"
+        assert all(request_id == r.request_id for request_id, r in self._requests.items())
+        for queue in (self._waiting, self._running):
+            assert queue == sorted(queue, key=self._rank), "a queue is out of order"
+        assert len(self._running) <= self.config.max_num_seqs
+        tables = self.blocks.tables()
+        assert tables.keys() == {r.request_id for r in self._running}, "who runs holds a table"
+        plans: Counter[int] = Counter()
+        samples: Counter[int] = Counter()
+        for number, (plan, requests) in enumerate(self._in_flight, self._step - len(self._in_flight)):
+            assert plan.step == number and 0 < plan.num_tokens <= self.config.max_num_batched_tokens
+            assert len({s.request_id for s in plan.sequences}) == len(plan.sequences) == len(requests)
+            plans.update(id(r) for r in requests)
+            samples.update(id(r) for s, r in zip(plan.sequences, requests, strict=True) if s.num_sampled)
+        for request in self._requests.values():
+            assert request.num_plans == plans[id(request)] and request.num_in_flight == samples[id(request)]
+            assert len(request.output_token_ids) + request.num_in_flight <= request.max_output_tokens
+        for request in self._waiting:
+            assert request.status in (Status.WAITING, Status.PREEMPTED)
+            assert request.num_computed == request.num_committed == 0
+        for request in self._running:
+            assert request.status is Status.RUNNING
+            assert 0 <= request.num_committed <= request.num_computed < request.num_tokens
+            assert request.num_computed <= len(tables[request.request_id]) * self.blocks.block_size
+            assert len(tables[request.request_id]) <= self.blocks.blocks_for(request.max_positions)
+
+    def _rank(self, request: Request) -> tuple[float, int]:
+        return request.priority + request.arrival_time / self.config.priority_aging, request.arrival
+
+    def _fit(self, request: Request) -> None:
+        """Refuse what can never run; lower the token limit to the context, and an open end to the pool."""
+        context, size, pool = self.config.max_model_len, self.blocks.block_size, self.blocks.num_blocks
+        limit = min(request.max_total_tokens, context)
+        if request.num_prompt > limit:
+            raise RequestError(f"the prompt has {request.num_prompt} tokens, the context {limit}", "prompt")
+        needed = self.blocks.blocks_for(request.num_prompt)
+        if needed > pool:
+            raise RequestError(
+                f"the prompt of {request.num_prompt} tokens needs {needed} KV blocks of {size}, "
+                f"the pool has {pool}; shorten it or raise --kv-cache-memory",
+                "prompt",
+            )
+        room = max(1, limit - request.num_prompt)
+        if request.params.max_tokens is not None and request.params.max_tokens > room:
+            raise RequestError(
+                f"{request.num_prompt} prompt and {request.params.max_tokens} output tokens exceed the context of "
+                f"{limit} tokens; ask for max_tokens of at most {room}",
+                "max_tokens",
+            )
+        request.max_total_tokens = limit if request.params.max_tokens is not None else min(limit, pool * size)
+        needed = self.blocks.blocks_for(request.max_positions)
+        if needed > pool:
+            raise RequestError(
+                f"{request.num_prompt} prompt and {request.max_output_tokens} output tokens need {needed} "
+                f"KV blocks of {size}, the pool has {pool}; ask for max_tokens of at most "
+                f"{pool * size - request.num_prompt + 1} or raise --kv-cache-memory",
+                "max_tokens",
+            )
+
+    def _awaits_parent(self, request: Request) -> bool:
+        """Its parent will have computed the prompt that they share."""
+        parent = request.parent
+        if parent and parent.is_finished:
+            parent = request.parent = None  # its prompt may still be in the prefix cache
+        return parent is not None and parent.num_committed < max(request.num_prompt - 1, 1)
+
+    def _admit(self, request: Request, now: float) -> bool:
+        """Give a waiting request a table for all of its tokens and let it run, if there is room."""
+        request_id, total, parent = request.request_id, request.num_tokens, request.parent
+        if request.params.prompt_logprobs:
+            cached = self.blocks.open(request_id)
+        elif parent:
+            # All but the last token, whose logits choose the first output, and which is written into a copy.
+            cached = request.num_prompt - 1
+            self.blocks.fork(parent.request_id, request_id, cached)
+        else:
+            # At least the last token is computed: its logits are needed.
+            cached = self.blocks.open(request_id, self._digests(request, total - 1))
+        # One block to spare for each that runs: else the next decode would preempt what was just admitted.
+        if not self.blocks.can_allocate(request_id, total, write_from=cached, spare=self.num_running):
+            self.blocks.free(request_id)
+            return False
+        self._copies += self.blocks.allocate(request_id, total, write_from=cached)
+        if request.status is Status.WAITING:
+            request.num_cached, request.scheduled_time = cached, now
+            if not request.params.prompt_logprobs:
+                self.prefix_queries += total
+                self.prefix_hits += cached
+        request.num_computed = request.num_committed = cached
+        request.status, request.parent = Status.RUNNING, None
+        self._waiting.remove(request)
+        insort(self._running, request, key=self._rank)
+        return True
+
+    def _grow(self, request: Request) -> bool:
+        """Make room for one more position, preempting from the end of the rank; False if that hit itself."""
+        total, written = request.num_tokens, request.num_computed
+        while request.status is Status.RUNNING:
+            if self.blocks.can_allocate(request.request_id, total, write_from=written):
+                self._copies += self.blocks.allocate(request.request_id, total, write_from=written)
+                return True
+            self._preempt(self._running[-1])
+        return False
+
+    def _preempt(self, request: Request) -> None:
+        """Take its blocks; its tokens stay, and their KV is computed again (or found in the cache) later."""
+        self._running.remove(request)
+        self.blocks.free(request.request_id)
+        request.status = Status.PREEMPTED
+        request.num_computed = request.num_committed = 0
+        insort(self._waiting, request, key=self._rank)
+        self._preempted.append(request.request_id)
+        self.num_preemptions += 1
+
+    def _advance(self, request: Request, budget: int) -> ScheduledSequence:
+        """Plan up to ``budget`` further tokens of a running request."""
+        start = request.num_computed
+        stop = min(request.num_tokens, start + budget)
+        if request.params.prompt_logprobs and start < request.num_scored:
+            stop = min(stop, request.num_scored)  # a chunk is asked for its rows as a whole or not at all
+        scores = request.params.prompt_logprobs and request.num_scored <= start < request.num_prompt
+        sequence = ScheduledSequence(
+            request_id=request.request_id,
+            token_ids=request.tokens(start, stop),
+            start=start,
+            block_table=self.blocks.table(request.request_id),
+            num_sampled=int(stop == request.num_tokens),
+            is_prefill=not request.is_decoding,
+            wants_prompt_logprobs=scores,
+        )
+        if scores:
+            request.num_scored = min(stop, request.num_prompt)
+        request.num_computed = stop
+        request.num_in_flight += sequence.num_sampled
+        request.num_plans += 1
+        return sequence
+
+    def _plan(self, planned: list[tuple[Request, ScheduledSequence]]) -> StepPlan:
+        planned.sort(key=lambda pair: pair[1].is_prefill)  # decodes first; stable
+        sequences = tuple(sequence for _, sequence in planned)
+        plan = StepPlan(self._step, sequences, tuple(self._preempted), tuple(self._copies))
+        self._in_flight.append((plan, tuple(request for request, _ in planned)))
+        self._step += 1
+        self._preempted, self._copies = [], []
+        return plan
+
+    def _digests(self, request: Request, num_tokens: int) -> list[bytes]:
+        """Digests of the full blocks in the first ``num_tokens`` tokens, all of them known."""
+        if not self.blocks.enable_prefix_caching:
+            return []
+        size, have = self.blocks.block_size, len(request.digests)
+        count = num_tokens // size
+        if count > have:
+            tokens = request.tokens(have * size, count * size)
+            parent = request.digests[-1] if have else None
+            request.digests += chain_digests(tokens, size, salt=request.cache_salt, parent=parent)
+        return request.digests[:count]
+
+    def _publish(self, request: Request, num_committed: int) -> None:
+        """Let others find the blocks that a committed plan has just completed."""
+        first, count = (n // self.blocks.block_size for n in (request.num_committed, num_committed))
+        request.num_committed = num_committed
+        if first < count:
+            for index, digest in enumerate(self._digests(request, num_committed)[first:], first):
+                self.blocks.publish(request.request_id, index, digest)
+
+    def _end(self, request: Request, reason: str, stop_reason: str | int | None) -> None:
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+            self.blocks.free(request.request_id)
+        else:
+            self._waiting.remove(request)
+        del self._requests[request.request_id]
+        request.status = Status.FINISHED
+        request.finish_reason, request.stop_reason, request.parent = reason, stop_reason, None

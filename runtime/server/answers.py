@@ -1,0 +1,189 @@
+"""``CompletionAnswer`` and ``ChatAnswer``: the JSON of a generation, whole or as a stream of chunks.
+
+Knows OpenAI's response objects; does not know HTTP or the engine's queue.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qserve.runtime.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+
+if TYPE_CHECKING:
+    from qserve.runtime.engine import RequestOutput
+    from qserve.runtime.sampler import TokenLogprobs
+
+Json = dict[str, Any]
+Outputs = AsyncIterator[tuple[int, "RequestOutput"]]
+
+
+@dataclass
+class Usage:
+    """Token counts; prompts count once however many choices they have."""
+
+    prompt_tokens: int
+    cached: dict[str, int] = field(default_factory=dict)  # by engine request
+    completion: dict[int, int] = field(default_factory=dict)  # by choice
+
+    def add(self, choice: int, output: RequestOutput) -> None:
+        self.completion[choice] = output.output_tokens
+        if output.index == 0:
+            self.cached[output.request_id] = min(output.cached_tokens, output.prompt_tokens)
+
+    def to_json(self) -> Json:
+        completion = sum(self.completion.values())
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+        }
+
+
+@dataclass
+class _Whole:
+    """A choice put together."""
+
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Answer(ABC):
+    """One response. ``whole`` gathers it, ``chunks`` gives it out as it comes."""
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, model: str, choices: int, usage: Usage, texts: TokenTexts, *, logprobs: bool) -> None:
+        self.id = f"{self.prefix}-{secrets.token_hex(16)}"
+        self._head = {"created": int(time.time()), "model": model}
+        self._choices = choices
+        self._usage = usage
+        self._texts = texts
+        self._logprobs = logprobs
+
+    async def whole(self, outputs: Outputs) -> Json:
+        choices = [_Whole() for _ in range(self._choices)]
+        async for index, output in outputs:
+            self._usage.add(index, output)
+            choice = choices[index]
+            choice.text += output.text
+            choice.logprobs += output.logprobs or []
+            if output.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+        answers = [
+            {
+                "index": index,
+                **self._content(index, choice.text),
+                "logprobs": self._logprobs_json(index, choice.logprobs) if self._logprobs else None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return {
+            "id": self.id,
+            "object": self.kind,
+            **self._head,
+            "choices": answers,
+            "usage": self._usage.to_json(),
+        }
+
+    async def chunks(self, outputs: Outputs, *, include_usage: bool) -> AsyncIterator[Json]:
+        """Each choice opens with its first chunk and closes with an empty one that has the finish reason."""
+        usage: Json = {"usage": None} if include_usage else {}
+        opened: set[int] = set()
+        async for index, output in outputs:
+            self._usage.add(index, output)
+            if index not in opened:
+                opened.add(index)
+                for first in self._first(index):
+                    yield self._chunk(index, first) | usage
+            if output.text or output.logprobs:
+                logprobs = self._logprobs_json(index, output.logprobs) if output.logprobs else None
+                yield self._chunk(index, self._delta(output.text), logprobs) | usage
+            if output.finish_reason is not None:
+                ending = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+                yield self._chunk(index, self._delta(""), None, ending) | usage
+        if include_usage:
+            yield self._envelope([]) | {"usage": self._usage.to_json()}
+
+    def _chunk(
+        self, index: int, delta: Json, logprobs: Json | None = None, ending: Json | None = None
+    ) -> Json:
+        ending = ending or {"finish_reason": None}
+        return self._envelope([{"index": index, **delta, "logprobs": logprobs, **ending}])
+
+    def _envelope(self, choices: list[Json]) -> Json:
+        return {"id": self.id, "object": self.chunk_kind, **self._head, "choices": choices}
+
+    @abstractmethod
+    def _content(self, index: int, text: str) -> Json: ...
+
+    @abstractmethod
+    def _first(self, index: int) -> list[Json]:
+        """Deltas that open a choice."""
+
+    @abstractmethod
+    def _delta(self, text: str) -> Json: ...
+
+    @abstractmethod
+    def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json: ...
+
+
+class ChatAnswer(Answer):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _content(self, index: int, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _first(self, index: int) -> list[Json]:
+        return [{"delta": {"role": "assistant", "content": ""}}]
+
+    def _delta(self, text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
+
+    def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json:
+        return chat_logprobs(self._texts, new)
+
+
+class CompletionAnswer(Answer):
+    """``echo``: per choice the text of its prompt, which then comes before the answer."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self,
+        model: str,
+        choices: int,
+        usage: Usage,
+        texts: TokenTexts,
+        *,
+        logprobs: bool,
+        echo: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(model, choices, usage, texts, logprobs=logprobs)
+        self._echo = echo
+        self._before: dict[int, bytes] = {}  # by choice, the answer so far, for text offsets
+
+    def _content(self, index: int, text: str) -> Json:
+        return {"text": self._echo[index] + text if self._echo else text}
+
+    def _first(self, index: int) -> list[Json]:
+        return [{"text": self._echo[index]}] if self._echo else []
+
+    def _delta(self, text: str) -> Json:
+        return {"text": text}
+
+    def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json:
+        before = self._before.get(index, b"")
+        self._before[index] = before + b"".join(self._texts.bytes(token.chosen.token_id) for token in new)
+        return completion_logprobs(self._texts, new, before)

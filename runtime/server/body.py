@@ -1,0 +1,100 @@
+"""Reading a request's body: bounded in bytes and time, and strict JSON.
+
+Knows HTTP bodies and JSON; does not know what the fields mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from qserve.runtime.server.errors import APIError
+
+MAX_OBJECTS = 50_000
+MAX_DEPTH = 64
+
+# Escapes that no text can hold, to be looked for after escaped backslashes are gone.
+_BAD_ESCAPE = re.compile(
+    rb"\\u(?:(?P<nul>0000)"
+    rb"|[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"  # a high surrogate without a low one
+    rb"|(?<!\\u[dD][89abAB]..\\u)[dD][c-fC-F])"  # a low surrogate without a high one
+)
+
+
+async def read_json(request: Request, *, max_bytes: int, timeout: float) -> dict[str, Any]:
+    """The body as a JSON object. Raises ``APIError`` 400, 408 (not here in ``timeout`` seconds) or 413."""
+    try:
+        async with asyncio.timeout(timeout):
+            return parse_object(await _read(request, max_bytes))
+    except TimeoutError:
+        raise APIError(408, f"the request body did not arrive within {timeout:g} seconds") from None
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = APIError(413, f"the request body has more than {max_bytes:,} bytes", code="request_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Strict JSON: no NaN, duplicate keys, lone surrogates, NUL or deep nesting. Raises ``APIError`` 400."""
+    if b"\\u" in body and (bad := _BAD_ESCAPE.search(body.replace(rb"\\", b""))):
+        raise _refuse("holds a NUL character" if bad["nul"] else "holds half of a surrogate pair")
+    objects = 0
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal objects
+        objects += 1
+        if objects > MAX_OBJECTS:
+            raise _refuse(f"holds more than {MAX_OBJECTS:,} objects")
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise _refuse(f"holds the key {twice!r:.80} twice")
+        return content
+
+    def constant(name: str) -> NoReturn:
+        raise _refuse(f"holds {name}, which is no JSON number")
+
+    try:
+        content = json.loads(body.decode(), object_pairs_hook=unique, parse_constant=constant)
+    except UnicodeDecodeError:
+        raise _refuse("is not valid UTF-8") from None
+    except RecursionError:
+        raise _refuse("is nested too deeply") from None
+    except ValueError as error:  # also a number of more digits than Python converts
+        raise _refuse(f"is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise _refuse("must be a JSON object")
+    _check_depth(content)
+    return content
+
+
+def _check_depth(content: dict[str, Any]) -> None:
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for node in level
+            for item in (node.values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list) and item
+        ]
+        if not level:
+            return
+    raise _refuse("is nested too deeply")
+
+
+def _refuse(what: str) -> APIError:
+    return APIError(400, f"the request body {what}", code="invalid_json")

@@ -1,0 +1,96 @@
+"""``TokenTexts`` and the two shapes in which OpenAI's API reports log-probabilities.
+
+Knows tokens' texts and bytes; does not know how probabilities come about.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from qserve.runtime.detokenizer import REPLACEMENT, decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qserve.runtime.sampler import TokenLogprob, TokenLogprobs
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenTexts:
+    """The bytes and the name of single tokens; a name is unique even where the bytes are half a character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Decoded behind another token, so that a SentencePiece token keeps its leading space.
+        self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._prefix = len(decode(tokenizer, self._anchor))
+        self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
+
+    def name(self, token_id: int) -> str:
+        data = self.bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes(self, token_id: int) -> bytes:
+        text = decode(self._tokenizer, [*self._anchor, token_id], skip_special_tokens=False)[self._prefix :]
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if byte := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        if all(character in _BYTE_LEVEL for character in piece):
+            return bytes(_BYTE_LEVEL[character] for character in piece)
+        return text.encode()
+
+
+def completion_logprobs(texts: TokenTexts, new: Sequence[TokenLogprobs], before: bytes) -> dict[str, Any]:
+    """``logprobs`` of a completion's choice; ``before`` is the answer up to here, as bytes, for the offsets."""
+    tokens, offsets, top = [], [], []
+    # Characters before a token: bytes of the kind that begin one, so half characters count once.
+    offset = sum(byte >> 6 != 0b10 for byte in before)
+    for token in new:
+        tokens.append(texts.name(token.chosen.token_id))
+        offsets.append(offset)
+        offset += sum(byte >> 6 != 0b10 for byte in texts.bytes(token.chosen.token_id))
+        top.append({texts.name(t.token_id): _finite(t.logprob) for t in (token.chosen, *token.top)})
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(token.chosen.logprob) for token in new],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(texts: TokenTexts, new: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """``logprobs`` of a chat choice."""
+
+    def entry(token: TokenLogprob) -> dict[str, Any]:
+        return {
+            "token": texts.name(token.token_id),
+            "logprob": _finite(token.logprob),
+            "bytes": list(texts.bytes(token.token_id)),
+        }
+
+    content = [entry(token.chosen) | {"top_logprobs": [entry(t) for t in token.top]} for token in new]
+    return {"content": content, "refusal": None}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """How GPT-2's byte-level tokens write bytes: a printable one as itself, the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()

@@ -1,0 +1,146 @@
+"""``Metrics``: what Prometheus is told, under the names that dashboards of LLM servers query.
+
+Knows metric names and the times of one request; does not know the engine's insides or HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from qserve.checkpoint.card import QualityCard
+    from qserve.runtime.engine import EngineStats, RequestOutput
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+_TOKENS = tuple(2**power for power in range(18))
+_LABELS = ("model_name", "engine")
+
+
+@dataclass
+class Timeline:
+    """One request as the metrics see it. Times are seconds of ``time.monotonic``."""
+
+    arrival: float
+    prompt_tokens: int
+    max_tokens: int | None
+    first_token: float | None = None
+    last_token: dict[int, float] = field(default_factory=dict)  # by choice
+
+
+class Metrics:
+    """Written by the engine thread, rendered by the server. ``vllm_alias`` repeats all with prefix ``vllm:``."""
+
+    def __init__(self, model_name: str, card: QualityCard | None = None, *, vllm_alias: bool = False) -> None:
+        self._registry = CollectorRegistry()
+        self._alias = vllm_alias
+        self._model = model_name
+        self._running = self._gauge("num_requests_running", "Requests being computed.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
+        self._totals = {  # field of EngineStats -> its counter
+            "prefix_queries": self._counter(
+                "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+            ),
+            "prefix_hits": self._counter("prefix_cache_hits", "Prompt tokens taken from the prefix cache."),
+            "num_preemptions": self._counter("num_preemptions", "Requests put back into the queue."),
+        }
+        self._counted = dict.fromkeys(self._totals, 0)
+        self._prompt_total = self._counter("prompt_tokens", "Prompt tokens of requests.")
+        self._output_total = self._counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "qserve:request_success",
+            "Requests that ended, by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", _TOKEN_SECONDS)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time of a request's tokens after the first.",
+            _TOKEN_SECONDS,
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first computation.", _SECONDS)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "First computation to first token.", _SECONDS
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "First to last token.", _SECONDS)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._output = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request.", _TOKENS
+        )
+        self._asked = self._histogram(
+            "request_max_num_generation_tokens", "Output tokens asked for.", _TOKENS
+        )
+        if card is not None:
+            self._gauge("quality_perplexity", "Perplexity as measured on the quality card.").set(
+                card.perplexity
+            )
+            self._gauge("quality_perplexity_base", "The same of the base model.").set(card.perplexity_base)
+            self._gauge("quality_kl_mean", "Mean KL divergence from the base model, in nats.").set(
+                card.kl_mean
+            )
+            self._gauge("quality_top1_agreement", "Top-1 agreement with the base model, 0 to 1.").set(
+                card.top1_agreement
+            )
+
+    def observe(self, request: Timeline, output: RequestOutput, now: float) -> None:
+        """Count what one step added to a request."""
+        if output.token_ids:
+            self._output_total.inc(len(output.token_ids))
+            if request.first_token is None:
+                request.first_token = now
+                self._ttft.observe(now - request.arrival)
+                queued = getattr(output, "queue_seconds", 0.0)
+                self._queue.observe(queued)
+                self._prefill.observe(max(0.0, now - request.arrival - queued))
+                self._prompt_total.inc(request.prompt_tokens)
+                self._prompt.observe(request.prompt_tokens)
+            previous = request.last_token.get(output.index)
+            if previous is not None:
+                self._itl.observe((now - previous) / len(output.token_ids))
+            request.last_token[output.index] = now
+        if output.finish_reason is None:
+            return
+        self.ended(output.finish_reason)
+        self._e2e.observe(now - request.arrival)
+        self._output.observe(output.output_tokens)
+        if request.max_tokens is not None:
+            self._asked.observe(request.max_tokens)
+        if request.first_token is not None:
+            self._decode.observe(now - request.first_token)
+            if output.output_tokens > 1:
+                self._tpot.observe((now - request.first_token) / (output.output_tokens - 1))
+
+    def ended(self, reason: str) -> None:
+        """Count one choice (or aborted request) that ended."""
+        self._success.labels(self._model, "0", reason).inc()
+
+    def render(self, stats: EngineStats) -> bytes:
+        """The text exposition format, with the gauges as of ``stats``."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
+        for name, counter in self._totals.items():
+            counter.inc(getattr(stats, name) - self._counted[name])
+            self._counted[name] = getattr(stats, name)
+        text = generate_latest(self._registry)
+        if self._alias:
+            text += re.sub(rb"(?m)^(# (?:HELP|TYPE) )?qserve:", rb"\1vllm:", text)
+        return text
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(f"qserve:{name}", about, _LABELS, registry=self._registry).labels(self._model, "0")
+
+    def _counter(self, name: str, about: str) -> Counter:
+        return Counter(f"qserve:{name}", about, _LABELS, registry=self._registry).labels(self._model, "0")
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"qserve:{name}", about, _LABELS, buckets=buckets, registry=self._registry)
+        return metric.labels(self._model, "0")

@@ -1,0 +1,91 @@
+"""``PromptEncoder``: texts and chat messages to token ids, for requests that come from strangers.
+
+Knows the tokenizer and its chat template; does not know requests, HTTP or limits other than the context.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
+
+from qserve.runtime.detokenizer import decode
+from qserve.runtime.sampling import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptEncoder:
+    """Encodes in any thread, with a copy of the tokenizer: its settings may not change while another uses it.
+
+    Texts that for certain, by their length, have more tokens than ``max_model_len`` are refused at once.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._lock = threading.Lock()
+        self._max_model_len = max_model_len
+        self._longest = max(map(len, self._tokenizer.get_vocab()))
+        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)"
+        )
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """A prompt as it is: special tokens in it are special, and the model's own are put around it."""
+        if isinstance(prompt, list):
+            self._check_length(len(prompt), 1)
+            return prompt
+        self._check_length(len(prompt), self._longest)
+        with self._lock:
+            return list(self._tokenizer(prompt)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        with self._lock:
+            return decode(self._tokenizer, token_ids)
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The messages through the chat template, with the beginning of the answer.
+
+        Special tokens of the template are special; what looks like one in a message is plain text. Raises
+        ``RequestError`` where there is no template or it refuses the messages.
+        """
+        self._check_length(sum(len(message["content"]) for message in messages), self._longest)
+        if not self._tokenizer.chat_template:
+            raise RequestError("this model has no chat template; use /v1/completions", "messages")
+        # What looks special is hidden from the tokenizer behind a word nobody can guess, and tokenized apart.
+        mark = f"x{secrets.token_hex(12)}"
+        hidden: list[str] = []
+
+        def hide(match: re.Match[str]) -> str:
+            hidden.append(match[0])
+            return f"{mark}n{len(hidden) - 1}x"
+
+        safe = [{key: self._special.sub(hide, text) for key, text in message.items()} for message in messages]
+        with self._lock:
+            try:
+                text = self._tokenizer.apply_chat_template(safe, add_generation_prompt=True, tokenize=False)
+            except (TemplateError, TypeError, ValueError) as error:
+                raise RequestError(f"the chat template refuses these messages: {error}", "messages") from None
+            ids: list[int] = []
+            for place, piece in enumerate(re.split(rf"{mark}n(\d+)x", str(text))):
+                plain = place % 2 == 1
+                ids += self._tokenizer(
+                    hidden[int(piece)] if plain else piece,
+                    add_special_tokens=False,
+                    split_special_tokens=plain,
+                )["input_ids"]
+        return ids
+
+    def _check_length(self, length: int, per_token: int) -> None:
+        at_least = -(-length // per_token)
+        if at_least > self._max_model_len:
+            raise RequestError(
+                f"the prompt has at least {at_least:,} tokens, the context {self._max_model_len:,}", "prompt"
+            )

@@ -1,0 +1,247 @@
+"""The requests of ``/v1/completions`` and ``/v1/chat/completions``, as pydantic models.
+
+Knows field names and types; the bounds of sampling fields are those of ``SamplingParams``. Does not know
+tokenizers. A field of OpenAI's that this server does not do is refused by name, unless it asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.server.errors import APIError
+
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+
+# Fields handed to SamplingParams under their own name; null means its default.
+_SAMPLING = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+)
+
+
+class _Strict(BaseModel):
+    """Unknown fields are errors; those in ``not_done`` too, unless they hold null or a value listed there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    not_done: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in cls.not_done.keys() & data.keys():
+            if data[name] is not None and data[name] not in cls.not_done[name]:
+                raise PydanticCustomError(
+                    "unsupported_parameter", "'{param}' is not supported by this server", {"param": name}
+                )
+        return {name: value for name, value in data.items() if name not in cls.not_done}
+
+
+class StreamOptions(_Strict):
+    not_done = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    include_usage: bool | None = None
+
+
+class _Generation(_Strict):
+    """What both kinds of request share. ``user`` and ``safety_identifier`` change nothing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    priority: int | None = None
+
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _params(self, **more: Any) -> SamplingParams:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is for requests with stream true", "stream_options")
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(**given | more)
+
+
+class CompletionRequest(_Generation):
+    """``prompt`` becomes a list: of texts, or of lists of token ids."""
+
+    not_done = {"best_of": (1,), "suffix": (), "logit_bias": ({},)}
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompts(cls, value: Any) -> list[str] | list[list[int]]:
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list):
+            raise PydanticCustomError(
+                "prompt", "must be a string, a list of strings, token ids, or lists of those"
+            )
+        kinds = set(map(type, value))
+        if kinds == {int}:
+            value, kinds = [value], {list}
+        if len(value) > MAX_PROMPTS:
+            raise PydanticCustomError(
+                "prompt", f"holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed"
+            )
+        if not value or not all(value):
+            raise PydanticCustomError("prompt", "must not be empty")
+        texts = kinds == {str}
+        if not texts and not (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
+            raise PydanticCustomError(
+                "prompt", "must hold only strings, only token ids, or only lists of token ids"
+            )
+        if not texts and min(map(min, value)) < 0:
+            raise PydanticCustomError("prompt", f"holds the negative token id {min(map(min, value))}")
+        return value
+
+    def sampling_params(self) -> SamplingParams:
+        if self.echo and self.logprobs is not None:
+            raise RequestError("echo together with logprobs is not supported by this server", "echo")
+        return self._params(logprobs=self.logprobs)
+
+
+class Message(_Strict):
+    """One message; ``content`` becomes a string. The role ``developer`` is today's name of ``system``."""
+
+    not_done = {
+        "tool_calls": ([],),
+        "function_call": (),
+        "refusal": (),
+        "audio": (),
+        "annotations": ([],),
+        "tool_call_id": (),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Any
+    name: str | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _text(cls, value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list) or not value:
+            raise PydanticCustomError("content", "must be a string or a list of text parts")
+        for part in value:
+            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                raise PydanticCustomError("content", "must be a string or a list of text parts")
+            if part["type"] != "text":
+                kind = part["type"][:40]
+                raise PydanticCustomError("content", f"holds a part of type '{kind}'; only text is supported")
+            if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+                raise PydanticCustomError("content", "holds a text part with other fields than type and text")
+        return "".join(part["text"] for part in value)
+
+    def for_template(self) -> dict[str, str]:
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatRequest(_Generation):
+    not_done = {
+        "audio": (),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "function_call": ("none",),
+        "functions": ([],),
+        "logit_bias": ({},),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "parallel_tool_calls": (),
+        "prediction": (),
+        "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "reasoning_effort": (),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("none",),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise RequestError("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def name_of(self, param: str | None) -> str | None:
+        """What this request calls the field that others call ``param``."""
+        if param == "max_tokens" and self.max_tokens is None:
+            return "max_completion_tokens"
+        return {"prompt": "messages", "logprobs": "top_logprobs"}.get(param or "", param)
+
+
+R = TypeVar("R", bound=_Generation)
+
+
+def parse(kind: type[R], content: dict[str, Any]) -> R:
+    """Validate a body. Raises ``APIError`` 400 that names the first bad field."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    where = [*first["loc"], *([first["ctx"]["param"]] if first["type"] == "unsupported_parameter" else [])]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200]
+    code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(
+        first["type"]
+    )
+    message = {
+        "extra_forbidden": f"unknown parameter: '{param}'",
+        "missing": f"missing required parameter: '{param}'",
+        "unsupported_parameter": f"'{param}' is not supported by this server; leave it out",
+    }.get(first["type"], f"{param}: {first['msg']}")
+    raise APIError(400, message, param=param, code=code or "invalid_value")

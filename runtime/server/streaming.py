@@ -1,0 +1,98 @@
+"""Server-sent events, and noticing that the client is gone.
+
+Knows the framing of a stream; does not know what is in the chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from qserve.runtime.server.engine_thread import EngineFailure
+from qserve.runtime.server.errors import APIError
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+class EventStream(StreamingResponse):
+    """Chunks as server-sent events. ``close`` is called at the end, also when the client leaves early."""
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
+        super().__init__(
+            _events(chunks),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            yield _event(chunk)
+    except EngineFailure as error:  # the status was sent long ago: the error is the last event
+        yield _event(APIError(500, str(error)).body())
+        return
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return (
+        b"data: "
+        + json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        + b"\n\n"
+    )
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``; if the client leaves first, it is cancelled and ``ClientGone`` raised."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+
+
+async def after_first(items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Wait for the first item; return an iterator over all. What fails before it is raised here."""
+    first = [item async for item in _take_one(items)]
+
+    async def chained() -> AsyncIterator[T]:
+        for item in first:
+            yield item
+        async for item in items:
+            yield item
+
+    return chained()
+
+
+async def _take_one(items: AsyncIterator[T]) -> AsyncIterator[T]:
+    async for item in items:
+        yield item
+        return
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.gptq_format import config_of, pack
+from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.source import open_model
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
+
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def quantize(directory: Path, version: str = "gptq") -> tuple[QuantSpec, dict[str, PackedWeight]]:
+    """Replace every projection in a saved tiny llama by a packed one, written with plain safetensors."""
+    tensors = load_file(directory / "model.safetensors")
+    own = WeightScheme(8, 32)
+    spec = QuantSpec(
+        "rtn",
+        WeightScheme(4, 64),
+        overrides={name.removesuffix(".weight"): own for name in tensors if "down_proj" in name},
+    )
+    weights = {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        module, weight = name.removesuffix(".weight"), tensors.pop(name).to(torch.float32)
+        scheme = spec.scheme_of(module)
+        grouped = weight.reshape(len(weight), -1, scheme.group_size)
+        scales = (grouped.abs().amax(2) / (scheme.zero - 1)).to(torch.float16).to(torch.float32)
+        codes = (grouped / scales[:, :, None]).round().clamp(-scheme.zero, scheme.zero - 1) + scheme.zero
+        weights[module] = PackedWeight(scheme, codes.reshape(weight.shape).to(torch.uint8), scales)
+        tensors |= {f"{module}.{part}": tensor for part, tensor in pack(weights[module], version).items()}
+    save_file(tensors, directory / "model.safetensors")
+    edit_json(directory / "config.json", quantization_config=config_of(spec, version))
+    return spec, weights
+
+
+def test_dense_directory(tiny_llama) -> None:
+    source = open_model(tiny_llama)
+    stored = load_file(tiny_llama / "model.safetensors")
+    assert isinstance(source, HFDirectory) and source.name == "tiny" and source.path == tiny_llama
+    assert source.spec is None and source.card is None and source.linears() == []
+    assert sorted(source.names()) == sorted(stored)
+    for name, tensor in stored.items():
+        assert source.has(name) and source.shape(name) == tuple(tensor.shape)
+        assert source.tensor(name).dtype == torch.bfloat16 and torch.equal(source.tensor(name), tensor)
+    assert source.dtype() == torch.bfloat16
+    assert source.parameters() == sum(tensor.numel() for tensor in stored.values())
+    assert source.stored_bytes() == (tiny_llama / "model.safetensors").stat().st_size
+    assert source.generation_config() == json.loads((tiny_llama / "generation_config.json").read_text())
+    assert not source.has("model.layers.7.mlp.up_proj.weight")
+    with pytest.raises(CheckpointError, match=r"layers\.7"):
+        source.tensor("model.layers.7.mlp.up_proj.weight")
+    with pytest.raises(CheckpointError, match="no packed linear"):
+        source.linear(MODULE)
+    source.verify()
+
+
+def test_sharded_directory_reads_the_same(tiny_llama, tmp_path) -> None:
+    LlamaForCausalLM.from_pretrained(tiny_llama).save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    one, many = HFDirectory(tiny_llama), HFDirectory(tmp_path / "shards")
+    assert sorted(one.names()) == sorted(many.names())
+    assert all(torch.equal(one.tensor(name), many.tensor(name)) for name in one.names())
+    assert one.parameters() == many.parameters()
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("where", ["config.json", "quantize_config.json"])
+def test_packed_directory(tiny_llama, version, where) -> None:
+    spec, weights = quantize(tiny_llama, version)
+    if where == "quantize_config.json":
+        config = json.loads((tiny_llama / "config.json").read_text())
+        (tiny_llama / where).write_text(json.dumps(config.pop("quantization_config")))
+        (tiny_llama / "config.json").write_text(json.dumps(config))
+    source = HFDirectory(tiny_llama)
+    assert source.spec == spec
+    assert sorted(source.linears()) == sorted(weights)
+    assert not any("proj" in name for name in source.names()) and not source.has(f"{MODULE}.qweight")
+    for module, weight in weights.items():
+        found = source.linear(module)
+        assert found.scheme == weight.scheme and found.zeros is None and found.g_idx is None
+        assert torch.equal(found.codes, weight.codes) and torch.equal(found.scales, weight.scales)
+        assert source.shape(module) == (weight.out_features, weight.in_features)
+    assert source.parameters() == 2 * 96 * 64 + 5 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+
+
+def test_identity_follows_weights_and_config(tiny_llama) -> None:
+    first = HFDirectory(tiny_llama).sha256()
+    assert first == HFDirectory(tiny_llama).sha256() and len(first) == 64
+    edit_json(tiny_llama / "config.json", rope_theta=123.0)
+    second = HFDirectory(tiny_llama).sha256()
+    tensors = load_file(tiny_llama / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, tiny_llama / "model.safetensors")
+    assert len({first, second, HFDirectory(tiny_llama).sha256()}) == 3
+
+
+def save_tokenizer(directory: Path, words: int) -> None:
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="w0", chat_template="{{ messages[0].content }}"
+    ).save_pretrained(directory)
+
+
+def test_tokenizer_is_read_and_copied(tiny_llama, tmp_path) -> None:
+    save_tokenizer(tiny_llama, 96)
+    source = HFDirectory(tiny_llama)
+    assert source.tokenizer()("w5 w7")["input_ids"] == [5, 7]
+    assert source.tokenizer() is source.tokenizer()
+    out = tmp_path / "out"
+    out.mkdir()
+    source.save_tokenizer(out)
+    assert {path.name for path in out.iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+    assert all(path.read_bytes() == (tiny_llama / path.name).read_bytes() for path in out.iterdir())
+
+
+def one_line(caught: pytest.ExceptionInfo[CheckpointError], *parts: object) -> None:
+    assert "\n" not in str(caught.value)
+    assert all(str(part) in str(caught.value) for part in parts)
+
+
+def test_tokenizer_missing_broken_or_of_another_model(tiny_llama) -> None:
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        HFDirectory(tiny_llama).tokenizer()
+    save_tokenizer(tiny_llama, 200)
+    with pytest.raises(CheckpointError, match="another model") as caught:
+        HFDirectory(tiny_llama).tokenizer()
+    one_line(caught, tiny_llama, 200, 96)
+    (tiny_llama / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
+        HFDirectory(tiny_llama).tokenizer()
+    one_line(caught, tiny_llama)
+
+
+def test_missing_directory_and_files(tmp_path, tiny_llama) -> None:
+    for path in (tmp_path / "absent", str(tmp_path / "absent")):
+        with pytest.raises(CheckpointError, match="does not exist"):
+            open_model(path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        open_model(tmp_path / "empty")
+    (tiny_llama / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        open_model(tiny_llama)
+    (tiny_llama / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    with pytest.raises(CheckpointError, match="convert them to safetensors"):
+        open_model(tiny_llama)
+
+
+@pytest.mark.parametrize("content", ["{", "", "[1, 2]", "\x00\xff", '{"a": NaN', "[" * 100_000])
+def test_corrupt_json(tiny_llama, content) -> None:
+    (tiny_llama / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tiny_llama)
+    one_line(caught, tiny_llama / "config.json")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 100, 0.5, -1])
+def test_truncated_safetensors(tiny_llama, keep) -> None:
+    path = tiny_llama / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep) if isinstance(keep, float) else keep])
+    with pytest.raises(CheckpointError, match="truncated") as caught:
+        open_model(tiny_llama)
+    one_line(caught, path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json at all",
+        b"[1]",
+        b'{"x": {"dtype": "F32"}}',
+        b'{"x": {"dtype": "F32", "shape": ["a"], "data_offsets": [0, 4]}}',
+        b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
+    ],
+)
+def test_malformed_safetensors_header(tiny_llama, header) -> None:
+    (tiny_llama / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CheckpointError, match="header") as caught:
+        open_model(tiny_llama)
+    one_line(caught)
+
+
+def test_trailing_bytes_are_noticed(tiny_llama) -> None:
+    with (tiny_llama / "model.safetensors").open("ab") as file:
+        file.write(b"\0" * 10)
+    with pytest.raises(CheckpointError, match="longer than its header"):
+        open_model(tiny_llama)
+
+
+def test_header_whose_shapes_and_offsets_disagree_is_refused_on_reading(tiny_llama) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": [100], "data_offsets": [0, 4]}}).encode()
+    (tiny_llama / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tiny_llama).tensor("x")
+    one_line(caught, "model.safetensors")
+
+
+def test_shards_missing_cut_or_lying(tiny_llama, tmp_path) -> None:
+    directory = tmp_path / "shards"
+    LlamaForCausalLM.from_pretrained(tiny_llama).save_pretrained(directory, max_shard_size="40KB")
+    index = directory / "model.safetensors.index.json"
+    original = index.read_text()
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(CheckpointError, match="is missing, named by") as caught:
+        HFDirectory(directory)
+    one_line(caught, shard)
+    shard.write_bytes(content[:-7])
+    with pytest.raises(CheckpointError, match="truncated") as caught:
+        HFDirectory(directory)
+    one_line(caught, shard)
+    shard.write_bytes(content)
+    weight_map = json.loads(original)["weight_map"]
+    for broken, words in [
+        ({"weight_map": weight_map | {"ghost": shard.name}}, "lacks the tensor ghost"),
+        ({"weight_map": weight_map | {"ghost": "../other.safetensors"}}, "no file name"),
+        ({"weight_map": {}}, "weight_map"),
+        ({}, "weight_map"),
+    ]:
+        index.write_text(json.dumps(broken))
+        with pytest.raises(CheckpointError, match=words):
+            HFDirectory(directory)
+
+
+@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "fp8", "compressed-tensors"])
+def test_unsupported_quantization_is_refused_by_name(tiny_llama, method) -> None:
+    edit_json(tiny_llama / "config.json", quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(CheckpointError, match=f"quant_method '{method}' is not supported") as caught:
+        open_model(tiny_llama)
+    one_line(caught, tiny_llama / "config.json")
+
+
+def test_config_and_tensors_that_contradict(tiny_llama) -> None:
+    quantize(tiny_llama)
+    config = json.loads((tiny_llama / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    (tiny_llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="lacks quantization_config"):
+        HFDirectory(tiny_llama)
+    edit_json(tiny_llama / "config.json", quantization_config=quantization | {"dynamic": {"-:.*q_proj": {}}})
+    with pytest.raises(CheckpointError, match=r"skips .*q_proj, but it is stored packed"):
+        HFDirectory(tiny_llama)
+    edit_json(tiny_llama / "config.json", quantization_config=quantization | {"group_size": 32})
+    with pytest.raises(CheckpointError, match="scales") as caught:
+        HFDirectory(tiny_llama).linear(MODULE)
+    one_line(caught, MODULE)
+
+
+def test_nan_scale_and_missing_part_name_the_module(tiny_llama) -> None:
+    quantize(tiny_llama)
+    path = tiny_llama / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{MODULE}.scales"][0, 0] = float("nan")
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="NaN") as caught:
+        HFDirectory(tiny_llama).linear(MODULE)
+    one_line(caught, MODULE, path)
+    del tensors[f"{MODULE}.scales"]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="scales is missing"):
+        HFDirectory(tiny_llama).linear(MODULE)

@@ -1,0 +1,231 @@
+"""Clients that leave, steps that fail, queues that fill, and a server that ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from qserve.checkpoint.errors import QServeError
+from qserve.runtime.engine import Engine
+from qserve.runtime.server.app import ServerConfig
+from qserve.runtime.server.serve import ServerHandle, claim_socket
+
+LONG = {"prompt": "the", "max_tokens": 400, "ignore_eos": True}
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def own(engine: Engine) -> Iterator[ServerHandle]:
+    """A server without keys for one test alone."""
+    with ServerHandle(engine, config=ServerConfig(body_timeout=0.5)) as handle:
+        yield handle
+    engine.check()
+    assert engine.stats().kv_blocks_used == engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+def post(server: ServerHandle, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{server.url}/completions", json=body, timeout=60)
+
+
+def idle(server: ServerHandle) -> bool:
+    stats = server.service.thread.stats
+    return stats.num_running == stats.num_waiting == stats.kv_blocks_used == 0
+
+
+def test_leaving_a_stream_frees_its_blocks(own: ServerHandle, slow: None) -> None:
+    with httpx.stream(
+        "POST", f"{own.url}/completions", json=LONG | {"stream": True, "n": 3}, timeout=60
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        wait_until(lambda: own.service.thread.stats.kv_blocks_used > 0)
+    wait_until(lambda: idle(own), 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_before_the_first_byte(own: ServerHandle, slow: None, stream: bool) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{own.url}/completions",
+            json=LONG | {"prompt": [5] * 100, "stream": stream, "stop": "z" * 1000},
+            timeout=0.03 if stream else 0.3,
+        )
+    wait_until(lambda: idle(own), 3)
+
+
+def test_hundreds_of_aborts_at_once(own: ServerHandle, slow: None) -> None:
+    sockets = []
+    body = json.dumps(LONG | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for _ in range(200):
+        sock = socket.create_connection((own.host, own.port))
+        sock.sendall(head + body)
+        sockets.append(sock)
+    wait_until(lambda: own.service.thread.stats.num_running > 0)
+    for sock in sockets:
+        sock.close()
+    wait_until(lambda: not own._server.server_state.tasks and idle(own))
+    assert post(own, {"prompt": "the"}).status_code == 200
+
+
+def test_a_failing_step_ends_its_requests_and_nothing_else(
+    own: ServerHandle, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, run, calls = engine.runner, engine.runner.run, 0
+
+    def fail_at_fifth(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("a kernel broke")
+        time.sleep(0.01)
+        return run(*arguments)
+
+    monkeypatch.setattr(runner, "run", fail_at_fifth)
+    with httpx.stream("POST", f"{own.url}/completions", json=LONG | {"stream": True}, timeout=10) as stream:
+        events = [line for line in stream.iter_lines() if line]
+    error = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error"
+    assert "kernel broke" not in error["message"]
+    assert post(own, LONG | {"max_tokens": 8}).json()["usage"]["completion_tokens"] == 8
+    assert httpx.get(own.url.replace("/v1", "/health")).status_code == 200
+
+    calls = 4
+    response = post(own, LONG)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    wait_until(lambda: idle(own))
+
+
+def test_a_full_queue_is_503_with_a_time_to_come_back(own: ServerHandle, engine: Engine, slow: None) -> None:
+    limit = engine.scheduler.config.max_waiting
+    many = {"prompt": ["the"] * min(1024, limit), "max_tokens": 30}
+    with httpx.stream("POST", f"{own.url}/completions", json=many | {"stream": True}, timeout=60) as stream:
+        lines = stream.iter_lines()  # kept: when it goes, the connection is closed
+        next(lines)
+        response = post(own, {"prompt": ["the"] * 1000})
+        assert response.status_code == 503
+        assert 1 <= int(response.headers["retry-after"]) <= 120
+        assert response.json()["error"]["code"] == "queue_full"
+    wait_until(lambda: idle(own))
+
+
+def test_a_body_that_does_not_come(own: ServerHandle) -> None:
+    with socket.create_connection((own.host, own.port)) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        sock.settimeout(5)
+        assert b" 408 " in sock.recv(4096).split(b"\r\n")[0]
+
+
+def test_a_client_that_never_reads_holds_nobody_up(own: ServerHandle) -> None:
+    body = json.dumps(LONG | {"stream": True, "n": 4, "logprobs": 20}).encode()
+    with socket.create_connection((own.host, own.port)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
+        assert post(own, {"prompt": "the", "max_tokens": 4}).status_code == 200
+        wait_until(lambda: idle(own), 60)
+
+
+def test_draining_lets_streams_end_and_refuses_new_ones(engine: Engine, slow: None) -> None:
+    with ServerHandle(engine) as server, ThreadPoolExecutor(1) as pool:
+        base = server.url.removesuffix("/v1")
+        assert httpx.get(f"{base}/ready").json() == {"status": "ready"}
+        running = pool.submit(post, server, LONG | {"max_tokens": 40})
+        wait_until(lambda: server.service.thread.stats.num_running == 1)
+        server.drain(30)
+        assert httpx.get(f"{base}/ready").status_code == 503
+        assert httpx.get(f"{base}/health").status_code == 200
+        refused = post(server, LONG)
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        assert running.result().json()["usage"]["completion_tokens"] == 40
+        server._thread.join(5)
+        assert not server._thread.is_alive()
+    with pytest.raises(httpx.ConnectError):
+        post(server, LONG)
+
+
+def test_a_drain_that_takes_too_long_tells_the_client(engine: Engine, slow: None) -> None:
+    with ServerHandle(engine) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(post, server, LONG)
+        wait_until(lambda: server.service.thread.stats.num_running == 1)
+        server.drain(0.3)
+        assert running.result().status_code == 500
+        assert "shutting down" in running.result().json()["error"]["message"]
+    assert idle(server)
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with claim_socket("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(QServeError, match=f"port {port} on 127.0.0.1 is in use"):
+            claim_socket("127.0.0.1", port)
+    for host, bad in (("127.0.0.1", 70000), ("no.such.host.invalid", 80)):
+        with pytest.raises(QServeError, match="cannot listen on"):
+            claim_socket(host, bad)
+
+
+SCRIPT = """
+    import sys, time
+    from qserve.runtime.config import EngineConfig
+    from qserve.runtime.engine import Engine
+    from qserve.runtime.server.app import ServerConfig
+    from qserve.runtime.server.serve import claim_socket, serve
+    sock = claim_socket("127.0.0.1", 0)
+    engine = Engine(sys.argv[1], EngineConfig(max_model_len=512, kv_cache_memory=8 << 20))
+    run = engine.runner.run
+    engine.runner.run = lambda *a: (time.sleep(0.02), run(*a))[1]
+    print(sock.getsockname()[1], flush=True)
+    serve(engine, sock=sock)
+    print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_drains_and_a_second_one_aborts(engine: Engine, signals: int) -> None:
+    if engine.model_name != "tiny":
+        pytest.skip("one model is enough for signals")
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(Path(engine.source.path))]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        try:
+            assert process.stdout is not None
+            url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+            wait_until(lambda: httpx.get(f"{url}/ready", timeout=20).status_code == 200, 20)
+            tokens = 50 if signals == 1 else 400
+            body = LONG | {"max_tokens": tokens, "stream": True}
+            running = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+            wait_until(lambda: "qserve:num_requests_running" in httpx.get(f"{url}/metrics").text)
+            time.sleep(0.3)
+            for _ in range(signals):
+                os.kill(process.pid, signal.SIGTERM)
+                time.sleep(0.3)
+            end = running.result().text.strip().split("\n\n")[-1]
+            assert end == "data: [DONE]" if signals == 1 else "shutting down" in end
+            assert process.stdout.read() == "ended\n"
+            assert process.wait(10) == 0
+        finally:
+            process.kill()

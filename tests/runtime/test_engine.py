@@ -1,0 +1,265 @@
+"""The real engine on a tiny model: a neighbour never changes your tokens, and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
+from qserve.kernels import native
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+from qserve.runtime.llm import LLM
+from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.scheduler import QueueFullError
+
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+
+
+class Recorder:
+    """Keeps the logits that each request was sampled from, and who was preempted."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.rows: dict[str, list[torch.Tensor]] = {}
+        self.preempted: set[str] = set()
+
+    def run(self, plan: Any, sink: Any) -> Any:
+        self.preempted |= set(plan.preempted)
+        output = self.runner.run(plan, sink)
+        for request_id, row in zip(output.request_ids, output.logits):
+            self.rows.setdefault(request_id.split("#")[0], []).append(row.clone())
+        return output
+
+
+def make_engine(model: Path, **config: Any) -> tuple[Engine, Recorder]:
+    engine = Engine(str(model), EngineConfig(**{"kv_cache_memory": 4 << 20, "threads": 2, **config}))
+    recorder = Recorder(engine.runner)
+    engine.runner = recorder
+    return engine, recorder
+
+
+def finish(engine: Engine) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            tokens.setdefault(f"{output.request_id}/{output.index}", []).extend(output.token_ids)
+        engine.check()
+    assert engine.stats().kv_blocks_used == 0
+    return tokens
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="session", params=["dense", "packed"])
+def model(request: pytest.FixtureRequest, tiny_model: Path, tiny_packed: Path) -> Path:
+    return tiny_model if request.param == "dense" else tiny_packed
+
+
+@pytest.fixture(scope="session")
+def alone(model: Path) -> torch.Tensor:
+    """[20, vocab]: the logits of one request that has the engine to itself and is prefilled in one piece."""
+    engine, recorder = make_engine(model)
+    engine.submit("mine", prompt(0, 50), GREEDY)
+    finish(engine)
+    return torch.stack(recorder.rows["mine"])
+
+
+@needs_native
+@pytest.mark.parametrize("way", ["batched", "chunked", "preempted", "cached", "one thread", "chosen twice"])
+def test_the_same_request_gives_the_same_bits(model: Path, alone: torch.Tensor, way: str) -> None:
+    if way == "batched":
+        engine, recorder = make_engine(model, max_num_batched_tokens=64, max_num_seqs=32)
+        for i in range(16):
+            engine.submit(f"other{i}", prompt(i + 1, 5 + 7 * i), SamplingParams(max_tokens=3 + i, seed=i))
+        for _ in range(4):  # arrives among others that are already under way
+            engine.step()
+        engine.submit("mine", prompt(0, 50), GREEDY)
+    elif way == "chunked":
+        engine, recorder = make_engine(model, max_num_batched_tokens=7, max_num_seqs=7)
+        engine.submit("mine", prompt(0, 50), GREEDY)
+    elif way == "preempted":
+        engine, recorder = make_engine(model, kv_cache_memory=15 * 16 * 256, max_model_len=128)
+        for i in range(3):
+            engine.submit(f"other{i}", prompt(i + 1, 30), SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+        engine.submit("mine", prompt(0, 50), GREEDY)
+    elif way == "cached":
+        engine, recorder = make_engine(model)
+        engine.submit("first", prompt(0, 50), GREEDY)
+        finish(engine)
+        engine.submit("mine", prompt(0, 50), GREEDY)
+    elif way == "one thread":
+        engine, recorder = make_engine(model, threads=1)
+        engine.submit("mine", prompt(0, 50), GREEDY)
+    else:
+        engine, recorder = make_engine(model)
+        both = SamplingParams(n=2, max_tokens=20, temperature=0.0, ignore_eos=True)
+        engine.submit("two", prompt(0, 50), both)
+        tokens = finish(engine)
+        assert tokens["two/0"] == tokens["two/1"] == alone.argmax(-1).tolist()
+        return
+    finish(engine)
+    if way == "preempted":
+        assert "mine#0" in recorder.preempted
+    if way == "cached":
+        assert engine.stats().prefix_hits >= 48
+    assert torch.equal(torch.stack(recorder.rows["mine"]), alone)
+
+
+@needs_native
+@given(data=st.data())
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_company_changes_no_bit(model: Path, alone: torch.Tensor, data: st.DataObject) -> None:
+    budget = data.draw(st.integers(8, 80), "token budget")
+    others = data.draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(0, 12)), max_size=8))
+    engine, recorder = make_engine(model, max_num_batched_tokens=budget, max_num_seqs=8, kv_cache_memory=30 * 16 * 256)
+    mine_at = data.draw(st.integers(0, 12), "arrival")
+    for step in range(14):
+        for i, (length, outputs, at) in enumerate(others):
+            if at == step:
+                shared = prompt(0, 50)[: length // 2] if i % 2 else []
+                engine.submit(f"o{i}", [*shared, *prompt(i + 1, length)], SamplingParams(max_tokens=outputs, seed=i))
+        if step == mine_at:
+            engine.submit("mine", prompt(0, 50), GREEDY)
+        engine.step()
+        engine.check()
+    finish(engine)
+    assert torch.equal(torch.stack(recorder.rows["mine"]), alone)
+
+
+@needs_native
+def test_seeded_sampling_does_not_depend_on_load(model: Path) -> None:
+    params = SamplingParams(max_tokens=12, seed=5, temperature=0.9, top_p=0.95, ignore_eos=True)
+    engine, _ = make_engine(model)
+    engine.submit("mine", prompt(0, 20), params)
+    alone = finish(engine)["mine/0"]
+    for i in range(6):
+        engine.submit(f"o{i}", prompt(i, 33), SamplingParams(max_tokens=9))
+    engine.submit("mine", prompt(0, 20), params)
+    assert finish(engine)["mine/0"] == alone
+    engine.submit("mine", prompt(0, 20), SamplingParams(max_tokens=12, seed=6, temperature=0.9, ignore_eos=True))
+    assert finish(engine)["mine/0"] != alone
+
+
+def test_scores_are_log_probabilities_and_agree_with_decoding(model: Path) -> None:
+    engine, recorder = make_engine(model, max_num_batched_tokens=16, max_num_seqs=16)
+    tokens = prompt(0, 50)
+    parts = list(engine.score(tokens))
+    assert [start for start, _ in parts] == [0, 16, 32, 48]
+    rows = torch.cat([part for _, part in parts])
+    assert rows.shape == (50, engine.vocab_size)
+    torch.testing.assert_close(rows.exp().sum(-1), torch.ones(50))
+    torch.testing.assert_close(rows[-1], recorder.rows["score"][0].log_softmax(-1), rtol=1e-5, atol=1e-5)
+    assert not engine.has_work() and engine.stats().kv_blocks_used == 0
+    next(iter(engine.score(tokens)))  # left half way: nothing stays behind
+
+
+def test_stop_strings_and_lengths(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20))
+    free = llm.generate("hello", SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))[0].outputs[0]
+    assert free.finish_reason == "length" and len(free.token_ids) == 30
+    stop = free.text[4:7]
+    cut = llm.generate("hello", SamplingParams(max_tokens=30, temperature=0.0, stop=(stop,)))[0].outputs[0]
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (free.text[: free.text.index(stop)], "stop", stop)
+    token = free.token_ids[3]
+    first = free.token_ids.index(token)
+    ended = llm.generate("hello", SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=(token,)))[0].outputs[0]
+    assert ended.token_ids == free.token_ids[: first + 1] and ended.stop_reason == token
+    later = SamplingParams(max_tokens=30, min_tokens=first + 1, temperature=0.0, stop_token_ids=(token,))
+    assert len(llm.generate("hello", later)[0].outputs[0].token_ids) > first + 1
+
+
+def test_llm_keeps_the_order_and_batches_more_than_fits(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20, max_waiting=4, max_num_seqs=3))
+    prompts = [prompt(i, 4 + i) for i in range(11)]
+    params = [SamplingParams(max_tokens=2 + i % 5, temperature=0.0, ignore_eos=True) for i in range(11)]
+    answers = llm.generate(prompts, params)
+    assert [a.prompt for a in answers] == prompts
+    assert [len(a.outputs[0].token_ids) for a in answers] == [2 + i % 5 for i in range(11)]
+    for single, answer in zip(prompts[:3], answers):
+        assert llm.generate([single], params[prompts.index(single)])[0].outputs[0].token_ids == answer.outputs[0].token_ids
+
+
+def test_what_can_never_run_is_refused_by_field(tiny_model: Path) -> None:
+    engine, _ = make_engine(tiny_model, max_model_len=64, kv_cache_memory=4 * 16 * 256, max_waiting=2)
+    for tokens, params, field in (
+        ([], GREEDY, "prompt"),
+        ([10**6], GREEDY, "prompt"),
+        (prompt(0, 65), GREEDY, "prompt"),
+        (prompt(0, 60), SamplingParams(max_tokens=5), "max_tokens"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            engine.submit("r", tokens, params)
+        assert caught.value.param == field
+    engine.submit("a", prompt(0, 64), SamplingParams(max_tokens=1))
+    engine.submit("b", prompt(0, 60), SamplingParams(max_tokens=4))
+    with pytest.raises(QueueFullError):
+        engine.submit("c", prompt(0, 4), GREEDY)
+    assert {key: len(tokens) for key, tokens in finish(engine).items()} == {"a/0": 1, "b/0": 4}
+
+
+def test_nan_logits_fail_the_request_and_not_the_engine(tiny_model: Path) -> None:
+    engine, recorder = make_engine(tiny_model)
+
+    class Poison:
+        def run(self, plan: Any, sink: Any) -> Any:
+            output = recorder.run(plan, sink)
+            for i, request_id in enumerate(output.request_ids):
+                if request_id.startswith("bad"):
+                    output.greedy[i] = -1
+            return output
+
+    engine.runner = Poison()
+    engine.submit("bad", prompt(0, 9), GREEDY)
+    engine.submit("good", prompt(1, 9), GREEDY)
+    ends = {}
+    while engine.has_work():
+        ends.update({o.request_id: (o.finish_reason, o.error) for o in engine.step() if o.finish_reason})
+        engine.check()
+    assert ends["good"] == ("length", None)
+    assert ends["bad"][0] == "error" and "NaN" in str(ends["bad"][1])
+    assert engine.stats().kv_blocks_used == 0
+
+
+def test_abort_frees_everything_at_once(tiny_model: Path) -> None:
+    engine, _ = make_engine(tiny_model)
+    engine.submit("a", prompt(0, 40), SamplingParams(n=3, max_tokens=50))
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().kv_blocks_used > 0
+    engine.abort("a")
+    engine.check()
+    assert not engine.has_work() and engine.stats().kv_blocks_used == 0 and engine.step() == []
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"kv_cache_memory": 100}, CapacityError, "KV cache of 0 blocks"),
+        ({"kv_cache_memory": 1 << 60}, CapacityError, "exceeds"),
+        ({"max_model_len": 4096}, CapacityError, "context of 512"),
+        ({"max_model_len": 512, "kv_cache_memory": 16 * 256}, CapacityError, "raise --kv-cache-memory"),
+        ({"kernels": "cuda"}, UsageError, "choose from"),
+        ({"kv_cache_dtype": "fp4"}, UsageError, "choose from"),
+        ({"threads": 0}, UsageError, "at least 1"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, UsageError, "below"),
+    ],
+)
+def test_options_that_cannot_be_had_are_refused(
+    tiny_model: Path, config: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_engine(tiny_model, **config)
+
+
+def test_a_missing_model_is_one_line() -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Engine("/nowhere/at/all")

@@ -1,0 +1,101 @@
+"""Sampling against its definition: exact sets of candidates, frequencies, seeds, penalties, logprobs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from qserve.runtime.request import Request
+from qserve.runtime.sampler import Sampled, sample, uniform
+from qserve.runtime.sampling import SamplingParams
+
+PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
+
+
+def draw(outputs: list[int] | None = None, seed: int = 0, logits: Any = None, **params: Any) -> Sampled:
+    request = Request("r", (0, 1), SamplingParams(**params), eos_token_ids=frozenset({0}))
+    request.output_token_ids += outputs or []
+    row = (PROBABILITIES.log() if logits is None else torch.tensor(logits, dtype=torch.float32))[None]
+    greedy = torch.tensor([-1 if row.isnan().any() else int(row.argmax())], dtype=torch.int32)
+    return sample(row, greedy, [request], [seed])[0]
+
+
+def support(**params: Any) -> set[int | None]:
+    return {draw(seed=seed, **params).token_id for seed in range(400)}
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    counts = Counter(draw(seed=seed).token_id for seed in range(6000))
+    for token, probability in enumerate(PROBABILITIES.tolist()):
+        sigma = math.sqrt(6000 * probability * (1 - probability))
+        assert abs(counts[token] - 6000 * probability) < 4.5 * sigma
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 1}, {0}),
+        ({"top_k": 3}, {0, 1, 2}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": 0.51}, {0, 1}),
+        ({"top_p": 0.9}, {0, 1, 2}),
+        ({"top_p": 1e-9}, {0}),
+        ({"min_p": 0.29}, {0, 1, 2}),
+        ({"min_p": 1.0}, {0}),
+        ({"top_k": 4, "top_p": 0.6}, {0, 1}),
+        ({"temperature": 1e-12}, {0}),
+        ({"temperature": 0.01}, {0}),
+        ({"min_tokens": 1}, {1, 2, 3, 4}),
+        ({"min_tokens": 1, "ignore_eos": True}, {0, 1, 2, 3, 4}),
+        ({"min_tokens": 1, "stop_token_ids": (1, 999)}, {2, 3, 4}),
+    ],
+)
+def test_what_can_be_drawn(params: dict[str, Any], expected: set[int]) -> None:
+    assert support(**params) == expected
+
+
+def test_a_wide_top_p_falls_back_to_the_whole_vocabulary() -> None:
+    flat = [0.0] * 2000
+    seen = {draw(seed=s, logits=flat, top_p=0.9).token_id for s in range(3000)}
+    assert max(t for t in seen if t is not None) >= 600 and len(seen) > 1000
+
+
+def test_the_draw_depends_on_seed_and_index_alone() -> None:
+    rows = torch.randn(7, 50)
+    requests = [Request(str(i), (1,), SamplingParams(seed=i)) for i in range(7)]
+    greedy = rows.argmax(-1).int()
+    together = sample(rows, greedy, requests, range(7))
+    for i in range(7):
+        assert sample(rows[i : i + 1], greedy[i : i + 1], requests[i : i + 1], [i])[0] == together[i]
+    assert len({uniform(3, i) for i in range(100)} | {uniform(-4, i) for i in range(100)}) == 200
+    assert all(0 <= uniform(s, 5) < 1 for s in (-(2**63), 2**63 - 1, 0))
+
+
+def test_penalties() -> None:
+    assert draw(logits=[2.0, 1.9, 0.0], temperature=0.0, repetition_penalty=1.5).token_id == 0
+    assert draw(logits=[2.0, 1.9, 1.5], temperature=0.0, repetition_penalty=1.5).token_id == 2  # 0 and 1: prompt
+    assert draw([2], logits=[0.0, 0.9, 1.0], temperature=0.0, presence_penalty=0.2).token_id == 1
+    assert draw([2, 2, 2], logits=[0.0, 0.5, 1.0], temperature=0.0, frequency_penalty=0.2).token_id == 1
+    assert draw([2, 2], logits=[0.0, 0.5, 1.0], temperature=0.0, frequency_penalty=0.2).token_id == 2
+    assert draw([2], logits=[0.0, 0.9, 0.5], temperature=0.0, presence_penalty=-2.0).token_id == 2
+    assert draw(logits=[-1.0, -9.0, -1.4], temperature=0.0, repetition_penalty=1.5).token_id == 2
+
+
+def test_logprobs_are_the_models_own() -> None:
+    got = draw(temperature=0.0, logprobs=3, min_tokens=1).logprobs
+    assert got is not None
+    assert (got.chosen.token_id, got.chosen.rank) == (1, 2)
+    assert got.chosen.logprob == pytest.approx(math.log(0.25))
+    assert [(t.token_id, t.rank) for t in got.top] == [(0, 1), (1, 2), (2, 3)]
+    assert draw(temperature=0.0, logprobs=0).logprobs is not None
+    assert draw(temperature=0.0).logprobs is None
+
+
+def test_a_row_with_nan_yields_no_token() -> None:
+    assert draw(logits=[1.0, math.nan, 0.0]).token_id is None

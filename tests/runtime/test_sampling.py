@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from qserve.runtime.sampling import RequestError, SamplingParams
+
+
+def test_defaults_are_those_of_the_openai_completions_api() -> None:
+    params = SamplingParams()
+    assert (params.n, params.max_tokens, params.temperature, params.top_p, params.top_k) == (
+        1,
+        16,
+        1.0,
+        1.0,
+        0,
+    )
+    assert (params.stop, params.stop_token_ids, params.logprobs, params.seed) == ((), (), None, None)
+    assert not params.greedy and not params.prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("n", v) for v in (0, -1, 129, 10**6, 1.0, True, "2", None)),
+        *(("max_tokens", v) for v in (0, -1, 2**31, 10**5000, 1.5, "a")),
+        *(("min_tokens", v) for v in (-1, 17, None)),
+        *(("temperature", v) for v in (-1, -1e-9, math.nan, math.inf, 100.1, 10**400, "1", None, True)),
+        *(("top_k", v) for v in (-2, 2**31, 1.0)),
+        *(("top_p", v) for v in (0, 0.0, -0.1, 1.01, math.nan)),
+        *(("min_p", v) for v in (-0.1, 1.01, math.nan)),
+        *(("repetition_penalty", v) for v in (0, -1, 11, math.nan)),
+        *(("presence_penalty", v) for v in (-2.1, 2.1, math.nan, "0")),
+        *(("frequency_penalty", v) for v in (-2.1, 2.1, -math.inf)),
+        *(("seed", v) for v in (2**63, -(2**63) - 1, 1.0, "0", True)),
+        *(("stop", v) for v in (list("abcde"), [""], "", [1], 5, {"a": 1}, b"a", ["x" * 1025])),
+        *(("stop_token_ids", v) for v in ([-1], ["a"], [2**31], [True], 3, "3", [10**5000], range(129))),
+        *(("ignore_eos", v) for v in (1, None, "true")),
+        ("include_stop_str_in_output", 0),
+        *(("logprobs", v) for v in (-1, -2, 21, 10**6, "a", True)),
+        *(("prompt_logprobs", v) for v in (1, 0, None)),
+    ],
+    ids=lambda v: v if isinstance(v, str) and len(v) > 3 else type(v).__name__,  # 10**5000 has no str()
+)
+def test_bad_value_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    assert field.removesuffix("_token_ids") in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("n", v) for v in (1, 128)),
+        *(("max_tokens", v) for v in (1, 2**31 - 1, None)),
+        ("min_tokens", 16),
+        *(("temperature", v) for v in (0.0, 1e-12, 2.0, 100.0)),
+        *(("top_p", v) for v in (1e-9, 1.0)),
+        *(("min_p", v) for v in (0.0, 1.0)),
+        *(("seed", v) for v in (-(2**63), 2**63 - 1, 0)),
+        *(("logprobs", v) for v in (0, 20)),
+        ("stop", ("a", "b", "c", "d")),
+    ],
+)
+def test_bounds_are_inclusive(field: str, value: Any) -> None:
+    assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_values_are_normalized() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=[1, 2], top_k=-1, temperature=0, presence_penalty=1)
+    assert params.stop == ("END",) and params.stop_token_ids == (1, 2) and params.top_k == 0
+    assert isinstance(params.temperature, float) and isinstance(params.presence_penalty, float)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # type: ignore[arg-type]
+    assert hash(params) == hash(dataclasses.replace(params, stop=["END"]))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 2  # type: ignore[misc]
+
+
+def test_greedy_is_a_temperature_of_practically_zero() -> None:
+    assert SamplingParams(temperature=0.0).greedy and SamplingParams(temperature=1e-12).greedy
+    assert not SamplingParams(temperature=1e-4).greedy
+
+
+def test_more_min_tokens_than_max_tokens_is_refused_with_both_numbers() -> None:
+    with pytest.raises(RequestError, match=r"min_tokens \(9\) is more than max_tokens \(8\)"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+    assert SamplingParams(min_tokens=9, max_tokens=None).min_tokens == 9

@@ -1,0 +1,336 @@
+"""The scheduler driven at random, with a fake model whose KV cache knows what it holds.
+
+The fake model is deterministic: the KV of a position is a hash of the salt and of all tokens up to it, and
+the next token is a function of that hash. So an oracle knows every request's tokens in advance, and at each
+step the fake runner can prove that every position a request reads holds the history of that very request,
+whoever wrote it: wrong sharing, reuse of a block that is still read, a stale cache or a forgotten copy is
+caught when it happens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from qserve.runtime.blocks import BlockManager
+from qserve.runtime.request import Request
+from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig, StepPlan
+
+VOCAB = 11
+EOS = 0
+STOP = 1
+# Prompts are heads of two texts, so that prefixes are often shared, with or without a tail of their own.
+TEXTS = tuple(tuple((i * i + text) % VOCAB for i in range(40)) for text in (0, 3))
+
+
+@dataclass
+class Oracle:
+    """What a request's tokens and their KV must be, by brute force."""
+
+    request: Request
+    aborted: bool = False
+    rows: list[int] = field(default_factory=list)  # prompt positions whose log-probabilities were delivered
+    tokens: list[int] = field(init=False)
+    kv: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens, self.kv = list(self.request.prompt_token_ids), []
+        self.extend()
+
+    def extend(self) -> None:
+        """Hash up to the newest token and choose the next (plans in flight may compute past the end)."""
+        while len(self.kv) < len(self.tokens):
+            previous = self.kv[-1] if self.kv else crc32(self.request.cache_salt.encode())
+            self.kv.append(hash((previous, self.tokens[len(self.kv)])))
+        self.tokens.append(hash((self.kv[-1], -7)) % VOCAB)
+
+    def upto(self, length: int) -> None:
+        while len(self.tokens) <= length:
+            self.extend()
+
+    def outputs(self) -> tuple[list[int], str]:
+        """The whole output and its finish reason, by the rules of the interface alone."""
+        params, prompt = self.request.params, self.request.num_prompt
+        limit = max(1, self.request.max_total_tokens - prompt)
+        limit = min(limit, params.max_tokens or limit)
+        self.upto(prompt + limit)
+        for count, token in enumerate(self.tokens[prompt : prompt + limit], 1):
+            ended = (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
+            if ended and count > params.min_tokens:
+                return self.tokens[prompt : prompt + count], "stop"
+        return self.tokens[prompt : prompt + limit], "length"
+
+
+class FakeRunner:
+    """Runs plans in order on a KV store that remembers what was written, ``(block, offset) -> hash``."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv: dict[tuple[int, int], int] = {}
+        self.newest: dict[str, int] = {}
+
+    def run(self, plan: StepPlan, oracles: dict[str, Oracle]) -> dict[str, int]:
+        size = self.block_size
+        for source, destination in plan.copies:
+            for offset in range(size):
+                self.kv[destination, offset] = self.kv.get((source, offset), -1)
+        written: set[tuple[int, int]] = set()
+        for sequence in plan.sequences:  # all of a step's writes come before its reads
+            oracle, end = oracles[sequence.request_id], sequence.start + len(sequence.token_ids)
+            oracle.upto(end)
+            for position, given in enumerate(sequence.token_ids, sequence.start):
+                token = self.newest[sequence.request_id] if given == -1 else given
+                assert token == oracle.tokens[position], "a wrong input token"
+                slot = sequence.block_table[position // size], position % size
+                assert slot not in written, "two requests write one position"
+                written.add(slot)
+                self.kv[slot] = oracle.kv[position]
+        for sequence in plan.sequences:
+            oracle, end = oracles[sequence.request_id], sequence.start + len(sequence.token_ids)
+            for position in range(end):
+                slot = sequence.block_table[position // size], position % size
+                assert self.kv.get(slot) == oracle.kv[position], (
+                    f"{sequence} reads a foreign position {position}"
+                )
+            if sequence.wants_prompt_logprobs:
+                oracle.rows += range(sequence.start, min(end, oracle.request.num_prompt))
+            if sequence.num_sampled:
+                self.newest[sequence.request_id] = oracle.tokens[end]
+        return {s.request_id: self.newest[s.request_id] for s in plan.sequences if s.num_sampled}
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random work on a small pool. The class counts what all machines did since ``drive`` began."""
+
+    count = 0
+    preemptions = 0
+    hits = 0
+    copies = 0
+
+    @initialize(
+        positions=st.integers(8, 44),
+        block_size=st.sampled_from((1, 2, 2, 4)),
+        caching=st.sampled_from((True, True, False)),
+        max_num_seqs=st.integers(1, 6),
+        extra_budget=st.integers(0, 12),
+        depth=st.sampled_from((1, 2, 2, 3)),
+    )
+    def start(
+        self,
+        positions: int,
+        block_size: int,
+        caching: bool,
+        max_num_seqs: int,
+        extra_budget: int,
+        depth: int,
+    ) -> None:
+        config = SchedulerConfig(
+            max_model_len=40,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_waiting=12,
+            priority_aging=4.0,
+        )
+        self.scheduler = Scheduler(config, BlockManager(positions // block_size, block_size, caching))
+        self.runner = FakeRunner(block_size)
+        self.depth = depth
+        self.now = 0.0
+        self.oracles: dict[str, Oracle] = {}
+        self.live: dict[str, Oracle] = {}
+        self.not_run: deque[StepPlan] = deque()
+        self.not_committed: deque[tuple[StepPlan, dict[str, int]]] = deque()
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        head=st.integers(0, 20),
+        tail=st.lists(st.integers(0, VOCAB - 1), max_size=3),
+        max_tokens=st.sampled_from((1, 2, 9, 20, 30, None)),
+        min_tokens=st.sampled_from((0, 0, 3)),
+        ignore_eos=st.sampled_from((True, True, False)),
+        stop=st.sampled_from(((), (), (STOP,))),
+        scored=st.sampled_from((False, False, False, True)),
+        priority=st.sampled_from((0, 0, 0, -2, 3)),
+        salt=st.sampled_from(("", "", "tenant")),
+        count=st.sampled_from((1, 1, 2, 3)),
+        siblings=st.booleans(),
+    )
+    def add(
+        self,
+        text: tuple[int, ...],
+        head: int,
+        tail: list[int],
+        max_tokens: int | None,
+        min_tokens: int,
+        ignore_eos: bool,
+        stop: tuple[int, ...],
+        scored: bool,
+        priority: int,
+        salt: str,
+        count: int,
+        siblings: bool,
+    ) -> None:
+        prompt = (*text[:head], *tail) or (2,)
+        if max_tokens is not None:
+            min_tokens = min(min_tokens, max_tokens)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop,
+            prompt_logprobs=scored,
+        )
+        parent: Request | None = None
+        for _ in range(count):
+            request = Request(
+                str(len(self.oracles)),
+                prompt,
+                params,
+                eos_token_ids=frozenset({EOS}),
+                priority=priority,
+                cache_salt=salt,
+                arrival=len(self.oracles),
+                arrival_time=self.now,
+                parent=parent,
+            )
+            try:
+                self.scheduler.add(request)
+            except QueueFullError:
+                assert self.scheduler.num_waiting >= 12
+                return
+            except RequestError as error:
+                pool = self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
+                room = max(1, self.scheduler.config.max_model_len - len(prompt))
+                assert error.param in ("prompt", "max_tokens")
+                assert len(prompt) + (max_tokens or 1) - 1 > pool or (max_tokens or 1) > room
+                return
+            self.oracles[request.request_id] = self.live[request.request_id] = Oracle(request)
+            parent = (parent or request) if siblings else None
+
+    @precondition(lambda self: self.scheduler.num_in_flight < self.depth)
+    @rule(seconds=st.sampled_from((0.0, 0.5, 3.0)))
+    def schedule(self, seconds: float) -> None:
+        self.now += seconds
+        plan = self.scheduler.schedule(self.now)
+        if plan is None:
+            # Nothing can run only if there is nothing to run or everything waits for a commit.
+            assert not self.live or self.scheduler.num_in_flight
+            return
+        assert 0 < plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert len(plan.sequences) <= self.scheduler.config.max_num_seqs
+        assert all(s.request_id in self.live for s in plan.sequences), "a request runs that has ended"
+        SchedulerMachine.copies += len(plan.copies)
+        self.not_run.append(plan)
+
+    @precondition(lambda self: self.not_run)
+    @rule()
+    def run_oldest(self) -> None:
+        """A plan may run long after it was made, but plans run in order."""
+        plan = self.not_run.popleft()
+        self.not_committed.append((plan, self.runner.run(plan, self.oracles)))
+
+    @precondition(lambda self: self.scheduler.num_in_flight)
+    @rule()
+    def commit(self) -> None:
+        if not self.not_committed:
+            self.run_oldest()
+        plan, results = self.not_committed.popleft()
+        for update in self.scheduler.commit(plan, results):
+            oracle = self.live[update.request_id]
+            assert update.token_ids == tuple(oracle.request.output_token_ids[-1:])
+            if update.finish_reason is not None:
+                assert (oracle.request.output_token_ids, update.finish_reason) == oracle.outputs()
+                if oracle.request.params.prompt_logprobs:
+                    assert oracle.rows == list(range(oracle.request.num_prompt)), (
+                        "each prompt row exactly once"
+                    )
+                del self.live[update.request_id]
+
+    @precondition(lambda self: self.live)
+    @rule(rounds=st.integers(1, 12))
+    def work(self, rounds: int) -> None:
+        """What an engine does: keep ``depth`` plans in flight, commit the oldest."""
+        for _ in range(rounds):
+            if self.scheduler.num_in_flight < self.depth:
+                self.schedule(0.5)
+                self.consistent()
+            if self.scheduler.num_in_flight:
+                self.commit()
+                self.consistent()
+
+    @precondition(lambda self: len(self.live) > 3)
+    @rule(data=st.data(), abort=st.booleans())
+    def end(self, data: st.DataObject, abort: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        request = self.live.pop(name).request
+        assert self.scheduler.abort(name) if abort else self.scheduler.finish(name, "stop", "END")
+        assert request.is_finished and request.finish_reason == ("abort" if abort else "stop")
+
+    @invariant()
+    def consistent(self) -> None:
+        SchedulerMachine.count += 1
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check()
+        assert self.scheduler._requests.keys() == self.live.keys()
+        for oracle in self.live.values():
+            outputs = oracle.request.output_token_ids
+            oracle.upto(oracle.request.num_prompt + len(outputs))
+            expected = oracle.tokens[oracle.request.num_prompt :]
+            assert outputs == expected[: len(outputs)], "tokens changed"
+
+    def teardown(self) -> None:
+        """Drain: every request ends, in a bounded number of steps, and no block is lost."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(100):
+            if self.scheduler.has_work():
+                self.work(10)
+        assert not self.scheduler.has_work() and not self.live, "a request never ends"
+        blocks = self.scheduler.blocks
+        assert blocks.num_used == 0 and blocks.num_free == blocks.num_blocks and not blocks.tables()
+        SchedulerMachine.preemptions += self.scheduler.num_preemptions
+        SchedulerMachine.hits += self.scheduler.prefix_hits
+
+
+def drive(steps: int, *, derandomize: bool) -> None:
+    """Run and check at least ``steps`` operations, and make sure that they were worth it."""
+    machine = SchedulerMachine
+    machine.count = machine.preemptions = machine.hits = machine.copies = 0
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=steps // 100,
+            stateful_step_count=100,
+            derandomize=derandomize,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert machine.count >= steps
+    assert machine.preemptions > steps // 100 and machine.hits > steps // 10, "the pool was never tight"
+    assert machine.copies > steps // 1000, "siblings hardly shared"
+
+
+def test_ten_thousand_random_steps() -> None:
+    drive(10_000, derandomize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_thousand_random_steps() -> None:
+    drive(100_000, derandomize=False)
