@@ -127,7 +127,8 @@ def _forward(
             handle.remove()
     reached = {name for group in groups for name in group} - set(waiting)
     _replace([(name, linear) for name, linear in linears.items() if name not in reached], on_linear, None)
-    return result[0] if isinstance(result, tuple) else result
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
 
 
 def _replace(members: list[tuple[str, nn.Linear]], on_linear: OnLinear, stats: LayerStats | None) -> None:

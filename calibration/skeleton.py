@@ -121,7 +121,8 @@ class Skeleton:
                     del block.forward
             if len(calls) == len(self._modules) and all(each.shape == inputs[0].shape for each in inputs):
                 return inputs[0], calls
-        raise UsageError(f"{self.source.name}: its decoder blocks cannot be run one by one ({type(self.model).__name__})")
+        kind = type(self.model).__name__
+        raise UsageError(f"{self.source.name}: the decoder blocks of {kind} cannot be run one by one")
 
     def _check(self, name: str, expected: Tensor) -> None:
         if not self.source.has(name):

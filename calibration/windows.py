@@ -19,7 +19,8 @@ def calibration_windows(token_ids: Sequence[int], samples: int, length: int, see
     The text is divided into ``samples`` random gaps between windows, so every part of it is as likely to be
     read and a seed gives the same windows on every machine. Raises ``DataError`` where the text is too short.
     """
-    _require(len(token_ids), samples * length, f"{samples} samples of {length} tokens", "--samples or --sequence-length")
+    what = f"{samples:,} samples of {length:,} tokens"
+    _require(len(token_ids), samples * length, what, "--samples or --sequence-length")
     generator = torch.Generator().manual_seed(seed)
     spare = len(token_ids) - samples * length
     cuts = torch.randint(0, spare + 1, (samples,), generator=generator).sort().values

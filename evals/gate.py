@@ -89,11 +89,12 @@ def judge(gates: Iterable[Gate], card: QualityCard) -> list[GateReport]:
 
 def table(reports: Sequence[GateReport]) -> list[str]:
     """Lines that say which gate failed, and by how much."""
-    lines = [f"{'gate':<22}{'measured':>12}{'limit':>14}  verdict"]
+    width = max([20, *(len(report.metric) for report in reports)]) + 2
+    lines = [f"{'gate':<{width}}{'measured':>12}{'limit':>14}  verdict"]
     for report in reports:
         sign = "<=" if report.kind == "at_most" else ">="
         verdict = "passed" if report.passed else f"FAILED by {report.missed_by:.4g}"
-        lines.append(f"{report.metric:<22}{report.value:>12.4f}{sign:>4}{report.limit:>10.4f}  {verdict}")
+        lines.append(f"{report.metric:<{width}}{report.value:>12.4f} {f'{sign} {report.limit:.4f}':>13}  {verdict}")
     return lines
 
 
@@ -101,4 +102,4 @@ def enforce(reports: Sequence[GateReport]) -> None:
     """Raise ``GateFailed``, with the table, where a gate failed."""
     failed = [report.metric for report in reports if not report.passed]
     if failed:
-        raise GateFailed("\n".join([f"quality gate failed: {', '.join(failed)}", *table(reports)]))
+        raise GateFailed("\n".join([f"gate failed: {', '.join(failed)}", *table(reports)]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.files import write_atomically
 from qserve.evals.gate import GateReport
+from qserve.kernels.native import default_threads
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def quality_report(card: QualityCard, name: str, command: str, gates: Sequence[G
 def environment() -> dict[str, str]:
     """What a figure depends on besides the code."""
     return {
-        "machine": f"{_processor()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores",
+        "machine": f"{_processor()}, {default_threads()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),

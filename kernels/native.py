@@ -61,7 +61,7 @@ _LogSoftmax = _struct("LogSoftmax", "x", "width")
 
 
 class _Union(C.Union):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("embed", _Embed),
         ("rmsnorm", _RMSNorm),
         ("linear", _Linear),
@@ -74,11 +74,11 @@ class _Union(C.Union):
     ]
 
 
-_KINDS = [name for name, _ in _Union._fields_]
+_KINDS = [field[0] for field in _Union._fields_]
 
 
 class _Op(C.Structure):
-    _fields_ = [("kind", C.c_int32), ("rows", C.c_int32), ("of", _Union)]  # noqa: RUF012
+    _fields_ = [("kind", C.c_int32), ("rows", C.c_int32), ("of", _Union)]
 
 
 _Step = _struct(
@@ -123,7 +123,7 @@ def missing() -> str | None:
 
 
 def best_isa() -> Isa:
-    return ISAS[_library().qs_best_isa()]
+    return ISAS[int(_library().qs_best_isa())]
 
 
 def _address(tensor: Tensor | None) -> int | None:

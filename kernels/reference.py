@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def _rope_kv(op: RopeKV, step: Step) -> None:
 def _attention(op: Attention, step: Step) -> None:
     group = op.heads // op.kv_heads
     starts = step.seq_start.tolist()
-    for s, (begin, end) in enumerate(zip(starts, starts[1:])):
+    for s, (begin, end) in enumerate(pairwise(starts)):
         positions = step.positions[begin:end].long()
         length = int(positions[-1]) + 1
         blocks = step.block_tables[s, : -(-length // BLOCK_SIZE)].long()

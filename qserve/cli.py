@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
 from qserve import __version__, console
-from qserve.checkpoint.errors import GateFailed, QServeError, UsageError
+from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.sampling import RequestError
@@ -33,22 +32,28 @@ _ENGINE = EngineConfig()
 class _Group(TyperGroup):
     """Turns expected failures into one line and an exit code."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (QServeError, RequestError) as error:
-            failure, code = str(error), getattr(error, "exit_code", 1)
-        except MemoryError:
-            failure, code = "out of memory: use a smaller model, --samples or --kv-cache-memory", 1
-        except OSError as error:
-            name = f"{error.filename}: " if error.filename else ""
-            failure, code = f"{name}{error.strerror or error}", 1
-        except KeyboardInterrupt:
-            failure, code = "interrupted", 130
-        if ctx.params.get("debug"):
-            raise
+        except (QServeError, RequestError, MemoryError, OSError, KeyboardInterrupt) as error:
+            if ctx.params.get("debug"):
+                raise
+            failure, code = _explain(error)
         console.error(failure)
         sys.exit(code)
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """An expected failure as (line, exit code)."""
+    match error:
+        case MemoryError():
+            return "out of memory: use a smaller model, --samples or --kv-cache-memory", 1
+        case OSError():
+            name = f"{error.filename}: " if error.filename else ""
+            return f"{name}{error.strerror or error}", 1
+        case KeyboardInterrupt():
+            return "interrupted", 130
+    return str(error), getattr(error, "exit_code", 1)
 
 
 app = typer.Typer(
@@ -215,9 +220,7 @@ def evaluate(
 
 @app.command()
 def run(
-    model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="A Hugging Face directory, a hub id, a .gguf file, or demo.")
-    ] = "demo",
+    model: Model = "demo",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -269,7 +272,8 @@ def run(
     for text in engine.memory.lines():
         console.note(text)
     address, number = sock.getsockname()[:2]
-    console.note(f"serving {served_model_name or engine.model_name} on http://{address}:{number}/v1")
+    place = f"[{address}]" if ":" in address else address
+    console.note(f"serving {served_model_name or engine.model_name} on http://{place}:{number}/v1")
     server = ServerConfig(
         api_keys=tuple(api_key or ()), model_name=served_model_name, vllm_metrics=vllm_metrics
     )

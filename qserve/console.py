@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -17,7 +18,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-out = Console(highlight=False, soft_wrap=True)
+# Where there is no terminal to fit into, a table is as wide as it needs to be.
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Update = Callable[[int, int], None]
@@ -25,7 +27,7 @@ Update = Callable[[int, int], None]
 
 @contextmanager
 def progress(label: str) -> Iterator[Update]:
-    """A bar on stderr with elapsed and remaining time; ``update(done, total)``."""
+    """A bar on stderr with elapsed and remaining time, from the first ``update(done, total)`` on."""
     columns = (
         TextColumn("{task.description:<12}"),
         BarColumn(24),
@@ -35,10 +37,13 @@ def progress(label: str) -> Iterator[Update]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err) as bars:
-        task = bars.add_task(label, total=None)
+    bars = Progress(*columns, console=err)
+    task = bars.add_task(label, total=None)
+    with ExitStack() as shown:
 
         def update(done: int, total: int) -> None:
+            if not bars.live.is_started:
+                shown.enter_context(bars)
             bars.update(task, completed=done, total=max(total, 1))
 
         yield update

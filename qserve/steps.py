@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,14 @@ def quantize(
     source: ModelSource, out: Path, job: QuantizeJob, measure: Callable[[Path], QualityCard | None] | None = None
 ) -> QuantizeReport:
     """Run the pipeline. The bar ends with the last block, so that a measurement can show its own."""
-    with console.progress("quantize") as update:
+    with ExitStack() as bar:
+        update = bar.enter_context(console.progress("quantize"))
 
         def tell(event: ProgressEvent) -> None:
             if event.message:
                 console.note(event.message)
+            if event.phase == "measure":
+                bar.close()
             if event.phase == "quantize":
                 update(event.done, event.total)
 
@@ -51,7 +55,7 @@ def measure(
 ) -> QualityCard:
     """The quality card of ``model`` against ``base``, both through the serving engine."""
     config = quality.eval_config(job.window, kernels=kernels, threads=threads)
-    engines = [Engine(source, config) for source in (base, model)]
+    engines = Engine(base, config), Engine(model, config)
     with console.progress("evaluate") as update:
         return quality.measure(*engines, job, update)
 

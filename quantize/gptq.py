@@ -20,6 +20,8 @@ from qserve.quantize.layer import Quantized, output_error, pack_codes
 DAMPING_LADDER = (0.01, 0.1, 1.0)
 # Columns rounded one by one before their error is applied to others by a matrix product.
 _LEAF = 8
+_NOT_FINITE = "rounded to nearest: NaN or infinity in its calibration input"
+_NOT_INVERTIBLE = "rounded to nearest: no damping made its Hessian invertible"
 
 
 def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_order: bool = True) -> Quantized:
@@ -37,12 +39,12 @@ def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_ord
     if hessian is None:
         raise ValueError("GPTQ needs statistics with a Hessian")
     if not stats.finite() or not bool(torch.isfinite(hessian).all()):
-        return rtn.quantize(weight, stats, scheme, fallback="rounded to nearest: NaN or infinity in its calibration input")
+        return rtn.quantize(weight, stats, scheme, fallback=_NOT_FINITE)
     diagonal = hessian.diagonal().clone()
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(weight.shape[1])
     factor = inverse_factor(hessian[order][:, order])
     if factor is None:
-        return rtn.quantize(weight, stats, scheme, fallback="rounded to nearest: no damping made its Hessian invertible")
+        return rtn.quantize(weight, stats, scheme, fallback=_NOT_INVERTIBLE)
     sweep = _Sweep(weight, diagonal, scheme, order.tolist(), factor.upper, fixed_scales=act_order)
     sweep.run(0, weight.shape[1])
     codes = torch.empty_like(sweep.codes)

@@ -13,6 +13,7 @@ from qserve.checkpoint.spec import QuantSpec, WeightScheme
 
 if TYPE_CHECKING:  # these load torch, and the command line asks this module for its defaults
     from qserve.checkpoint.card import QualityCard
+    from qserve.checkpoint.gptq_format import Version
     from qserve.checkpoint.loaders import LoaderVerdict
     from qserve.quantize.layer import LayerReport
 
@@ -57,6 +58,11 @@ class QuantizeJob:
     @property
     def scheme(self) -> WeightScheme:
         return WeightScheme(self.bits, self.group_size, self.symmetric)
+
+    @property
+    def version(self) -> Version:
+        """Of the GPTQ format: only the second stores a zero point of 0, which asymmetric weights may need."""
+        return "gptq" if self.symmetric else "gptq_v2"
 
     @property
     def tokens(self) -> int:

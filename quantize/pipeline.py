@@ -24,8 +24,8 @@ from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.gptq_format import config_of
-from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
+from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
@@ -62,9 +62,11 @@ def run(
         raise UsageError(f"{out} is the model itself; choose another directory")
     skeleton = Skeleton(source)
     spec, notices = plan(job, skeleton.shapes)
-    judged = _judge(spec, skeleton, job.loaders)
+    judged = _judge(spec, skeleton, job)
     expected = forecast(job, skeleton, spec)
-    with CheckpointWriter(out, overwrite=job.overwrite, expected_bytes=expected.checkpoint_bytes) as writer:
+    with CheckpointWriter(
+        out, overwrite=job.overwrite, expected_bytes=expected.checkpoint_bytes, version=job.version
+    ) as writer:
         windows, text_hash = _windows(source, job)
         require_memory(expected, job)
         for notice in (
@@ -75,7 +77,7 @@ def run(
         rounding = _Rounding(source, spec, job, writer)
         _quantize(skeleton, windows, rounding, job, expected.seconds, tell)
         tell(ProgressEvent("write", 0, 1))
-        _write_rest(source, spec, rounding.quantized, writer)
+        _write_rest(source, config_of(spec, job.version), rounding.quantized, writer)
         staged = writer.seal()
         tell(ProgressEvent("write", 1, 1))
         card = None
@@ -143,11 +145,12 @@ class _Rounding:
         self._unwritten.clear()
 
 
-def _judge(spec: QuantSpec, skeleton: Skeleton, wanted: tuple[str, ...]) -> tuple[LoaderVerdict, ...]:
+def _judge(spec: QuantSpec, skeleton: Skeleton, job: QuantizeJob) -> tuple[LoaderVerdict, ...]:
     """What every known loader says; raises ``UsageError`` where one that must accept refuses."""
-    judged = verdicts(spec, skeleton.shapes, (*wanted, *(name for name in LOADERS if name not in wanted)))
+    every = (*job.loaders, *(name for name in LOADERS if name not in job.loaders))
+    judged = verdicts(spec, skeleton.shapes, every, version=job.version)
     for verdict in judged:
-        if verdict.loader in wanted and not verdict.accepts:
+        if verdict.loader in job.loaders and not verdict.accepts:
             raise UsageError(f"{verdict.loader} would refuse this checkpoint: {verdict.reason}")
     return tuple(judged)
 
@@ -179,7 +182,9 @@ def _quantize(
             tell(ProgressEvent("quantize", done, step.total, remaining))
 
 
-def _write_rest(source: ModelSource, spec: QuantSpec, quantized: set[str], writer: CheckpointWriter) -> None:
+def _write_rest(
+    source: ModelSource, quantization: dict[str, Any], quantized: set[str], writer: CheckpointWriter
+) -> None:
     """Everything that is not a quantized linear: dense tensors, configuration, tokenizer."""
     packed = {f"{module}.{part}" for module in quantized for part in ("weight", "bias")}
     dtype = torch.bfloat16 if source.dtype() == torch.bfloat16 else torch.float16
@@ -187,7 +192,6 @@ def _write_rest(source: ModelSource, spec: QuantSpec, quantized: set[str], write
         if name not in packed:
             writer.put(name, _narrow(name, source.tensor(name), dtype))
     dtype_name = str(dtype).removeprefix("torch.")
-    quantization = config_of(spec)
     config: dict[str, Any] = {
         **source.config, "dtype": dtype_name, "torch_dtype": dtype_name, "quantization_config": quantization
     }

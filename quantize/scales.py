@@ -65,8 +65,8 @@ def storable(scales: Tensor) -> Tensor:
 
 
 def zero_points(low: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
-    """The code of 0.0 when ``low`` shall have code 0. At least 1, since GPTQ version 1 stores one less."""
-    return torch.round(-low / scales).clamp_(1, scheme.max_code)
+    """The code of 0.0 when ``low`` shall have code 0."""
+    return torch.round(-low / scales).clamp_(0, scheme.max_code)
 
 
 def encode(weight: Tensor, scales: Tensor, zeros: Tensor | float, max_code: int) -> Tensor:
@@ -131,7 +131,7 @@ def _asymmetric(
         rounded.round_()
         # Shifting the window of codes by one serves groups whose two ends differ in importance.
         for shift in (-1.0, 0.0, 1.0):
-            zero = (middle + shift).clamp_(1, scheme.max_code)
+            zero = (middle + shift).clamp_(0, scheme.max_code)
             torch.maximum(rounded, -zero[:, None], out=codes)
             torch.minimum(codes, (scheme.max_code - zero)[:, None], out=codes)
             before = best.clone()

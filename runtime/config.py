@@ -1,4 +1,4 @@
-"""``EngineConfig``: the options of an engine, and their defaults. Standard library only, so that asking for help is cheap."""
+"""``EngineConfig``: the options of an engine, with their defaults. It imports nothing heavy: help must be cheap."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ class Detokenizer:
     """The text of one growing output, given out piece by piece.
 
     The pieces joined are what ``tokenizer.decode`` says of all the tokens, with the leading space that the
-    prompt before them calls for. A character is given out when its last byte is there; bytes that never become
-    one are given out as U+FFFD.
+    prompt before them calls for. A character is given out when its last byte is there; bytes that never
+    become one are given out as U+FFFD.
 
-    Only a short window of tokens is decoded at each step. Its first tokens are context, and it is shortened to
-    a tail whose text alone is the tail of its text.
+    Only a short window of tokens is decoded at each step. Its first tokens are context, and it is shortened
+    to a tail whose text alone is the tail of its text.
     """
 
     def __init__(
@@ -66,9 +66,7 @@ class Detokenizer:
         partial = len(text) - len(text.rstrip(REPLACEMENT))
         if partial and self._window[-1] in self._bytes:
             # Byte fallback: an unfinished character makes U+FFFD of every byte in the run before it too.
-            run = [
-                self._bytes[token] for token in takewhile(self._bytes.__contains__, reversed(self._window))
-            ]
+            run = [self._bytes[token] for token in takewhile(self._bytes.__contains__, reversed(self._window))]
             return partial if _is_unfinished(bytes(reversed(run))) else 0
         # Byte-level tokens: after more tokens than a character has bytes it was a true U+FFFD or garbage, and
         # only the last of it can still be the beginning of a character.
@@ -145,9 +143,7 @@ class StopChecker:
         return held
 
 
-def decode(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = True
-) -> str:
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     """The text of ``token_ids`` as it is: whatever the tokenizer's default, no spaces are tidied away."""
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False

@@ -28,14 +28,15 @@ from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner, torch_threads
 from qserve.runtime.sampler import Sampled, TokenLogprobs, sample
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, RequestUpdate, Scheduler, SchedulerConfig
+from qserve.runtime.scheduler import QueueFullError, RequestUpdate, Scheduler, SchedulerConfig, StepPlan
+
 
 @dataclass(frozen=True)
 class RequestOutput:
     """What one step added to one choice of a request. ``text`` and ``token_ids`` are the new part only.
 
     ``finish_reason``: stop, length, abort or error; None while it goes on. ``stop_reason``: the stop string or
-    token that ended it.
+    token that ended it. ``queue_seconds``: from arrival to the first step that held it.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class RequestOutput:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    queue_seconds: float
     error: str | None = None
 
 
@@ -190,30 +192,35 @@ class Engine:
             self._forget(key)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the model and return what it added to each request, in no particular order."""
+        """Run one step of the model and return what it added to each request, in no particular order.
+
+        Where the model raises, every request ends, the engine is as good as new, and the error goes on to the caller.
+        """
         plan = self.scheduler.schedule(self._clock())
         if plan is None:
             return []
+        try:
+            live, sampled = self._run(plan)
+        except Exception:
+            for key in list(self._choices):
+                self.scheduler.finish(key, "error")
+                self._forget(key)
+            self.scheduler.commit(plan, {})
+            raise
+        results = dict(zip((choice.sequence.request_id for choice in live), sampled))
+        broken = [choice for choice, token in zip(live, sampled) if token.token_id is None]
+        outputs = [self._fail(choice, "the model computed NaN for this request") for choice in broken]
+        tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
+        updates = self.scheduler.commit(plan, tokens)
+        return outputs + [self._advance(self._choices[u.request_id], u, results[u.request_id]) for u in updates]
+
+    def _run(self, plan: StepPlan) -> tuple[list[_Choice], list[Sampled]]:
+        """Who gets a token from this plan, and which."""
         with torch_threads(1):
             output = self.runner.run(plan, self._deliver)
-            choices = [self._choices.get(key) for key in output.request_ids]
-            alive = [i for i, choice in enumerate(choices) if choice is not None]
-            live = [choice for choice in choices if choice is not None]
-            sampled = sample(
-                output.logits[alive] if len(alive) < len(choices) else output.logits,
-                output.greedy[alive] if len(alive) < len(choices) else output.greedy,
-                [choice.sequence for choice in live],
-                [choice.seed for choice in live],
-            )
-        outputs = []
-        for choice, token in zip(live, sampled):
-            if token.token_id is None:
-                outputs.append(self._fail(choice, "the model computed NaN for this request"))
-        results = {c.sequence.request_id: s for c, s in zip(live, sampled) if s.token_id is not None}
-        tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
-        for update in self.scheduler.commit(plan, tokens):
-            outputs.append(self._advance(self._choices[update.request_id], update, results[update.request_id]))
-        return outputs
+            live = [self._choices[key] for key in output.request_ids]
+            sequences, seeds = [choice.sequence for choice in live], [choice.seed for choice in live]
+            return live, sample(output.logits, output.greedy, sequences, seeds)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -328,6 +335,7 @@ class Engine:
             prompt_tokens=sequence.num_prompt,
             cached_tokens=sequence.num_cached,
             output_tokens=len(sequence.output_token_ids),
+            queue_seconds=(sequence.scheduled_time or sequence.arrival_time) - sequence.arrival_time,
             error=error,
         )
 

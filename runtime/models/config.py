@@ -85,10 +85,10 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
 
 
 def _windows(hf: PretrainedConfig, name: str) -> tuple[int, ...]:
-    window = getattr(hf, "sliding_window", None) or 0
+    window = int(getattr(hf, "sliding_window", None) or 0)
     kinds = getattr(hf, "layer_types", None)
     if kinds is None:
-        return (window,) * hf.num_hidden_layers
+        return (window,) * int(hf.num_hidden_layers)
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise CheckpointError(f"{name} has layers of type {sorted(unknown)[0]!r}, which is not served")

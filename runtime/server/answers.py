@@ -116,9 +116,7 @@ class Answer(ABC):
         if include_usage:
             yield self._envelope([]) | {"usage": self._usage.to_json()}
 
-    def _chunk(
-        self, index: int, delta: Json, logprobs: Json | None = None, ending: Json | None = None
-    ) -> Json:
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, ending: Json | None = None) -> Json:
         ending = ending or {"finish_reason": None}
         return self._envelope([{"index": index, **delta, "logprobs": logprobs, **ending}])
 
@@ -172,7 +170,7 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(model, choices, usage, texts, logprobs=logprobs)
         self._echo = echo
-        self._before: dict[int, bytes] = {}  # by choice, the answer so far, for text offsets
+        self._offsets: dict[int, int] = {}  # by choice, characters of the answer so far
 
     def _content(self, index: int, text: str) -> Json:
         return {"text": self._echo[index] + text if self._echo else text}
@@ -184,6 +182,7 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json:
-        before = self._before.get(index, b"")
-        self._before[index] = before + b"".join(self._texts.bytes(token.chosen.token_id) for token in new)
-        return completion_logprobs(self._texts, new, before)
+        # Echoed text comes first in the answer, so offsets count from its beginning.
+        offset = self._offsets.get(index, len(self._echo[index]) if self._echo else 0)
+        self._offsets[index] = offset + sum(self._texts.characters(token.chosen.token_id) for token in new)
+        return completion_logprobs(self._texts, new, offset)

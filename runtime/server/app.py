@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -169,6 +169,9 @@ def create_app(service: Service) -> FastAPI:
         params = body.sampling_params()
         encoder = service.encoder
         prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt) for prompt in body.prompt])
+        if body.max_tokens is None:  # the default, not the caller, gives way to a prompt that leaves less room
+            room = max(1, service.max_model_len - max(map(len, prompts)))
+            params = replace(params, max_tokens=min(params.max_tokens or room, room))
         echo = None
         if body.echo:
             texts = [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]

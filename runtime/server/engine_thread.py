@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -239,10 +240,7 @@ class EngineThread:
                     del self._live[output.request_id]
                     self._finished.append(now)
         if batches:
-            loop = next(iter(batches)).loop
-            self._call(
-                loop, lambda: [generation.events.put_nowait(batch) for generation, batch in batches.items()]
-            )
+            self._call(next(iter(batches)).loop, partial(_hand_out, batches))
 
     def _fail_all(self, message: str) -> None:
         live, self._live = self._live, {}
@@ -250,8 +248,8 @@ class EngineThread:
             with contextlib.suppress(Exception):
                 self._engine.abort(request_id)
             self._metrics.ended("error")
-            put = request.generation.events.put_nowait
-            self._call(request.generation.loop, lambda put=put: put(EngineFailure(message)))  # type: ignore[misc]
+            generation = request.generation
+            self._call(generation.loop, partial(generation.events.put_nowait, EngineFailure(message)))
 
     def _answer(self, command: _Submit, error: Exception | None) -> None:
         def answer() -> None:
@@ -264,3 +262,8 @@ class EngineThread:
     def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(function)
+
+
+def _hand_out(batches: dict[Generation, list[RequestOutput]]) -> None:
+    for generation, batch in batches.items():
+        generation.events.put_nowait(batch)

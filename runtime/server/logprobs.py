@@ -31,6 +31,10 @@ class TokenTexts:
         self._prefix = len(decode(tokenizer, self._anchor))
         self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
 
+    def characters(self, token_id: int) -> int:
+        """Characters that begin in this token."""
+        return sum(byte >> 6 != 0b10 for byte in self.bytes(token_id))
+
     def name(self, token_id: int) -> str:
         data = self.bytes(token_id)
         try:
@@ -50,15 +54,13 @@ class TokenTexts:
         return text.encode()
 
 
-def completion_logprobs(texts: TokenTexts, new: Sequence[TokenLogprobs], before: bytes) -> dict[str, Any]:
-    """``logprobs`` of a completion's choice; ``before`` is the answer up to here, as bytes, for the offsets."""
+def completion_logprobs(texts: TokenTexts, new: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    """``logprobs`` of a completion's choice; ``offset`` is the number of characters before the new tokens."""
     tokens, offsets, top = [], [], []
-    # Characters before a token: bytes of the kind that begin one, so half characters count once.
-    offset = sum(byte >> 6 != 0b10 for byte in before)
     for token in new:
         tokens.append(texts.name(token.chosen.token_id))
         offsets.append(offset)
-        offset += sum(byte >> 6 != 0b10 for byte in texts.bytes(token.chosen.token_id))
+        offset += texts.characters(token.chosen.token_id)
         top.append({texts.name(t.token_id): _finite(t.logprob) for t in (token.chosen, *token.top)})
     return {
         "tokens": tokens,

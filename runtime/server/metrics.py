@@ -33,7 +33,7 @@ class Timeline:
 
 
 class Metrics:
-    """Written by the engine thread, rendered by the server. ``vllm_alias`` repeats all with prefix ``vllm:``."""
+    """Written by the engine thread, rendered by the server. ``vllm_alias`` repeats all as ``vllm:``."""
 
     def __init__(self, model_name: str, card: QualityCard | None = None, *, vllm_alias: bool = False) -> None:
         self._registry = CollectorRegistry()
@@ -43,9 +43,7 @@ class Metrics:
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
         self._totals = {  # field of EngineStats -> its counter
-            "prefix_queries": self._counter(
-                "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
-            ),
+            "prefix_queries": self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
             "prefix_hits": self._counter("prefix_cache_hits", "Prompt tokens taken from the prefix cache."),
             "num_preemptions": self._counter("num_preemptions", "Requests put back into the queue."),
         }
@@ -67,25 +65,15 @@ class Metrics:
         )
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first computation.", _SECONDS)
-        self._prefill = self._histogram(
-            "request_prefill_time_seconds", "First computation to first token.", _SECONDS
-        )
+        self._prefill = self._histogram("request_prefill_time_seconds", "First computation to first token.", _SECONDS)
         self._decode = self._histogram("request_decode_time_seconds", "First to last token.", _SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self._output = self._histogram(
-            "request_generation_tokens", "Tokens generated for a request.", _TOKENS
-        )
-        self._asked = self._histogram(
-            "request_max_num_generation_tokens", "Output tokens asked for.", _TOKENS
-        )
+        self._output = self._histogram("request_generation_tokens", "Tokens generated for a request.", _TOKENS)
+        self._asked = self._histogram("request_max_num_generation_tokens", "Output tokens asked for.", _TOKENS)
         if card is not None:
-            self._gauge("quality_perplexity", "Perplexity as measured on the quality card.").set(
-                card.perplexity
-            )
+            self._gauge("quality_perplexity", "Perplexity as measured on the quality card.").set(card.perplexity)
             self._gauge("quality_perplexity_base", "The same of the base model.").set(card.perplexity_base)
-            self._gauge("quality_kl_mean", "Mean KL divergence from the base model, in nats.").set(
-                card.kl_mean
-            )
+            self._gauge("quality_kl_mean", "Mean KL divergence from the base model, in nats.").set(card.kl_mean)
             self._gauge("quality_top1_agreement", "Top-1 agreement with the base model, 0 to 1.").set(
                 card.top1_agreement
             )
@@ -97,7 +85,7 @@ class Metrics:
             if request.first_token is None:
                 request.first_token = now
                 self._ttft.observe(now - request.arrival)
-                queued = getattr(output, "queue_seconds", 0.0)
+                queued = output.queue_seconds
                 self._queue.observe(queued)
                 self._prefill.observe(max(0.0, now - request.arrival - queued))
                 self._prompt_total.inc(request.prompt_tokens)

@@ -33,9 +33,7 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._longest = max(map(len, self._tokenizer.get_vocab()))
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = re.compile(
-            "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)"
-        )
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """A prompt as it is: special tokens in it are special, and the model's own are put around it."""

@@ -110,27 +110,21 @@ class CompletionRequest(_Generation):
 
     @field_validator("prompt")
     @classmethod
-    def _prompts(cls, value: Any) -> list[str] | list[list[int]]:
+    def _prompts(cls, value: Any) -> Any:
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list):
-            raise PydanticCustomError(
-                "prompt", "must be a string, a list of strings, token ids, or lists of those"
-            )
+            raise PydanticCustomError("prompt", "must be a string, a list of strings, token ids, or lists of those")
         kinds = set(map(type, value))
         if kinds == {int}:
             value, kinds = [value], {list}
         if len(value) > MAX_PROMPTS:
-            raise PydanticCustomError(
-                "prompt", f"holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed"
-            )
+            raise PydanticCustomError("prompt", f"holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed")
         if not value or not all(value):
             raise PydanticCustomError("prompt", "must not be empty")
         texts = kinds == {str}
         if not texts and not (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
-            raise PydanticCustomError(
-                "prompt", "must hold only strings, only token ids, or only lists of token ids"
-            )
+            raise PydanticCustomError("prompt", "must hold only strings, only token ids, or only lists of token ids")
         if not texts and min(map(min, value)) < 0:
             raise PydanticCustomError("prompt", f"holds the negative token id {min(map(min, value))}")
         return value
@@ -236,9 +230,7 @@ def parse(kind: type[R], content: dict[str, Any]) -> R:
         first = error.errors(include_url=False, include_input=False)[0]
     where = [*first["loc"], *([first["ctx"]["param"]] if first["type"] == "unsupported_parameter" else [])]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200]
-    code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(
-        first["type"]
-    )
+    code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(first["type"])
     message = {
         "extra_forbidden": f"unknown parameter: '{param}'",
         "missing": f"missing required parameter: '{param}'",

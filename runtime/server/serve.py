@@ -122,9 +122,7 @@ class ServerHandle:
         self.host, self.port = sock.getsockname()[:2]
         self.service = Service(engine, config or ServerConfig())
         self._server = _Server(self.service, sock)
-        self._thread = threading.Thread(
-            target=self._server.serve_until_stopped, name="qserve-server", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve_until_stopped, name="qserve-server", daemon=True)
 
     @property
     def url(self) -> str:

@@ -54,9 +54,7 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
 
 def _event(content: dict[str, Any]) -> bytes:
     return (
-        b"data: "
-        + json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-        + b"\n\n"
+        b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
     )
 
 

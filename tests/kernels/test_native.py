@@ -220,7 +220,8 @@ def attention_case(
             v_cache[table[p // 16], :, p % 16] = torch.randn(kv_heads, head_dim).to(dtype)
     tokens = starts[-1]
     as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-    step = Step(as_int(list(range(tokens))), as_int(positions), as_int(slots), as_int(starts), as_int(tables), as_int([0]))
+    ids = list(range(tokens))
+    step = Step(as_int(ids), as_int(positions), as_int(slots), as_int(starts), as_int(tables), as_int([0]))
     return torch.randn(tokens, (heads + 2 * kv_heads) * head_dim), k_cache, v_cache, step
 
 
@@ -282,7 +283,8 @@ def test_attention_does_not_depend_on_chunks_or_neighbours(isa: native.Isa, wind
             starts = [0, neighbour, neighbour + size] if neighbour else [0, size]
             tables = [other_table, table] if neighbour else [table]
             as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-            step = Step(as_int(positions), as_int(positions), as_int(slots), as_int(starts), as_int(tables), as_int([0]))
+            where = as_int(positions), as_int(slots), as_int(starts), as_int(tables)
+            step = Step(as_int(positions), *where, as_int([0]))
             out = torch.empty(len(qkv), heads * dim)
             run_native(RopeKV(qkv, angles.cos(), angles.sin(), k, v, heads, kv_heads, dim), step, isa)
             run_native(Attention(qkv, out, k, v, heads, kv_heads, dim, dim**-0.5, window), step, isa)

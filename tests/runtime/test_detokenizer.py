@@ -34,9 +34,7 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=420, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
-        )
+        trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
         backend.train_from_iterator(SENTENCES, trainer)
     else:
         vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
@@ -158,9 +156,7 @@ STOPS = st.lists(st.text(alphabet="ab😀‍", min_size=1, max_size=4), min_size
 
 @settings(max_examples=300, deadline=None)
 @given(text=STOP_TEXT, stops=STOPS, cuts=CUTS, include=st.booleans())
-def test_stop_is_found_however_the_text_is_cut(
-    text: str, stops: list[str], cuts: list[int], include: bool
-) -> None:
+def test_stop_is_found_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
     checker = StopChecker(stops, include)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     got = "".join(checker.append(text[a:b]) for a, b in pairwise(edges)) + checker.flush()

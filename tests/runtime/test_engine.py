@@ -89,7 +89,8 @@ def test_the_same_request_gives_the_same_bits(model: Path, alone: torch.Tensor, 
     elif way == "preempted":
         engine, recorder = make_engine(model, kv_cache_memory=15 * 16 * 256, max_model_len=128)
         for i in range(3):
-            engine.submit(f"other{i}", prompt(i + 1, 30), SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+            longer = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+            engine.submit(f"other{i}", prompt(i + 1, 30), longer)
         engine.submit("mine", prompt(0, 50), GREEDY)
     elif way == "cached":
         engine, recorder = make_engine(model)
@@ -184,8 +185,9 @@ def test_llm_keeps_the_order_and_batches_more_than_fits(tiny_model: Path) -> Non
     answers = llm.generate(prompts, params)
     assert [a.prompt for a in answers] == prompts
     assert [len(a.outputs[0].token_ids) for a in answers] == [2 + i % 5 for i in range(11)]
-    for single, answer in zip(prompts[:3], answers):
-        assert llm.generate([single], params[prompts.index(single)])[0].outputs[0].token_ids == answer.outputs[0].token_ids
+    for i in range(3):
+        alone = llm.generate([prompts[i]], params[i])[0]
+        assert alone.outputs[0].token_ids == answers[i].outputs[0].token_ids
 
 
 def test_what_can_never_run_is_refused_by_field(tiny_model: Path) -> None:

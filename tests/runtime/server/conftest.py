@@ -22,7 +22,6 @@ from qserve.runtime.server.serve import ServerHandle
 KEYS = ("first-key", "second-key")
 TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m.content == 'refuse me' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -64,9 +63,7 @@ def save_tiny_model(out: Path) -> Path:
     scope="session",
     params=[
         "tiny",
-        pytest.param(
-            "demo", marks=[pytest.mark.slow, pytest.mark.skipif(not demo_path().exists(), reason="no demo")]
-        ),
+        pytest.param("demo", marks=[pytest.mark.slow, pytest.mark.skipif(not demo_path().exists(), reason="no demo")]),
     ],
 )
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
@@ -108,10 +105,3 @@ def client(server: ServerHandle) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def model(server: ServerHandle) -> str:
     return server.service.model_name
-
-
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)

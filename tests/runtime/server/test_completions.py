@@ -20,9 +20,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "extra_body": {"
 
 def frames(server: ServerHandle, path: str, body: dict[str, Any]) -> list[Any]:
     """The ``data:`` lines of a stream, parsed; every frame must be one such line and a blank one."""
-    with httpx.stream(
-        "POST", f"{server.url}{path}", json=body | {"stream": True}, headers=HEADERS, timeout=60
-    ) as r:
+    with httpx.stream("POST", f"{server.url}{path}", json=body | {"stream": True}, headers=HEADERS, timeout=60) as r:
         assert r.status_code == 200
         assert r.headers["content-type"].startswith("text/event-stream")
         text = r.read().decode()
@@ -105,9 +103,7 @@ def test_stop_string_split_across_tokens(client: openai.OpenAI, model: str) -> N
     stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
     cut = whole.index(stop)
     for stream in (False, True):
-        answer = client.completions.create(
-            model=model, prompt="quick", stop=[stop, "never"], stream=stream, **GREEDY
-        )
+        answer = client.completions.create(model=model, prompt="quick", stop=[stop, "never"], stream=stream, **GREEDY)
         if stream:
             chunks = list(answer)
             assert "".join(chunk.choices[0].text for chunk in chunks) == whole[:cut]
@@ -143,9 +139,7 @@ def test_completion_logprobs(client: openai.OpenAI, model: str) -> None:
         offsets = [offset for part in parts for offset in part.text_offset or []]
         assert len(tokens) == len(values) == len(tops) == len(offsets) == 24
         assert all(value is not None and value <= 0 for value in values)
-        assert all(
-            3 <= len(top) <= 4 and top[token] == value for token, value, top in zip(tokens, values, tops)
-        )
+        assert all(3 <= len(top) <= 4 and top[token] == value for token, value, top in zip(tokens, values, tops))
         assert all(max(top, key=top.__getitem__) == token for token, top in zip(tokens, tops))  # greedy
         assert offsets[0] == 0
         assert offsets == sorted(offsets)
@@ -181,9 +175,7 @@ def test_echo(client: openai.OpenAI, model: str, server: ServerHandle) -> None:
 
 def test_thirty_two_at_once_answer_as_alone(client: openai.OpenAI, model: str, server: ServerHandle) -> None:
     alone = [
-        client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": f"fox {i}"}], **GREEDY
-        )
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": f"fox {i}"}], **GREEDY)
         .choices[0]
         .message.content
         for i in range(8)

@@ -52,9 +52,7 @@ def idle(server: ServerHandle) -> bool:
 
 
 def test_leaving_a_stream_frees_its_blocks(own: ServerHandle, slow: None) -> None:
-    with httpx.stream(
-        "POST", f"{own.url}/completions", json=LONG | {"stream": True, "n": 3}, timeout=60
-    ) as stream:
+    with httpx.stream("POST", f"{own.url}/completions", json=LONG | {"stream": True, "n": 3}, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
         wait_until(lambda: own.service.thread.stats.kv_blocks_used > 0)
@@ -140,9 +138,7 @@ def test_a_client_that_never_reads_holds_nobody_up(own: ServerHandle) -> None:
     body = json.dumps(LONG | {"stream": True, "n": 4, "logprobs": 20}).encode()
     with socket.create_connection((own.host, own.port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        sock.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-        )
+        sock.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         assert post(own, {"prompt": "the", "max_tokens": 4}).status_code == 200
         wait_until(lambda: idle(own), 60)
 

@@ -35,9 +35,7 @@ def test_special_tokens_of_users_stay_text(engine: Engine, encoder: PromptEncode
     ids = encoder.chat([{"role": "user", "content": attack}])
     assert [i for i in ids if i in special] == [i for i in calm if i in special]
     assert attack in engine.tokenizer.decode(ids)
-    assert end in encoder.encode(
-        "hello<|im_end|>"
-    )  # a completion's prompt is what the caller wrote, template and all
+    assert end in encoder.encode("hello<|im_end|>")  # a completion's prompt is what the caller wrote, template and all
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,10 +67,18 @@ def test_many_threads_agree(encoder: PromptEncoder) -> None:
             assert [job.result() for job in jobs] == expected
 
 
-def test_no_template(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+    ],
+)
+def test_a_template_that_is_missing_or_refuses(engine: Engine, template: str | None, reason: str) -> None:
     encoder = PromptEncoder(engine.tokenizer, 512)
-    encoder._tokenizer.chat_template = None
-    with pytest.raises(RequestError, match="no chat template") as caught:
+    encoder._tokenizer.chat_template = template
+    with pytest.raises(RequestError, match=reason) as caught:
         encoder.chat([{"role": "user", "content": "hi"}])
     assert caught.value.param == "messages"
 

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from qserve.calibration.stats import LayerStats
+
+
+@pytest.mark.parametrize("features", [5, 192, 450])
+def test_running_hessian_equals_the_whole(features):
+    x = torch.randn(2500, features, dtype=torch.float64)
+    stats = LayerStats(features)
+    for part in x.float().split([1, 1700, 799]):
+        stats.update(part.reshape(1, -1, features))
+    torch.testing.assert_close(stats.hessian.double(), 2 / 2500 * x.t() @ x, atol=2e-5, rtol=1e-4)
+    assert torch.equal(stats.hessian, stats.hessian.t())
+    assert stats.tokens == 2500
+    torch.testing.assert_close(stats.absmax, x.abs().amax(0).float())
+    diagonal_only = LayerStats(features, hessian=False)
+    diagonal_only.update(x.float())
+    assert diagonal_only.hessian is None
+    torch.testing.assert_close(diagonal_only.diagonal, stats.diagonal, atol=1e-5, rtol=1e-4)
+
+
+def test_a_long_run_of_large_inputs_does_not_overflow():
+    stats = LayerStats(4)
+    for _ in range(20):
+        stats.update(torch.full((1000, 4), 1e17))
+    assert stats.finite()
+    torch.testing.assert_close(stats.hessian, torch.full((4, 4), 2e34), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("hessian", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_finite_notices_a_single_bad_input(bad, hessian):
+    x = torch.randn(300, 7)
+    stats = LayerStats(7, hessian=hessian)
+    stats.update(x)
+    assert stats.finite()
+    x[123, 4] = bad
+    stats.update(x)
+    assert not stats.finite()

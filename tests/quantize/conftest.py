@@ -1,0 +1,40 @@
+"""Tiny random models with a tokenizer, on disk."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+
+SIZES = dict(vocab_size=258, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=128)
+
+
+def save(path: Path, config, dtype=torch.float32) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():  # fresh models are near-linear and their biases zero
+            parameter.normal_(0, 0.3) if parameter.dim() == 1 else parameter.mul_(4)
+    model.save_pretrained(path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {letter: index for index, letter in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    """Tied head, sizes that 64 divides."""
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, tie_word_embeddings=True, **SIZES)
+    return save(tmp_path_factory.mktemp("llama") / "model", config)
+
+
+@pytest.fixture(scope="session")
+def qwen2(tmp_path_factory) -> Path:
+    """bfloat16, biases, untied head, a hidden size that 64 does not divide."""
+    config = Qwen2Config(hidden_size=96, intermediate_size=128, tie_word_embeddings=False, **SIZES)
+    return save(tmp_path_factory.mktemp("qwen2") / "model", config, torch.bfloat16)

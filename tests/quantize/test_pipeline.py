@@ -1,0 +1,229 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from qserve.calibration.blocks import walk
+from qserve.calibration.skeleton import Skeleton
+from qserve.calibration.text import load_text
+from qserve.calibration.windows import evaluation_windows
+from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.errors import CapacityError, CheckpointError, DataError, GateFailed, UsageError
+from qserve.checkpoint.hf import HFDirectory
+from qserve.quantize import pipeline
+from qserve.quantize.job import QuantizeJob
+
+SMALL = dict(samples=4, sequence_length=32, group_size=32)
+CARD = QualityCard(
+    base_name="base", base_sha256="0" * 64, data_name="builtin", data_sha256="1" * 64, tokens=10, window=10,
+    perplexity_base=2.0, perplexity=2.1, kl_mean=0.1, kl_median=0.1, kl_p90=0.2, top1_agreement=0.9,
+    kernel_path="reference", created="2026-01-01",
+)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The weights each linear went on with during calibration."""
+    seen = {}
+    original = pipeline._Rounding.__call__
+
+    def note(self, names, weights, stats):
+        result = original(self, names, weights, stats)
+        seen.update((name, weight.clone()) for name, weight in zip(names, result, strict=True))
+        return result
+
+    monkeypatch.setattr(pipeline._Rounding, "__call__", note)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(method="gptq"), dict(method="gptq", act_order=False, bits=8), dict(method="gptq", symmetric=False),
+        dict(method="rtn"), dict(method="rtn", calibration=None, group_size=-1),
+        dict(method="gptq", bits=3), dict(method="rtn", bits=2, group_size=64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_what_is_read_back_is_what_was_installed(model, options, installed, tmp_path, request):
+    source = HFDirectory(request.getfixturevalue(model))
+    job = QuantizeJob(**{**SMALL, **options})
+    report = pipeline.run(source, tmp_path / "out", job)
+    read = HFDirectory(tmp_path / "out")
+    assert sorted(read.linears()) == sorted(layer.module for layer in report.layers)
+    left = {module for module in installed if report.spec.scheme_of(module) is None}
+    # 48 outputs of 3 bits do not fill words.
+    assert len(left) == (4 if model == "qwen2" and job.bits == 3 else 0)
+    assert len(installed) == 14 and set(installed) - left == set(read.linears())
+    for module, weight in installed.items():
+        if module in left:
+            torch.testing.assert_close(read.tensor(f"{module}.weight").float(), weight)
+            continue
+        stored = read.linear(module)
+        torch.testing.assert_close(stored.dequantize(), weight, atol=0, rtol=0)
+        if source.has(f"{module}.bias"):
+            torch.testing.assert_close(stored.bias, source.tensor(f"{module}.bias").float(), atol=1e-3, rtol=1e-3)
+    assert dict(read.spec.overrides) == dict(report.spec.overrides)
+    assert read.spec.weights == job.scheme and read.spec.method == job.method
+    assert read.config["quantization_config"]["desc_act"] is False
+    read.verify()
+    assert all(0 < layer.error < 0.5 and not layer.fallback for layer in report.layers)
+    assert report.peak_bytes > 0 and report.seconds > 0
+    assert (report.calibration_sha256 is None) == (job.calibration is None)
+
+
+def test_dense_tensors_configuration_and_tokenizer(llama, qwen2, tmp_path):
+    for path, dtype in ((llama, torch.float16), (qwen2, torch.bfloat16)):
+        source, out = HFDirectory(path), tmp_path / path.parent.name
+        pipeline.run(source, out, QuantizeJob(method="rtn", calibration=None, **SMALL))
+        read = HFDirectory(out)
+        assert set(read.names()) == {name for name in source.names() if "proj" not in name}
+        for name in read.names():
+            assert read.tensor(name).dtype == dtype
+            torch.testing.assert_close(read.tensor(name).float(), source.tensor(name).float(), atol=2e-3, rtol=1e-3)
+        config = json.loads((out / "config.json").read_text())
+        assert config["dtype"] == str(dtype).removeprefix("torch.")
+        assert config["quantization_config"] == json.loads((out / "quantize_config.json").read_text())
+        assert read.tokenizer()("a b")["input_ids"] == source.tokenizer()("a b")["input_ids"]
+        assert read.generation_config() == source.generation_config()
+
+
+def test_gptq_beats_rounding_on_text_that_was_not_calibrated_on(llama, tmp_path):
+    source = HFDirectory(llama)
+    for method in ("gptq", "rtn"):
+        job = QuantizeJob(method=method, **{**SMALL, "samples": 32, "sequence_length": 64})
+        pipeline.run(source, tmp_path / method, job)
+    ids = source.tokenizer()(load_text("builtin", "evaluate").text[:2000])["input_ids"]
+    hessians = {}
+    list(walk(Skeleton(source), evaluation_windows(ids, 1024, 64),
+              lambda names, weights, stats: (hessians.update(dict.fromkeys(names, stats.hessian)), weights)[1]))
+    checkpoints = {method: HFDirectory(tmp_path / method) for method in ("gptq", "rtn")}
+    for module, hessian in hessians.items():
+        loss = {}
+        for method, checkpoint in checkpoints.items():
+            change = checkpoint.linear(module).dequantize() - source.tensor(f"{module}.weight")
+            loss[method] = float(((change @ hessian) * change).sum())
+        assert loss["gptq"] < 0.9 * loss["rtn"], module
+
+
+def test_same_seed_same_bytes(llama, tmp_path):
+    hashes = []
+    for number, seed in enumerate((0, 0, 1)):
+        pipeline.run(HFDirectory(llama), tmp_path / str(number), QuantizeJob(seed=seed, **SMALL))
+        hashes.append(HFDirectory(tmp_path / str(number)).sha256())
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_group_that_does_not_divide_falls_back_and_says_so(qwen2, tmp_path):
+    events = []
+    report = pipeline.run(
+        HFDirectory(qwen2), tmp_path / "out", QuantizeJob(**{**SMALL, "group_size": 64}), progress=events.append
+    )
+    assert report.spec.scheme_of("model.layers.0.self_attn.q_proj").group_size == 32
+    assert report.spec.scheme_of("model.layers.1.mlp.down_proj").group_size == 64
+    assert report.notices == ("groups of 64 do not divide an input of 96: 12 linears use groups of 32",)
+    assert report.notices[0] in [event.message for event in events]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["group_size"] == 64 and len(config["dynamic"]) >= 1
+    read = HFDirectory(tmp_path / "out")
+    assert read.spec.scheme_of("model.layers.0.self_attn.q_proj").group_size == 32
+
+
+def test_progress_forecasts_then_counts_down(llama, tmp_path):
+    events = []
+    report = pipeline.run(HFDirectory(llama), tmp_path / "out", QuantizeJob(**SMALL), progress=events.append,
+                          measure=lambda path: None)
+    assert [(e.phase, e.done, e.total) for e in events if e.phase == "quantize"] == [
+        ("quantize", 0, 2), ("quantize", 1, 2), ("quantize", 2, 2)]
+    assert list(dict.fromkeys(e.phase for e in events)) == ["prepare", "quantize", "write", "measure"]
+    assert "MiB" in events[0].message and events[0].remaining == report.forecast.seconds
+    assert [e.remaining for e in events if e.phase == "quantize"][-1] == 0
+    size = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert report.forecast.checkpoint_bytes == pytest.approx(size, rel=0.2)
+
+
+def test_the_card_is_measured_on_the_finished_files_and_stored(llama, tmp_path):
+    def measure(path):
+        HFDirectory(path).verify()
+        assert HFDirectory(path).linear("model.layers.1.mlp.up_proj").in_features == 64
+        assert not (tmp_path / "out").exists()
+        return CARD
+
+    report = pipeline.run(HFDirectory(llama), tmp_path / "out", QuantizeJob(**SMALL), measure=measure)
+    assert report.card == CARD == HFDirectory(tmp_path / "out").card
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failed_gate_leaves_nothing_or_the_old_checkpoint(llama, tmp_path):
+    def fail(path):
+        raise GateFailed("kl")
+
+    with pytest.raises(GateFailed):
+        pipeline.run(HFDirectory(llama), tmp_path / "out", QuantizeJob(**SMALL), measure=fail)
+    assert list(tmp_path.iterdir()) == []
+    job = QuantizeJob(overwrite=True, **SMALL)
+    pipeline.run(HFDirectory(llama), tmp_path / "out", job)
+    before = HFDirectory(tmp_path / "out").sha256()
+    with pytest.raises(GateFailed):
+        pipeline.run(HFDirectory(llama), tmp_path / "out", dataclasses.replace(job, seed=9), measure=fail)
+    assert HFDirectory(tmp_path / "out").sha256() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_everything_impossible_is_refused_before_calibration(llama, qwen2, tmp_path, monkeypatch):
+    def started(*_, **__):
+        raise AssertionError("calibration started")
+
+    finished = tmp_path / "finished"
+    pipeline.run(HFDirectory(llama), finished, QuantizeJob(**SMALL))
+    monkeypatch.setattr(pipeline, "walk", started)
+    short = tmp_path / "short.txt"
+    short.write_text("far too short")
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "file").write_text("x")
+    source = HFDirectory(llama)
+    refused = [
+        (UsageError, "already quantized", HFDirectory(finished), {}, "out"),
+        (UsageError, "vllm would refuse .*symmetric", source, dict(symmetric=False, loaders=("vllm",)), "out"),
+        (UsageError, "unknown loader 'gguf'", source, dict(loaders=("gguf",)), "out"),
+        (CheckpointError, "exists and is not empty", source, {}, "finished"),
+        (CheckpointError, "no checkpoint", source, dict(overwrite=True), "taken"),
+        (DataError, "need 128 tokens, the text has 13", source, dict(calibration=str(short)), "out"),
+        (DataError, "need 64,000,000 tokens", source, dict(samples=2_000_000), "out"),
+        (UsageError, "exceeds the 128 positions", source, dict(sequence_length=129), "out"),
+        (CapacityError, "MiB are needed and 1 MiB", source, dict(max_memory=1 << 20), "out"),
+        (DataError, "does not exist", source, dict(calibration="missing.txt"), "out"),
+    ]
+    for kind, message, model, options, out in refused:
+        with pytest.raises(kind, match=message) as caught:
+            pipeline.run(model, tmp_path / out, QuantizeJob(**{**SMALL, **options}))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="is the model itself"):
+        pipeline.run(source, llama, QuantizeJob(overwrite=True, **SMALL))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["finished", "short.txt", "taken"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(bits=5), "bits must be"), (dict(group_size=12), "group size"), (dict(samples=0), "--samples"),
+        (dict(sequence_length=0), "--sequence-length"), (dict(calibration=None), "gptq needs calibration"),
+        (dict(method="awq"), "method must be"), (dict(seed=-1), "--seed"), (dict(max_memory=0), "memory limit"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(UsageError, match=message):
+        QuantizeJob(**options)
+
+
+def test_a_weight_that_is_not_finite_names_its_tensor(llama, tmp_path, monkeypatch):
+    source = HFDirectory(llama)
+    original = source.tensor
+    bad = "model.layers.1.mlp.up_proj.weight"
+    monkeypatch.setattr(source, "tensor", lambda name: original(name) * (float("nan") if name == bad else 1))
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight holds NaN"):
+        pipeline.run(source, tmp_path / "out", QuantizeJob(**SMALL))
+    assert list(tmp_path.iterdir()) == []
