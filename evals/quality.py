@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -19,10 +19,12 @@ from torch import Tensor
 from qserve.calibration.text import Text
 from qserve.calibration.windows import evaluation_windows
 from qserve.checkpoint.card import QualityCard
-from qserve.checkpoint.errors import CheckpointError, DataError
+from qserve.checkpoint.errors import CheckpointError, DataError, UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.models.config import decoder_config
+from qserve.runtime.models.rope import context_limit
 
 Progress = Callable[[int, int], None]
 
@@ -50,8 +52,17 @@ class Divergence:
         return len(self.nll)
 
 
-def eval_config(window: int, *, kernels: str = "auto", threads: int | None = None) -> EngineConfig:
-    """An engine for scoring one window at a time: chunks as they are served, and no more KV cache than needed."""
+def eval_config(
+    window: int, models: Sequence[ModelSource], *, kernels: str = "auto", threads: int | None = None
+) -> EngineConfig:
+    """An engine for scoring one window at a time: chunks as they are served, and no more KV cache than needed.
+
+    Raises ``UsageError`` where a window does not fit the context of one of ``models``.
+    """
+    for model in models:
+        context = context_limit(decoder_config(model.config, model.name))
+        if window >= context:  # the engine adds a token to the prompt that it scores
+            raise UsageError(f"--window {window} must be below the context of {model.name}, {context} tokens")
     return EngineConfig(max_model_len=window + 1, max_num_seqs=64, kernels=kernels, threads=threads)
 
 
@@ -97,8 +108,6 @@ def _compare_rows(p: Tensor, q: Tensor, following: Tensor) -> tuple[Tensor, ...]
 
 def measure(base: Engine, model: Engine, job: EvalJob, progress: Progress | None = None) -> QualityCard:
     """The card of ``model`` against ``base``. Raises ``DataError`` where the text is too short."""
-    if job.window > min(base.max_model_len, model.max_model_len) - 1:
-        raise DataError(f"windows of {job.window} tokens do not fit the context; lower --window")
     ids = base.tokenizer(job.text.text, add_special_tokens=False, verbose=False)["input_ids"]
     if model.tokenizer.get_vocab() != base.tokenizer.get_vocab():
         raise DataError(f"{model.model_name} and {base.model_name} have different tokenizers")

@@ -16,7 +16,7 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.files import write_atomically
 from qserve.evals.gate import GateReport
-from qserve.kernels.native import default_threads
+from qserve.kernels.threads import default_threads
 
 
 @dataclass(frozen=True)

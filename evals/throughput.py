@@ -19,9 +19,8 @@ from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.evals.gate import GateReport
 from qserve.evals.report import Report, Section
-from qserve.kernels.native import default_threads
+from qserve.kernels.threads import default_threads, torch_threads
 from qserve.runtime.engine import Engine
-from qserve.runtime.runner import torch_threads
 from qserve.runtime.sampling import SamplingParams
 
 Note = Callable[[str], None]

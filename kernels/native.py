@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes as C
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -28,6 +27,7 @@ from qserve.kernels.ops import (
     Step,
 )
 from qserve.kernels.prepack import float_tiles, int_tiles
+from qserve.kernels.threads import default_threads
 
 Isa = Literal["scalar", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512")
@@ -289,10 +289,3 @@ class NativeExecutor:
 
     def program(self, max_rows: int) -> _NativeProgram:
         return _NativeProgram(self._pool, max_rows, self.isa)
-
-
-def default_threads() -> int:
-    """The cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

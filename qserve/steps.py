@@ -54,7 +54,7 @@ def measure(
     model: ModelSource, base: ModelSource, job: quality.EvalJob, kernels: str = "auto", threads: int | None = None
 ) -> QualityCard:
     """The quality card of ``model`` against ``base``, both through the serving engine."""
-    config = quality.eval_config(job.window, kernels=kernels, threads=threads)
+    config = quality.eval_config(job.window, (base, model), kernels=kernels, threads=threads)
     engines = Engine(base, config), Engine(model, config)
     with console.progress("evaluate") as update:
         return quality.measure(*engines, job, update)

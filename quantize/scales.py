@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.spec import WeightScheme
+from qserve.kernels.threads import torch_threads
 
 # Elements per pass of the search: its few buffers then stay in the second-level cache.
 _CHUNK = 1 << 16
@@ -43,8 +44,12 @@ def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Te
     chosen and the scale is then solved exactly (least squares), so the steps may be coarse. Symmetric: both
     signs of the scale are tried. Asymmetric: the range shrinks about its zero point.
     """
+    with torch_threads(1):  # the operations are too small for two
+        return _search(weight, importance.expand_as(weight), scheme)
+
+
+def _search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
     scales, zeros = minmax(weight, scheme)
-    importance = importance.expand_as(weight)
     rows = max(1, _CHUNK // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)

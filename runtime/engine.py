@@ -17,6 +17,7 @@ from torch import Tensor
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE
+from qserve.kernels.threads import torch_threads
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.detokenizer import Detokenizer, StopChecker
@@ -25,7 +26,7 @@ from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.request import Request
-from qserve.runtime.runner import DecoderRunner, ModelRunner, torch_threads
+from qserve.runtime.runner import DecoderRunner, ModelRunner
 from qserve.runtime.sampler import Sampled, TokenLogprobs, sample
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import QueueFullError, RequestUpdate, Scheduler, SchedulerConfig, StepPlan

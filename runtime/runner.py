@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,17 +30,6 @@ class StepOutput:
 
 class ModelRunner(Protocol):
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput: ...
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Torch's own pool spins between operations and would take the cores from ours."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class DecoderRunner:

@@ -1,0 +1,117 @@
+"""Layers: what may import what, what is public, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import qserve
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ("checkpoint", "kernels", "runtime", "calibration", "quantize", "evals", "qserve")
+FILES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = ("qserve", *path.relative_to(ROOT).parts)[: -node.level]
+                base = ".".join([*package, base]).rstrip(".")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            yield from ((node.lineno, str(a.value)) for a in node.args if isinstance(a, ast.Constant))
+
+
+def layer_of(module: str) -> str | None:
+    """The layer that ``module`` belongs to, None for packages of others."""
+    first, *rest = module.split(".")
+    if first != "qserve":
+        return None
+    return rest[0] if rest and rest[0] in LAYERS[:-1] else "qserve"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_layer_imports_only_itself_and_what_is_left_of_it(path: Path) -> None:
+    own = LAYERS.index(path.relative_to(ROOT).parts[0])
+    found = [(line, module, layer_of(module)) for line, module in imports(path)]
+    wrong = [f"line {line}: {module}" for line, module, layer in found if layer and LAYERS.index(layer) > own]
+    assert not wrong, f"{path.relative_to(ROOT)} is in {LAYERS[own]} and imports {wrong}"
+    bare = [f"line {line}: {module}" for line, module, _ in found if module.split(".")[0] in LAYERS[:-1]]
+    assert not bare, f"{path.relative_to(ROOT)} imports {bare} without qserve in front"
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` with the root of the repository on ``sys.path``, as pytest and an interactive session have it."""
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("layer", [name for name in LAYERS[:-1] if name != "kernels"])
+def test_a_folder_is_no_package_of_its_own(layer: str) -> None:
+    done = python(f"import {layer}")
+    assert done.returncode != 0
+    assert f"import this package as qserve.{layer}" in done.stderr
+
+
+def test_kernels_by_its_bare_name_has_a_version_and_nothing_else() -> None:
+    done = python("import kernels; print(kernels.__version__); import kernels.native")
+    assert done.stdout.strip() == "0"
+    assert "No module named 'kernels.native'" in done.stderr
+
+
+def test_no_module_is_loaded_twice_in_this_session() -> None:
+    twice = [name for name in sys.modules if name.split(".")[0] in LAYERS[:-1] and name != "kernels"]
+    assert not twice
+
+
+def test_the_public_names_are_exact() -> None:
+    assert qserve.__all__ == ["LLM", "QServeError", "QualityCard", "QuantSpec", "SamplingParams", "__version__"]
+    assert all(getattr(qserve, name) is not None for name in qserve.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        _ = qserve.Engine  # type: ignore[attr-defined]
+
+
+def test_import_loads_nothing_heavy() -> None:
+    heavy = ("torch", "numpy", "transformers", "typer", "rich", "fastapi", "datasets")
+    done = python(f"import sys, qserve; print([name for name in {heavy} if name in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys\nfrom qserve.cli import app\nfrom typer.testing import CliRunner\n"
+        "assert 'Commands' in CliRunner().invoke(app, ['--help']).stdout\n"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'fastapi') if name in sys.modules])"
+    )
+    assert python(code).stdout.strip() == "[]"
+
+
+def seconds(*args: str) -> float:
+    """The best of five: a busy machine slows some runs, none is too quick."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *args], check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_importing_is_quick() -> None:
+    assert seconds("-c", "import qserve") - seconds("-c", "pass") < 0.2
+
+
+def test_help_is_quick() -> None:
+    assert seconds("-m", "qserve", "--help") < 0.5

@@ -1,0 +1,88 @@
+"""The wheel: what is in it, that it works where it is installed, and what an install without a compiler is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ("checkpoint", "kernels", "runtime", "calibration", "quantize", "evals")
+
+USE = """
+import sys, qserve
+from qserve.kernels import registry
+print(qserve.__file__)
+print(registry.make().name)
+best = registry.candidates()[0]
+print(best.name, "|", best.reason, "|", best.cost)
+params = qserve.SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+outputs = qserve.LLM(sys.argv[1]).generate(["the quick brown"], params)
+print(len(outputs[0].outputs[0].token_ids))
+"""
+
+
+def wheel_of(directory: Path, **environment: str) -> Path:
+    """Build a wheel from a copy of the sources, as a fresh clone has them."""
+    sources = directory / "sources"
+    for folder in ("qserve", "tests", *LAYERS):
+        shutil.copytree(ROOT / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, sources)
+    build = ["pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(directory), str(sources)]
+    done = subprocess.run(
+        [sys.executable, "-m", *build], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(directory.glob("*.whl"))
+
+
+def use(wheel: Path, directory: Path, model: Path) -> list[str]:
+    """Install the wheel into a folder of its own, use it from elsewhere, and return what it printed."""
+    target, elsewhere = directory / "site", directory / "elsewhere"
+    elsewhere.mkdir()
+    install = ["pip", "install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel)]
+    subprocess.run([sys.executable, "-m", *install], check=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", USE, str(model)],
+        cwd=elsewhere,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert Path(lines[0]) == target / "qserve" / "__init__.py"
+    return lines[1:]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler")
+def test_the_wheel_holds_the_package_and_works(tmp_path: Path, tiny_packed: Path) -> None:
+    wheel = wheel_of(tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"qserve"}
+    assert "qserve/py.typed" in names
+    assert [name for name in names if name.startswith("qserve/kernels/_native") and name.endswith(".so")]
+    assert not [name for name in names if "test" in name]
+    expected = {f"qserve/{path.name}" for path in (ROOT / "qserve").glob("*.py")}
+    expected |= {f"qserve/{path.relative_to(ROOT)}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == expected
+    selected, best, generated = use(wheel, tmp_path, tiny_packed)
+    assert selected == "native" and best.startswith("native | None") and generated == "5"
+
+
+def test_an_install_without_a_compiler_serves_and_says_what_it_lacks(tmp_path: Path, tiny_packed: Path) -> None:
+    wheel = wheel_of(tmp_path, CC="/bin/false")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+    selected, best, generated = use(wheel, tmp_path, tiny_packed)
+    assert selected == "reference" and generated == "5"
+    name, reason, cost = best.split(" | ")
+    assert name == "native" and "built" in reason and "slower" in cost
