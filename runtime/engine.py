@@ -25,11 +25,12 @@ from qserve.runtime.memory import MemoryPlan, plan_memory, weight_bytes
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.rope import context_limit
+from qserve.runtime.plan import RequestUpdate, StepPlan
 from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner
 from qserve.runtime.sampler import Sampled, TokenLogprobs, sample
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, RequestUpdate, Scheduler, SchedulerConfig, StepPlan
+from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
 
 
 @dataclass(frozen=True)

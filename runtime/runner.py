@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qserve.kernels.ops import BLOCK_SIZE, Step
 from qserve.runtime.models.decoder import Decoder
-from qserve.runtime.scheduler import StepPlan
+from qserve.runtime.plan import StepPlan
 
 PromptSink = Callable[[str, int, Tensor], None]
 """Takes a request's id, a position, and float32 [n, vocab]: the log-probabilities of the tokens that follow that

@@ -276,3 +276,10 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, c
             queries->out[r][j] = sum[j] / total;
     }
 }
+
+#define QS_PORTABLE_KERNELS                                                                                       \
+    {                                                                                                             \
+        .rmsnorm = QS_NAME(rmsnorm), .silu_mul = QS_NAME(silu_mul), .log_softmax = QS_NAME(log_softmax),          \
+        .argmax = QS_NAME(argmax), .quantize = QS_NAME(quantize), .linear_int = QS_NAME(linear_int),              \
+        .linear_float = QS_NAME(linear_float), .rope_kv = QS_NAME(rope_kv), .attend = QS_NAME(attend),            \
+    }

@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 
 from qserve.runtime.blocks import BlockManager
+from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import (
-    QueueFullError,
-    RequestUpdate,
-    ScheduledSequence,
-    Scheduler,
-    SchedulerConfig,
-    StepPlan,
-)
+from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
 
 SIZE = 4
 ARRIVALS = iter(range(10**9))

@@ -26,9 +26,10 @@ from hypothesis.stateful import (
 )
 
 from qserve.runtime.blocks import BlockManager
+from qserve.runtime.plan import StepPlan
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig, StepPlan
+from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
 
 VOCAB = 11
 EOS = 0

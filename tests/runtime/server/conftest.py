@@ -9,9 +9,6 @@ from typing import Any
 
 import openai
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qserve.checkpoint.demo import demo_path
 from qserve.runtime.config import EngineConfig
@@ -20,45 +17,6 @@ from qserve.runtime.server.app import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
 
 KEYS = ("first-key", "second-key")
-TEMPLATE = (
-    "{% for m in messages %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def save_tiny_model(out: Path) -> Path:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        ["the quick brown fox and the lazy dog, system user assistant hello world"],
-        trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=special),
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=special[:2]
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(out)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(out)
-    return out
-
-
 @pytest.fixture(
     scope="session",
     params=[
@@ -66,8 +24,8 @@ def save_tiny_model(out: Path) -> Path:
         pytest.param("demo", marks=[pytest.mark.slow, pytest.mark.skipif(not demo_path().exists(), reason="no demo")]),
     ],
 )
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    model = save_tiny_model(tmp_path_factory.mktemp("server") / "tiny") if request.param == "tiny" else "demo"
+def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
+    model = tiny_model if request.param == "tiny" else "demo"
     config = EngineConfig(max_model_len=512, max_num_seqs=16, kv_cache_memory=256 << 20, threads=2)
     return Engine(str(model), config)
 

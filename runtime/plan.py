@@ -1,0 +1,68 @@
+"""``StepPlan``: one step of the model as plain data, to print, store and replay; and what came of it.
+
+Knows token ids and block numbers; does not know who decided them (``Scheduler``) or who runs them (``ModelRunner``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One request's share of a step.
+
+    Attributes:
+        token_ids: input tokens of this step. -1 stands for the newest token of this request, sampled by an
+            earlier plan that was not committed when this one was made.
+        start: position of the first of them.
+        block_table: position p lies in ``block_table[p // block_size]``; long enough for every token here.
+        num_sampled: 1 if the last token's logits choose the next token, else 0.
+        is_prefill: False for a decode (the one token sampled last).
+        wants_prompt_logprobs: deliver the log-probability rows of the prompt positions in this chunk. Every
+            prompt position is asked for exactly once, even if the request is preempted.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    num_sampled: int
+    is_prefill: bool
+    wants_prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the model, as plain data.
+
+    Attributes:
+        step: counts the plans of a scheduler from 0.
+        sequences: what runs, decodes first; no request twice.
+        preempted: requests that lost their blocks since the last plan.
+        copies: ``(source, destination)`` blocks to copy, in order, before anything else.
+    """
+
+    step: int
+    sequences: tuple[ScheduledSequence, ...]
+    preempted: tuple[str, ...]
+    copies: tuple[tuple[int, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-able data."""
+        return {**asdict(self), "num_tokens": self.num_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What a committed step did to one request: its new tokens and, if it ended, how."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
