@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qserve.calibration import heap
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats
 
@@ -56,6 +57,7 @@ def walk(
             groups = shared_inputs(block, linears, hidden[:1, :_DRY_TOKENS], short[index])
             hidden = _forward(block, linears, groups, hidden, calls[index], on_linear, hessian)
         skeleton.unload(index)
+        heap.release()
         yield BlockDone(index, total)
 
 

@@ -169,7 +169,8 @@ def _build(config: dict[str, Any], name: str) -> Any:
                 parsed, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
             )
     except Exception as error:  # transformers raises whatever a malformed config leads to
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        # The first sentence: what follows may be a list of every architecture there is.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
         raise CheckpointError(f"{name}: transformers cannot build this architecture ({reason})") from None
     return model.eval()
 

@@ -35,8 +35,10 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (QServeError, RequestError, MemoryError, OSError, KeyboardInterrupt) as error:
-            if ctx.params.get("debug"):
+        except (QServeError, RequestError, MemoryError, RuntimeError, OSError, KeyboardInterrupt) as error:
+            # Torch says by a RuntimeError that memory is short; any other is a defect, whose traceback is wanted.
+            defect = isinstance(error, RuntimeError) and "allocate memory" not in str(error)
+            if ctx.params.get("debug") or defect:
                 raise
             failure, code = _explain(error)
         console.error(failure)
@@ -46,7 +48,7 @@ class _Group(TyperGroup):
 def _explain(error: BaseException) -> tuple[str, int]:
     """An expected failure as (line, exit code)."""
     match error:
-        case MemoryError():
+        case MemoryError() | RuntimeError():
             return "out of memory: use a smaller model, --samples or --kv-cache-memory", 1
         case OSError():
             name = f"{error.filename}: " if error.filename else ""

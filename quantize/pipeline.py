@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.blocks import walk
-from qserve.calibration.heap import own_pages, resident_heap
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.stats import LayerStats
 from qserve.calibration.text import load_text
@@ -60,6 +59,7 @@ def run(
         raise UsageError(f"{source.name} is already quantized; give the model it was made from")
     if out.exists() and out.resolve() == source.path.resolve():
         raise UsageError(f"{out} is the model itself; choose another directory")
+    source.tokenizer()  # a checkpoint without one could not be served
     skeleton = Skeleton(source)
     spec, notices = plan(job, skeleton.shapes)
     judged = _judge(spec, skeleton, job)
@@ -108,7 +108,6 @@ class _Rounding:
         self.source, self.spec, self.job, self.writer = source, spec, job, writer
         self.reports: list[LayerReport] = []
         self.quantized: set[str] = set()
-        self._unwritten: dict[str, PackedWeight] = {}
 
     def __call__(self, names: list[str], weights: list[Tensor], stats: LayerStats | None) -> Sequence[Tensor]:
         replaced = dict(zip(names, weights, strict=True))
@@ -123,7 +122,7 @@ class _Rounding:
             for name in members:
                 part = result.rows(row, row + len(replaced[name]))
                 row += len(replaced[name])
-                self._unwritten[name] = part.weight
+                self._write(name, part.weight)
                 self.reports.append(part.report(name))
                 replaced[name] = part.weight.dequantize()
         return list(replaced.values())
@@ -135,14 +134,11 @@ class _Rounding:
             return rtn.quantize(weight, None, scheme, fallback="rounded to nearest: calibration never reached it")
         return gptq.quantize(weight, stats, scheme, act_order=self.job.act_order)
 
-    def write(self) -> None:
-        """Hand over what was rounded since the last call; between blocks, when the heap is empty."""
-        for name, packed in self._unwritten.items():
-            if self.source.has(f"{name}.bias"):
-                packed = replace(packed, bias=self.source.tensor(f"{name}.bias").to(torch.float32))
-            self.writer.put_linear(name, packed)
-        self.quantized.update(self._unwritten)
-        self._unwritten.clear()
+    def _write(self, name: str, packed: PackedWeight) -> None:
+        if self.source.has(f"{name}.bias"):
+            packed = replace(packed, bias=self.source.tensor(f"{name}.bias").to(torch.float32))
+        self.writer.put_linear(name, packed)
+        self.quantized.add(name)
 
 
 def _judge(spec: QuantSpec, skeleton: Skeleton, job: QuantizeJob) -> tuple[LoaderVerdict, ...]:
@@ -173,13 +169,10 @@ def _quantize(
 ) -> None:
     tell(ProgressEvent("quantize", 0, len(skeleton.blocks), seconds))
     start = time.perf_counter()
-    with resident_heap():
-        for step in walk(skeleton, windows, rounding, hessian=job.method == "gptq"):
-            with own_pages():
-                rounding.write()
-            done = step.index + 1
-            remaining = (time.perf_counter() - start) / done * (step.total - done)
-            tell(ProgressEvent("quantize", done, step.total, remaining))
+    for step in walk(skeleton, windows, rounding, hessian=job.method == "gptq"):
+        done = step.index + 1
+        remaining = (time.perf_counter() - start) / done * (step.total - done)
+        tell(ProgressEvent("quantize", done, step.total, remaining))
 
 
 def _write_rest(

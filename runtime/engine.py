@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
@@ -28,7 +28,7 @@ from qserve.runtime.models.rope import context_limit
 from qserve.runtime.plan import RequestUpdate, StepPlan
 from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner
-from qserve.runtime.sampler import Sampled, TokenLogprobs, sample
+from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs, sample
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
 
@@ -39,6 +39,8 @@ class RequestOutput:
 
     ``finish_reason``: stop, length, abort or error; None while it goes on. ``stop_reason``: the stop string or
     token that ended it. ``queue_seconds``: from arrival to the first step that held it.
+    ``prompt_logprobs``: of the prompt's tokens from the second on, with the first output of a request that asked for
+    both ``prompt_logprobs`` and ``logprobs``.
     """
 
     request_id: str
@@ -53,6 +55,7 @@ class RequestOutput:
     output_tokens: int
     queue_seconds: float
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class _Choice:
     seed: int
     detokenizer: Detokenizer
     stops: StopChecker
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Engine:
@@ -283,9 +287,14 @@ class Engine:
         assert self._choices.keys() == self.scheduler.request_ids(), "a request has no text, or a text no request"
 
     def _deliver(self, key: str, start: int, rows: Tensor) -> None:
-        choice = self._choices.get(key)
-        if choice is not None and key in self._sinks:
-            self._sinks[key](start, rows[: choice.sequence.num_prompt - start])
+        choice = self._choices[key]
+        prompt = choice.sequence.prompt_token_ids
+        rows = rows[: len(prompt) - start]
+        if key in self._sinks:
+            self._sinks[key](start, rows)
+        elif choice.sequence.params.logprobs is not None:
+            following = prompt[start + 1 : start + 1 + len(rows)]
+            choice.prompt_logprobs += prompt_logprobs(rows, following, choice.sequence.params.logprobs)
 
     def _advance(self, choice: _Choice, update: RequestUpdate, sampled: Sampled) -> RequestOutput:
         """Turn a new token into text; a stop string in it ends the request."""
@@ -326,6 +335,7 @@ class Engine:
         error: str | None = None,
     ) -> RequestOutput:
         sequence = choice.sequence
+        scored, choice.prompt_logprobs = choice.prompt_logprobs, []
         return RequestOutput(
             request_id=choice.request_id,
             index=choice.index,
@@ -339,6 +349,7 @@ class Engine:
             output_tokens=len(sequence.output_token_ids),
             queue_seconds=(sequence.scheduled_time or sequence.arrival_time) - sequence.arrival_time,
             error=error,
+            prompt_logprobs=scored or None,
         )
 
 

@@ -53,6 +53,11 @@ def sample(logits: Tensor, greedy: Tensor, requests: Sequence[Request], seeds: S
     ]
 
 
+def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """rows float32 [n, vocab] log-probabilities; following: the prompt's token after each of the n positions."""
+    return [_logprobs(row, token, count) for row, token in zip(rows, following)]
+
+
 def _sample_row(row: Tensor, best: int, request: Request, seed: int) -> Sampled:
     params = request.params
     adjusted = _adjust(row, request)

@@ -46,8 +46,9 @@ class SamplingParams:
         ignore_eos: the model's end-of-sequence tokens do not end the output.
         include_stop_str_in_output: the text keeps the stop string that ended it.
         logprobs: how many alternatives to report for each output token, 0..20; None reports nothing.
-        prompt_logprobs: deliver the log-probabilities of the whole vocabulary at every prompt position.
-            Such a request computes each of its prompt positions and never reads the prefix cache.
+        prompt_logprobs: deliver the log-probabilities at every prompt position, of the whole vocabulary to
+            ``Engine.score`` and of ``logprobs`` alternatives with an ordinary request. Such a request computes
+            each of its prompt positions and never reads the prefix cache.
     """
 
     n: int = 1

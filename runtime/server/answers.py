@@ -50,7 +50,7 @@ class _Whole:
     """A choice put together."""
 
     text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of an echoed prompt too
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -76,7 +76,7 @@ class Answer(ABC):
             self._usage.add(index, output)
             choice = choices[index]
             choice.text += output.text
-            choice.logprobs += output.logprobs or []
+            choice.logprobs += _logprobs(output)
             if output.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
         answers = [
@@ -108,7 +108,7 @@ class Answer(ABC):
                 for first in self._first(index):
                     yield self._chunk(index, first) | usage
             if output.text or output.logprobs:
-                logprobs = self._logprobs_json(index, output.logprobs) if output.logprobs else None
+                logprobs = self._logprobs_json(index, _logprobs(output)) if output.logprobs else None
                 yield self._chunk(index, self._delta(output.text), logprobs) | usage
             if output.finish_reason is not None:
                 ending = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
@@ -153,8 +153,16 @@ class ChatAnswer(Answer):
         return chat_logprobs(self._texts, new)
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that comes before its answer. ``first_token`` where its log-probabilities are wanted too."""
+
+    text: str
+    first_token: int | None = None
+
+
 class CompletionAnswer(Answer):
-    """``echo``: per choice the text of its prompt, which then comes before the answer."""
+    """``echo``: per choice the prompt that then comes before the answer."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -166,23 +174,33 @@ class CompletionAnswer(Answer):
         texts: TokenTexts,
         *,
         logprobs: bool,
-        echo: Sequence[str] | None = None,
+        echo: Sequence[Echo] | None = None,
     ) -> None:
         super().__init__(model, choices, usage, texts, logprobs=logprobs)
         self._echo = echo
         self._offsets: dict[int, int] = {}  # by choice, characters of the answer so far
 
     def _content(self, index: int, text: str) -> Json:
-        return {"text": self._echo[index] + text if self._echo else text}
+        return {"text": self._echo[index].text + text if self._echo else text}
 
     def _first(self, index: int) -> list[Json]:
-        return [{"text": self._echo[index]}] if self._echo else []
+        return [{"text": self._echo[index].text}] if self._echo else []
 
     def _delta(self, text: str) -> Json:
         return {"text": text}
 
     def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json:
-        # Echoed text comes first in the answer, so offsets count from its beginning.
-        offset = self._offsets.get(index, len(self._echo[index]) if self._echo else 0)
-        self._offsets[index] = offset + sum(self._texts.characters(token.chosen.token_id) for token in new)
-        return completion_logprobs(self._texts, new, offset)
+        opening = index not in self._offsets
+        first = self._echo[index].first_token if self._echo and opening else None
+        ids = [*([] if first is None else [first]), *(token.chosen.token_id for token in new)]
+        # An echoed prompt comes first in the answer, so offsets count from its beginning.
+        offset = 0 if opening and first is not None else self._offsets.get(index, self._echo_length(index))
+        self._offsets[index] = offset + sum(map(self._texts.characters, ids))
+        return completion_logprobs(self._texts, new, offset, first)
+
+    def _echo_length(self, index: int) -> int:
+        return len(self._echo[index].text) if self._echo else 0
+
+
+def _logprobs(output: RequestOutput) -> list[TokenLogprobs]:
+    return (output.prompt_logprobs or []) + (output.logprobs or [])

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import QueueFullError
-from qserve.runtime.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage
+from qserve.runtime.server.answers import Answer, ChatAnswer, CompletionAnswer, Echo, Usage
 from qserve.runtime.server.body import read_json
 from qserve.runtime.server.engine_thread import EngineFailure, EngineThread, Generation
 from qserve.runtime.server.errors import APIError
@@ -175,7 +175,8 @@ def create_app(service: Service) -> FastAPI:
         echo = None
         if body.echo:
             texts = [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]
-            echo = [text for text in texts for _ in range(params.n)]
+            firsts = [ids[0] if params.prompt_logprobs else None for ids in prompts]
+            echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(params.n)]
         generation = await service.submit(request, prompts, params, body.priority)
         answer = CompletionAnswer(
             service.model_name,

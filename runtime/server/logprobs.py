@@ -54,17 +54,32 @@ class TokenTexts:
         return text.encode()
 
 
-def completion_logprobs(texts: TokenTexts, new: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-    """``logprobs`` of a completion's choice; ``offset`` is the number of characters before the new tokens."""
-    tokens, offsets, top = [], [], []
+def completion_logprobs(
+    texts: TokenTexts, new: Sequence[TokenLogprobs], offset: int, first: int | None = None
+) -> dict[str, Any]:
+    """``logprobs`` of a completion's choice; ``offset`` is the number of characters before the new tokens.
+
+    ``first``: the first token of an echoed prompt. Nothing predicts it, so it has nulls.
+    """
+    tokens: list[str] = []
+    offsets: list[int] = []
+    values: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    if first is not None:
+        tokens.append(texts.name(first))
+        offsets.append(offset)
+        offset += texts.characters(first)
+        values.append(None)
+        top.append(None)
     for token in new:
         tokens.append(texts.name(token.chosen.token_id))
         offsets.append(offset)
         offset += texts.characters(token.chosen.token_id)
+        values.append(_finite(token.chosen.logprob))
         top.append({texts.name(t.token_id): _finite(t.logprob) for t in (token.chosen, *token.top)})
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(token.chosen.logprob) for token in new],
+        "token_logprobs": values,
         "top_logprobs": top,
         "text_offset": offsets,
     }

@@ -130,9 +130,7 @@ class CompletionRequest(_Generation):
         return value
 
     def sampling_params(self) -> SamplingParams:
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo together with logprobs is not supported by this server", "echo")
-        return self._params(logprobs=self.logprobs)
+        return self._params(logprobs=self.logprobs, prompt_logprobs=bool(self.echo) and self.logprobs is not None)
 
 
 class Message(_Strict):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.kernels import native
@@ -161,6 +162,24 @@ def test_scores_are_log_probabilities_and_agree_with_decoding(model: Path) -> No
     torch.testing.assert_close(rows[-1], recorder.rows["score"][0].log_softmax(-1), rtol=1e-5, atol=1e-5)
     assert not engine.has_work() and engine.stats().kv_blocks_used == 0
     next(iter(engine.score(tokens)))  # left half way: nothing stays behind
+
+
+def test_prompt_logprobs_are_those_of_transformers(tiny_model: Path) -> None:
+    engine, _ = make_engine(tiny_model, max_num_batched_tokens=16, max_num_seqs=16, kv_cache_dtype="fp32")
+    tokens = prompt(3, 40)
+    engine.submit("r", tokens, SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=True))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    found = outputs[0].prompt_logprobs
+    assert found is not None and all(output.prompt_logprobs is None for output in outputs[1:])
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        want = reference(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    assert [t.chosen.token_id for t in found] == tokens[1:]
+    for position, token in enumerate(found):
+        assert token.chosen.logprob == pytest.approx(float(want[position, tokens[position + 1]]), abs=1e-3)
+        assert [t.token_id for t in token.top] == want[position].topk(2).indices.tolist()
 
 
 def test_stop_strings_and_lengths(tiny_model: Path) -> None:

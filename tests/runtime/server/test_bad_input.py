@@ -56,7 +56,6 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"prompt": [10**30]}, "prompt"),
     (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix"),
     (COMPLETION, {"prompt": "a", "best_of": 2}, "best_of"),
-    (COMPLETION, {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
     (COMPLETION, {"prompt": "a", "logprobs": -2}, "logprobs"),
     (COMPLETION, {"prompt": "a", "logprobs": "a"}, "logprobs"),
     (COMPLETION, {"prompt": "a", "logprobs": 10**6}, "logprobs"),

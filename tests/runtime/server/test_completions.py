@@ -173,6 +173,32 @@ def test_echo(client: openai.OpenAI, model: str, server: ServerHandle) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == "the lazy" + plain
 
 
+def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, model: str, server: ServerHandle) -> None:
+    """What lm-eval's loglikelihood asks: token ids, echo, one token more."""
+    ids = server.service.encoder.encode("the lazy dog and the fox")
+    asked: dict[str, Any] = {"model": model, "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 1}
+    answer = client.completions.create(prompt=ids, **asked).choices[0]
+    found = answer.logprobs
+    assert found is not None and found.tokens and found.token_logprobs and found.top_logprobs and found.text_offset
+    lengths = {len(found.tokens), len(found.token_logprobs), len(found.top_logprobs), len(found.text_offset)}
+    assert lengths == {len(ids) + 1}
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    for i, token in enumerate(found.tokens[:-1]):
+        assert answer.text[found.text_offset[i] :].startswith(token)
+    # A continuation is scored as the choices are: greedy decoding finds the most likely token everywhere.
+    more = client.completions.create(model=model, prompt=ids, logprobs=1, temperature=0, max_tokens=6).choices[0]
+    assert more.logprobs is not None and more.logprobs.token_logprobs
+    longer = [*ids, *server.service.encoder.encode(more.text)]
+    rescored = client.completions.create(prompt=longer, **asked).choices[0].logprobs
+    assert rescored is not None and rescored.token_logprobs
+    shared = min(len(longer) - len(ids), 6)
+    if server.service.encoder.encode(more.text)[:shared] == longer[len(ids) : len(ids) + shared]:
+        assert rescored.token_logprobs[len(ids)] == pytest.approx(more.logprobs.token_logprobs[0], abs=1e-5)
+    streamed = client.completions.create(prompt=ids, stream=True, **asked)
+    parts = [c.choices[0].logprobs for c in streamed if c.choices[0].logprobs]
+    assert [t for part in parts for t in part.token_logprobs or []] == found.token_logprobs
+
+
 def test_thirty_two_at_once_answer_as_alone(client: openai.OpenAI, model: str, server: ServerHandle) -> None:
     alone = [
         client.chat.completions.create(model=model, messages=[{"role": "user", "content": f"fox {i}"}], **GREEDY)
