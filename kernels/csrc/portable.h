@@ -72,13 +72,28 @@ static void QS_NAME(log_softmax)(float *x, int32_t width)
 
 static int32_t QS_NAME(argmax)(const float *x, int32_t width)
 {
-    int32_t best = 0;
-    for (int32_t j = 0; j < width; j++) {
-        if (x[j] != x[j])
-            return -1;
-        if (x[j] > x[best])
-            best = j;
+    /* Two passes that the compiler vectorizes, where one that keeps the index would not be. */
+    float tops[QS_LANES];
+    int32_t bad = 0, whole = width - width % QS_LANES;
+    for (int i = 0; i < QS_LANES; i++)
+        tops[i] = x[0];
+    for (int32_t j = 0; j < whole; j += QS_LANES)
+        for (int i = 0; i < QS_LANES; i++) {
+            tops[i] = x[j + i] > tops[i] ? x[j + i] : tops[i];
+            bad |= x[j + i] != x[j + i];
+        }
+    float top = tops[0];
+    for (int i = 1; i < QS_LANES; i++)
+        top = tops[i] > top ? tops[i] : top;
+    for (int32_t j = whole; j < width; j++) {
+        top = x[j] > top ? x[j] : top;
+        bad |= x[j] != x[j];
     }
+    if (bad)
+        return -1;
+    int32_t best = 0;
+    while (x[best] != top)
+        best++;
     return best;
 }
 
