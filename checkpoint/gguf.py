@@ -97,6 +97,11 @@ class GGUFFile:
         self._require(name)
         return self._shapes[name]
 
+    def nbytes(self, name: str) -> int:
+        self._require(name)
+        stored = self._stored[self._gguf_name[name]]
+        return int(stored.n_elements) * (2 if stored.tensor_type.name in ("F16", "BF16") else 4)
+
     def tensor(self, name: str) -> Tensor:
         self._require(name)
         tensor = self._read(self._gguf_name[name])

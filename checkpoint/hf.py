@@ -103,6 +103,10 @@ class HFDirectory:
             return (out, words * 32 // scheme.bits)
         return self._stored(name).shape
 
+    def nbytes(self, name: str) -> int:
+        stored = self._stored(name)
+        return int(stored.numel) * _DTYPES.get(stored.dtype, torch.int8).itemsize
+
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
         try:

@@ -60,6 +60,10 @@ class ModelSource(Protocol):
         """The shape of a dense tensor, or of a packed module's weight [out, in], without reading it."""
         ...
 
+    def nbytes(self, name: str) -> int:
+        """Bytes that ``tensor(name)`` takes in memory, without reading it."""
+        ...
+
     def tensor(self, name: str) -> Tensor:
         """One dense tensor in its stored dtype (GGUF block types: float32), in memory of its own."""
         ...

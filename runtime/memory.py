@@ -49,13 +49,10 @@ def weight_bytes(source: ModelSource, *, int8_head: bool) -> int:
         out, inp = source.shape(module)
         bits = 4 if scheme.bits <= 4 else 8
         total += out * inp * bits / 8 + 4 * out * scheme.groups(inp) * (1 if scheme.symmetric else 2)
-    element = source.dtype().itemsize
-    total += sum(prod(source.shape(name)) for name in source.names()) * element
-    embedding = prod(source.shape("model.embed_tokens.weight"))
-    if int8_head:
-        total += embedding * (1 + 4 / 64)
-    elif not source.has("lm_head.weight"):
-        total += embedding * element  # a tied head is laid out a second time, for the product
+    # A tied head is laid out a second time, for the product.
+    head = "lm_head.weight" if source.has("lm_head.weight") else "model.embed_tokens.weight"
+    total += sum(source.nbytes(name) for name in source.names() if name != "lm_head.weight")
+    total += prod(source.shape(head)) * (1 + 4 / 64) if int8_head else source.nbytes(head)
     return int(total)
 
 

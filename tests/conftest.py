@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def save_tiny_model(out: Path) -> Path:
-    """Two random llama layers and a byte-level BPE tokenizer of 320 tokens."""
+    """Two random llama layers and a byte-level BPE tokenizer of about 320 tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

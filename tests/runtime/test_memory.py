@@ -1,0 +1,44 @@
+"""The memory plan: its arithmetic against what is really allocated, and its refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qserve.checkpoint.errors import CapacityError
+from qserve.checkpoint.source import open_model
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+from qserve.runtime.memory import plan_memory, weight_bytes
+from qserve.runtime.models.config import decoder_config
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_plan_counts_what_is_allocated(tiny_model: Path, tiny_packed: Path, packed: bool) -> None:
+    source = open_model(tiny_packed if packed else tiny_model)
+    engine = Engine(source, EngineConfig(kv_cache_memory=1 << 20, threads=1))
+    decoder = engine.runner.decoder  # type: ignore[attr-defined]
+    assert decoder.kv.nbytes == engine.memory.kv_cache <= 1 << 20
+    kept = {t.untyped_storage().data_ptr(): t for p in (decoder._body, decoder._head) for t in getattr(p, "_keep", [])}
+    if not kept:
+        pytest.skip("only the native kernels keep their weights in one place")
+    kept.pop(decoder.kv.data_ptr())
+    # Tiles of weights have three or four axes, norms one; of the matrices only the embedding is a weight.
+    weights = sum(t.nbytes for t in kept.values() if t.dim() != 2 or t.shape == (engine.vocab_size, 64))
+    assert weight_bytes(source, int8_head=packed) == pytest.approx(weights, rel=0.05)
+
+
+def test_refusals_carry_the_arithmetic(tiny_model: Path) -> None:
+    config = decoder_config(open_model(tiny_model).config, "tiny")
+    plan = {"weights": 10, "workspace": 10, "kv_dtype": torch.float16, "context": 512, "max_num_seqs": 4}
+    block = config.kv_bytes_per_token(2) * 16
+    found = plan_memory(config, **plan, kv_cache_memory=7 * block)  # type: ignore[arg-type]
+    assert (found.num_blocks, found.max_model_len, found.kv_cache) == (7, 112, 7 * block)
+    unlimited = plan_memory(config, **plan)  # type: ignore[arg-type]
+    assert unlimited.num_blocks == 4 * 32 and unlimited.max_model_len == 512
+    with pytest.raises(CapacityError, match="weights"):
+        plan_memory(config, **{**plan, "weights": 1 << 60})  # type: ignore[arg-type]
+    with pytest.raises(CapacityError, match="need 20"):
+        plan_memory(config, **plan, max_model_len=320, kv_cache_memory=7 * block)  # type: ignore[arg-type]
