@@ -63,6 +63,9 @@ class PackedWeight:
         ):
             raise CheckpointError(f"g_idx must hold {inp} group numbers below {groups}")
 
+        if self.g_idx is not None and int(self.g_idx.bincount().max()) > self.scheme.group_width(inp):
+            raise CheckpointError(f"g_idx puts more than {self.scheme.group_width(inp)} inputs into one group")
+
     def group_of_input(self) -> Tensor:
         """int64 [in]: the group that scales each input feature."""
         if self.g_idx is not None:

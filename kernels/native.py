@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import sysconfig
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -90,7 +91,8 @@ _Step = _struct(
 
 def library_path() -> Path | None:
     """Where the compiled library lies beside this file, or None where the install had no compiler."""
-    return next(iter(sorted(Path(__file__).parent.glob("_native*.so"))), None)
+    path = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
+    return path if path.exists() else None
 
 
 @cache
@@ -247,6 +249,10 @@ class _NativeProgram:
             "out_stride": op.out.stride(0),
             "accumulate": int(op.accumulate),
         }
+        packed = isinstance(op.weight, PackedWeight)
+        shape = (op.weight.out_features, op.weight.in_features) if packed else tuple(op.weight.shape)  # type: ignore[union-attr]
+        if shape != (op.out.shape[1], op.x.shape[1]):  # the C side trusts these numbers
+            raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
         if isinstance(op.weight, PackedWeight):
             tiles = int_tiles(op.weight)
             return _Linear(
@@ -279,6 +285,8 @@ class NativeExecutor:
     def supports(self, op: Op) -> str | None:
         if isinstance(op, Attention) and (op.head_dim % 16 or op.head_dim > 256):
             return f"head_dim {op.head_dim} is not a multiple of 16 up to 256"
+        if isinstance(op, Embed) and op.table.dtype not in _DTYPES:
+            return f"embeddings in {op.table.dtype} have no C kernel"
         if isinstance(op, Linear) and isinstance(op.weight, PackedWeight) and op.weight.scheme.dtype != "int":
             return f"{op.weight.scheme.dtype} weights have no C kernel yet"
         if isinstance(op, Linear) and not isinstance(op.weight, PackedWeight) and op.weight.dtype not in _DTYPES:

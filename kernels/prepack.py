@@ -16,6 +16,7 @@ from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import WeightScheme
 
 LANES = 16
+_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,12 @@ def round_to_int8(weight: Tensor, group_size: int = 64) -> PackedWeight:
     """
     out, inp = weight.shape
     width = group_size if inp % group_size == 0 else inp
-    grouped = weight.float().view(out, -1, width)
-    scales = grouped.abs().amax(-1).clamp_min(1e-10) / 127.0
-    codes = (grouped / scales[..., None]).round().clamp_(-127, 127).add_(128).to(torch.uint8).view(out, inp)
+    codes = torch.empty(out, inp, dtype=torch.uint8)
+    scales = torch.empty(out, inp // width)
+    for start in range(0, out, _ROWS):  # in slices: a large head in float32 is gigabytes
+        grouped = weight[start : start + _ROWS].float().view(-1, inp // width, width)
+        scale = grouped.abs().amax(-1).clamp_min(1e-10) / 127.0
+        rounded = (grouped / scale[..., None]).round_().clamp_(-127, 127).add_(128)
+        codes[start : start + _ROWS] = rounded.view(-1, inp).to(torch.uint8)
+        scales[start : start + _ROWS] = scale
     return PackedWeight(WeightScheme(8, width if width != inp else -1), codes, scales)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import torch
@@ -17,6 +16,7 @@ from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.spec import QuantSpec
 from qserve.quantize.job import Forecast, QuantizeJob
+from qserve.runtime.memory import available_memory
 
 _SHARD_BYTES = 2 << 30
 # Measured on a 135M model: what attention and norms add to the products of calibration, and how many
@@ -73,18 +73,6 @@ def require_memory(expected: Forecast, job: QuantizeJob) -> None:
             f"about {expected.peak_bytes / 2**20:,.0f} MiB are needed and {limit / 2**20:,.0f} MiB are there "
             f"({job.samples} x {job.sequence_length} tokens); {flag}"
         )
-
-
-def available_memory() -> int:
-    """Bytes free for this process: of the machine, or of its control group where that is less."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, int(limit) - used) if limit.isdigit() else free
 
 
 def multiplications_per_second() -> float:

@@ -161,8 +161,12 @@ class Engine:
         tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
         if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
             raise RequestError(f"a token id is outside 0..{self.vocab_size - 1}", "prompt")
-        if _key(request_id, 0) in self._choices:
+        if any(choice.request_id == request_id for choice in self._choices.values()):
             raise RequestError(f"request id {request_id} is in use", "request_id")
+        if params.n > self.config.max_waiting:
+            raise RequestError(
+                f"n {params.n} exceeds the {self.config.max_waiting} that may wait; raise --max-waiting", "n"
+            )
         if self.scheduler.num_waiting + params.n > self.config.max_waiting:
             raise QueueFullError(f"{self.scheduler.num_waiting} requests are waiting, the limit; try again later")
         seed = params.seed if params.seed is not None else secrets.randbits(62)
@@ -207,18 +211,19 @@ class Engine:
             return []
         try:
             live, sampled = self._run(plan)
-        except Exception:
+            results = dict(zip((choice.sequence.request_id for choice in live), sampled))
+            broken = [choice for choice, token in zip(live, sampled) if token.token_id is None]
+            outputs = [self._fail(choice, "the model computed NaN for this request") for choice in broken]
+            tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
+            updates = self.scheduler.commit(plan, tokens)
+            return outputs + [self._advance(self._choices[u.request_id], u, results[u.request_id]) for u in updates]
+        except BaseException:  # Ctrl-C too: whoever catches it may go on with this engine
             for key in list(self._choices):
                 self.scheduler.finish(key, "error")
                 self._forget(key)
-            self.scheduler.commit(plan, {})
+            if self.scheduler.num_in_flight:
+                self.scheduler.commit(plan, {})
             raise
-        results = dict(zip((choice.sequence.request_id for choice in live), sampled))
-        broken = [choice for choice, token in zip(live, sampled) if token.token_id is None]
-        outputs = [self._fail(choice, "the model computed NaN for this request") for choice in broken]
-        tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
-        updates = self.scheduler.commit(plan, tokens)
-        return outputs + [self._advance(self._choices[u.request_id], u, results[u.request_id]) for u in updates]
 
     def _run(self, plan: StepPlan) -> tuple[list[_Choice], list[Sampled]]:
         """Who gets a token from this plan, and which."""
@@ -239,7 +244,7 @@ class Engine:
         todo = list(zip(map(str, count()), prompts, params))[::-1]
         try:
             while todo or self.has_work():
-                while todo and self.scheduler.num_waiting + todo[-1][2].n <= self.config.max_waiting:
+                while todo and self._has_room(todo[-1][2].n):
                     self.submit(*todo.pop())
                 yield from self.step()
         finally:
@@ -263,6 +268,10 @@ class Engine:
         finally:
             self._sinks.clear()
             self.abort("score")
+
+    def _has_room(self, choices: int) -> bool:
+        """Whether as many more may wait; what never may is let through, to be refused."""
+        return choices > self.config.max_waiting or self.scheduler.num_waiting + choices <= self.config.max_waiting
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the model expects around it."""
@@ -302,7 +311,10 @@ class Engine:
         tokens = list(update.token_ids)
         # A token that ended the request is not part of the answer's text.
         shown = tokens if reason != "stop" else []
-        text = choice.stops.append(choice.detokenizer.append(shown))
+        text = choice.detokenizer.append(shown)
+        # Stop strings count from the first token after ``min_tokens`` on.
+        if len(choice.sequence.output_token_ids) > choice.sequence.params.min_tokens:
+            text = choice.stops.append(text)
         if reason is not None:
             text += choice.stops.append(choice.detokenizer.flush())
         if choice.stops.matched is not None:

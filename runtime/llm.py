@@ -29,11 +29,12 @@ class Completion:
 
 @dataclass
 class Generation:
-    """A prompt with its n answers, in order."""
+    """A prompt with its n answers, in order. ``prompt_logprobs`` where both it and ``logprobs`` were asked for."""
 
     prompt: Prompt
     outputs: list[Completion]
     prompt_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class LLM:
@@ -57,7 +58,7 @@ class LLM:
             batch = [prompts]  # type: ignore[list-item]
         else:
             batch = list(prompts)  # type: ignore[arg-type]
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", "params")
@@ -65,6 +66,7 @@ class LLM:
         for output in self.engine.generate(batch, each):
             result = results[int(output.request_id)]
             result.prompt_tokens = output.prompt_tokens
+            result.prompt_logprobs = output.prompt_logprobs or result.prompt_logprobs
             answer = result.outputs[output.index]
             answer.text += output.text
             answer.token_ids += output.token_ids

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import psutil
 import torch
@@ -69,7 +70,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the free memory. ``context`` is the model's own limit; ``max_model_len`` and ``kv_cache_memory`` are the
     user's wishes. Raises ``CapacityError`` with the arithmetic where they, or the model, cannot be had."""
-    available = psutil.virtual_memory().available
+    available = available_memory()
     block_bytes = config.kv_bytes_per_token(kv_dtype.itemsize) * BLOCK_SIZE
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
@@ -104,6 +105,18 @@ def plan_memory(
         num_blocks=num_blocks,
         max_model_len=max_model_len or min(context, num_blocks * BLOCK_SIZE),
     )
+
+
+def available_memory() -> int:
+    """Bytes free for this process: of the machine, or of its control group where that is less."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, int(limit) - used) if limit.isdigit() else free
 
 
 def _mib(count: int) -> str:

@@ -87,13 +87,13 @@ def _adjust(row: Tensor, request: Request) -> Tensor:
 
 
 def _draw(row: Tensor, params: SamplingParams, point: float) -> int:
-    scaled = row / params.temperature
+    scaled = (row.double() / params.temperature).clamp_(max=1e300)  # a tiny temperature must not reach infinity
     if params.top_k == 1:
         return int(scaled.argmax())
     order: Tensor | None = None
     if params.top_k:
         scaled, order = scaled.topk(min(params.top_k, len(row)))
-    weights = scaled.softmax(-1, dtype=torch.float64)
+    weights = scaled.softmax(-1)
     if params.top_p < 1.0:
         if order is None:
             weights, order = _most_likely(weights, params.top_p)

@@ -37,7 +37,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 (or -1) is off.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
-        repetition_penalty: divides positive and multiplies negative logits of seen tokens, in (0, 10].
+        repetition_penalty: divides positive and multiplies negative logits of seen tokens, in [0.01, 10].
         presence_penalty: subtracted from the logit of every token already generated, in [-2, 2].
         frequency_penalty: the same, once per occurrence, in [-2, 2].
         seed: int64; the same seed and prompt give the same tokens. None draws one.
@@ -82,7 +82,7 @@ class SamplingParams:
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         self._number("top_p", 0.0, 1.0, above=True)
         self._number("min_p", 0.0, 1.0)
-        self._number("repetition_penalty", 0.0, 10.0, above=True)
+        self._number("repetition_penalty", 0.01, 10.0)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
         self._integer("seed", -(2**63), 2**63 - 1, optional=True)

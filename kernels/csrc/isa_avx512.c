@@ -278,6 +278,7 @@ INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32
         int64_t base = ((int64_t)block_table[block] * op->kv_heads + kv_head) * dim * QS_LANES;
         int32_t begin = from - block * QS_LANES, end = to - block * QS_LANES;
         __m512 scores[QS_MAX_QUERY_ROWS];
+        uint32_t seen[QS_MAX_QUERY_ROWS], by_all = 0xffffu, range;
         begin = begin < 0 ? 0 : begin;
         end = end > QS_LANES - 1 ? QS_LANES - 1 : end;
         UNROLL for (int r = 0; r < R; r++)
@@ -292,24 +293,32 @@ INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32
             int32_t hi = queries->last[first_row + r] - block * QS_LANES;
             uint32_t upto = hi < 0 ? 0 : (hi > 15 ? 0xffffu : (1u << (hi + 1)) - 1);
             uint32_t before = lo <= 0 ? 0 : (lo > 15 ? 0xffffu : (1u << lo) - 1);
-            __mmask16 seen = (__mmask16)(upto & ~before);
+            seen[r] = upto & ~before;
+            by_all &= seen[r];
             __m512 scaled = _mm512_mul_ps(scores[r], _mm512_set1_ps(op->scale));
-            float best = _mm512_mask_reduce_max_ps(seen, scaled);
-            best = seen && best > top[r] ? best : top[r];
+            float best = _mm512_mask_reduce_max_ps((__mmask16)seen[r], scaled);
+            best = seen[r] && best > top[r] ? best : top[r];
             shrink[r] = _mm512_cvtss_f32(exp_lanes(_mm512_set1_ps(top[r] - best)));
             top[r] = best;
-            __m512 weight = _mm512_maskz_mov_ps(seen, exp_lanes(_mm512_sub_ps(scaled, _mm512_set1_ps(best))));
+            __m512 weight = _mm512_maskz_mov_ps((__mmask16)seen[r], exp_lanes(_mm512_sub_ps(scaled, _mm512_set1_ps(best))));
             total[r] = _mm512_fmadd_ps(total[r], _mm512_set1_ps(shrink[r]), weight);
             _mm512_store_ps(weights[r], weight);
         }
+        range = (0xffffu >> (QS_LANES - 1 - end)) & (0xffffu << begin);
         for (int32_t j = 0; j < dim; j += QS_LANES) {
             __m512 sum[QS_MAX_QUERY_ROWS];
             UNROLL for (int r = 0; r < R; r++)
                 sum[r] = _mm512_mul_ps(_mm512_load_ps(sums[r] + j), _mm512_set1_ps(shrink[r]));
             for (int32_t i = begin; i <= end; i++) {
                 __m512 value = load_weight(op->v_cache, base + (int64_t)i * dim + j, op->kv_dtype);
-                UNROLL for (int r = 0; r < R; r++)
-                    sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), value, sum[r]);
+                if ((by_all & range) == range) {
+                    UNROLL for (int r = 0; r < R; r++)
+                        sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), value, sum[r]);
+                } else { /* a value that a row does not see must not touch it: it may be infinite */
+                    UNROLL for (int r = 0; r < R; r++)
+                        if (seen[r] >> i & 1)
+                            sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), value, sum[r]);
+                }
             }
             UNROLL for (int r = 0; r < R; r++)
                 _mm512_store_ps(sums[r] + j, sum[r]);

@@ -85,7 +85,8 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
 
 
 def _windows(hf: PretrainedConfig, name: str) -> tuple[int, ...]:
-    window = int(getattr(hf, "sliding_window", None) or 0)
+    # Plain Llama has no window: transformers ignores the key there, and so do we.
+    window = 0 if hf.model_type == "llama" else int(getattr(hf, "sliding_window", None) or 0)
     kinds = getattr(hf, "layer_types", None)
     if kinds is None:
         return (window,) * int(hf.num_hidden_layers)

@@ -94,7 +94,9 @@ class Decoder:
 
         table = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._body = executor.program(tokens)
-        self._body.add([Embed(table, self._x)])
+        embed = Embed(table, self._x)
+        registry.require(executor, [embed])
+        self._body.add([embed])
         for i in range(layers):
             ops = self._layer(i)  # one layer at a time is in memory in both forms
             registry.require(executor, ops)
@@ -163,16 +165,15 @@ class Decoder:
         norm = self._tensor("model.norm.weight", config.hidden_size)
         last, normed = torch.empty(rows, config.hidden_size), torch.empty(rows, config.hidden_size)
         weight: Weight = table
-        if "lm_head" in self._packed:
-            weight = self._source.linear("lm_head")
-        elif not config.tie_word_embeddings:
-            weight = self._tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        bias: Tensor | None = None
+        if "lm_head" in self._packed or not config.tie_word_embeddings:
+            weight, bias = self._weight("lm_head", config.vocab_size, config.hidden_size)
         if int8 and isinstance(weight, Tensor):
             weight = round_to_int8(weight)
         return [
             Gather(self._x, last),
             RMSNorm(last, norm, normed, config.rms_norm_eps, rows="logits"),
-            Linear(normed, weight, self.logits, rows="logits"),
+            Linear(normed, weight, self.logits, bias, rows="logits"),
             Argmax(self.logits, self.greedy),
         ]
 

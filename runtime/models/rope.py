@@ -17,6 +17,8 @@ def rope_type(config: DecoderConfig) -> str:
     kind = str(parameters.get("rope_type", "default"))
     if kind not in SCALINGS:
         raise CheckpointError(f"RoPE scaling {kind!r} is not served; known are {', '.join(SCALINGS)}")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError(f"a partial rotary factor is not served for {config.family} models")
     return kind
 
 
@@ -34,10 +36,8 @@ def rope_tables(config: DecoderConfig, positions: int) -> tuple[Tensor, Tensor]:
     kind = rope_type(config)
     scale = 1.0
     if kind == "default":
-        parameters = config.hf.rope_parameters
-        rotary = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
-        frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        frequencies = 1.0 / (config.hf.rope_parameters["rope_theta"] ** exponents)
     else:
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"))
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies.float()

@@ -334,3 +334,30 @@ def test_a_linear_may_write_a_slice_of_a_wider_buffer(isa: native.Isa) -> None:
         run_native(Linear(x, weight, apart), make_step(5), isa)
         assert torch.equal(wide[:, 40:73], apart)
         assert wide[:, :40].abs().sum() == 0 and wide[:, 73:].abs().sum() == 0
+
+
+def test_an_infinite_value_reaches_only_the_rows_that_see_it(isa: native.Isa) -> None:
+    torch.manual_seed(9)
+    heads, kv_heads, dim, total, bad = 6, 2, 32, 24, 13
+    qkv = torch.randn(total, (heads + 2 * kv_heads) * dim)
+    angles = torch.rand(total, dim // 2)
+    outs = []
+    for poison in (False, True):
+        mine = qkv.clone()
+        if poison:
+            mine[bad, (heads + kv_heads) * dim :] = math.inf
+        k = torch.full((2, kv_heads, dim, 16), math.nan)
+        v = torch.full((2, kv_heads, 16, dim), math.nan)
+        out = torch.empty(total, heads * dim)
+        run_native(RopeKV(mine, angles.cos(), angles.sin(), k, v, heads, kv_heads, dim), make_step(total), isa)
+        run_native(Attention(mine, out, k, v, heads, kv_heads, dim, dim**-0.5), make_step(total), isa)
+        outs.append(out)
+    clean, poisoned = outs
+    assert torch.equal(clean[:bad], poisoned[:bad])
+    assert not poisoned[bad:].isfinite().any()
+
+
+def test_a_weight_of_another_shape_is_refused(isa: native.Isa) -> None:
+    for weight in (torch.randn(33, 64), packed(32, 64, 4, 32, True), packed(33, 32, 4, 32, True)):
+        with pytest.raises(ValueError, match="does not map"):
+            run_native(Linear(torch.randn(2, 64), weight, torch.empty(2, 34)), make_step(2), isa)

@@ -284,3 +284,60 @@ def test_options_that_cannot_be_had_are_refused(
 def test_a_missing_model_is_one_line() -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         Engine("/nowhere/at/all")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_engine_goes_on_after_an_error_in_a_step(tiny_model: Path, error: type[BaseException]) -> None:
+    engine, recorder = make_engine(tiny_model)
+
+    class Broken:
+        def run(self, plan: Any, sink: Any) -> Any:
+            raise error
+
+    engine.submit("a", prompt(0, 9), GREEDY)
+    engine.step()
+    engine.runner = Broken()
+    with pytest.raises(error):
+        engine.step()
+    engine.check()
+    assert not engine.has_work() and engine.stats().kv_blocks_used == 0
+    engine.runner = recorder
+    engine.submit("a", prompt(0, 9), GREEDY)
+    assert len(finish(engine)["a/0"]) == 20
+
+
+def test_extreme_penalties_and_temperatures_draw_a_token(tiny_model: Path) -> None:
+    engine, _ = make_engine(tiny_model)
+    for i, (penalty, temperature) in enumerate(((0.01, 1e-5), (10.0, 100.0), (0.01, 1.0))):
+        params = SamplingParams(
+            max_tokens=5, repetition_penalty=penalty, temperature=temperature, top_p=0.9, min_p=0.1, ignore_eos=True
+        )
+        engine.submit(str(i), prompt(i, 9), params)
+    assert all(len(tokens) == 5 for tokens in finish(engine).values())
+
+
+def test_more_choices_than_may_ever_wait_are_refused(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20, max_waiting=1))
+    with pytest.raises(RequestError) as caught:
+        llm.generate("a", SamplingParams(n=2))
+    assert caught.value.param == "n"
+    with pytest.raises(RequestError):
+        llm.generate(["a"], [])
+
+
+def test_a_request_id_is_in_use_until_its_last_choice_ends(tiny_model: Path) -> None:
+    engine, _ = make_engine(tiny_model)
+    engine.submit("a", prompt(0, 9), SamplingParams(n=2, max_tokens=9, ignore_eos=True))
+    engine.scheduler.finish("a#0", "stop")
+    engine._forget("a#0")
+    with pytest.raises(RequestError, match="in use"):
+        engine.submit("a", prompt(0, 9), GREEDY)
+    engine.check()
+    finish(engine)
+
+
+def test_stop_strings_wait_for_min_tokens(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20))
+    free = llm.generate("hello", SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))[0].outputs[0]
+    stop = SamplingParams(max_tokens=30, min_tokens=15, temperature=0.0, ignore_eos=True, stop=(free.text[4:6],))
+    assert len(llm.generate("hello", stop)[0].outputs[0].token_ids) >= 15

@@ -32,7 +32,7 @@ def test_defaults_are_those_of_the_openai_completions_api() -> None:
         *(("top_k", v) for v in (-2, 2**31, 1.0)),
         *(("top_p", v) for v in (0, 0.0, -0.1, 1.01, math.nan)),
         *(("min_p", v) for v in (-0.1, 1.01, math.nan)),
-        *(("repetition_penalty", v) for v in (0, -1, 11, math.nan)),
+        *(("repetition_penalty", v) for v in (0, 0.001, -1, 11, math.nan)),
         *(("presence_penalty", v) for v in (-2.1, 2.1, math.nan, "0")),
         *(("frequency_penalty", v) for v in (-2.1, 2.1, -math.inf)),
         *(("seed", v) for v in (2**63, -(2**63) - 1, 1.0, "0", True)),

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                                   "high_freq_factor": 4.0, **ORIGINAL}},
     ),
     "llama-yarn": ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}}),
+    "llama-stray-window": ("llama", {"sliding_window": 5}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 9}),
     "qwen2": ("qwen2", {}),
