@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from qserve.calibration import heap
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats
+from qserve.checkpoint.errors import UsageError
 
 # (module names that share one input, their weights float32 [out, in], statistics) -> the weights to go on with.
 # Statistics are None for linears that the calibration batch never reached.
@@ -83,6 +84,9 @@ def shared_inputs(block: nn.Module, linears: dict[str, nn.Linear], hidden: Tenso
     handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
     try:
         block(hidden, *call.args, **call.kwargs)
+    except (RuntimeError, TypeError, IndexError) as error:
+        kind = type(block).__name__
+        raise UsageError(f"{kind} cannot be run by itself on the model's input ({str(error)[:100]})") from None
     finally:
         for handle in handles:
             handle.remove()

@@ -46,6 +46,12 @@ class Skeleton:
                     self.shapes[f"{name}.{child}"] = (module.out_features, module.in_features)
             for tensor, parameter in block.state_dict().items():
                 self._check(f"{name}.{tensor}", parameter)
+        inside = tuple(f"{name}." for name in self.blocks)
+        ties = getattr(self.model.config, "tie_word_embeddings", False)
+        tied = set(getattr(self.model, "_tied_weights_keys", None) or ()) if ties else set()  # not stored
+        for tensor, parameter in self.model.state_dict().items():
+            if not tensor.startswith(inside) and tensor not in tied:
+                self._check(tensor, parameter)
         if not self.shapes:
             raise UsageError(f"{source.name}: its decoder blocks hold no linear layers that can be quantized")
 

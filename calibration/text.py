@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def load_text(source: str, split: Split = "calibrate") -> Text:
     either; a dataset uses its train split for calibration and test (else validation) for evaluation, unless
     the source names one. Raises ``DataError`` for what is missing, unreadable, binary or empty.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if source == "builtin":
         name, text = f"builtin ({split})", _builtin(split)
     elif path.is_file():
@@ -54,7 +55,10 @@ def load_text(source: str, split: Split = "calibrate") -> Text:
         name, text = _dataset(source, split)
     if not text.strip():
         raise DataError(f"{source} holds no text")
-    return Text(name, text, hashlib.sha256(text.encode()).hexdigest())
+    try:
+        return Text(name, text, hashlib.sha256(text.encode()).hexdigest())
+    except UnicodeEncodeError:
+        raise DataError(f"{source} holds half of a surrogate pair, which is not text") from None
 
 
 def _file(path: Path) -> str:

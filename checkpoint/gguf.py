@@ -62,14 +62,19 @@ class GGUFFile:
         self.path = Path(path)
         self.name = name or self.path.stem
         reader = _open(self.path)
-        self._metadata = {key: field.contents() for key, field in reader.fields.items()
-                          if not key.startswith("tokenizer.ggml.") or len(field.data) == 1}
+        try:
+            self._metadata = {key: field.contents() for key, field in reader.fields.items()
+                              if not key.startswith("tokenizer.ggml.") or len(field.data) == 1}
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.path}: its metadata is damaged ({error})") from None
         self._stored = {tensor.name: tensor for tensor in reader.tensors}
         if int(self._metadata.get("split.count", 1)) > 1:
             raise CheckpointError(
                 f"{self.path} is one of several parts; merge them with llama-gguf-split --merge"
             )
         for tensor in reader.tensors:
+            if not int(tensor.n_elements):
+                raise CheckpointError(f"{self.path}: {tensor.name} is empty")
             if tensor.tensor_type not in PLAIN and tensor.tensor_type not in BLOCKS:
                 supported = ", ".join(kind.name for kind in (*PLAIN, *BLOCKS))
                 raise CheckpointError(f"{self.path}: {tensor.name} is stored as {tensor.tensor_type.name}, "

@@ -127,11 +127,15 @@ def _biases(architecture: str, model_type: str, shapes: Shapes) -> dict[str, boo
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    ids = {}
+    ids: dict[str, Any] = {}
     for name, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         value = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if value is not None:
             ids[name] = int(value)
+    # The end of a turn ends an answer too, where the model has a token of its own for it.
+    turn = metadata.get("tokenizer.ggml.eot_token_id")
+    if turn is not None and int(turn) != ids.get("eos_token_id"):
+        ids["eos_token_id"] = [ids["eos_token_id"], int(turn)] if "eos_token_id" in ids else int(turn)
     return ids
 
 

@@ -21,7 +21,7 @@ from qserve.checkpoint import gptq_format
 from qserve.checkpoint.card import QualityCard, read_card
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import file_sha256, read_json_object
-from qserve.checkpoint.manifest import read_manifest, verify_manifest
+from qserve.checkpoint.manifest import verify_manifest
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor, read_index
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
@@ -177,12 +177,10 @@ class HFDirectory:
 
     @cached_property
     def _sha256(self) -> str:
-        """Over the hashes of config.json and of the weight files, taken from the manifest if there is one."""
-        known = read_manifest(self.path) or {}
+        """Over config.json and the weight files as they are, whatever a manifest says of them."""
         digest = hashlib.sha256()
         for file in [self.path / "config.json", *self._weight_files()]:
-            entry = known.get(file.name)
-            digest.update(f"{file.name} {entry.sha256 if entry else file_sha256(file)}\n".encode())
+            digest.update(f"{file.name} {file_sha256(file)}\n".encode())
         return digest.hexdigest()
 
     def verify(self) -> None:

@@ -94,6 +94,8 @@ def _transformers(spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | No
                 return "lm_head: the output layer is not loaded packed"
         elif schemes.get(module) != spec.weights:
             return f"{module}: every linear must have the one global scheme"
+    if spec.weights.group_size not in VLLM_GROUPS:
+        return f"groups must be of 32, 64 or 128 or the whole input, not {spec.weights.group_size}"
     return _undivided(schemes, shapes)
 
 

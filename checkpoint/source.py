@@ -116,7 +116,7 @@ def open_model(
     text = os.fspath(model)
     if text == "demo" and not Path(text).is_dir():
         return GGUFFile(fetch_demo(progress, offline=offline), name="demo")
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if path.is_dir():
         return HFDirectory(path)
     if path.suffix.lower() == ".gguf" or path.is_file():

@@ -40,7 +40,7 @@ class CheckpointWriter:
     def __init__(self, out: str | Path, *, overwrite: bool = False, shard_bytes: int = 2 << 30,
                  expected_bytes: int | None = None, version: gptq_format.Version = "gptq") -> None:
         # Resolved, so that a link at OUT is followed and not replaced.
-        self.out = Path(out).expanduser().resolve()
+        self.out = Path(os.path.expanduser(out)).resolve()
         self.directory = self.out.parent / f".{self.out.name}.partial-{secrets.token_hex(4)}"
         self._shard_bytes = shard_bytes
         self._version = version
@@ -50,7 +50,8 @@ class CheckpointWriter:
         self._shards: list[list[str]] = []
         self._total_bytes = 0
         self._sealed = self._finished = False
-        self._check_out(overwrite)
+        self._overwrite = overwrite
+        self._check_out()
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.out.parent).free
@@ -63,19 +64,24 @@ class CheckpointWriter:
         except OSError as error:
             raise write_error(self.out, error) from None
 
-    def _check_out(self, overwrite: bool) -> None:
+    def _check_out(self) -> None:
         if not self.out.exists():
             return
         if not self.out.is_dir():
             raise CheckpointError(f"{self.out} is a file; choose a directory for the checkpoint")
+        if os.path.ismount(self.out):
+            raise CheckpointError(f"{self.out} is a mount point, which cannot be replaced; choose a directory inside")
         if not any(self.out.iterdir()):
             return
-        if not overwrite:
+        if not self._overwrite:
             raise CheckpointError(
                 f"{self.out} exists and is not empty; choose another directory or pass --overwrite"
             )
         if not (self.out / "config.json").exists():
             raise CheckpointError(f"{self.out} is no checkpoint (no config.json), so it is not overwritten")
+        strange = [path.name for path in self.out.iterdir() if path.is_dir() or path.suffix == ".gguf"]
+        if strange:
+            raise CheckpointError(f"{self.out} holds {strange[0]}, which is no part of a checkpoint: not overwritten")
 
     def __enter__(self) -> Self:
         return self
@@ -138,6 +144,7 @@ class CheckpointWriter:
         write_manifest(self.directory)
 
     def _publish(self) -> None:
+        self._check_out()  # again: somebody may have put something there meanwhile
         for path in self.directory.iterdir():
             sync(path)
         sync(self.directory)
@@ -160,8 +167,8 @@ class CheckpointWriter:
             os.rename(self.out, old)
         try:
             os.rename(self.directory, self.out)
-        except OSError:
-            if old is not None:
+        except BaseException:  # an interrupt too
+            if old is not None and not self.out.exists():
                 os.rename(old, self.out)
             raise
         sync(self.out.parent)

@@ -49,11 +49,14 @@ def quality_gates(
     """
     gates = []
     if max_kl is not None:
-        if not max_kl >= 0:
+        if not 0 <= max_kl < float("inf"):
             raise UsageError(f"--max-kl must be 0 or more, not {max_kl}")
         gates.append(Gate("kl_mean", max_kl, "at_most"))
     if max_ppl_increase is not None:
-        gates.append(Gate("perplexity_increase", ratio(max_ppl_increase, "--max-ppl-increase"), "at_most"))
+        rise = ratio(max_ppl_increase, "--max-ppl-increase")
+        if rise > 1 and not max_ppl_increase.endswith("%"):
+            raise UsageError(f"--max-ppl-increase {max_ppl_increase} is {rise:.0%}: write it as a percentage")
+        gates.append(Gate("perplexity_increase", rise, "at_most"))
     if min_top1 is not None:
         limit = ratio(min_top1, "--min-top1")
         if limit > 1:

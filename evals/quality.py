@@ -91,6 +91,8 @@ def compare(base: Engine, model: Engine, windows: Tensor, progress: Progress | N
     for engine, values in ((base, result.base_nll), (model, result.nll)):
         if not bool(torch.isfinite(values).all()):
             raise CheckpointError(f"{engine.model_name} computes NaN or infinity: the checkpoint is damaged")
+        if float(values.mean()) > 700.0:  # exp of it would overflow
+            raise CheckpointError(f"{engine.model_name} gives the text no probability: the checkpoint is damaged")
     return result
 
 
@@ -106,12 +108,24 @@ def _compare_rows(p: Tensor, q: Tensor, following: Tensor) -> tuple[Tensor, ...]
     )
 
 
+def windows_of(job: EvalJob, base: ModelSource) -> Tensor:
+    """int64 [n, window]: what is scored. Raises ``DataError`` where the text is too short."""
+    ids = base.tokenizer()(job.text.text, add_special_tokens=False, verbose=False)["input_ids"]
+    return evaluation_windows(ids, job.tokens, job.window)
+
+
+def check(job: EvalJob, base: ModelSource) -> None:
+    """Refuse now what ``measure`` would refuse after the work of making the model to be measured."""
+    eval_config(job.window, (base,))
+    windows_of(job, base)
+    base.sha256()
+
+
 def measure(base: Engine, model: Engine, job: EvalJob, progress: Progress | None = None) -> QualityCard:
     """The card of ``model`` against ``base``. Raises ``DataError`` where the text is too short."""
-    ids = base.tokenizer(job.text.text, add_special_tokens=False, verbose=False)["input_ids"]
     if model.tokenizer.get_vocab() != base.tokenizer.get_vocab():
         raise DataError(f"{model.model_name} and {base.model_name} have different tokenizers")
-    found = compare(base, model, evaluation_windows(ids, job.tokens, job.window), progress)
+    found = compare(base, model, windows_of(job, base.source), progress)
     return card_of(found, base.source, job, f"{model.executor.name} ({_detail(model)})")
 
 

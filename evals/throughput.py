@@ -164,6 +164,8 @@ def ratio_gates(text: str) -> dict[int, float]:
         level, _, limit = part.partition("=")
         try:
             gates[int(level)] = float(limit)
+            if not 0 < gates[int(level)] < float("inf"):
+                raise ValueError
         except ValueError:
             raise UsageError(f"--min-ratio must be like 1=3,16=8, not {text!r}") from None
     return gates

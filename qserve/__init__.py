@@ -6,6 +6,7 @@ The names below are imported on first use, so that ``import qserve`` stays cheap
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from qserve.checkpoint.spec import QuantSpec
     from qserve.runtime.llm import LLM
     from qserve.runtime.sampling import SamplingParams
+
+# In a source tree this folder hides an installed qserve; its other packages are then found there all the same.
+__path__ = extend_path(__path__, __name__)
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "QServeError", "QualityCard", "QuantSpec", "SamplingParams", "__version__"]

@@ -7,6 +7,7 @@ Every heavy import is inside the command that needs it, so that asking for help 
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,6 +145,7 @@ def quantize(
     Everything that can be refused is refused before calibration, and OUT appears complete or not at all.
     """
     from qserve import steps
+    from qserve.evals import quality
     from qserve.evals.gate import enforce, judge
 
     gates = _gates(max_kl, max_ppl_increase, min_top1)
@@ -162,6 +164,8 @@ def quantize(
     )
     evaluation = _eval_job(data, tokens, window) if gates else None
     source = steps.open_source(model)
+    if evaluation is not None:
+        quality.check(evaluation, source)
     verdicts: list[GateReport] = []
 
     def measure(staged: Path) -> QualityCard:
@@ -213,10 +217,10 @@ def evaluate(
     model, base = steps.open_source(checkpoint), steps.open_source(against)
     found = steps.measure(model, base, job, kernels, threads)
     reports = judge(gates, found)
+    steps.show_card(found, reports)  # first: a file that cannot be written must not lose the measurement
+    quality_report(found, model.name, _command(), reports).write(json_path, markdown_path)
     if card and model.spec is not None:
         write_card(model.path, found)
-    quality_report(found, model.name, _command(), reports).write(json_path, markdown_path)
-    steps.show_card(found, reports)
     enforce(reports)
 
 
@@ -263,8 +267,8 @@ def run(
         threads=threads,
         head=head,
     )
-    if any(not key for key in api_key or ()):
-        raise UsageError("--api-key must not be empty")
+    if any(not key or key != key.strip() or not key.isascii() for key in api_key or ()):
+        raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
     from qserve import steps
     from qserve.runtime.server.app import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve
@@ -364,12 +368,15 @@ def bench(
         raise UsageError("--prompt, --output and --repeats must be at least 1")
     source = steps.open_source(model)
     base = None if against is None else steps.open_source(against)
+    if base is not None and base.spec is not None:
+        raise UsageError(f"--against {against} is quantized: transformers runs the dense model it was made from")
     most = max(levels)
     config = EngineConfig(
         kernels=kernels,
         threads=threads,
         max_num_seqs=max(most, _ENGINE.max_num_seqs),
         max_num_batched_tokens=max(most, _ENGINE.max_num_batched_tokens),
+        max_waiting=max(most, _ENGINE.max_waiting),
     )
     engine = steps.load(source, config)
     load = throughput.Load(prompt, output)
@@ -407,6 +414,8 @@ def demo(
 
 def main() -> None:
     """The entry point of the ``qserve`` command."""
+    # An exit, so that what is half-written is removed; the server has a handler of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     app()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from qserve import console
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import demo_path
+from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.evals import quality
 from qserve.evals.gate import GateReport, table
@@ -68,7 +69,7 @@ def show_card(card: QualityCard, gates: Sequence[GateReport]) -> None:
 def ask(url: str, model: str, question: str, api_key: str | None = None) -> tuple[str, dict[str, Any]]:
     """One chat question over HTTP, streamed to the terminal: (answer, usage)."""
     import json
-    from urllib.request import Request, urlopen
+    from urllib.request import ProxyHandler, Request, build_opener
 
     body = {
         "model": model,
@@ -84,12 +85,15 @@ def ask(url: str, model: str, question: str, api_key: str | None = None) -> tupl
     request = Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
     answer: list[str] = []
     usage: dict[str, Any] = {}
-    with urlopen(request, timeout=120) as response:
+    direct = build_opener(ProxyHandler({}))  # this machine is not behind the proxy
+    with direct.open(request, timeout=120) as response:
         for raw in response:
             data = raw.decode().strip().removeprefix("data: ")
             if not data or data == "[DONE]":
                 continue
             chunk = json.loads(data)
+            if "error" in chunk:
+                raise QServeError(f"the server answered: {chunk['error']['message']}")
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 text = choice["delta"].get("content") or ""

@@ -49,8 +49,8 @@ class QuantizeJob:
         for flag, value in (("--samples", self.samples), ("--sequence-length", self.sequence_length)):
             if value < 1:
                 raise UsageError(f"{flag} must be at least 1, not {value}")
-        if self.seed < 0:
-            raise UsageError(f"--seed must not be negative, got {self.seed}")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
         if self.max_memory is not None and self.max_memory < 1:
             raise UsageError(f"the memory limit must be positive, not {self.max_memory}")
         self.scheme  # noqa: B018  (checks bits and group size)

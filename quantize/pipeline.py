@@ -6,6 +6,7 @@ measured (the caller hands in a function for that).
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from qserve.quantize.forecast import forecast, peak_bytes, require_memory
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
 from qserve.quantize.layer import LayerReport, Quantized
 from qserve.quantize.plan import plan
+from qserve.runtime.models.config import decoder_config
 
 Progress = Callable[[ProgressEvent], None]
 Measure = Callable[[Path], QualityCard | None]
@@ -57,12 +59,13 @@ def run(
     tell = progress or (lambda event: None)
     if source.spec is not None:
         raise UsageError(f"{source.name} is already quantized; give the model it was made from")
-    if out.exists() and out.resolve() == source.path.resolve():
-        raise UsageError(f"{out} is the model itself; choose another directory")
+    if source.path.resolve().is_relative_to(out.resolve()):
+        raise UsageError(f"{out} is or contains the model itself; choose another directory")
     source.tokenizer()  # a checkpoint without one could not be served
     skeleton = Skeleton(source)
     spec, notices = plan(job, skeleton.shapes)
     judged = _judge(spec, skeleton, job)
+    _check_rest(source, skeleton)
     expected = forecast(job, skeleton, spec)
     with CheckpointWriter(
         out, overwrite=job.overwrite, expected_bytes=expected.checkpoint_bytes, version=job.version
@@ -145,10 +148,28 @@ def _judge(spec: QuantSpec, skeleton: Skeleton, job: QuantizeJob) -> tuple[Loade
     """What every known loader says; raises ``UsageError`` where one that must accept refuses."""
     every = (*job.loaders, *(name for name in LOADERS if name not in job.loaders))
     judged = verdicts(spec, skeleton.shapes, every, version=job.version)
+    try:
+        decoder_config(skeleton.source.config, skeleton.source.name)
+    except CheckpointError as error:
+        judged = [LoaderVerdict("qserve", False, str(error)) if v.loader == "qserve" else v for v in judged]
     for verdict in judged:
         if verdict.loader in job.loaders and not verdict.accepts:
             raise UsageError(f"{verdict.loader} would refuse this checkpoint: {verdict.reason}")
     return tuple(judged)
+
+
+def _check_rest(source: ModelSource, skeleton: Skeleton) -> None:
+    """What is copied and not calibrated: damage there would otherwise be found after hours, or by users."""
+    for part in (source.config, source.generation_config()):
+        try:
+            json.dumps(part, allow_nan=False)
+        except ValueError:
+            raise CheckpointError(f"{source.name}: its configuration holds NaN or infinity") from None
+    quantized = {f"{module}.weight" for module in skeleton.shapes}
+    dtype = _kept_dtype(source)
+    for name in source.names():
+        if name not in quantized:
+            _narrow(name, source.tensor(name), dtype)
 
 
 def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str | None]:
@@ -180,7 +201,7 @@ def _write_rest(
 ) -> None:
     """Everything that is not a quantized linear: dense tensors, configuration, tokenizer."""
     packed = {f"{module}.{part}" for module in quantized for part in ("weight", "bias")}
-    dtype = torch.bfloat16 if source.dtype() == torch.bfloat16 else torch.float16
+    dtype = _kept_dtype(source)
     for name in source.names():
         if name not in packed:
             writer.put(name, _narrow(name, source.tensor(name), dtype))
@@ -195,9 +216,15 @@ def _write_rest(
     source.save_tokenizer(writer.directory)
 
 
+def _kept_dtype(source: ModelSource) -> torch.dtype:
+    return torch.bfloat16 if source.dtype() == torch.bfloat16 else torch.float16
+
+
 def _narrow(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 becomes float16 where the model is not natively bfloat16 (there, float32 was chosen on purpose)."""
-    if dtype != torch.float16 or tensor.dtype not in (torch.float32, torch.float64):
+    """Floats become float16 where the model is not natively bfloat16 (there, float32 was chosen on purpose)."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{name} holds NaN or infinity: the model is damaged")
+    if dtype != torch.float16 or not tensor.is_floating_point():
         return tensor
     narrow = tensor.to(dtype)
     if not bool(torch.isfinite(narrow).all()):

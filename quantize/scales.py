@@ -101,7 +101,8 @@ def _symmetric(weight: Tensor, importance: Tensor, start: Tensor, scheme: Weight
         for low, high, sign in ((-half, half - 1, 1.0), (1 - half, half, -1.0)):
             torch.clamp(rounded, low, high, out=codes)
             _keep_best(weighted, importance, codes, product, best, scales, sign)
-    return _settle(weight, importance, start, storable(scales), None, scheme)
+    found = storable(scales)
+    return torch.where(_worse(weight, importance, start, found, None, scheme), start, found)
 
 
 def _keep_best(
@@ -143,11 +144,11 @@ def _asymmetric(
             _keep_best(weighted, importance, codes, product, best, scales, 1.0)
             torch.where(best > before, zero, zeros, out=zeros)
     chosen = storable(scales)
-    settled = _settle(weight, importance, start, chosen, (start_zeros, zeros), scheme)
-    return settled, torch.where(settled == chosen, zeros, start_zeros)
+    worse = _worse(weight, importance, start, chosen, (start_zeros, zeros), scheme)
+    return torch.where(worse, start, chosen), torch.where(worse, start_zeros, zeros)
 
 
-def _settle(
+def _worse(
     weight: Tensor,
     importance: Tensor,
     start: Tensor,
@@ -155,10 +156,9 @@ def _settle(
     zeros: tuple[Tensor, Tensor] | None,
     scheme: WeightScheme,
 ) -> Tensor:
-    """The found scale, except where float16 rounding or a degenerate group made min-max better."""
+    """Where the found scale has more error than min-max: float16 rounding or a degenerate group can do that."""
     before, after = zeros if zeros is not None else (None, None)
-    worse = _error(weight, importance, found, after, scheme) > _error(weight, importance, start, before, scheme)
-    return torch.where(worse, start, found)
+    return _error(weight, importance, found, after, scheme) > _error(weight, importance, start, before, scheme)
 
 
 def _error(

@@ -39,7 +39,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._skipped = special_ids(tokenizer) if skip_special_tokens else frozenset()
         self._bytes = _byte_tokens(tokenizer)
         self._size = len(tokenizer)
         kept = self._kept(prompt_token_ids[-4 * CONTEXT :])
@@ -153,7 +153,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip
 
 
 @lru_cache(maxsize=8)
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that have no text of their own."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 

@@ -183,9 +183,7 @@ class Engine:
                 arrival_time=self._clock(),
                 parent=parent,
             )
-            self.scheduler.add(request)  # the first is refused where any would be
-            parent = parent or request
-            self._choices[request.request_id] = _Choice(
+            choice = _Choice(
                 request_id,
                 index,
                 request,
@@ -193,6 +191,9 @@ class Engine:
                 Detokenizer(self.tokenizer, tokens),
                 StopChecker(params.stop, params.include_stop_str_in_output),
             )
+            self.scheduler.add(request)  # the first is refused where any would be
+            self._choices[request.request_id] = choice
+            parent = parent or request
         return len(tokens)
 
     def abort(self, request_id: str) -> None:

@@ -19,13 +19,13 @@ from qserve.runtime.scheduler import QueueFullError
 from qserve.runtime.server.answers import Answer, ChatAnswer, CompletionAnswer, Echo, Usage
 from qserve.runtime.server.body import read_json
 from qserve.runtime.server.engine_thread import EngineFailure, EngineThread, Generation
-from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.errors import APIError, ClientGone
 from qserve.runtime.server.guard import Guard
 from qserve.runtime.server.logprobs import TokenTexts
 from qserve.runtime.server.metrics import Metrics
 from qserve.runtime.server.prompts import PromptEncoder
 from qserve.runtime.server.protocol import ChatRequest, CompletionRequest, parse
-from qserve.runtime.server.streaming import ClientGone, EventStream, after_first, while_connected
+from qserve.runtime.server.streaming import EventStream, after_first, while_connected
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
@@ -59,12 +59,14 @@ class Service:
         self.config = config
         self.model_name = config.model_name or engine.model_name
         self.max_model_len = engine.max_model_len
+        self.max_waiting = engine.config.max_waiting
         self.source = engine.source
+        self.stored_bytes = engine.source.stored_bytes()
         self.created = int(time.time())
         self.draining = False
         self.metrics = Metrics(self.model_name, engine.source.card, vllm_alias=config.vllm_metrics)
         self.thread = EngineThread(engine, self.metrics)
-        self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len)
+        self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
         self.texts = TokenTexts(engine.tokenizer)
 
     @property
@@ -82,7 +84,7 @@ class Service:
             "max_model_len": self.max_model_len,
             "qserve": {
                 "quantized": spec is not None,
-                "stored_bytes": self.source.stored_bytes(),
+                "stored_bytes": self.stored_bytes,
                 "quality_card": None if card is None else card.to_json(),
             },
         }
@@ -105,6 +107,10 @@ class Service:
     ) -> Generation:
         if not self.ready:
             raise APIError(503, "the server is shutting down", headers={"Retry-After": "5"})
+        if len(prompts) * params.n > self.max_waiting:
+            raise RequestError(
+                f"{len(prompts)} prompts with n {params.n} are more than the {self.max_waiting} that may wait here", "n"
+            )
         try:
             return await self.thread.submit(
                 prompts, params, priority=priority or 0, cache_salt=request.scope["qserve.tenant"]
@@ -174,7 +180,9 @@ def create_app(service: Service) -> FastAPI:
             params = replace(params, max_tokens=min(params.max_tokens or room, room))
         echo = None
         if body.echo:
-            texts = [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]
+            texts = await asyncio.to_thread(
+                lambda: [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]
+            )
             firsts = [ids[0] if params.prompt_logprobs else None for ids in prompts]
             echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(params.n)]
         generation = await service.submit(request, prompts, params, body.priority)

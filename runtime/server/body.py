@@ -11,9 +11,9 @@ import re
 from collections import Counter
 from typing import Any, NoReturn
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.errors import APIError, ClientGone
 
 MAX_OBJECTS = 50_000
 MAX_DEPTH = 64
@@ -41,16 +41,19 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise too_large
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise too_large
+    except ClientDisconnect:
+        raise ClientGone from None
     return bytes(body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Strict JSON: no NaN, duplicate keys, lone surrogates, NUL or deep nesting. Raises ``APIError`` 400."""
-    if b"\\u" in body and (bad := _BAD_ESCAPE.search(body.replace(rb"\\", b""))):
+    if b"\\u" in body and (bad := _BAD_ESCAPE.search(body.replace(rb"\\", b"__"))):
         raise _refuse("holds a NUL character" if bad["nul"] else "holds half of a surrogate pair")
     objects = 0
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from qserve.runtime.detokenizer import REPLACEMENT, decode
+from qserve.runtime.detokenizer import REPLACEMENT, decode, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._special = special_ids(tokenizer)
         # Decoded behind another token, so that a SentencePiece token keeps its leading space.
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._prefix = len(decode(tokenizer, self._anchor))
@@ -33,6 +34,8 @@ class TokenTexts:
 
     def characters(self, token_id: int) -> int:
         """Characters that begin in this token."""
+        if token_id in self._special:  # the text leaves them out
+            return 0
         return sum(byte >> 6 != 0b10 for byte in self.bytes(token_id))
 
     def name(self, token_id: int) -> str:
@@ -76,13 +79,21 @@ def completion_logprobs(
         offsets.append(offset)
         offset += texts.characters(token.chosen.token_id)
         values.append(_finite(token.chosen.logprob))
-        top.append({texts.name(t.token_id): _finite(t.logprob) for t in (token.chosen, *token.top)})
+        top.append(_by_name(texts, token))
     return {
         "tokens": tokens,
         "token_logprobs": values,
         "top_logprobs": top,
         "text_offset": offsets,
     }
+
+
+def _by_name(texts: TokenTexts, token: TokenLogprobs) -> dict[str, float]:
+    """The likeliest first, and of two tokens with one name the chosen or the likelier."""
+    found: dict[str, float] = {}
+    for each in (token.chosen, *token.top):
+        found.setdefault(texts.name(each.token_id), _finite(each.logprob))
+    return found
 
 
 def chat_logprobs(texts: TokenTexts, new: Sequence[TokenLogprobs]) -> dict[str, Any]:

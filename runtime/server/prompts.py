@@ -27,10 +27,11 @@ class PromptEncoder:
     Texts that for certain, by their length, have more tokens than ``max_model_len`` are refused at once.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_model_len: int, vocab_size: int) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._longest = max(map(len, self._tokenizer.get_vocab()))
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
@@ -39,6 +40,8 @@ class PromptEncoder:
         """A prompt as it is: special tokens in it are special, and the model's own are put around it."""
         if isinstance(prompt, list):
             self._check_length(len(prompt), 1)
+            if max(prompt) >= self._vocab_size:
+                raise RequestError(f"a token id is outside 0..{self._vocab_size - 1}", "prompt")
             return prompt
         self._check_length(len(prompt), self._longest)
         with self._lock:
@@ -54,7 +57,7 @@ class PromptEncoder:
         Special tokens of the template are special; what looks like one in a message is plain text. Raises
         ``RequestError`` where there is no template or it refuses the messages.
         """
-        self._check_length(sum(len(message["content"]) for message in messages), self._longest)
+        self._check_length(sum(len(text) for message in messages for text in message.values()), self._longest)
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         # What looks special is hidden from the tokenizer behind a word nobody can guess, and tokenized apart.

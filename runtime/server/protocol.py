@@ -115,11 +115,11 @@ class CompletionRequest(_Generation):
             value = [value]
         if not isinstance(value, list):
             raise PydanticCustomError("prompt", "must be a string, a list of strings, token ids, or lists of those")
+        if len(value) > MAX_PROMPTS and type(value[0]) is not int:  # before anything looks at each of them
+            raise PydanticCustomError("prompt", f"holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed")
         kinds = set(map(type, value))
         if kinds == {int}:
             value, kinds = [value], {list}
-        if len(value) > MAX_PROMPTS:
-            raise PydanticCustomError("prompt", f"holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed")
         if not value or not all(value):
             raise PydanticCustomError("prompt", "must not be empty")
         texts = kinds == {str}

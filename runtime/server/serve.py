@@ -5,6 +5,7 @@ Knows sockets, signals and the order of starting and stopping; does not know rou
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
@@ -14,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.server.app import ServerConfig, Service, create_app
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+HEADER_TIMEOUT = 30.0  # seconds in which the headers of a connection's first request must have come
 
 
 def claim_socket(host: str, port: int) -> socket.socket:
@@ -50,6 +54,22 @@ def claim_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+class _Protocol(H11Protocol):
+    """HTTP/1.1, except that a connection whose first request does not come is closed: uvicorn would keep it."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._late = self.loop.call_later(HEADER_TIMEOUT, self._close_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._late.cancel()
+        super().connection_lost(exc)
+
+    def _close_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
 class _Server(uvicorn.Server):
     """uvicorn, except that the first signal drains and the second ends what is left at once."""
 
@@ -57,12 +77,13 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(service),
-                http="h11",
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=5,
+                timeout_keep_alive=75,  # longer than clients keep theirs: they close, and no request meets a closing
             )
         )
         self._service = service

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -15,13 +16,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from qserve.runtime.server.engine_thread import EngineFailure
-from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.errors import APIError, ClientGone
 
 T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """The client closed the connection before it had its answer."""
+logger = logging.getLogger(__name__)
 
 
 class EventStream(StreamingResponse):
@@ -48,6 +46,10 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
             yield _event(chunk)
     except EngineFailure as error:  # the status was sent long ago: the error is the last event
         yield _event(APIError(500, str(error)).body())
+        return
+    except Exception:  # a defect; the client still learns that this is the end
+        logger.exception("a stream failed")
+        yield _event(APIError(500, "the server failed; its log says why").body())
         return
     yield b"data: [DONE]\n\n"
 

@@ -55,7 +55,7 @@ def test_the_default_loads_everywhere() -> None:
         (
             QuantSpec("gptq", WeightScheme(4, 96)),
             "gptq",
-            {"qserve": True, "vllm": False, "transformers": True},
+            {"qserve": True, "vllm": False, "transformers": False},
         ),
         (
             QuantSpec("gptq", WeightScheme(4, 128)),

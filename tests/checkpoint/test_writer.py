@@ -271,3 +271,46 @@ def test_verify_finds_what_changed_and_the_card_may_change(tmp_path) -> None:
 def test_json_that_others_refuse_is_refused(tmp_path) -> None:
     with CheckpointWriter(tmp_path / "out") as writer, pytest.raises(ValueError):
         writer.put_json("config.json", {"x": float("nan")})
+
+
+def test_what_appears_at_out_meanwhile_is_not_lost(tmp_path: Path) -> None:
+    out = tmp_path / "m"
+    with CheckpointWriter(out) as writer:
+        writer.put_json("config.json", CONFIG)
+        writer.put("t", torch.ones(3))
+        out.mkdir()
+        (out / "precious").write_text("mine")
+        with pytest.raises(CheckpointError, match="not empty"):
+            writer.finish()
+    assert (out / "precious").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "src/model.py"])
+def test_a_directory_with_more_than_a_checkpoint_is_not_overwritten(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "m"
+    write(out)
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    with pytest.raises(CheckpointError, match="not overwritten"):
+        write(out, overwrite=True)
+    assert (out / name).read_text() == "mine"
+
+
+def test_an_interrupt_between_the_renames_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "m"
+    write(out)
+    rename = os.rename
+
+    def interrupted(source: Path, target: Path) -> None:
+        if ".partial-" in str(source):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(module.os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(out, 9.0, overwrite=True)
+    assert float(HFDirectory(out).tensor("t0")[0]) == 1.0
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -1,8 +1,11 @@
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import OPTConfig, OPTForCausalLM
 
 from qserve.calibration.blocks import walk
 from qserve.calibration.skeleton import Skeleton
@@ -201,7 +204,7 @@ def test_everything_impossible_is_refused_before_calibration(llama, qwen2, tmp_p
         with pytest.raises(kind, match=message) as caught:
             pipeline.run(model, tmp_path / out, QuantizeJob(**{**SMALL, **options}))
         assert "\n" not in str(caught.value)
-    with pytest.raises(UsageError, match="is the model itself"):
+    with pytest.raises(UsageError, match="the model itself"):
         pipeline.run(source, llama, QuantizeJob(overwrite=True, **SMALL))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["finished", "short.txt", "taken"]
 
@@ -227,3 +230,47 @@ def test_a_weight_that_is_not_finite_names_its_tensor(llama, tmp_path, monkeypat
     with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight holds NaN"):
         pipeline.run(source, tmp_path / "out", QuantizeJob(**SMALL))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_inside_out_is_not_deleted(llama, tmp_path):
+    outer = tmp_path / "outer"
+    shutil.copytree(llama, outer / "model")
+    shutil.copyfile(llama / "config.json", outer / "config.json")
+    with pytest.raises(UsageError, match="contains the model"):
+        pipeline.run(HFDirectory(outer / "model"), outer, QuantizeJob(**SMALL, overwrite=True))
+    assert (outer / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("damage", ["nan", "missing", "config"])
+def test_damage_outside_the_blocks_is_found_before_calibration(llama, tmp_path, damage):
+    broken = tmp_path / "broken"
+    shutil.copytree(llama, broken)
+    tensors = load_file(broken / "model.safetensors")
+    if damage == "nan":
+        tensors["model.norm.weight"][0] = float("nan")
+    if damage == "missing":
+        del tensors["model.norm.weight"]
+    if damage == "config":
+        config = json.loads((broken / "config.json").read_text()) | {"initializer_range": float("inf")}
+        (broken / "config.json").write_text(json.dumps(config))
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    events = []
+    with pytest.raises((CheckpointError, UsageError)):
+        pipeline.run(HFDirectory(broken), tmp_path / "out", QuantizeJob(**SMALL), progress=events.append)
+    assert not events and not (tmp_path / "out").exists()
+
+
+def test_a_family_that_qserve_does_not_serve_is_refused_before_calibration(llama, tmp_path):
+    config = OPTConfig(
+        vocab_size=258, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, word_embed_proj_dim=32,
+    )
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (llama / name).exists():
+            shutil.copyfile(llama / name, tmp_path / "opt" / name)
+    source = HFDirectory(tmp_path / "opt")
+    with pytest.raises(UsageError, match="qserve would refuse"):
+        pipeline.run(source, tmp_path / "out", QuantizeJob(**SMALL))
+    report = pipeline.run(source, tmp_path / "out", QuantizeJob(**SMALL, loaders=("vllm",)))
+    assert {v.loader: v.accepts for v in report.verdicts}["qserve"] is False

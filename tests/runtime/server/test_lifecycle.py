@@ -20,6 +20,7 @@ import pytest
 
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.engine import Engine
+from qserve.runtime.server import serve as serve_module
 from qserve.runtime.server.app import ServerConfig
 from qserve.runtime.server.serve import ServerHandle, claim_socket
 
@@ -225,3 +226,14 @@ def test_sigterm_drains_and_a_second_one_aborts(engine: Engine, signals: int) ->
             assert process.wait(10) == 0
         finally:
             process.kill()
+
+
+def test_a_connection_that_says_nothing_is_closed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_module, "HEADER_TIMEOUT", 0.3)
+    with ServerHandle(engine) as server:
+        for sent in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\nX-Slow: "):
+            with socket.create_connection(("127.0.0.1", server.port)) as silent:
+                silent.sendall(sent)
+                silent.settimeout(5)
+                assert silent.recv(100) == b""
+        assert httpx.get(f"http://127.0.0.1:{server.port}/health").status_code == 200

@@ -18,7 +18,7 @@ TEXT = st.text(alphabet="ab <|im_end>\n🦊x7", max_size=40)
 
 @pytest.fixture(scope="module")
 def encoder(engine: Engine) -> PromptEncoder:
-    return PromptEncoder(engine.tokenizer, engine.max_model_len)
+    return PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
 
 
 def test_plain_messages_are_as_transformers_has_them(engine: Engine, encoder: PromptEncoder) -> None:
@@ -76,7 +76,7 @@ def test_many_threads_agree(encoder: PromptEncoder) -> None:
     ],
 )
 def test_a_template_that_is_missing_or_refuses(engine: Engine, template: str | None, reason: str) -> None:
-    encoder = PromptEncoder(engine.tokenizer, 512)
+    encoder = PromptEncoder(engine.tokenizer, 512, engine.vocab_size)
     encoder._tokenizer.chat_template = template
     with pytest.raises(RequestError, match=reason) as caught:
         encoder.chat([{"role": "user", "content": "hi"}])
