@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
 
 from qserve import console
 from qserve.checkpoint.card import QualityCard
@@ -66,25 +67,17 @@ def show_card(card: QualityCard, gates: Sequence[GateReport]) -> None:
         console.line(text)
 
 
-def ask(url: str, model: str, question: str, api_key: str | None = None) -> tuple[str, dict[str, Any]]:
-    """One chat question over HTTP, streamed to the terminal: (answer, usage)."""
-    import json
-    from urllib.request import ProxyHandler, Request, build_opener
-
+def ask(url: str, model: str, question: str) -> None:
+    """One chat question over HTTP, streamed to the terminal."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
         "stream": True,
-        "stream_options": {"include_usage": True},
         "temperature": 0,
         "max_tokens": 64,
     }
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    request = Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
-    answer: list[str] = []
-    usage: dict[str, Any] = {}
+    content = json.dumps(body).encode()
+    request = Request(f"{url}/chat/completions", content, {"Content-Type": "application/json"})
     direct = build_opener(ProxyHandler({}))  # this machine is not behind the proxy
     with direct.open(request, timeout=120) as response:
         for raw in response:
@@ -94,10 +87,6 @@ def ask(url: str, model: str, question: str, api_key: str | None = None) -> tupl
             chunk = json.loads(data)
             if "error" in chunk:
                 raise QServeError(f"the server answered: {chunk['error']['message']}")
-            usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
-                text = choice["delta"].get("content") or ""
-                answer.append(text)
-                console.out.print(text, end="", markup=False)
+                console.out.print(choice["delta"].get("content") or "", end="", markup=False)
     console.line()
-    return "".join(answer), usage

@@ -25,7 +25,7 @@ _OVERHEAD = 1.2
 _ROUNDING = 6000
 # Bytes per squared input while a Hessian is inverted: copies in float32 and float64, a factor, a solution. Measured.
 _HESSIAN_BYTES = 62
-# What a forward allocates besides; with it the forecast was 4 % above the peak of 24,576 tokens of that model.
+# What a forward allocates besides; the forecast for 24,576 tokens of that model is a fifth above its measured peak.
 _TEMPORARIES = 1.3
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
 # triangle is computed, by blocks.
