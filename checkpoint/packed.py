@@ -5,24 +5,26 @@ On-disk formats convert to and from it; kernels prepack from it at load. It know
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """W[o, i] = (codes[o, i] - zeros[o, g(i)]) * scales[o, g(i)].
+    """W[o, i] = (codes[o, i] - zeros[o, g(i)]) * scales[o, g(i)], or e4m3(codes[o, i]) * scales[o, g(i)].
 
-    codes   uint8 [out, in], each in [0, 2**bits)
-    scales  float32 [out, groups]
-    zeros   uint8 [out, groups], or None for a symmetric scheme (zero = 2**(bits-1))
-    g_idx   int32 [in], the group of each input feature, or None for consecutive groups
-    bias    float32 [out], or None
+    codes        uint8 [out, in]: each in [0, 2**bits), or the bytes of e4m3 numbers where the scheme is fp8
+    scales       float32 [out, groups]; where the scheme shares a scale among outputs, their rows repeat it
+    zeros        uint8 [out, groups], or None for a symmetric scheme (zero = 2**(bits-1))
+    g_idx        int32 [in], the group of each input feature, or None for consecutive groups
+    bias         float32 [out], or None
+    activations  how the input of the product is rounded, or None where it is not
+    input_scale  the scale of the input, where ``activations`` has a static one
     """
 
     scheme: WeightScheme
@@ -31,6 +33,8 @@ class PackedWeight:
     zeros: Tensor | None = None
     g_idx: Tensor | None = None
     bias: Tensor | None = None
+    activations: ActivationScheme | None = None
+    input_scale: float | None = None
 
     @property
     def out_features(self) -> int:
@@ -46,6 +50,8 @@ class PackedWeight:
         groups = self.scheme.groups(inp)
         if self.codes.dtype != torch.uint8:
             raise CheckpointError(f"codes must be uint8, not {self.codes.dtype}")
+        if self.scheme.dtype == "fp8" and bool(((self.codes & 0x7F) == 0x7F).any()):
+            raise CheckpointError("an fp8 weight is NaN")
         if int(self.codes.max()) > self.scheme.max_code:
             raise CheckpointError(f"a code exceeds the {self.scheme.max_code} of {self.scheme.bits} bits")
         if tuple(self.scales.shape) != (out, groups):
@@ -63,6 +69,14 @@ class PackedWeight:
         ):
             raise CheckpointError(f"g_idx must hold {inp} group numbers below {groups}")
 
+        height = self.scheme.row_height(out)
+        if height != 1 and not torch.equal(self.scales, self.block_scales().repeat_interleave(height, 0)[:out]):
+            raise CheckpointError(f"scales differ within blocks of {height} outputs that share one")
+        static = self.activations is not None and not self.activations.dynamic
+        if static != (self.input_scale is not None):
+            raise CheckpointError("a static activation scheme needs an input scale, and only it")
+        if self.input_scale is not None and not 0 < self.input_scale < float("inf"):
+            raise CheckpointError(f"the input scale is {self.input_scale}, it must be positive and finite")
         if self.g_idx is not None and int(self.g_idx.bincount().max()) > self.scheme.group_width(inp):
             raise CheckpointError(f"g_idx puts more than {self.scheme.group_width(inp)} inputs into one group")
 
@@ -72,19 +86,19 @@ class PackedWeight:
             return self.g_idx.to(torch.int64)
         return torch.arange(self.in_features) // self.scheme.group_width(self.in_features)
 
+    def block_scales(self) -> Tensor:
+        """float32 [out / rows rounded up, groups]: each scale once."""
+        return self.scales[:: self.scheme.row_height(self.out_features)].contiguous()
+
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
         group = self.group_of_input()
+        if self.scheme.dtype == "fp8":
+            return self.codes.view(torch.float8_e4m3fn).to(torch.float32) * self.scales[:, group]
         zeros: Tensor | float = float(self.scheme.zero)
         if self.zeros is not None:
             zeros = self.zeros.to(torch.float32)[:, group]
         return (self.codes.to(torch.float32) - zeros) * self.scales[:, group]
-
-    @property
-    def stored_bits(self) -> int:
-        """Bits on disk in a packed format: codes, fp16 scales, and packed zeros."""
-        per_group = 16 + self.scheme.bits
-        return self.codes.numel() * self.scheme.bits + self.scales.numel() * per_group
 
 
 def concat_rows(parts: list[PackedWeight]) -> PackedWeight:
@@ -97,7 +111,9 @@ def concat_rows(parts: list[PackedWeight]) -> PackedWeight:
         same_groups = (part.g_idx is None) == (first.g_idx is None) and (
             part.g_idx is None or first.g_idx is None or torch.equal(part.g_idx, first.g_idx)
         )
-        if part.scheme != first.scheme or part.in_features != first.in_features or not same_groups:
+        same_inputs = part.activations == first.activations and part.input_scale == first.input_scale
+        same_rows = part.scheme == first.scheme and part.in_features == first.in_features
+        if not (same_rows and same_groups and same_inputs):
             raise ValueError("these weights cannot be fused: their schemes differ")
     bias = None
     if any(part.bias is not None for part in parts):
@@ -107,10 +123,12 @@ def concat_rows(parts: list[PackedWeight]) -> PackedWeight:
         zeros = torch.cat([torch.full_like(p.scales, p.scheme.zero).to(torch.uint8) if p.zeros is None
                            else p.zeros for p in parts])
     return PackedWeight(
-        scheme=first.scheme,
+        scheme=replace(first.scheme, rows=1),  # what a scale was shared by need not be whole any more
         codes=torch.cat([p.codes for p in parts]),
         scales=torch.cat([p.scales for p in parts]),
         zeros=zeros,
         g_idx=first.g_idx,
         bias=bias,
+        activations=first.activations,
+        input_scale=first.input_scale,
     )

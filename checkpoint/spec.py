@@ -13,27 +13,37 @@ from typing import Literal
 from qserve.checkpoint.errors import UsageError
 
 WeightDtype = Literal["int", "fp8"]
-Method = Literal["rtn", "gptq", "awq", "unknown"]
+Method = Literal["rtn", "gptq", "awq", "awq+gptq", "smoothquant", "signround", "mixed", "unknown"]
+BITS = (2, 3, 4, 6, 8)
+FP8_MAX = 448.0
+"""The largest value of e4m3 (OCP 8-bit floating point, 2023)."""
 
 
 @dataclass(frozen=True)
 class WeightScheme:
     """How the weight of one linear is stored.
 
-    ``group_size`` counts input features that share one scale; -1 means the whole input (per channel).
-    A symmetric scheme has the fixed zero point ``2 ** (bits - 1)``.
+    A scale is shared by ``group_size`` inputs (-1: all of them) of ``rows`` outputs (-1: all of them): (64, 1) is
+    the usual group, (-1, 1) per channel, (-1, -1) per tensor, (128, 128) a block.
+    An ``int`` weight holds unsigned codes around a zero point, which is ``2 ** (bits - 1)`` where it is symmetric;
+    an ``fp8`` weight holds e4m3 numbers.
     """
 
     bits: int
     group_size: int = 64
     symmetric: bool = True
     dtype: WeightDtype = "int"
+    rows: int = 1
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 3, 4, 8):
-            raise UsageError(f"bits must be 2, 3, 4 or 8, not {self.bits}")
+        if self.bits not in BITS:
+            raise UsageError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
         if self.group_size != -1 and (self.group_size < 8 or self.group_size % 8):
             raise UsageError(f"group size must be -1 or a multiple of 8, not {self.group_size}")
+        if self.rows != -1 and self.rows < 1:
+            raise UsageError(f"rows that share a scale must be -1 or at least 1, not {self.rows}")
+        if self.dtype == "fp8" and (self.bits != 8 or not self.symmetric):
+            raise UsageError("fp8 weights have 8 bits and no zero points")
 
     def groups(self, in_features: int) -> int:
         """Number of groups along an input of ``in_features`` (the last may be short)."""
@@ -42,6 +52,10 @@ class WeightScheme:
     def group_width(self, in_features: int) -> int:
         """Input features per group: ``group_size``, or ``in_features`` for per-channel scales."""
         return in_features if self.group_size == -1 else self.group_size
+
+    def row_height(self, out_features: int) -> int:
+        """Outputs that share a scale."""
+        return out_features if self.rows == -1 else self.rows
 
     @property
     def zero(self) -> int:
@@ -52,31 +66,70 @@ class WeightScheme:
     def max_code(self) -> int:
         return (1 << self.bits) - 1
 
+    def storage_bits(self, out_features: int, in_features: int) -> int:
+        """Bits of a weight [out, in] in a packed format: codes, 16-bit scales, packed zero points."""
+        blocks = self.groups(in_features) * -(-out_features // self.row_height(out_features))
+        zero_bits = self.bits if self.dtype == "int" else 0
+        return out_features * in_features * self.bits + blocks * (16 + zero_bits)
+
+    def __str__(self) -> str:
+        """For people: ``4 bit g64 symmetric``, ``fp8 per channel``."""
+        shared = {(-1, 1): "per channel", (-1, -1): "per tensor"}.get((self.group_size, self.rows))
+        shared = shared or (f"g{self.group_size}" if self.rows == 1 else f"{self.rows}x{self.group_size} blocks")
+        if self.dtype == "fp8":
+            return f"fp8 {shared}"
+        return f"{self.bits} bit {shared} {'symmetric' if self.symmetric else 'asymmetric'}"
+
 
 @dataclass(frozen=True)
 class ActivationScheme:
-    """How the input of a linear is quantized when the checkpoint asks for it."""
+    """How the input of a linear is rounded before the product.
+
+    ``granularity``: one scale per token, per ``group_size`` inputs of a token, or for the whole tensor. A dynamic
+    scale is the absolute maximum of what it covers; a static one (per tensor only) was fixed by calibration.
+    """
 
     dtype: Literal["int8", "fp8"]
-    granularity: Literal["token", "tensor"] = "token"
+    granularity: Literal["token", "group", "tensor"] = "token"
     dynamic: bool = True
+    group_size: int = -1
+
+    def __post_init__(self) -> None:
+        if not self.dynamic and self.granularity != "tensor":
+            raise UsageError("static activation scales are per tensor")
+        if (self.granularity == "group") != (self.group_size != -1):
+            raise UsageError("activation groups need a group size, and only they")
+
+    def __str__(self) -> str:
+        shared = f"group of {self.group_size}" if self.granularity == "group" else self.granularity
+        return f"{self.dtype} per {shared}, {'dynamic' if self.dynamic else 'static'}"
+
+
+@dataclass(frozen=True)
+class KVScheme:
+    """How cached keys and values are stored: static symmetric scales, one per tensor or one per KV head."""
+
+    dtype: Literal["int8", "fp8"]
+    granularity: Literal["tensor", "head"] = "tensor"
 
 
 @dataclass(frozen=True)
 class QuantSpec:
     """The quantization of a whole checkpoint.
 
-    ``overrides`` maps a full module name (``model.layers.0.mlp.down_proj``) to its own scheme;
-    ``ignored`` names linears that stay in floating point.
+    ``overrides`` maps a full module name (``model.layers.0.mlp.down_proj``) to its own scheme; ``ignored`` names
+    linears that stay in floating point; ``float_inputs`` names packed linears whose input is not rounded although
+    ``activations`` says so for the others (an output layer, an embedding).
     """
 
     method: Method
     weights: WeightScheme
     activations: ActivationScheme | None = None
-    kv_cache: Literal["fp8", "int8"] | None = None
+    kv_cache: KVScheme | None = None
     act_order: bool = False
     overrides: Mapping[str, WeightScheme] = field(default_factory=dict)
     ignored: tuple[str, ...] = ("lm_head",)
+    float_inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
@@ -86,3 +139,7 @@ class QuantSpec:
         if module in self.ignored:
             return None
         return self.overrides.get(module, self.weights)
+
+    def activations_of(self, module: str) -> ActivationScheme | None:
+        """How the input of a packed ``module`` is rounded, or None where it is not."""
+        return None if module in self.float_inputs else self.activations

@@ -34,10 +34,7 @@ class Summary:
         """Over the packed linears alone, with their fp16 scales and packed zero points; None for a dense model."""
         if not self.linears:
             return None
-        bits = sum(
-            out * inp * scheme.bits + out * scheme.groups(inp) * (16 + scheme.bits)
-            for _, out, inp, scheme in self.linears
-        )
+        bits = sum(scheme.storage_bits(out, inp) for _, out, inp, scheme in self.linears)
         return bits / sum(out * inp for _, out, inp, _ in self.linears)
 
     def lines(self) -> list[str]:
@@ -52,10 +49,7 @@ class Summary:
             schemes: dict[WeightScheme, int] = {}
             for *_, scheme in self.linears:
                 schemes[scheme] = schemes.get(scheme, 0) + 1
-            shown = ", ".join(
-                f"{count} x {s.bits} bit g{s.group_size} {'symmetric' if s.symmetric else 'asymmetric'}"
-                for s, count in schemes.items()
-            )
+            shown = ", ".join(f"{count} x {scheme}" for scheme, count in schemes.items())
             lines.append(f"quantization    {self.method}: {shown}; {self.packed_bits_per_weight:.2f} bits per weight")
         return lines
 

@@ -45,7 +45,7 @@ def forecast(job: QuantizeJob, skeleton: Skeleton, spec: QuantSpec) -> Forecast:
     widest = max(inp for _, inp in shapes.values())
 
     quantized_bits = sum(
-        out * inp * scheme.bits + out * scheme.groups(inp) * (16 + scheme.bits)
+        scheme.storage_bits(out, inp)
         for module, (out, inp) in shapes.items()
         if (scheme := spec.scheme_of(module)) is not None
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.gptq_format import config_of, pack, pack_words, spec_of, unpack, unpack_words
 from qserve.checkpoint.packed import PackedWeight
-from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import KVScheme, QuantSpec, WeightScheme
 
 BITS = (2, 3, 4, 8)
 
@@ -333,4 +333,4 @@ def test_what_the_format_cannot_say_is_refused() -> None:
     with pytest.raises(UsageError):
         config_of(QuantSpec("rtn", WeightScheme(8, -1), activations=ActivationScheme("int8")))
     with pytest.raises(UsageError):
-        config_of(QuantSpec("rtn", WeightScheme(8, -1), kv_cache="fp8"))
+        config_of(QuantSpec("rtn", WeightScheme(8, -1), kv_cache=KVScheme("fp8")))
