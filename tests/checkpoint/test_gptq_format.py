@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.gptq_format import config_of, pack, pack_words, spec_of, unpack, unpack_words
 from qserve.checkpoint.packed import PackedWeight
-from qserve.checkpoint.spec import KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 BITS = (2, 3, 4, 8)
 
