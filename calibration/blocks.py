@@ -1,65 +1,305 @@
-"""Walks a model one decoder block at a time and hands every linear's calibration input to a caller.
+"""Walks a model one decoder block at a time with the calibration text, and lets a caller replace weights on the way.
 
 Knows the order in which layers run and which share an input; does not know how weights are rounded.
 
-The whole calibration batch goes through a block in ONE forward. A hook in front of each linear sees all of its
-input at once, gathers the statistics, lets the caller replace the weight, and the forward goes on with the new
-one: later linears and blocks see quantized activations (true-sequential) without a forward per linear.
+A block is visited in one of two ways with the same result. Where memory allows, the whole calibration batch goes
+through it in ONE forward: a hook in front of each linear sees all of its input at once, gathers the statistics,
+lets the caller replace the weight, and the forward goes on with the new one. Otherwise the samples go through in
+parts, once for each stage of linears that do not feed each other. Either way later linears and blocks see
+quantized activations (true-sequential).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qserve.calibration import heap
+from qserve.calibration.activations import Activations
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.errors import UsageError
 
-# (module names that share one input, their weights float32 [out, in], statistics) -> the weights to go on with.
-# Statistics are None for linears that the calibration batch never reached.
-OnLinear = Callable[[list[str], list[Tensor], LayerStats | None], Sequence[Tensor]]
 _DRY_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class BlockDone:
-    """One block has been walked: ``index`` of ``total``."""
+class Gather:
+    """What statistics a caller wants: ``LayerStats``' ``hessian`` and ``sample_rows``, and ``drift`` where the walk
+    follows the float model."""
+
+    hessian: bool = True
+    sample_rows: int = 0
+    drift: bool = False
+
+    def stats(self, in_features: int) -> LayerStats:
+        return LayerStats(in_features, hessian=self.hessian, sample_rows=self.sample_rows)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Linears that are given the very same tensor: their weights float32 [out, in], and what that tensor was like.
+
+    ``stats`` is None for linears that the calibration batch never reached.
+    """
+
+    names: tuple[str, ...]
+    weights: tuple[Tensor, ...]
+    stats: LayerStats | None
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The weights to go on with, and what their input is divided by from now on (float32 [in]) where the caller
+    moved a scale into the layer before."""
+
+    weights: Sequence[Tensor]
+    divisor: Tensor | None = None
+
+
+OnInputs = Callable[[Inputs], Replacement]
+
+
+@dataclass
+class Visit:
+    """One block while the walk is at it. ``groups`` are the linears that share an input, in the order they run.
+
+    ``floats`` are the inputs that this block has in the float model, for the first few samples, and ``twin`` is the
+    block with its own weights; both None where the walk does not follow the float model.
+    Without calibration text there are no groups, nothing runs, and each linear is loaded (by ``load``) only while it is
+    handed over.
+    """
 
     index: int
     total: int
+    name: str
+    block: nn.Module
+    linears: dict[str, nn.Linear]
+    groups: list[list[str]] = field(default_factory=list)
+    inputs: Activations | None = None
+    call: Call | None = None
+    short_call: Call | None = None
+    samples_at_once: int = 0
+    floats: Activations | None = None
+    twin: nn.Module | None = None
+    load: Callable[[str], None] | None = None
+    _outputs: Tensor | None = None
+    _finished: bool = False
+
+    def short_inputs(self) -> Tensor:
+        """float32 [1, few tokens, width]: enough to try things out with ``short_call``."""
+        assert self.inputs is not None
+        return self.inputs.read(0, 1)[:, :_DRY_TOKENS]
+
+    def forward(self) -> Iterator[tuple[int, Tensor]]:
+        """(first sample, output of the block as it is now) for each part of the batch."""
+        assert self.inputs is not None
+        return self._run(self.block, self.inputs)
+
+    def float_forward(self) -> Iterator[tuple[int, Tensor]]:
+        """The same of the float model: (first sample, output of this block there), for the samples of ``floats``."""
+        assert self.floats is not None and self.twin is not None
+        return self._run(self.twin, self.floats)
+
+    def _run(self, block: nn.Module, inputs: Activations) -> Iterator[tuple[int, Tensor]]:
+        assert self.call is not None
+        for start in range(0, inputs.shape[0], self.samples_at_once):
+            part = inputs.read(start, min(start + self.samples_at_once, inputs.shape[0]))
+            with torch.no_grad():
+                yield start, _output(block(part, *self.call.args, **self.call.kwargs))
+
+    def replace(self, on_inputs: OnInputs, gather: Gather) -> None:
+        """Hand every linear with its statistics to ``on_inputs`` and go on with what it returns."""
+        reached: set[str] = set()
+        if self.floats is None:
+            gather = dataclasses.replace(gather, drift=False)
+        if self.inputs is not None:
+            if self.samples_at_once >= self.inputs.shape[0]:
+                self._outputs = self._in_one_forward(on_inputs, gather, reached)
+            else:
+                self._in_stages(on_inputs, gather, reached)
+        for name in self.linears:
+            if name not in reached:  # they have no input in common either: each is handed over alone
+                self._hand_over([name], on_inputs, None)
+
+    def finish(self) -> None:
+        """The outputs become the inputs of the next block. Done by the walk where the caller did not."""
+        if self.inputs is None or self._finished:
+            return
+        self._finished = True
+        if self.floats is not None and self.twin is not None:
+            for start, output in self.float_forward():
+                self.floats.write(start, output)
+        if self._outputs is not None:
+            self.inputs.write(0, self._outputs)
+            self._outputs = None
+            return
+        for start, output in self.forward():
+            self.inputs.write(start, output)
+
+    def changed(self) -> None:
+        """To be called after weights were changed once ``replace`` was done: the outputs are computed again."""
+        self._outputs = None
+
+    @torch.no_grad()
+    def _in_one_forward(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> Tensor:
+        waiting = {name: group for group in self.groups for name in group}
+        divisors: dict[str, Tensor] = {}
+        assert self.inputs is not None and self.call is not None
+        samples = self.inputs.shape[0]
+        floats = self._float_inputs(0, samples, [group[0] for group in self.groups]) if gather.drift else {}
+
+        def before(name: str, inputs: Tensor) -> Tensor | None:
+            if name not in reached:
+                stats = gather.stats(inputs.shape[-1])
+                stats.update(inputs)
+                group = waiting[name]
+                self._note_drift(stats, inputs, floats.pop(group[0], None), samples)
+                divisor = self._hand_over(group, on_inputs, stats)
+                reached.update(group)
+                if divisor is not None:
+                    divisors.update(dict.fromkeys(group, divisor))
+            # The layer before ran already, without the scale that was just moved into it.
+            return inputs / divisors[name] if name in divisors else None
+
+        with _Hooks(self.linears, before):
+            whole = self.inputs.read(0, samples)
+            return _output(self.block(whole, *self.call.args, **self.call.kwargs))
+
+    def _in_stages(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
+        for stage in _stages(self.groups):
+            first = {group[0]: group for group in stage}
+            stats = self._stage_stats(list(first), gather)
+            for name in [name for name in first if name in stats]:
+                self._hand_over(first[name], on_inputs, stats.pop(name))
+                reached.update(first[name])
+
+    @torch.no_grad()
+    def _stage_stats(self, names: list[str], gather: Gather) -> dict[str, LayerStats]:
+        """The statistics of the linears ``names``, from partial forwards over all samples."""
+        assert self.inputs is not None and self.call is not None
+        samples = self.inputs.shape[0]
+        stats: dict[str, LayerStats] = {}
+        missing: set[str] = set()
+        floats: dict[str, Tensor] = {}
+        count = 0
+
+        def before(name: str, inputs: Tensor) -> None:
+            if name not in stats:
+                stats[name] = gather.stats(inputs.shape[-1])
+            stats[name].update(inputs, count / samples)
+            self._note_drift(stats[name], inputs, floats.get(name), count)
+            missing.discard(name)
+            if not missing:
+                raise _Enough
+
+        with _Hooks({name: self.linears[name] for name in names}, before):
+            for start in range(0, samples, self.samples_at_once):
+                missing.update(names)
+                part = self.inputs.read(start, min(start + self.samples_at_once, samples))
+                count = len(part)
+                floats = self._float_inputs(start, start + count, names) if gather.drift else {}
+                with suppress(_Enough):
+                    self.block(part, *self.call.args, **self.call.kwargs)
+        return stats
+
+    def _float_inputs(self, start: int, stop: int, names: list[str]) -> dict[str, Tensor]:
+        """The float model's inputs of the linears ``names``, for those of the samples that it is followed for."""
+        assert self.floats is not None and self.twin is not None and self.call is not None
+        stop = min(stop, self.floats.shape[0])
+        found: dict[str, Tensor] = {}
+        if start >= stop:
+            return found
+
+        def before(name: str, inputs: Tensor) -> None:
+            found.setdefault(name, inputs)
+            if len(found) == len(names):
+                raise _Enough
+
+        linears = {name: self.twin.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
+        with _Hooks(linears, before), suppress(_Enough):
+            self.twin(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
+        return found
+
+    def _note_drift(self, stats: LayerStats, inputs: Tensor, floats: Tensor | None, samples: int) -> None:
+        """``inputs`` are those of ``samples`` samples, ``floats`` those of as many or fewer. Where a router chose
+        which tokens come here, rows cannot be matched."""
+        assert self.inputs is not None
+        length = self.inputs.shape[1]
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        if floats is None or len(rows) != samples * length or floats.numel() % (length * rows.shape[1]):
+            return
+        stats.update_drift(rows[: floats.numel() // rows.shape[1]], floats)
+
+    def _hand_over(self, names: list[str], on_inputs: OnInputs, stats: LayerStats | None) -> Tensor | None:
+        if self.load is not None:
+            self.load(names[0])
+        weights = tuple(self.linears[name].weight.data for name in names)
+        replacement = on_inputs(Inputs(tuple(names), weights, stats))
+        for name, weight in zip(names, replacement.weights, strict=True):
+            self.linears[name].weight = nn.Parameter(weight if self.load is None else weight.to("meta"), False)
+        return replacement.divisor
 
 
 def walk(
-    skeleton: Skeleton, windows: Tensor | None, on_linear: OnLinear, *, hessian: bool = True
-) -> Iterator[BlockDone]:
-    """Visit the linears of every block in the order they run, yielding after each block.
+    skeleton: Skeleton,
+    windows: Tensor | None,
+    *,
+    samples_at_once: int | None = None,
+    float_samples: int = 0,
+    offload: Path | None = None,
+) -> Iterator[Visit]:
+    """Visit every block in order; one is in memory at a time.
 
     ``windows`` int64 [samples, length]; None visits without running anything (statistics are then None).
-    ``hessian`` False gathers only its diagonal. One block is in memory at a time.
+    ``samples_at_once`` go through a block together; None takes all. For the first ``float_samples`` the float model
+    is followed beside the quantized one. ``offload`` is a directory for the hidden states, which otherwise stay in
+    memory.
     """
-    hidden: Tensor | None = None
+    inputs: Activations | None = None
+    floats: Activations | None = None
     calls: list[Call] = []
     short: list[Call] = []
+    count = 0
     if windows is not None:
-        hidden, calls, short = skeleton.stem(windows, _DRY_TOKENS)
+        count = min(samples_at_once or len(windows), len(windows))
+        samples, length = windows.shape
+        inputs = Activations(samples, length, skeleton.hidden_size, offload)
+        calls, short = skeleton.stem(windows, _DRY_TOKENS, inputs)
+        if float_samples:
+            floats = Activations(min(float_samples, len(windows)), windows.shape[1], skeleton.hidden_size, offload)
+            for row in range(floats.shape[0]):
+                floats.write(row, inputs.read(row, row + 1))
     total = len(skeleton.blocks)
     for index in range(total):
-        block = skeleton.load(index)
-        linears = skeleton.linears(index)
-        if hidden is None:
-            _replace(list(linears.items()), on_linear, None)
+        block = skeleton.block(index) if inputs is None else skeleton.load(index)
+        visit = Visit(index, total, skeleton.blocks[index], block, skeleton.linears(index))
+        if inputs is None:
+            visit.load = skeleton.load_linear
         else:
-            groups = shared_inputs(block, linears, hidden[:1, :_DRY_TOKENS], short[index])
-            hidden = _forward(block, linears, groups, hidden, calls[index], on_linear, hessian)
+            visit.inputs, visit.samples_at_once = inputs, count
+            visit.call, visit.short_call = calls[index], short[index]
+            visit.floats, visit.twin = floats, _twin(block) if floats is not None else None
+            visit.groups = shared_inputs(block, visit.linears, visit.short_inputs(), short[index])
+        yield visit
+        visit.finish()
         skeleton.unload(index)
         heap.release()
-        yield BlockDone(index, total)
+
+
+def _twin(block: nn.Module) -> nn.Module:
+    """A copy whose parameters share the memory of ``block``'s until those are replaced."""
+    shared: dict[int, Any] = {id(p): nn.Parameter(p.data, False) for p in block.parameters()}
+    return copy.deepcopy(block, shared | {id(b): b for b in block.buffers()})
 
 
 @torch.no_grad()
@@ -67,79 +307,78 @@ def shared_inputs(block: nn.Module, linears: dict[str, nn.Linear], hidden: Tenso
     """Which linears are given the very same tensor, found by a forward over a few tokens.
 
     Modules are told apart by their input's identity (memory, layout, version), not by their names, so it works
-    for any architecture. Linears that never run are absent.
+    for any architecture. Experts that none of the few tokens reached are grouped as the reached ones are.
     """
     seen: dict[tuple[Any, ...], list[str]] = {}
     alive: list[Tensor] = []  # while they live, no other tensor can have their address
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            inputs = args[0]
-            alive.append(inputs)
-            key = (inputs.data_ptr(), inputs.shape, inputs.stride(), inputs._version)
-            seen.setdefault(key, []).append(name)
+    def before(name: str, inputs: Tensor) -> None:
+        alive.append(inputs)
+        key = (inputs.data_ptr(), inputs.shape, inputs.stride(), inputs._version)
+        seen.setdefault(key, []).append(name)
 
-        return before
-
-    handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
     try:
-        block(hidden, *call.args, **call.kwargs)
+        with _Hooks(linears, before):
+            block(hidden, *call.args, **call.kwargs)
     except (RuntimeError, TypeError, IndexError) as error:
         kind = type(block).__name__
         raise UsageError(f"{kind} cannot be run by itself on the model's input ({str(error)[:100]})") from None
-    finally:
-        for handle in handles:
-            handle.remove()
     visited: set[str] = set()
     groups = []
     for names in seen.values():
         fresh = [name for name in dict.fromkeys(names) if name not in visited]
         visited.update(fresh)
         groups += [fresh] if fresh else []
-    return groups
+    return groups + _unreached(groups, [name for name in linears if name not in visited])
 
 
-@torch.no_grad()
-def _forward(
-    block: nn.Module,
-    linears: dict[str, nn.Linear],
-    groups: list[list[str]],
-    hidden: Tensor,
-    call: Call,
-    on_linear: OnLinear,
-    hessian: bool,
-) -> Tensor:
-    """The block's output with every weight replaced as soon as its input is known."""
-    waiting = {name: group for group in groups for name in group}
+def _unreached(groups: list[list[str]], names: list[str]) -> list[list[str]]:
+    """Groups of the linears that did not run, formed as their siblings with other numbers in their names were."""
+    roles = {_role(name): index for index, group in enumerate(groups) for name in group}
+    found: dict[tuple[str, int], list[str]] = {}
+    for name in names:
+        parent = name.rpartition(".")[0]
+        found.setdefault((parent, roles.get(_role(name), -1 - len(found))), []).append(name)
+    return list(found.values())
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def before(linear: nn.Module, args: tuple[Any, ...]) -> None:
-            if name not in waiting:
-                return
-            group = waiting[name]
-            stats = LayerStats(args[0].shape[-1], hessian=hessian)
-            stats.update(args[0])
-            _replace([(member, linears[member]) for member in group], on_linear, stats)
-            for member in group:
-                del waiting[member]
 
-        return before
+def _stages(groups: list[list[str]]) -> list[list[list[str]]]:
+    """Groups that run in parallel, such as those of one layer's experts, in one stage: they differ in numbers only."""
+    stages: dict[str, list[list[str]]] = {}
+    for group in groups:
+        stages.setdefault(_role(group[0]), []).append(group)
+    return list(stages.values())
 
-    handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
-    try:
-        result = block(hidden, *call.args, **call.kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    reached = {name for group in groups for name in group} - set(waiting)
-    _replace([(name, linear) for name, linear in linears.items() if name not in reached], on_linear, None)
+
+def _role(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _output(result: Any) -> Tensor:
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
 
 
-def _replace(members: list[tuple[str, nn.Linear]], on_linear: OnLinear, stats: LayerStats | None) -> None:
-    """Linears without statistics have no input in common either: each is handed over alone."""
-    for part in [members] if stats is not None else [[member] for member in members]:
-        weights = on_linear([name for name, _ in part], [linear.weight.data for _, linear in part], stats)
-        for (_, linear), weight in zip(part, weights, strict=True):
-            linear.weight.data = weight
+class _Enough(Exception):
+    """Every linear of interest has been seen: the rest of the forward is not needed."""
+
+
+class _Hooks:
+    """``before(name, input)`` runs in front of each linear; a tensor that it returns is the input instead."""
+
+    def __init__(self, linears: Mapping[str, nn.Module], before: Callable[[str, Tensor], Tensor | None]) -> None:
+        self._linears, self._before = linears, before
+
+    def __enter__(self) -> None:
+        self._handles = [
+            linear.register_forward_pre_hook(lambda _, args, name=name: self._call(name, args[0]))
+            for name, linear in self._linears.items()
+        ]
+
+    def _call(self, name: str, inputs: Tensor) -> tuple[Tensor] | None:
+        replaced = self._before(name, inputs)
+        return None if replaced is None else (replaced,)
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()

@@ -1,6 +1,6 @@
 """``Skeleton``: a Hugging Face causal LM without weights, filled from a ``ModelSource`` one part at a time.
 
-Knows transformers' module trees; does not know text, statistics or quantization.
+Knows transformers' module trees; does not know text or statistics, nor how packed weights were made.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qserve.calibration.activations import Activations
+from qserve.calibration.experts import routers, split_experts
+from qserve.calibration.stored_names import rename_modules, stored_names
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.source import ModelSource
 
@@ -26,43 +29,50 @@ class Call:
 
 
 class Skeleton:
-    """The module tree of ``source``: parameters on the meta device, buffers computed, attention by SDPA.
+    """The module tree of ``source``: parameters on the meta device, buffers computed, experts as linears.
 
+    Modules are named as the source names them, which may differ from transformers' own code.
     blocks    module names of the decoder blocks, in order
-    shapes    linear module name -> (out, in), for every linear inside a block
-    Raises ``CheckpointError`` for an architecture transformers does not know, or whose tensors the source lacks.
+    shapes    linear module name -> (out, in), for every linear inside a block but the routers
+    routers   names of the modules inside blocks that choose among experts and stay in floating point
+    Packed weights of the source are dequantized. Raises ``CheckpointError`` for an architecture transformers does not
+    know, or whose tensors the source lacks.
     """
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
+        self._packed = frozenset(source.linears())
         self.model = _build(source.config, source.name)
+        stored = stored_names(self.model, [*source.names(), *(f"{module}.weight" for module in source.linears())])
+        split_experts(self.model, stored)
+        rename_modules(self.model, stored)
         prefix, modules = _find_blocks(self.model, source.name)
         self.blocks = [f"{prefix}.{index}" for index in range(len(modules))]
         self._modules = list(modules)
         self.shapes: dict[str, tuple[int, int]] = {}
+        self.routers: list[str] = []
         for name, block in zip(self.blocks, self._modules, strict=True):
-            for child, module in block.named_modules():
-                if isinstance(module, nn.Linear):
-                    self.shapes[f"{name}.{child}"] = (module.out_features, module.in_features)
-            for tensor, parameter in block.state_dict().items():
-                self._check(f"{name}.{tensor}", parameter)
-        inside = tuple(f"{name}." for name in self.blocks)
-        ties = getattr(self.model.config, "tie_word_embeddings", False)
-        tied = set(getattr(self.model, "_tied_weights_keys", None) or ()) if ties else set()  # not stored
-        for tensor, parameter in self.model.state_dict().items():
-            if not tensor.startswith(inside) and tensor not in tied:
-                self._check(tensor, parameter)
+            self.routers += [f"{name}.{child}" for child in routers(block)]
+        for index in range(len(self.blocks)):
+            for name, linear in self.linears(index).items():
+                self.shapes[name] = (linear.out_features, linear.in_features)
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:  # tied tensors are stored under their first name
+                self._check(name, tensor)
+            seen.add(id(tensor))
         if not self.shapes:
             raise UsageError(f"{source.name}: its decoder blocks hold no linear layers that can be quantized")
 
     @property
     def hidden_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[1])
+        return int(self.model.config.get_text_config().hidden_size)
 
     def linears(self, index: int) -> dict[str, nn.Linear]:
-        """Module name -> linear, of one block, in the order they were defined."""
-        name, block = self.blocks[index], self._modules[index]
-        return {f"{name}.{child}": m for child, m in block.named_modules() if isinstance(m, nn.Linear)}
+        """Module name -> linear, of one block without its routers, in the order they were defined."""
+        block = self.blocks[index]
+        every = {f"{block}.{child}": module for child, module in self._modules[index].named_modules()}
+        return {name: m for name, m in every.items() if isinstance(m, nn.Linear) and name not in self.routers}
 
     def block_bytes(self) -> int:
         """float32 bytes of the largest block."""
@@ -71,6 +81,15 @@ class Skeleton:
     def embedding_bytes(self) -> int:
         """float32 bytes of what is loaded to compute the first block's input."""
         return 4 * sum(parameter.numel() for _, parameter in self._stem())
+
+    def block(self, index: int) -> nn.Module:
+        """Block ``index`` as it is: without weights unless it is loaded."""
+        return self._modules[index]
+
+    def load_linear(self, name: str) -> None:
+        """Load one linear of a block that is not loaded, in float32."""
+        linear = self.model.get_submodule(name)
+        linear.load_state_dict({part: self._read(f"{name}.{part}") for part in linear.state_dict()}, assign=True)
 
     def load(self, index: int) -> nn.Module:
         """Block ``index`` with its weights in float32."""
@@ -82,33 +101,42 @@ class Skeleton:
         """Drop the weights of block ``index``."""
         self._modules[index].to("meta")
 
-    @torch.no_grad()
-    def stem(self, windows: Tensor, short: int) -> tuple[Tensor, list[Call], list[Call]]:
-        """The first block's input for ``windows`` int64 [samples, length], and every block's calls.
+    def load_all(self) -> Any:
+        """The whole model with its weights in float32."""
+        state = self.model.state_dict(keep_vars=True)
+        values: dict[int, Tensor] = {}
+        for name, tensor in state.items():
+            if id(tensor) not in values:
+                values[id(tensor)] = self._read(name)
+        self.model.load_state_dict({name: values[id(tensor)] for name, tensor in state.items()}, assign=True)
+        return self.model
 
-        Returns hidden states float32 [samples, length, hidden]; the calls for one sequence of ``length``; and
-        the calls for one of only ``short`` tokens.
+    @torch.no_grad()
+    def stem(self, windows: Tensor, short: int, inputs: Activations) -> tuple[list[Call], list[Call]]:
+        """Write the first block's input for ``windows`` int64 [samples, length] into ``inputs``.
+
+        Returns every block's call for one sequence of ``length``, and for one of only ``short`` tokens.
         """
         for name, _ in self._stem():
             owner, _, leaf = name.rpartition(".")
             value = nn.Parameter(self._read(name), requires_grad=False)
             self.model.get_submodule(owner).register_parameter(leaf, value)
-        hidden, calls = self._trace(windows[:1])
-        batch = hidden.new_empty(len(windows), *hidden.shape[1:])
+        _, calls = self._trace(windows[:1])
         for row in range(len(windows)):
-            batch[row] = self._trace(windows[row : row + 1])[0][0]
+            inputs.write(row, self._trace(windows[row : row + 1])[0])
         _, short_calls = self._trace(windows[:1, :short])
         for name, parameter in self._stem():
             owner, _, leaf = name.rpartition(".")
             empty = nn.Parameter(parameter.to("meta"), requires_grad=False)
             self.model.get_submodule(owner).register_parameter(leaf, empty)
-        return batch, calls, short_calls
+        return calls, short_calls
 
     def _stem(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters outside the blocks that the model's body uses (embeddings, norms): not the output layer."""
         inside = tuple(f"{name}." for name in self.blocks)
-        body = f"{self.model.base_model_prefix}."
-        return [(n, p) for n, p in self.model.named_parameters() if n.startswith(body) and not n.startswith(inside)]
+        body = {id(parameter) for parameter in self.model.base_model.parameters()}
+        named = self.model.named_parameters()
+        return [(name, p) for name, p in named if id(p) in body and not name.startswith(inside)]
 
     def _trace(self, window: Tensor) -> tuple[Tensor, list[Call]]:
         """Run the body with blocks that only note how they are called and hand their input on."""
@@ -131,15 +159,28 @@ class Skeleton:
         raise UsageError(f"{self.source.name}: the decoder blocks of {kind} cannot be run one by one")
 
     def _check(self, name: str, expected: Tensor) -> None:
-        if not self.source.has(name):
+        module, _, part = name.rpartition(".")
+        packed = module in self._packed
+        if not packed and not self.source.has(name):
             raise CheckpointError(f"{self.source.name} lacks the tensor {name} that {type(self.model).__name__} needs")
-        if self.source.shape(name) != tuple(expected.shape):
+        if packed and part != "weight":
+            return
+        shape = self.source.shape(module if packed else name)
+        if shape != tuple(expected.shape):
             raise CheckpointError(
-                f"{self.source.name}: {name} is {list(self.source.shape(name))}, its config says {list(expected.shape)}"
+                f"{self.source.name}: {name} is {list(shape)}, its config says {list(expected.shape)}"
             )
 
     def _read(self, name: str) -> Tensor:
-        tensor = self.source.tensor(name).to(torch.float32)
+        module, _, part = name.rpartition(".")
+        if module in self._packed:
+            packed = self.source.linear(module)
+            found = packed.dequantize() if part == "weight" else packed.bias
+            if found is None:
+                raise CheckpointError(f"{self.source.name} lacks the tensor {name}")
+            tensor = found.to(torch.float32)
+        else:
+            tensor = self.source.tensor(name).to(torch.float32)
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{self.source.name}: {name} holds NaN or infinity")
         return tensor
@@ -171,9 +212,8 @@ def _build(config: dict[str, Any], name: str) -> Any:
     try:
         parsed = AutoConfig.for_model(config.get("model_type", ""), **fields)
         with _EmptyOnMeta():
-            model = AutoModelForCausalLM.from_config(
-                parsed, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
-            )
+            # Attention is SDPA where the architecture allows it.
+            model = AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever a malformed config leads to
         # The first sentence: what follows may be a list of every architecture there is.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]

@@ -5,6 +5,9 @@ Knows matrices of activations; does not know models, nor how weights are rounded
 
 from __future__ import annotations
 
+import copy
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,25 +24,52 @@ class LayerStats:
     hessian   float32 [in, in], H = 2/tokens * X^T X (GPTQ, arXiv 2210.17323), or None where not asked for
     diagonal  float32 [in], H's diagonal, the importance of each input
     absmax    float32 [in], the largest magnitude of each input
+    absmean   float32 [in], the mean magnitude of each input
+    sample    float32 [at most sample_rows, in], rows of X, evenly spaced; for what no moment can tell
+    drift     float32 [in, in], 2/rows * (F - X)^T X over the rows for which F, the float model's input, is known;
+              None where it never was: how far X has drifted away from F, as a linear layer can make up for
     The mean is updated rather than a sum, so a long run does not overflow.
     """
 
-    def __init__(self, in_features: int, *, hessian: bool = True) -> None:
+    def __init__(self, in_features: int, *, hessian: bool = True, sample_rows: int = 0) -> None:
         self.tokens = 0
         self.absmax = torch.zeros(in_features)
+        self.absmean = torch.zeros(in_features)
+        self.sample = torch.empty(0, in_features)
+        self.drift: Tensor | None = None
+        self._drift_rows = 0
+        self._sample_rows = sample_rows
         self._upper = torch.zeros(in_features, in_features) if hessian else None
+        self._mirrored = False
         self._diagonal = torch.zeros(in_features)
 
-    def update(self, inputs: Tensor) -> None:
-        """Add the rows of ``inputs`` [..., in]."""
+    def update(self, inputs: Tensor, share: float = 1.0) -> None:
+        """Add the rows of ``inputs`` [..., in], which are ``share`` of all that will come."""
         rows = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+        wanted = min(len(rows), self._sample_rows - len(self.sample), math.ceil(share * self._sample_rows))
+        if wanted > 0:
+            spaced = torch.arange(wanted) * len(rows) // wanted
+            self.sample = torch.cat([self.sample, rows[spaced]])
         for chunk in rows.split(_ROWS):
             self._add(chunk)
 
+    def update_drift(self, inputs: Tensor, floats: Tensor) -> None:
+        """Compare rows of ``inputs`` [..., in] with what the float model has in their place."""
+        rows, wanted = inputs.reshape(-1, inputs.shape[-1]), floats.reshape(-1, inputs.shape[-1])
+        if self.drift is None:
+            self.drift = torch.zeros(rows.shape[1], rows.shape[1])
+        for chunk, target in zip(rows.split(_ROWS), wanted.split(_ROWS), strict=True):
+            before, self._drift_rows = self._drift_rows, self._drift_rows + len(chunk)
+            keep, gain = before / self._drift_rows, 2.0 / self._drift_rows
+            self.drift.addmm_((target - chunk).t(), chunk, beta=keep, alpha=gain)
+
     def _add(self, chunk: Tensor) -> None:
+        self._mirrored = False
         before, self.tokens = self.tokens, self.tokens + chunk.shape[0]
         keep, gain = before / self.tokens, 2.0 / self.tokens
-        torch.maximum(self.absmax, chunk.abs().amax(dim=0), out=self.absmax)
+        magnitude = chunk.abs()
+        torch.maximum(self.absmax, magnitude.amax(dim=0), out=self.absmax)
+        self.absmean.mul_(keep).add_(magnitude.sum(dim=0), alpha=1.0 / self.tokens)
         if self._upper is None:
             self._diagonal.mul_(keep).add_(chunk.square().sum(dim=0), alpha=gain)
             return
@@ -47,12 +77,29 @@ class LayerStats:
             block = self._upper[start : start + _COLUMNS, start:]
             block.addmm_(chunk[:, start : start + _COLUMNS].t(), chunk[:, start:], beta=keep, alpha=gain)
 
+    def divided(self, scale: Tensor) -> LayerStats:
+        """The statistics of the same input with each feature divided by ``scale`` float32 [in], positive."""
+        result = copy.copy(self)
+        result.absmax, result.absmean = self.absmax / scale, self.absmean / scale
+        result.sample = self.sample / scale
+        result._diagonal = self._diagonal / scale.square()
+        if self._upper is not None:
+            result._upper = self._upper / scale / scale[:, None]
+        if self.drift is not None:
+            result.drift = self.drift / scale / scale[:, None]
+        return result
+
     @property
     def hessian(self) -> Tensor | None:
-        if self._upper is None:
-            return None
-        upper = self._upper.triu()
-        return upper + upper.triu(1).t()
+        """Not a copy: for the widest layers of large models it is gigabytes."""
+        if self._upper is not None and not self._mirrored:
+            for start in range(0, len(self._upper), _COLUMNS):
+                stop = start + _COLUMNS
+                corner = self._upper[start:stop, start:stop]
+                corner.copy_(corner.triu() + corner.triu(1).t())
+                self._upper[stop:, start:stop] = self._upper[start:stop, stop:].t()
+            self._mirrored = True
+        return self._upper
 
     @property
     def diagonal(self) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import file_sha256
+from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.gguf_config import ROPE_FACTORS, config_of, hf_name
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import QuantSpec
@@ -56,6 +57,7 @@ class GGUFFile:
     """
 
     spec: QuantSpec | None = None
+    format: Format | None = None
     card: QualityCard | None = None
 
     def __init__(self, path: str | Path, *, name: str | None = None) -> None:

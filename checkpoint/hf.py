@@ -1,4 +1,4 @@
-"""``HFDirectory``: a model stored as Hugging Face does, dense or with GPTQ linears, read tensor by tensor.
+"""``HFDirectory``: a model stored as Hugging Face does, dense or with packed linears, read tensor by tensor.
 
 Knows which files a model directory has; does not know architectures, nor what computes with the tensors.
 """
@@ -17,10 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qserve.checkpoint import gptq_format
 from qserve.checkpoint.card import QualityCard, read_card
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import file_sha256, read_json_object
+from qserve.checkpoint.formats import FORMATS, format_of
+from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.manifest import verify_manifest
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor, read_index
@@ -51,37 +52,56 @@ class HFDirectory:
         self._tensors = read_index(self.path)
         self._files = ExitStack()
         self._open: dict[Path, Any] = {}
-        self._linears = [name.removesuffix(".qweight") for name in self._tensors if name.endswith(".qweight")]
-        packed = {f"{module}.{part}" for module in self._linears for part in gptq_format.PARTS}
+        self._format, quantization, where = self._read_format()
+        marks = {mark for format in ([self._format] if self._format else FORMATS.values()) for mark in format.marks}
+        parts = {part for format in ([self._format] if self._format else FORMATS.values()) for part in format.parts}
+        split = [name.rpartition(".") for name in self._tensors]
+        self._linears = list(dict.fromkeys(module for module, _, part in split if part in marks))
+        if self._format is None and self._linears:
+            raise CheckpointError(f"{where} lacks quantization_config, but {self._linears[0]} is stored packed")
+        packed = {f"{module}.{part}" for module in self._linears for part in parts}
         self._dense = [name for name in self._tensors if name not in packed]
-        self.spec, self._version = self._read_quantization()
+        self.spec = self._read_spec(quantization, where)
         self.card: QualityCard | None = read_card(self.path)
 
-    def _read_quantization(self) -> tuple[QuantSpec | None, gptq_format.Version]:
-        config = self.config.get("quantization_config")
+    def _read_format(self) -> tuple[Format | None, dict[str, Any], Path]:
+        """The format, its ``quantization_config`` (None and {} for a dense model), and the file that holds it."""
         where = self.path / "config.json"
+        config = self.config.get("quantization_config")
         if config is None and (self.path / "quantize_config.json").exists():
             where = self.path / "quantize_config.json"
             config = read_json_object(where)
         if config is None:
-            if self._linears:
-                raise CheckpointError(
-                    f"{where} lacks quantization_config, but {self._linears[0]} is stored packed"
-                )
-            return None, "gptq"
+            return None, {}, where
         if not isinstance(config, dict):
             raise CheckpointError(f"{where}: quantization_config must be an object")
+        try:
+            return format_of(config), config, where
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {error}") from None
+
+    def _read_spec(self, quantization: dict[str, Any], where: Path) -> QuantSpec | None:
+        if self._format is None:
+            return None
+        for name in self._dense:
+            if name.endswith(".weight") and self._tensors[name].dtype not in _DTYPES:
+                stored = self._tensors[name]
+                raise CheckpointError(f"{stored.file}: {name} is stored as {stored.dtype}, but its scale is missing")
         dense = [name.removesuffix(".weight") for name in self._dense
                  if name.endswith(".weight") and len(self._tensors[name].shape) == 2]
         try:
-            spec = gptq_format.spec_of(config, self._linears + dense)
-            version = gptq_format.version_of(config)
+            spec = self._format.spec_of(quantization, self._linears + dense)
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}") from None
         for module in self._linears:
             if spec.scheme_of(module) is None:
                 raise CheckpointError(f"{where} skips {module}, but it is stored packed")
-        return spec, version
+        return spec
+
+    @property
+    def format(self) -> Format | None:
+        """The format of the packed modules, or None for a dense model."""
+        return self._format
 
     def names(self) -> list[str]:
         return list(self._dense)
@@ -97,11 +117,15 @@ class HFDirectory:
         return frozenset(self._dense)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if f"{name}.qweight" in self._tensors:
-            scheme = self._scheme(name)
-            words, out = self._tensors[f"{name}.qweight"].shape
-            return (out, words * 32 // scheme.bits)
-        return self._stored(name).shape
+        if name not in self._packed:
+            return self._stored(name).shape
+        format, scheme = self._format_and_scheme(name)
+        shapes = {part: self._tensors[f"{name}.{part}"].shape for part in self._parts(name)}
+        try:
+            return format.shape(scheme, shapes, lambda part: self.tensor(f"{name}.{part}"))
+        except (CheckpointError, KeyError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise CheckpointError(f"{self.path}: {name}: {reason}") from None
 
     def nbytes(self, name: str) -> int:
         stored = self._stored(name)
@@ -119,19 +143,29 @@ class HFDirectory:
         return tensor
 
     def linear(self, module: str) -> PackedWeight:
-        parts = {part: self.tensor(f"{module}.{part}") for part in gptq_format.PARTS
-                 if f"{module}.{part}" in self._tensors}
-        if "qweight" not in parts:
+        if module not in self._packed:
             raise CheckpointError(f"{self.path} has no packed linear {module}")
+        format, scheme = self._format_and_scheme(module)
+        assert self.spec is not None
+        parts = {part: self.tensor(f"{module}.{part}") for part in self._parts(module)}
         try:
-            return gptq_format.unpack(parts, self._scheme(module), self._version)
+            return format.unpack(parts, scheme, self.spec.activations_of(module))
         except CheckpointError as error:
-            raise CheckpointError(f"{self._tensors[f'{module}.qweight'].file}: {module}: {error}") from None
+            file = self._tensors[f"{module}.{next(iter(parts))}"].file
+            raise CheckpointError(f"{file}: {module}: {error}") from None
 
-    def _scheme(self, module: str) -> WeightScheme:
+    def _parts(self, module: str) -> list[str]:
+        assert self._format is not None
+        return [part for part in self._format.parts if f"{module}.{part}" in self._tensors]
+
+    @cached_property
+    def _packed(self) -> frozenset[str]:
+        return frozenset(self._linears)
+
+    def _format_and_scheme(self, module: str) -> tuple[Format, WeightScheme]:
         scheme = self.spec.scheme_of(module) if self.spec is not None else None
-        assert scheme is not None, "checked at open"
-        return scheme
+        assert scheme is not None and self._format is not None, "checked at open"
+        return self._format, scheme
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self._tensors:

@@ -1,4 +1,4 @@
-"""What would load a checkpoint in the GPTQ format, and what would refuse it and why.
+"""What would load a checkpoint, and what would refuse it and why.
 
 Knows the published limits of each loader; does not import any of them. Asked before calibration starts, so
 that hours of work never end in files that load nowhere.
@@ -6,18 +6,16 @@ that hours of work never end in files that load nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.gptq_format import FUSED, Version
-from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.formats.format import FUSED, Format, Schemes, Shapes, is_embedding
+from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
-Shapes = Mapping[str, tuple[int, int]]
-Schemes = Mapping[str, WeightScheme]
-Refusal = Callable[[QuantSpec, Schemes, Shapes], str | None]
-
-VLLM_GROUPS = (-1, 32, 64, 128)
+# Group sizes of the Marlin kernels, and the multiples of outputs and inputs they need.
+_GROUPS = (-1, 32, 64, 128)
+_MARLIN_OUT, _MARLIN_IN = 64, 128
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,32 @@ class LoaderVerdict:
     accepts: bool
     reason: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.loader} {'loads it' if self.accepts else 'refuses it'}{self.reason and ': '}{self.reason}"
 
-def verdicts(spec: QuantSpec, shapes: Shapes, loaders: Iterable[str] | None = None, *,
-             version: Version = "gptq") -> list[LoaderVerdict]:
-    """What each loader makes of ``spec`` for linears of ``shapes`` (module -> (out, in)) in the GPTQ format.
+
+@dataclass(frozen=True)
+class _Case:
+    """What is judged: ``schemes`` are those of the packed modules among ``shapes``."""
+
+    spec: QuantSpec
+    schemes: Schemes
+    shapes: Shapes
+    format: Format
+
+    @property
+    def head_is_packed(self) -> bool:
+        return "lm_head" in self.schemes
+
+    def kinds(self) -> Iterable[tuple[str, WeightScheme, ActivationScheme | None]]:
+        """(module, scheme, activations) of every packed module."""
+        return ((module, scheme, self.spec.activations_of(module)) for module, scheme in self.schemes.items())
+
+
+def verdicts(
+    spec: QuantSpec, shapes: Shapes, loaders: Iterable[str] | None = None, *, format: Format
+) -> list[LoaderVerdict]:
+    """What each loader makes of ``spec`` for modules of ``shapes`` (module -> (out, in)) in ``format``.
 
     Raises ``UsageError`` for a loader that is not known.
     """
@@ -40,74 +60,175 @@ def verdicts(spec: QuantSpec, shapes: Shapes, loaders: Iterable[str] | None = No
     if unknown:
         raise UsageError(f"unknown loader {unknown[0]!r}; known: {', '.join(LOADERS)}")
     schemes = {module: scheme for module in shapes if (scheme := spec.scheme_of(module)) is not None}
-    limit = _format_limit(spec, schemes, shapes, version)
+    case = _Case(spec, schemes, shapes, format)
+    limit = format.limit(spec, schemes, shapes)
     result = []
     for loader in chosen:
         refusal, note = LOADERS[loader]
-        reason = limit or refusal(spec, schemes, shapes)
-        result.append(LoaderVerdict(loader, reason is None, reason or note))
+        reason = limit or refusal(case)
+        result.append(LoaderVerdict(loader, reason is None, reason or note(case)))
     return result
 
 
-def _format_limit(spec: QuantSpec, schemes: Schemes, shapes: Shapes, version: Version) -> str | None:
-    """What no reader of the format could load."""
-    if spec.activations is not None or spec.kv_cache is not None:
-        return "the GPTQ format quantizes weights only"
-    for module, scheme in schemes.items():
-        out, inp = shapes[module]
-        unit = 32 if scheme.bits == 3 else 32 // scheme.bits
-        if scheme.dtype != "int":
-            return f"{module}: the GPTQ format holds integers, not {scheme.dtype}"
-        if inp % unit or out % unit:
-            return f"{module} [{out}, {inp}]: at {scheme.bits} bits both sizes must be multiples of {unit}"
-        if version == "gptq" and not scheme.symmetric:
-            return f"{module}: version 1 cannot store every zero point of an asymmetric weight; write gptq_v2"
+def _qserve(case: _Case) -> str | None:
     return None
 
 
-def _qserve(spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
+def _vllm(case: _Case) -> str | None:
+    return _served(case, heads_of_kv=True, small_inputs=True)
+
+
+def _sglang(case: _Case) -> str | None:
+    return _served(case, heads_of_kv=False, small_inputs=case.format.name.startswith("gptq"))
+
+
+def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool) -> str | None:
+    """The limits that vLLM has and SGLang took over. ``small_inputs``: symmetric weights that Marlin cannot take
+    run in a slower kernel."""
+    kv_cache = case.spec.kv_cache
+    if kv_cache is not None and kv_cache.dtype != "fp8":
+        return "a KV cache in int8 is not supported, only in fp8"
+    if kv_cache is not None and kv_cache.granularity != "tensor" and not heads_of_kv:
+        return "KV-cache scales must be per tensor"
+    if case.head_is_packed and not case.format.name.startswith("gptq"):
+        return f"lm_head: the output layer is not loaded packed from {case.format.name}"
+    for module, scheme, activations in case.kinds():
+        if is_embedding(module):
+            return f"{module}: an embedding is not loaded packed"
+        weight_only = activations is None and scheme.dtype == "int"
+        reason = (
+            _integers(case, module, scheme, small_inputs=small_inputs) if weight_only
+            else _rounded_inputs(scheme, activations, case.shapes[module])
+        )
+        if reason is not None:
+            return f"{module}: {reason}"
+    return _unlike_siblings(case) or _undivided(case)
+
+
+def _integers(case: _Case, module: str, scheme: WeightScheme, *, small_inputs: bool) -> str | None:
+    """Integer weights with inputs in floating point: Marlin, or a slower kernel."""
+    out, inp = case.shapes[module]
+    gptq, awq = case.format.name.startswith("gptq"), case.format.name == "awq"
+    if gptq and not scheme.symmetric:
+        return "GPTQ weights must be symmetric (--sym)"
+    if scheme.bits not in (4, 8) or (scheme.bits == 8 and not scheme.symmetric):
+        return f"weights must have 4 or 8 bits (8 only symmetric), not {scheme}"
+    if scheme.group_size not in _GROUPS:
+        return f"groups must be of 32, 64 or 128 or the whole input, not {scheme.group_size}"
+    if not awq and not (small_inputs and scheme.symmetric) and not _fits_marlin(case.shapes[module]):
+        return f"[{out}, {inp}]: the kernel needs outputs in multiples of {_MARLIN_OUT} and inputs of {_MARLIN_IN}"
     return None
 
 
-def _vllm(spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
-    for module, scheme in schemes.items():
-        if not scheme.symmetric:
-            return f"{module}: GPTQ weights must be symmetric (--sym)"
-        if scheme.bits not in (4, 8):
-            return f"{module}: GPTQ weights must have 4 or 8 bits, not {scheme.bits}"
-        if scheme.group_size not in VLLM_GROUPS:
-            return f"{module}: groups must be of 32, 64 or 128 or the whole input, not {scheme.group_size}"
-    for module in shapes:
+def _rounded_inputs(scheme: WeightScheme, activations: ActivationScheme | None, shape: tuple[int, int]) -> str | None:
+    """int8 x int8, fp8 x fp8, or fp8 weights alone."""
+    block = scheme.rows not in (1, -1)
+    if scheme.group_size != -1 and not block:
+        return f"weights must have scales per channel, per tensor or per block where inputs are rounded, not {scheme}"
+    if block and (scheme.rows, scheme.group_size) != (128, 128):
+        return f"blocks must be of 128x128, not {scheme}"
+    if block and (shape[0] % 128 or shape[1] % 128):
+        return f"{list(shape)}: with blocks both sizes must be multiples of 128"
+    if activations is None:
+        return None
+    if scheme.dtype == "int" and (scheme.bits != 8 or not scheme.symmetric or activations.dtype != "int8"):
+        return f"rounded inputs need symmetric weights of 8 bits, not {scheme}"
+    if (activations.granularity == "group") != block:
+        return f"inputs per {activations.granularity} do not go with {scheme}"
+    if activations.granularity == "tensor" and activations.dynamic and activations.dtype == "int8":
+        return "inputs per tensor must have static scales"
+    return None
+
+
+def _fits_marlin(shape: tuple[int, int]) -> bool:
+    return shape[0] % _MARLIN_OUT == 0 and shape[1] % _MARLIN_IN == 0
+
+
+def _unlike_siblings(case: _Case) -> str | None:
+    """Loaders fuse q, k and v, and gate and up, into one linear each: it has one scheme."""
+    spec = case.spec
+    for module in case.shapes:
         parent, _, leaf = module.rpartition(".")
         for fused, siblings in FUSED.items():
             for name in (f"{parent}.{sibling}" for sibling in siblings if leaf in siblings):
-                if name in shapes and spec.scheme_of(name) != spec.scheme_of(module):
+                kinds = {(spec.scheme_of(m), spec.scheme_of(m) and spec.activations_of(m)) for m in (name, module)}
+                if name in case.shapes and len(kinds) > 1:
                     return f"{module} and {name} must share one scheme, as they are fused into {fused}"
-    return _undivided(schemes, shapes)
-
-
-def _transformers(spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
-    # It replaces every linear of the decoder blocks by one with the global scheme and reads no "dynamic".
-    for module in shapes:
-        if module == "lm_head":
-            if module in schemes:
-                return "lm_head: the output layer is not loaded packed"
-        elif schemes.get(module) != spec.weights:
-            return f"{module}: every linear must have the one global scheme"
-    if spec.weights.group_size not in VLLM_GROUPS:
-        return f"groups must be of 32, 64 or 128 or the whole input, not {spec.weights.group_size}"
-    return _undivided(schemes, shapes)
-
-
-def _undivided(schemes: Schemes, shapes: Shapes) -> str | None:
-    for module, scheme in schemes.items():
-        if shapes[module][1] % scheme.group_width(shapes[module][1]):
-            return f"{module}: groups of {scheme.group_size} do not divide its input of {shapes[module][1]}"
     return None
 
 
-LOADERS: dict[str, tuple[Refusal, str]] = {
-    "qserve": (_qserve, ""),
-    "vllm": (_vllm, ""),
-    "transformers": (_transformers, "needs the packages optimum and gptqmodel"),
+def _transformers(case: _Case) -> str | None:
+    name = case.format.name
+    if name == "compressed-tensors":
+        return None
+    if case.head_is_packed:
+        return "lm_head: the output layer is not loaded packed"
+    if name == "fp8":
+        return _transformers_fp8(case)
+    if name.startswith("gptq"):
+        # It replaces every linear of the decoder blocks by one with the global scheme and reads no "dynamic".
+        for module in case.shapes:
+            if module != "lm_head" and case.schemes.get(module) != case.spec.weights:
+                return f"{module}: every linear must have the one global scheme"
+    if case.spec.weights.group_size not in _GROUPS:
+        return f"groups must be of 32, 64 or 128 or the whole input, not {case.spec.weights.group_size}"
+    return _undivided(case)
+
+
+def _transformers_fp8(case: _Case) -> str | None:
+    if case.spec.weights.rows == -1:
+        return "scales per tensor are looked for under other names; write blocks, or compressed-tensors"
+    rows, columns = case.spec.weights.rows, case.spec.weights.group_size
+    for module in case.schemes:
+        out, inp = case.shapes[module]
+        if out % rows or inp % columns:
+            return f"{module} [{out}, {inp}]: blocks of {rows}x{columns} must divide it"
+    return None
+
+
+def _undivided(case: _Case) -> str | None:
+    for module, scheme in case.schemes.items():
+        if case.shapes[module][1] % scheme.group_width(case.shapes[module][1]):
+            return f"{module}: groups of {scheme.group_size} do not divide its input of {case.shapes[module][1]}"
+    return None
+
+
+def _no_note(case: _Case) -> str:
+    return ""
+
+
+def _not_for_marlin(case: _Case) -> str | None:
+    for module, scheme, activations in case.kinds():
+        if scheme.dtype == "int" and activations is None and not _fits_marlin(case.shapes[module]):
+            return (f"{module} {list(case.shapes[module])} runs in a slower kernel, as Marlin takes multiples of "
+                    f"{_MARLIN_OUT} x {_MARLIN_IN}")
+    return None
+
+
+def _vllm_note(case: _Case) -> str:
+    if slow := _not_for_marlin(case):
+        return f"needs --dtype float16: {slow}"
+    if case.format.name == "fp8" and case.spec.weights.rows == -1:
+        return "fused siblings are rounded again to one scale per tensor"
+    return ""
+
+
+def _sglang_note(case: _Case) -> str:
+    slow = _not_for_marlin(case) if case.format.name.startswith("gptq") else None
+    return f"needs --quantization gptq: {slow}" if slow else ""
+
+
+def _transformers_note(case: _Case) -> str:
+    if case.format.name == "compressed-tensors":
+        return "needs the package compressed-tensors"
+    if case.format.name == "fp8":
+        return "needs a GPU with fp8; dequantizes elsewhere"
+    return "needs the packages optimum and gptqmodel"
+
+
+LOADERS: dict[str, tuple[Callable[[_Case], str | None], Callable[[_Case], str]]] = {
+    "qserve": (_qserve, _no_note),
+    "vllm": (_vllm, _vllm_note),
+    "sglang": (_sglang, _sglang_note),
+    "transformers": (_transformers, _transformers_note),
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import fetch_demo
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.hub import fetch_snapshot, is_hub_id
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 class ModelSource(Protocol):
     """A readable model. Tensor and module names are those of Hugging Face transformers.
 
-    ``config`` is the content of ``config.json`` (for GGUF: made from its metadata); ``spec`` is None for a
-    dense model. Every method raises ``CheckpointError`` where the files are damaged.
+    ``config`` is the content of ``config.json`` (for GGUF: made from its metadata); ``spec`` and ``format``
+    (of the packed modules) are None for a dense model. Every method raises ``CheckpointError`` where the files
+    are damaged.
     """
 
     @property
@@ -41,6 +43,8 @@ class ModelSource(Protocol):
     def config(self) -> dict[str, Any]: ...
     @property
     def spec(self) -> QuantSpec | None: ...
+    @property
+    def format(self) -> Format | None: ...
     @property
     def card(self) -> QualityCard | None: ...
 

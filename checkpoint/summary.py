@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from math import prod
 
 from qserve.checkpoint.source import ModelSource
-from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, KVScheme, WeightScheme
 
 
 @dataclass(frozen=True)
 class Summary:
-    """``linears`` are the packed ones: (module, out, in, scheme). Sizes in bytes."""
+    """``linears`` are the packed ones: (module, out, in, scheme). Sizes in bytes.
+
+    ``float_inputs`` counts packed linears whose input is not rounded although ``activations`` says so for the rest.
+    """
 
     name: str
     family: str
@@ -19,6 +22,10 @@ class Summary:
     parameters: int
     stored_bytes: int
     linears: tuple[tuple[str, int, int, WeightScheme], ...]
+    format: str | None = None
+    activations: ActivationScheme | None = None
+    float_inputs: int = 0
+    kv_cache: KVScheme | None = None
 
     @property
     def bf16_bytes(self) -> int:
@@ -51,6 +58,12 @@ class Summary:
                 schemes[scheme] = schemes.get(scheme, 0) + 1
             shown = ", ".join(f"{count} x {scheme}" for scheme, count in schemes.items())
             lines.append(f"quantization    {self.method}: {shown}; {self.packed_bits_per_weight:.2f} bits per weight")
+            lines.append(f"format          {self.format}")
+        if self.activations is not None:
+            kept = f"; {self.float_inputs} linears keep theirs in floating point" if self.float_inputs else ""
+            lines.append(f"inputs          {self.activations}{kept}")
+        if self.kv_cache is not None:
+            lines.append(f"KV cache        {self.kv_cache.dtype} per {self.kv_cache.granularity}")
         return lines
 
     def layer_rows(self) -> list[tuple[str, ...]]:
@@ -72,4 +85,8 @@ def summarize(source: ModelSource) -> Summary:
         parameters=dense + sum(out * inp for _, out, inp, _ in linears),
         stored_bytes=source.stored_bytes(),
         linears=tuple(linears),
+        format=None if source.format is None else source.format.name,
+        activations=None if source.spec is None else source.spec.activations,
+        float_inputs=0 if source.spec is None else len(source.spec.float_inputs),
+        kv_cache=None if source.spec is None else source.spec.kv_cache,
     )

@@ -1,68 +1,82 @@
-"""``CheckpointWriter``: a checkpoint directory that appears whole or not at all.
+"""``CheckpointWriter``: a checkpoint directory that appears whole or not at all, made in durable steps.
 
-Knows shards, the index, hashes and durable renames; does not know what the tensors mean. Everything is
-written into a hidden directory beside OUT; ``finish`` makes it durable and renames it, leaving the block
-without ``finish`` removes it.
+Knows shards, the index, and what is kept of unfinished work; does not know what the tensors mean. Tensors go
+straight to parts on disk and from there to shards in small pieces, so writing takes no memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from qserve.checkpoint import gptq_format
+from qserve.checkpoint.container import TensorBytes, write_safetensors
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.files import sync, write_error
+from qserve.checkpoint.files import write_error
+from qserve.checkpoint.formats import FORMATS
+from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.manifest import write_manifest
 from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.parts import Part, PartWriter, read_part
 from qserve.checkpoint.safetensors_index import INDEX, SINGLE
+from qserve.checkpoint.staging import Staging
 
 
 class CheckpointWriter:
     """Write a checkpoint to ``out``: ``with CheckpointWriter(out) as w: w.put(name, tensor); w.finish()``.
 
-    At most ``shard_bytes`` of tensors are held in memory (or one tensor, where that is larger); they go to
-    ``model.safetensors``, or to numbered shards with an index. ``expected_bytes`` is checked against the free
-    space first. With ``overwrite`` a checkpoint at ``out`` is replaced at ``finish`` and kept until then.
-    Raises ``CheckpointError``.
+    Until ``finish`` everything lies in a hidden directory beside ``out``. With a ``fingerprint``, which names the
+    job that makes the checkpoint (everything its bytes depend on), each ``commit`` is a step that is not lost:
+    leaving the block unfinished keeps the committed parts, as a killed process does, and a writer for the same
+    job finds them (``resumed`` of them, see ``committed`` and ``part``). ``discard`` gives them up; another job
+    for ``out``, or one without a fingerprint, removes them.
+
+    Tensors are stored in the order in which they were put, in ``model.safetensors`` or in numbered shards of at
+    most ``shard_bytes`` (or one tensor, where that is larger) with an index. ``expected_bytes`` of checkpoint are
+    checked against the free space first; twice that is needed while the shards are made from the parts. With
+    ``overwrite`` a checkpoint at ``out`` is replaced at ``finish`` and kept until then. Only one process can write
+    to ``out`` at a time. Raises ``CheckpointError``.
     """
 
-    def __init__(self, out: str | Path, *, overwrite: bool = False, shard_bytes: int = 2 << 30,
-                 expected_bytes: int | None = None, version: gptq_format.Version = "gptq") -> None:
+    def __init__(
+        self,
+        out: str | Path,
+        *,
+        overwrite: bool = False,
+        shard_bytes: int = 4 << 30,
+        expected_bytes: int | None = None,
+        format: Format = FORMATS["gptq"],
+        fingerprint: str | None = None,
+    ) -> None:
         # Resolved, so that a link at OUT is followed and not replaced.
         self.out = Path(os.path.expanduser(out)).resolve()
-        self.directory = self.out.parent / f".{self.out.name}.partial-{secrets.token_hex(4)}"
-        self._shard_bytes = shard_bytes
-        self._version = version
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._names: set[str] = set()
-        self._shards: list[list[str]] = []
-        self._total_bytes = 0
-        self._sealed = self._finished = False
         self._overwrite = overwrite
-        self._check_out()
-        try:
+        self._shard_bytes = shard_bytes
+        self._format = format
+        self._fingerprint = fingerprint
+        self._part: PartWriter | None = None
+        self._sealed = self._finished = self._discarded = False
+        with self._guard():
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.out.parent).free
-            if expected_bytes is not None and expected_bytes > free:
-                raise CheckpointError(
-                    f"no space left for {self.out}: {expected_bytes / 2**20:,.0f} MiB needed, "
-                    f"{free / 2**20:,.0f} MiB free; free some space or choose another directory"
-                )
-            self.directory.mkdir()
-        except OSError as error:
-            raise write_error(self.out, error) from None
+            self._staging = Staging(self.out)
+            self.directory = self._staging.checkpoint
+            try:
+                self._check_out()
+                self._check_space(expected_bytes)
+                self._parts = self._staging.open(fingerprint)
+            except BaseException:
+                # Unfinished work of a run before this one stays; without its directory nothing is unfinished.
+                self._staging.close(keep=self.directory.exists())
+                raise
+        self.resumed = len(self._parts)
+        self._names = {tensor.name for part in self._parts for tensor in part.tensors}
 
     def _check_out(self) -> None:
         if not self.out.exists():
@@ -82,125 +96,143 @@ class CheckpointWriter:
         strange = [path.name for path in self.out.iterdir() if path.is_dir() or path.suffix == ".gguf"]
         if strange:
             raise CheckpointError(f"{self.out} holds {strange[0]}, which is no part of a checkpoint: not overwritten")
+        if not os.access(self.out, os.W_OK):
+            raise CheckpointError(f"{self.out} is write-protected, so it is not overwritten; choose another directory")
+
+    def _check_space(self, expected_bytes: int | None) -> None:
+        if expected_bytes is None:
+            return
+        free = shutil.disk_usage(self.out.parent).free + self._staging.nbytes()
+        if 2 * expected_bytes > free:
+            raise CheckpointError(
+                f"no space left for {self.out}: {2 * expected_bytes / 2**20:,.0f} MiB needed (the checkpoint twice, "
+                f"while it is put together), {free / 2**20:,.0f} MiB free; free some space or choose another directory"
+            )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if not self._finished:
-            self._pending.clear()
-            shutil.rmtree(self.directory, ignore_errors=True)
+        keep = bool(self._fingerprint is not None and self.committed()) and not (self._finished or self._discarded)
+        if self._part is not None:
+            self._part.abandon()
+        self._staging.close(keep=keep)
+        if keep and error is not None:
+            error.add_note(f"what is done is kept in {self._staging.path}: run the same command again to go on")
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor; it is copied, so the caller may reuse its memory."""
+        """Write one tensor to the current part; it is on its way to the disk when this returns."""
+        if self._sealed:
+            raise ValueError(f"{name} is put after the checkpoint was sealed")
         if name in self._names:
             raise CheckpointError(f"the tensor {name} is written twice")
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self._shard_bytes:
-            self._flush()
         self._names.add(name)
-        self._pending[name] = tensor.detach().cpu().contiguous().clone()
-        self._pending_bytes += size
+        with self._guard():
+            self._current().add(name, tensor)
 
     def put_linear(self, module: str, weight: PackedWeight) -> None:
-        """Add one quantized linear in the GPTQ format, as ``module.qweight`` and so on."""
+        """Add one quantized linear in the checkpoint's format, as ``module.qweight`` and so on."""
         try:
             weight.check()
-            parts = gptq_format.pack(weight, self._version)
+            parts = self._format.pack(weight)
         except CheckpointError as error:
             raise CheckpointError(f"{module} cannot be written: {error}") from None
         for part, tensor in parts.items():
             self.put(f"{module}.{part}", tensor)
 
     def put_json(self, filename: str, content: object) -> None:
-        """Add a JSON file; NaN and infinity are refused (``ValueError``), since other readers refuse them."""
+        """Add a JSON file; NaN and infinity are refused (``ValueError``), since other readers refuse them.
+
+        It belongs to no part: a run that resumes puts it again.
+        """
         text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        self._guard(lambda: (self.directory / filename).write_text(text, encoding="utf-8"))
+        with self._guard():
+            (self.directory / filename).write_text(text, encoding="utf-8")
+
+    def commit(self, key: str, extra: dict[str, Any] | None = None) -> None:
+        """Make what was put since the last commit one durable part, with ``extra`` (JSON) beside the tensors.
+
+        What is put after the last commit is written by ``seal``, and lost if the process is killed.
+        """
+        if key in self.committed():
+            raise ValueError(f"the part {key} is committed twice")
+        self._commit(key, extra or {})
+
+    def committed(self) -> list[str]:
+        """The keys of the parts that are safe, those of an earlier run included, in order."""
+        return [part.key for part in self._parts if part.key is not None]
+
+    def part(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors and the ``extra`` of a committed part, read back; ``CheckpointError`` where it is damaged."""
+        part = read_part({part.key: part.path for part in self._parts}[key])
+        return part.load(), part.extra
+
+    def discard(self) -> None:
+        """Leaving the block keeps nothing, whatever was committed: the result is not wanted."""
+        self._discarded = True
 
     def seal(self) -> Path:
-        """Write what is pending, the index and the manifest; the directory can now be read as a checkpoint.
+        """Write the shards, the index and the manifest; the directory can now be read as a checkpoint.
 
         Nothing can be put after that, but a quality card may be stored, which is not in the manifest.
         """
         if not self._sealed:
-            self._guard(self._complete)
+            if self._part is not None:
+                self._commit(None, {})
+            with self._guard():
+                self._write_shards()
+                write_manifest(self.directory)
             self._sealed = True
         return self.directory
 
     def finish(self) -> None:
         """Seal, make everything durable and move it to OUT."""
         self.seal()
-        self._guard(self._publish)
+        with self._guard():
+            self._check_out()  # again: somebody may have put something there meanwhile
+            self._staging.publish()
         self._finished = True
 
-    def _complete(self) -> None:
-        if self._pending:
-            self._flush()
-        if len(self._shards) == 1:
-            (self.directory / _shard(1)).rename(self.directory / SINGLE)
-        elif self._shards:
-            self._write_index()
-        write_manifest(self.directory)
+    def _current(self) -> PartWriter:
+        if self._part is None:
+            self._part = PartWriter(self._staging.part(len(self._parts) + 1))
+        return self._part
 
-    def _publish(self) -> None:
-        self._check_out()  # again: somebody may have put something there meanwhile
-        for path in self.directory.iterdir():
-            sync(path)
-        sync(self.directory)
-        self._move()
+    def _commit(self, key: str | None, extra: dict[str, Any]) -> None:
+        with self._guard():
+            self._parts.append(self._current().commit(key, self._fingerprint, extra))
+        self._part = None
 
-    def _write_index(self) -> None:
+    def _write_shards(self) -> None:
+        """The parts stay until the checkpoint is in its place, so this can be done again."""
+        shards = _shards(self._parts, self._shard_bytes)
         weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards, 1):
-            final = _shard(number, len(self._shards))
-            (self.directory / _shard(number)).rename(self.directory / final)
-            weight_map |= dict.fromkeys(names, final)
-        self.put_json(INDEX, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map})
+        for number, tensors in enumerate(shards, 1):
+            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            write_safetensors(self.directory / name, tensors)
+            weight_map |= dict.fromkeys((tensor.name for tensor in tensors), name)
+        if len(shards) > 1:
+            size = sum(tensor.nbytes for tensors in shards for tensor in tensors)
+            self.put_json(INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
-    def _move(self) -> None:
-        """Rename the staging directory to OUT; an old checkpoint there is moved aside first and put back
-        should the rename fail, so that one of the two is always complete on disk."""
-        old: Path | None = None
-        if self.out.exists() and any(self.out.iterdir()):
-            old = self.out.with_name(f".{self.out.name}.old-{secrets.token_hex(4)}")
-            os.rename(self.out, old)
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """A failure of the disk becomes one line."""
         try:
-            os.rename(self.directory, self.out)
-        except BaseException:  # an interrupt too
-            if old is not None and not self.out.exists():
-                os.rename(old, self.out)
-            raise
-        sync(self.out.parent)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def _flush(self) -> None:
-        path = self.directory / _shard(len(self._shards) + 1)
-        self._guard(lambda: save_file(self._pending, path, metadata={"format": "pt"}))
-        self._shards.append(list(self._pending))
-        self._total_bytes += self._pending_bytes
-        self._pending = {}
-        self._pending_bytes = 0
-
-    def _guard(self, write: Callable[[], Any]) -> None:
-        """Run ``write``; a failure of the disk becomes one line."""
-        try:
-            write()
+            yield
         except OSError as error:
             raise write_error(self.out, error) from None
-        except SafetensorError as error:
-            raise CheckpointError(_disk_line(self.out, str(error))) from None
 
 
-def _shard(number: int, total: int | None = None) -> str:
-    """The name of a shard; while the total is unknown, without it."""
-    return f"model-{number:05d}{'' if total is None else f'-of-{total:05d}'}.safetensors"
-
-
-def _disk_line(out: Path, reason: str) -> str:
-    # safetensors reports the disk's errors as text: "I/O error: No space left on device (os error 28)".
-    if any(text in reason for text in ("No space left", "os error 28", "File too large", "os error 27",
-                                       "quota", "os error 122")):
-        return f"no space left to write {out}; free some space or choose another directory"
-    return f"{out} cannot be written: {reason}"
+def _shards(parts: list[Part], limit: int) -> list[list[TensorBytes]]:
+    shards: list[list[TensorBytes]] = []
+    room = 0
+    for part in parts:
+        for tensor in part.tensors:
+            if not shards or tensor.nbytes > room:
+                shards.append([])
+                room = limit
+            shards[-1].append(tensor)
+            room -= tensor.nbytes
+    return shards

@@ -15,6 +15,7 @@ from torch import Tensor
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels.ops import (
+    SCALED_KV,
     Argmax,
     Attention,
     Embed,
@@ -27,14 +28,16 @@ from qserve.kernels.ops import (
     SiluMul,
     Step,
 )
-from qserve.kernels.prepack import float_tiles, int_tiles
+from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
 from qserve.kernels.threads import default_threads
 
 Isa = Literal["scalar", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512")
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_U8, _U4 = 3, 4
+_U8, _U4, _F8, _I8 = 3, 4, 5, 6
+_KV_DTYPES = {torch.float32: 0, torch.float16: 1, torch.float8_e4m3fn: _F8, torch.int8: _I8}
+_MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
 
 
 def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[C.Structure]:
@@ -44,17 +47,23 @@ def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[
     return type(name, (C.Structure,), {"_fields_": fields})
 
 
-_Embed = _struct("Embed", "table out", "width dtype")
+_Embed = _struct("Embed", "table scales zeros out", "width dtype group zero")
 _RMSNorm = _struct("RMSNorm", "x weight out", "width", "eps")
 _Linear = _struct(
     "Linear",
     "x out weight scales zeros bias permutation",
-    "k n x_width out_stride dtype group act_group zero accumulate",
+    "k n x_width out_stride dtype group act_dtype act_span act_group zero accumulate",
+    "input_scale",
 )
 _RopeKV = _struct(
-    "RopeKV", "qkv cosine sine q_norm k_norm k_cache v_cache", "heads kv_heads head_dim rotary_dim kv_dtype", "eps"
+    "RopeKV",
+    "qkv cosine sine q_norm k_norm k_scale v_scale k_cache v_cache",
+    "heads kv_heads head_dim rotary_dim kv_dtype",
+    "eps",
 )
-_Attention = _struct("Attention", "qkv out k_cache v_cache", "heads kv_heads head_dim kv_dtype window", "scale")
+_Attention = _struct(
+    "Attention", "qkv k_scale v_scale out k_cache v_cache", "heads kv_heads head_dim kv_dtype window", "scale"
+)
 _SiluMul = _struct("SiluMul", "gate_up out", "width")
 _Gather = _struct("Gather", "x out", "width")
 _Argmax = _struct("Argmax", "x out", "width")
@@ -205,7 +214,7 @@ class _NativeProgram:
         hold = self._hold
         match op:
             case Embed():
-                body: Any = _Embed(hold(op.table), hold(op.out), op.out.shape[1], _DTYPES[op.table.dtype])
+                body: Any = self._embed(op)
             case RMSNorm():
                 weight = hold(op.weight.float().contiguous())
                 body = _RMSNorm(hold(op.x), weight, hold(op.out), op.x.shape[1], op.eps)
@@ -214,13 +223,14 @@ class _NativeProgram:
             case RopeKV():
                 norms = [None if w is None else hold(w.float().contiguous()) for w in (op.q_norm, op.k_norm)]
                 body = _RopeKV(
-                    hold(op.qkv), hold(op.cosine), hold(op.sine), *norms, hold(op.k_cache), hold(op.v_cache),
-                    op.heads, op.kv_heads, op.head_dim, 2 * op.cosine.shape[1], _DTYPES[op.k_cache.dtype], op.eps,
+                    hold(op.qkv), hold(op.cosine), hold(op.sine), *norms, hold(op.k_scale), hold(op.v_scale),
+                    hold(op.k_cache), hold(op.v_cache),
+                    op.heads, op.kv_heads, op.head_dim, 2 * op.cosine.shape[1], _KV_DTYPES[op.k_cache.dtype], op.eps,
                 )  # fmt: skip
             case Attention():
                 body = _Attention(
-                    hold(op.qkv), hold(op.out), hold(op.k_cache), hold(op.v_cache),
-                    op.heads, op.kv_heads, op.head_dim, _DTYPES[op.k_cache.dtype], op.window, op.scale,
+                    hold(op.qkv), hold(op.k_scale), hold(op.v_scale), hold(op.out), hold(op.k_cache), hold(op.v_cache),
+                    op.heads, op.kv_heads, op.head_dim, _KV_DTYPES[op.k_cache.dtype], op.window, op.scale,
                 )  # fmt: skip
             case SiluMul():
                 body = _SiluMul(hold(op.gate_up), hold(op.out), op.out.shape[1])
@@ -240,7 +250,7 @@ class _NativeProgram:
     def _linear(self, op: Linear) -> C.Structure:
         hold = self._hold
         bias = None if op.bias is None else hold(op.bias.float().contiguous())
-        common = {
+        common: dict[str, Any] = {
             "x": hold(op.x),
             "out": self._hold_rows(op.out),
             "bias": bias,
@@ -253,7 +263,12 @@ class _NativeProgram:
         shape = (op.weight.out_features, op.weight.in_features) if packed else tuple(op.weight.shape)  # type: ignore[union-attr]
         if shape != (op.out.shape[1], op.x.shape[1]):  # the C side trusts these numbers
             raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
-        if isinstance(op.weight, PackedWeight):
+        if not isinstance(op.weight, PackedWeight):
+            weight = float_tiles(op.weight)
+            return _Linear(weight=hold(weight), k=op.weight.shape[1], dtype=_DTYPES[weight.dtype], **common)
+        scheme, activations = op.weight.scheme, op.weight.activations
+        common["input_scale"] = op.weight.input_scale or 0.0
+        if scheme.dtype == "int" and not is_expanded(scheme, activations):
             tiles = int_tiles(op.weight)
             return _Linear(
                 weight=hold(tiles.weight),
@@ -263,12 +278,53 @@ class _NativeProgram:
                 k=tiles.k,
                 dtype=_U4 if tiles.bits == 4 else _U8,
                 group=tiles.group,
+                act_dtype=_I8,
+                act_span=tiles.act_span,
                 act_group=tiles.act_group,
                 zero=tiles.zero,
                 **common,
             )
-        weight = float_tiles(op.weight)
-        return _Linear(weight=hold(weight), k=op.weight.shape[1], dtype=_DTYPES[weight.dtype], **common)
+        inp = op.weight.in_features
+        if activations is not None:
+            common["act_dtype"] = _F8 if activations.dtype == "fp8" else _I8
+            common["act_span"] = activations.group_size if activations.granularity == "group" else inp
+        if scheme.dtype == "int":
+            return _Linear(weight=hold(float_tiles(op.weight.dequantize())), k=inp, dtype=0, **common)
+        codes, scales = float8_tiles(op.weight)
+        group = scheme.group_width(inp)
+        return _Linear(weight=hold(codes), scales=hold(scales), k=inp, dtype=_F8, group=group, **common)
+
+    def _embed(self, op: Embed) -> C.Structure:
+        table, width = op.table, op.out.shape[1]
+        if isinstance(table, Tensor):
+            return _Embed(table=self._hold(table), out=self._hold(op.out), width=width, dtype=_DTYPES[table.dtype])
+        return _Embed(
+            table=self._hold(table.codes),
+            scales=self._hold(table.scales),
+            zeros=self._hold(table.zeros),
+            out=self._hold(op.out),
+            width=width,
+            dtype=_F8 if table.scheme.dtype == "fp8" else _U8,
+            group=table.scheme.group_width(width),
+            zero=table.scheme.zero,
+        )
+
+
+def _unsupported(weight: PackedWeight) -> str | None:
+    """Why no kernel multiplies ``weight``, or None."""
+    scheme, activations = weight.scheme, weight.activations
+    if weight.g_idx is not None and scheme.dtype == "fp8":
+        return "fp8 weights with groups out of order have no C kernel"
+    if is_expanded(scheme, activations) or scheme.dtype == "fp8" or activations is None:
+        return None
+    if activations.granularity == "group":
+        if weight.g_idx is not None:
+            return "weights with groups out of order have no C kernel where the input is rounded in groups"
+        if activations.group_size % 8:
+            return f"inputs rounded in groups of {activations.group_size} have no C kernel: it takes multiples of 8"
+    elif scheme.group_width(weight.in_features) > _MAX_INT_GROUP:
+        return f"a sum of {weight.in_features} products overflows int32: at most {_MAX_INT_GROUP} inputs share a scale"
+    return None
 
 
 class NativeExecutor:
@@ -285,14 +341,19 @@ class NativeExecutor:
     def supports(self, op: Op) -> str | None:
         if isinstance(op, Attention) and (op.head_dim % 16 or op.head_dim > 256):
             return f"head_dim {op.head_dim} is not a multiple of 16 up to 256"
-        if isinstance(op, Embed) and op.table.dtype not in _DTYPES:
-            return f"embeddings in {op.table.dtype} have no C kernel"
-        if isinstance(op, Linear) and isinstance(op.weight, PackedWeight) and op.weight.scheme.dtype != "int":
-            return f"{op.weight.scheme.dtype} weights have no C kernel yet"
-        if isinstance(op, Linear) and not isinstance(op.weight, PackedWeight) and op.weight.dtype not in _DTYPES:
-            return f"weights in {op.weight.dtype} have no C kernel"
-        if isinstance(op, RopeKV) and op.k_cache.dtype not in (torch.float32, torch.float16):
-            return f"a KV cache in {op.k_cache.dtype} has no C kernel"
+        if isinstance(op, Embed):
+            if isinstance(op.table, PackedWeight):
+                return "embeddings with groups out of order have no C kernel" if op.table.g_idx is not None else None
+            return None if op.table.dtype in _DTYPES else f"embeddings in {op.table.dtype} have no C kernel"
+        if isinstance(op, Linear):
+            if isinstance(op.weight, PackedWeight):
+                return _unsupported(op.weight)
+            return None if op.weight.dtype in _DTYPES else f"weights in {op.weight.dtype} have no C kernel"
+        if isinstance(op, RopeKV | Attention):
+            if op.k_cache.dtype not in _KV_DTYPES:
+                return f"a KV cache in {op.k_cache.dtype} has no C kernel"
+            if op.k_cache.dtype in SCALED_KV and (op.k_scale is None or op.v_scale is None):
+                return f"a KV cache in {op.k_cache.dtype} needs scales"
         return None
 
     def program(self, max_rows: int) -> _NativeProgram:

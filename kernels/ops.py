@@ -11,21 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from qserve.checkpoint.packed import PackedWeight
 
 BLOCK_SIZE = 16
 """Tokens per KV block: one 512-bit vector of scores."""
+SCALED_KV = (torch.int8, torch.float8_e4m3fn)
+"""The KV caches that need scales."""
 
 Rows = Literal["tokens", "logits"]
 
 
 @dataclass(frozen=True)
 class Embed:
-    """out[r] = table[token_ids[r]]; table [vocab, width] in float32, float16 or bfloat16."""
+    """out[r] = table[token_ids[r]]; table [vocab, width] in float32, float16 or bfloat16, or packed."""
 
-    table: Tensor
+    table: Tensor | PackedWeight
     out: Tensor
 
 
@@ -44,8 +47,10 @@ class RMSNorm:
 class Linear:
     """out[r] = W x[r] + bias, or added to ``out[r]`` where ``accumulate`` (the residual stream).
 
-    ``weight`` is dense [out, in] or packed. A packed product may round its input to int8 with one scale per 64
-    inputs or fewer; a dense product computes in float32. ``out`` may be a slice of the columns of a wider buffer.
+    ``weight`` is dense [out, in] or packed. Where a packed weight has ``activations``, the input is rounded exactly as
+    they say (see ``reference.round_input``) before the product. Where it has none, a product of integers may round its
+    input to int8 with one scale per 64 inputs or fewer; every other product takes the input as it is, in float32.
+    ``out`` may be a slice of the columns of a wider buffer.
     """
 
     x: Tensor
@@ -62,7 +67,9 @@ class RopeKV:
 
     The rotation pairs element j with j + rotary_dim / 2; cosine, sine [positions, rotary_dim / 2]. q_norm and
     k_norm [head_dim] normalize each head first (Qwen3). Caches: k [blocks, kv_heads, head_dim, 16],
-    v [blocks, kv_heads, 16, head_dim], float32 or float16.
+    v [blocks, kv_heads, 16, head_dim], float32, float16, int8 or float8_e4m3fn. The last two hold k / k_scale and
+    v / v_scale (float32 [kv_heads]), rounded to the nearest, ties to even, and saturated: int8 at 127 either way, e4m3
+    at 448. What is not finite is stored as NaN, which int8 writes as -128.
     """
 
     qkv: Tensor
@@ -76,11 +83,16 @@ class RopeKV:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 1e-6
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention of the step's queries over the paged cache; ``window`` > 0 keeps the last that many keys."""
+    """Causal attention of the step's queries over the paged cache; ``window`` > 0 keeps the last that many keys.
+
+    Caches and their scales are those of ``RopeKV``.
+    """
 
     qkv: Tensor
     out: Tensor
@@ -91,6 +103,8 @@ class Attention:
     head_dim: int
     scale: float
     window: int = 0
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
-from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 LANES = 16
 _ROWS = 4096
@@ -25,7 +25,8 @@ class IntTiles:
 
     weight uint8; scales float32 [tiles, groups, 16]; zeros int32 of the same shape, or None for the constant
     ``zero``; permutation int32 [k]: the column of x behind each input, -1 for padding; or None.
-    ``group`` inputs share a weight scale and ``act_group`` inputs an activation scale.
+    ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
+    activation scale.
     """
 
     weight: Tensor
@@ -36,6 +37,7 @@ class IntTiles:
     bits: int
     group: int
     act_group: int
+    act_span: int
     zero: int
 
 
@@ -51,19 +53,49 @@ def float_tiles(weight: Tensor) -> Tensor:
     return _tiles_of_rows(weight.contiguous())
 
 
-def int_tiles(packed: PackedWeight, max_act_group: int = 64) -> IntTiles:
+def float8_tiles(packed: PackedWeight) -> tuple[Tensor, Tensor]:
+    """An fp8 weight as the bytes of e4m3 [tiles, in, 16], and its scales float32 [tiles, groups, 16]."""
+    return _tiles_of_rows(packed.codes), _tiles_of_rows(packed.scales.float())
+
+
+def is_expanded(scheme: WeightScheme, activations: ActivationScheme | None) -> bool:
+    """Whether no kernel multiplies what is packed, and the weight is held in float32 instead: integers by e4m3."""
+    return scheme.dtype == "int" and activations is not None and activations.dtype == "fp8"
+
+
+def tile_bytes(scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
+    """Bytes of a packed weight [out, in] as the kernels hold it, but for padding."""
+    if is_expanded(scheme, activations):
+        return 4 * out * inp
+    codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
+    return codes + 4 * out * scheme.groups(inp) * (1 if scheme.symmetric else 2)
+
+
+def _spans(width: int, activations: ActivationScheme | None) -> tuple[int, int, int]:
+    """(group, act_group, act_span) for weight groups of ``width`` inputs; the span is 0 for a whole token.
+
+    An odd width, which only weights per channel have, is padded to a multiple of the activation group.
+    """
+    if activations is not None and activations.granularity != "group":
+        group = -(-width // 8) * 8
+        return group, group, 0
+    widest = 64 if activations is None else activations.group_size
+    act_group = gcd(width, widest)
+    if act_group < 8:
+        act_group = gcd(8 if width < 32 else 32, widest)
+    return -(-width // act_group) * act_group, act_group, act_group if activations is None else widest
+
+
+def int_tiles(packed: PackedWeight) -> IntTiles:
     """Tiles of 4-bit nibbles for up to 4 bits, of bytes above.
 
     Inputs are reordered where the groups are not consecutive, and padded where they are short, so that every
-    group has the same width and holds a whole number of activation groups.
+    group has the same width and holds a whole number of activation groups. Without a scheme for the activations they
+    have a scale per 64 inputs or fewer.
     """
     width = packed.scheme.group_width(packed.in_features)
-    act_group = gcd(width, max_act_group)
-    group = width
+    group, act_group, act_span = _spans(width, packed.activations)
     order: Tensor | None = None
-    if act_group < 8:  # an odd width (per channel): pad the one group
-        act_group = 8 if width < 32 else 32
-        group = -(-width // act_group) * act_group
     groups = packed.scheme.groups(packed.in_features)
     needs_order = packed.g_idx is not None or group * groups != packed.in_features
     codes = packed.codes
@@ -95,6 +127,7 @@ def int_tiles(packed: PackedWeight, max_act_group: int = 64) -> IntTiles:
         bits=4 if packed.scheme.bits <= 4 else 8,
         group=group,
         act_group=act_group,
+        act_span=act_span or k,
         zero=packed.scheme.zero,
     )
 

@@ -1,13 +1,13 @@
 """Every operation in plain torch: slow, obvious, and what the fast kernels are tested against.
 
-It computes packed products from dequantized weights and does not round activations, so it is also the measure
-of what that rounding costs.
+It computes packed products from dequantized weights and rounds their inputs only where the weight says so, so it is
+also the measure of what the kernels' own rounding costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import FP8_MAX, ActivationScheme
 from qserve.kernels.ops import (
     BLOCK_SIZE,
+    SCALED_KV,
     Argmax,
     Attention,
     Embed,
@@ -26,9 +28,62 @@ from qserve.kernels.ops import (
     Op,
     RMSNorm,
     RopeKV,
+    Rows,
     SiluMul,
     Step,
 )
+
+INT8_MAX = 127.0
+_NAN_CODE = -128  # of an int8 cache, whose numbers end at -127
+_SMALLEST = 1e-30  # below it, 1 / scale would overflow
+
+
+def round_e4m3(x: Tensor) -> Tensor:
+    """float32 -> float8_e4m3fn: to the nearest, ties to even, saturated; NaN stays."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def round_input(x: Tensor, activations: ActivationScheme, input_scale: float | None = None) -> Tensor:
+    """The input of a product [..., in] as ``activations`` rounds it, in float32.
+
+    A dynamic scale is the largest magnitude over 127 (int8) or 448 (e4m3): of a token, or of each ``group_size``
+    inputs of it (the last group may be short). One for the whole tensor would let a token's neighbours change it, so
+    ``tensor`` is taken per token, which is finer. A static scheme takes ``input_scale`` and saturates. Values are
+    rounded half to even; what shares a dynamic scale with NaN or infinity becomes NaN, with a static one the whole row.
+    """
+    spans = x.float()[..., None, :]
+    width = x.shape[-1]
+    if activations.granularity == "group":
+        size = activations.group_size
+        spans = F.pad(x.float(), (0, -width % size)).unflatten(-1, (-1, size))
+    absmax = spans.abs().amax(-1, keepdim=True)
+    limit = FP8_MAX if activations.dtype == "fp8" else INT8_MAX
+    if input_scale is None:
+        scale = absmax / limit
+        inverse = torch.where(absmax < _SMALLEST, 0.0, limit / absmax)
+    else:
+        scale = torch.tensor(input_scale, dtype=torch.float32)
+        inverse = 1.0 / scale
+    scaled = spans * inverse
+    codes = round_e4m3(scaled).float() if activations.dtype == "fp8" else scaled.clamp(-128, 127).round()
+    rounded = torch.where(absmax.isfinite(), codes * scale, torch.nan)
+    return rounded.flatten(-2)[..., :width]
+
+
+def encode_kv(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [..., kv_heads, head_dim] as a scaled cache stores it; scale [kv_heads]."""
+    x = (x / scale[:, None]).masked_fill(~x.isfinite(), torch.nan)
+    if dtype == torch.float8_e4m3fn:
+        return round_e4m3(x)
+    return x.round().clamp(-INT8_MAX, INT8_MAX).nan_to_num(_NAN_CODE).to(torch.int8)
+
+
+def decode_kv(codes: Tensor, scale: Tensor) -> Tensor:
+    """float32: the inverse of ``encode_kv``."""
+    x = codes.float()
+    if codes.dtype == torch.int8:
+        x = x.masked_fill(codes == _NAN_CODE, torch.nan)
+    return x * scale[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,8 +112,23 @@ def _rope_kv(op: RopeKV, step: Step) -> None:
     row[:, : op.heads] = rotate(q, op.cosine[positions], op.sine[positions])
     row[:, op.heads : op.heads + op.kv_heads] = k
     block, offset = step.slots.long() // BLOCK_SIZE, step.slots.long() % BLOCK_SIZE
-    op.k_cache[block, :, :, offset] = k.to(op.k_cache.dtype)
-    op.v_cache[block, :, offset] = v.to(op.v_cache.dtype)
+    if op.k_cache.dtype in SCALED_KV:
+        assert op.k_scale is not None and op.v_scale is not None
+        # torch indexes no float8: its bytes are written.
+        keys, values = encode_kv(k, op.k_scale, op.k_cache.dtype), encode_kv(v, op.v_scale, op.v_cache.dtype)
+        op.k_cache.view(torch.int8)[block, :, :, offset] = keys.view(torch.int8)
+        op.v_cache.view(torch.int8)[block, :, offset] = values.view(torch.int8)
+    else:
+        op.k_cache[block, :, :, offset] = k.to(op.k_cache.dtype)
+        op.v_cache[block, :, offset] = v.to(op.v_cache.dtype)
+
+
+def _cached(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
+    """float32 [blocks, kv_heads, ...] of a cache."""
+    if scale is None:
+        return cache[blocks].float()
+    codes = cache.view(torch.int8)[blocks].view(cache.dtype).movedim(1, -2)
+    return decode_kv(codes, scale).movedim(-2, 1)
 
 
 def _attention(op: Attention, step: Step) -> None:
@@ -68,8 +138,9 @@ def _attention(op: Attention, step: Step) -> None:
         positions = step.positions[begin:end].long()
         length = int(positions[-1]) + 1
         blocks = step.block_tables[s, : -(-length // BLOCK_SIZE)].long()
-        k = op.k_cache[blocks].permute(1, 0, 3, 2).reshape(op.kv_heads, -1, op.head_dim)[:, :length].float()
-        v = op.v_cache[blocks].permute(1, 0, 2, 3).reshape(op.kv_heads, -1, op.head_dim)[:, :length].float()
+        k = _cached(op.k_cache, blocks, op.k_scale).permute(1, 0, 3, 2)
+        v = _cached(op.v_cache, blocks, op.v_scale).permute(1, 0, 2, 3)
+        k, v = (x.reshape(op.kv_heads, -1, op.head_dim)[:, :length] for x in (k, v))
         q = op.qkv[begin:end, : op.heads * op.head_dim].view(-1, op.heads, op.head_dim).transpose(0, 1)
         keys = torch.arange(length)
         seen = keys <= positions[:, None]
@@ -81,30 +152,54 @@ def _attention(op: Attention, step: Step) -> None:
         op.out[begin:end] = out.transpose(0, 1).reshape(end - begin, -1)
 
 
+def _embed(op: Embed, ids: Tensor) -> Tensor:
+    table = op.table
+    if isinstance(table, Tensor):
+        return table[ids].float()
+    zeros = None if table.zeros is None else table.zeros[ids]
+    return replace(table, codes=table.codes[ids], scales=table.scales[ids], zeros=zeros).dequantize()
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A linear whose weight is dequantized once, at load."""
+
+    op: Linear
+    rows: Rows
+    weight: Tensor
+    bias: Tensor | None
+
+    def run(self, n: int) -> None:
+        x, out, packed = self.op.x[:n], self.op.out, self.op.weight
+        if isinstance(packed, PackedWeight) and packed.activations is not None:
+            x = round_input(x, packed.activations, packed.input_scale)
+        y = F.linear(x, self.weight, self.bias)
+        out[:n] = out[:n] + y if self.op.accumulate else y
+
+
+def _product(op: Linear) -> _Product:
+    weight = op.weight.dequantize() if isinstance(op.weight, PackedWeight) else op.weight.float()
+    return _Product(op, op.rows, weight, None if op.bias is None else op.bias.float())
+
+
 class _ReferenceProgram:
     def __init__(self) -> None:
-        self.ops: list[Op] = []
+        self.ops: list[Op | _Product] = []
 
     def add(self, ops: Sequence[Op]) -> None:
-        for op in ops:
-            if isinstance(op, Linear):
-                weight = op.weight.dequantize() if isinstance(op.weight, PackedWeight) else op.weight.float()
-                op = replace(op, weight=weight, bias=None if op.bias is None else op.bias.float())
-            self.ops.append(op)
+        self.ops += [_product(op) if isinstance(op, Linear) else op for op in ops]
 
     def run(self, step: Step) -> None:
         tokens, logits = len(step.token_ids), len(step.logit_rows)
         for op in self.ops:
             n = logits if getattr(op, "rows", "tokens") == "logits" else tokens
             match op:
+                case _Product():
+                    op.run(n)
                 case Embed():
-                    op.out[:n] = op.table[step.token_ids.long()].float()
+                    op.out[:n] = _embed(op, step.token_ids.long())
                 case RMSNorm():
                     op.out[:n] = rms_norm(op.x[:n], op.weight, op.eps)
-                case Linear():
-                    assert isinstance(op.weight, Tensor)
-                    y = F.linear(op.x[:n], op.weight, op.bias)
-                    op.out[:n] = op.out[:n] + y if op.accumulate else y
                 case RopeKV():
                     _rope_kv(op, step)
                 case Attention():

@@ -9,14 +9,18 @@ from pathlib import Path
 from urllib.request import ProxyHandler, Request, build_opener
 
 from qserve import console
+from qserve.checkpoint import convert as conversion
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import demo_path
 from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.evals import quality
 from qserve.evals.gate import GateReport, table
+from qserve.evals.worst import WorstTokens
 from qserve.quantize import pipeline
+from qserve.quantize.forecast import require_memory
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
+from qserve.quantize.prepare import prepare
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 
@@ -29,22 +33,49 @@ def open_source(model: str) -> ModelSource:
     return open_model(model)
 
 
+def plan(source: ModelSource, out: Path, job: QuantizeJob) -> list[str]:
+    """What ``quantize`` would do, in lines; refuses what it would refuse."""
+    prepared = prepare(source, out, job)
+    require_memory(prepared.forecast, job)
+    return prepared.lines()
+
+
 def quantize(
-    source: ModelSource, out: Path, job: QuantizeJob, measure: Callable[[Path], QualityCard | None] | None = None
+    source: ModelSource,
+    out: Path,
+    job: QuantizeJob,
+    measure: Callable[[Path], QualityCard | None] | None = None,
+    accept: Callable[[QualityCard], None] | None = None,
 ) -> QuantizeReport:
-    """Run the pipeline. The bar ends with the last block, so that a measurement can show its own."""
+    """Run the pipeline with a bar for each phase; a measurement shows its own."""
     with ExitStack() as bar:
-        update = bar.enter_context(console.progress("quantize"))
+        phase = ""
+        update: Callable[[int, int], None] = lambda done, total: None  # noqa: E731
 
         def tell(event: ProgressEvent) -> None:
+            nonlocal phase, update
             if event.message:
                 console.note(event.message)
-            if event.phase == "measure":
+            if event.phase != phase:
                 bar.close()
-            if event.phase == "quantize":
+                phase = event.phase
+                if phase in ("sensitivity", "quantize"):
+                    update = bar.enter_context(console.progress(phase))
+            if event.phase in ("sensitivity", "quantize"):
                 update(event.done, event.total)
 
-        return pipeline.run(source, out, job, progress=tell, measure=measure)
+        return pipeline.run(source, out, job, progress=tell, measure=measure, accept=accept)
+
+
+def convert(source: ModelSource, out: Path, format: str, loaders: Sequence[str], *, overwrite: bool) -> list[str]:
+    """Rewrite a checkpoint; what came of it, in lines."""
+    with console.progress("convert") as update:
+        report = conversion.convert(source, out, format, loaders=loaders, overwrite=overwrite, progress=update)
+    return [
+        f"{out}: {report.modules} modules in {report.format}",
+        *report.notes,
+        *(f"  {verdict}" for verdict in report.verdicts),
+    ]
 
 
 def load(source: ModelSource, config: EngineConfig) -> Engine:
@@ -53,13 +84,18 @@ def load(source: ModelSource, config: EngineConfig) -> Engine:
 
 
 def measure(
-    model: ModelSource, base: ModelSource, job: quality.EvalJob, kernels: str = "auto", threads: int | None = None
+    model: ModelSource,
+    base: ModelSource,
+    job: quality.EvalJob,
+    kernels: str = "auto",
+    threads: int | None = None,
+    worst: WorstTokens | None = None,
 ) -> QualityCard:
-    """The quality card of ``model`` against ``base``, both through the serving engine."""
-    config = quality.eval_config(job.window, (base, model), kernels=kernels, threads=threads)
-    engines = Engine(base, config), Engine(model, config)
+    """The quality card of ``model`` against ``base``, both through the serving engine, or both through transformers
+    where that has no decoder for their family."""
+    pair = quality.scorers(base, model, job.window, kernels=kernels, threads=threads)
     with console.progress("evaluate") as update:
-        return quality.measure(*engines, job, update)
+        return quality.measure(*pair, job, update, worst)
 
 
 def show_card(card: QualityCard, gates: Sequence[GateReport]) -> None:

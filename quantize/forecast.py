@@ -16,53 +16,84 @@ from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.spec import QuantSpec
 from qserve.quantize.job import Forecast, QuantizeJob
+from qserve.quantize.plan import Shapes
 from qserve.runtime.memory import available_memory
 
-_SHARD_BYTES = 2 << 30
 # Measured on a 135M model: what attention and norms add to the products of calibration, and how many
 # multiplications searching the scales of one weight and rounding it is worth.
 _OVERHEAD = 1.2
 _ROUNDING = 6000
-# Bytes per squared input while a Hessian is inverted: copies in float32 and float64, a factor, a solution. Measured.
-_HESSIAN_BYTES = 62
-# What a forward allocates besides; the forecast for 24,576 tokens of that model is a fifth above its measured peak.
-_TEMPORARIES = 1.3
+# Steps of learned rounding, each a forward and a backward (three products) of this many tokens.
+_LEARNING_TOKENS = 200 * 8 * 512 * 3
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
 # triangle is computed, by blocks.
 _HESSIAN_SHARE = 0.45
+# Partial forwards of a block whose samples go through in parts: attention input, output, MLP input, output, result.
+_STAGES = 3.0
+# Bytes per weight of the linear that is being rounded: its rows in order, their errors, codes twice, the result.
+_ROUNDED_BYTES = 22
+# Bytes per squared input of a Hessian, its factor and what inverting takes, in float64 and for the widest in float32.
+_HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 14, 8192
+# What a forward allocates besides the outputs of its linears.
+_TEMPORARIES = 1.3
+# Part of the free memory that a job may plan with where the samples can go through in parts.
+_SHARE = 0.8
 
 
-def forecast(job: QuantizeJob, skeleton: Skeleton, spec: QuantSpec) -> Forecast:
-    """Peak memory counts what lives at once: this process as it is, one block in float32 and its replacement,
-    every linear's output and four hidden states for all tokens, the matrices of the widest input's Hessian, and
-    the shard being gathered; not pages of the model's files, which the system takes back when it needs them. Time
-    is the products to compute, at the speed measured here."""
-    shapes = skeleton.shapes
-    blocks = len(skeleton.blocks)
-    weights = sum(out * inp for out, inp in shapes.values())
-    outputs = sum(out for out, _ in shapes.values()) // blocks
-    squares = sum(inp * inp for _, inp in shapes.values())
-    widest = max(inp for _, inp in shapes.values())
+def forecast(job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSpec) -> Forecast:
+    """Peak memory counts what lives at once: this process as it is, one block in float32, what rounding its largest
+    linear takes, and what the tokens of one forward leave behind; not pages of the model's files, which the system
+    takes back when it needs them. Time is the products to compute, at the speed measured here.
 
-    quantized_bits = sum(
-        scheme.storage_bits(out, inp)
-        for module, (out, inp) in shapes.items()
-        if (scheme := spec.scheme_of(module)) is not None
-    )
-    kept = skeleton.source.parameters() - sum(
-        out * inp for module, (out, inp) in shapes.items() if spec.scheme_of(module) is not None
-    )
-    checkpoint_bytes = quantized_bits // 8 + 2 * kept
+    The whole batch goes through a block together where that fits, else the most samples that do.
+    """
+    packed = {m: s for m, s in shapes.of(spec).items() if spec.scheme_of(m) is not None}
+    bits = sum(scheme.storage_bits(*packed[m]) for m in packed if (scheme := spec.scheme_of(m)) is not None)
+    kept = skeleton.source.parameters() - sum(out * inp for m, (out, inp) in packed.items() if m != "lm_head")
+    if "lm_head" in packed and not shapes.tied:
+        kept -= shapes.embedding_shape[0] * shapes.embedding_shape[1]
+    checkpoint_bytes = bits // 8 + 2 * kept
 
-    activations = int(_TEMPORARIES * 4 * job.tokens * (outputs + 4 * skeleton.hidden_size))
-    stem = skeleton.embedding_bytes() + 4 * job.tokens * skeleton.hidden_size if job.tokens else 0
-    block = 2 * skeleton.block_bytes() + activations + (_HESSIAN_BYTES * widest * widest if job.method == "gptq" else 0)
-    copying = 2 * skeleton.embedding_bytes()
-    peak = psutil.Process().memory_info().rss + max(stem, block, copying) + min(checkpoint_bytes, _SHARD_BYTES)
+    rss = psutil.Process().memory_info().rss
+    limit = rss + available_memory() if job.max_memory is None else job.max_memory
+    at_once = max(job.samples, 1)
+    if job.offload:
+        at_once = min(at_once, 8)
+    while at_once > 1 and rss + _working_bytes(job, skeleton, at_once) > rss + _SHARE * (limit - rss):
+        at_once //= 2
+    peak = rss + _working_bytes(job, skeleton, at_once)
 
-    products = job.tokens * (weights + _HESSIAN_SHARE * squares)
+    weights = sum(out * inp for out, inp in shapes.linears.values())
+    squares = sum(inp * inp for _, inp in shapes.linears.values()) if "gptq" in job.rounding else 0
+    forwards = 1.0 if at_once >= job.samples else _STAGES
+    products = job.tokens * (forwards * weights + _HESSIAN_SHARE * squares)
+    if job.effort == "best":
+        products += _LEARNING_TOKENS * weights
     seconds = (_OVERHEAD * products + _ROUNDING * weights) / multiplications_per_second()
-    return Forecast(peak, seconds, checkpoint_bytes)
+    return Forecast(peak, seconds, checkpoint_bytes, at_once)
+
+
+def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
+    """What the job needs on top of the process as it is."""
+    blocks = len(skeleton.blocks)
+    linears = skeleton.shapes.values()
+    outputs = sum(out for out, _ in linears) // blocks
+    largest, widest = max(out * inp for out, inp in linears), max(inp for _, inp in linears)
+    copying = 2 * skeleton.embedding_bytes()
+    rounding = _ROUNDED_BYTES * largest
+    if "gptq" in job.rounding or "awq" in job.rounding:
+        rounding += (_HESSIAN_BYTES if widest <= _WIDE else _WIDE_HESSIAN_BYTES) * widest * widest
+    if not job.tokens:
+        return max(4 * largest + rounding, copying)
+    tokens = at_once * job.sequence_length
+    whole = at_once >= job.samples
+    hidden = 0 if job.offload else 4 * job.tokens * skeleton.hidden_size
+    forward = int(_TEMPORARIES * 4 * tokens * (outputs + 4 * skeleton.hidden_size))
+    # Statistics are rounded while the whole batch waits in front of its layer, or after the last part went through.
+    block = skeleton.block_bytes() + hidden + (forward + rounding if whole else max(forward, rounding))
+    if job.effort == "best":
+        block += 2 * hidden + 6 * skeleton.block_bytes()
+    return max(skeleton.embedding_bytes() + hidden, block, copying)
 
 
 def require_memory(expected: Forecast, job: QuantizeJob) -> None:
@@ -70,7 +101,7 @@ def require_memory(expected: Forecast, job: QuantizeJob) -> None:
     used = psutil.Process().memory_info().rss
     limit = job.max_memory if job.max_memory is not None else used + available_memory()
     if expected.peak_bytes > limit:
-        flag = "lower --samples or --sequence-length" if job.tokens else "free some memory"
+        flag = "use --offload, or lower --samples or --sequence-length" if job.tokens else "free some memory"
         raise CapacityError(
             f"about {expected.peak_bytes / 2**20:,.0f} MiB are needed and {limit / 2**20:,.0f} MiB are there "
             f"({job.samples} x {job.sequence_length} tokens); {flag}"

@@ -20,6 +20,8 @@ from qserve.quantize.layer import Quantized, output_error, pack_codes
 DAMPING_LADDER = (0.01, 0.1, 1.0)
 # Columns rounded one by one before their error is applied to others by a matrix product.
 _LEAF = 8
+# Up to this many inputs a Hessian is inverted in float64; leaves of its factorization.
+_DOUBLE, _TILE = 8192, 1024
 _NOT_FINITE = "rounded to nearest: NaN or infinity in its calibration input"
 _NOT_INVERTIBLE = "rounded to nearest: no damping made its Hessian invertible"
 
@@ -32,6 +34,10 @@ def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_ord
     a group's scales are chosen when its turn comes, on weights that already make up for earlier errors.
     Either way they minimize the error weighted by the Hessian's diagonal.
 
+    Where ``stats`` tell how the input has drifted away from the float model's (F, against X), the layer aims at what
+    it put out there, W F, instead of W X (asymmetric calibration, arXiv 2504.02692): the weight to round is then the
+    least-squares solution W + W (F - X) X^T (X X^T)^-1. What earlier layers lost is made up for as far as this one can.
+
     Never fails for numeric reasons: damping climbs ``DAMPING_LADDER``, then the diagonal is raised until the
     Hessian must be positive definite; where it is not finite the weight is rounded to nearest. The result says so.
     """
@@ -42,9 +48,11 @@ def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_ord
         return rtn.quantize(weight, stats, scheme, fallback=_NOT_FINITE)
     diagonal = hessian.diagonal().clone()
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(weight.shape[1])
-    factor = inverse_factor(hessian[order][:, order])
+    factor = inverse_factor(hessian, order)
     if factor is None:
         return rtn.quantize(weight, stats, scheme, fallback=_NOT_INVERTIBLE)
+    if stats.drift is not None and bool(torch.isfinite(stats.drift).all()):
+        weight = weight.index_add(1, order, (weight @ stats.drift)[:, order] @ factor.upper.t() @ factor.upper)
     sweep = _Sweep(weight, diagonal, scheme, order.tolist(), factor.upper, fixed_scales=act_order)
     sweep.run(0, weight.shape[1])
     codes = torch.empty_like(sweep.codes)
@@ -63,38 +71,79 @@ class Factor:
     note: str = ""
 
 
-def inverse_factor(hessian: Tensor) -> Factor | None:
-    """The Cholesky factor of the damped inverse in float64, or None where no rung of the ladder gives one.
+def inverse_factor(hessian: Tensor, order: Tensor) -> Factor | None:
+    """The Cholesky factor of the damped inverse of ``hessian[order, order]``, or None where no rung of the ladder
+    gives one. In float64, but in float32 for inputs so wide that the memory would not do.
 
     Dead inputs (a zero on the diagonal) get the mean diagonal, so they are rounded without touching others.
     """
-    matrix = hessian.to(torch.float64)
-    diagonal = matrix.diagonal()
-    dead = diagonal == 0
-    mean = float(diagonal[~dead].mean()) if not bool(dead.all()) else 1.0
-    diagonal[dead] = mean
-    original = diagonal.clone()
+    original = hessian.diagonal()[order].double()
+    dead = original == 0
+    mean = float(original[~dead].mean()) if not bool(dead.all()) else 1.0
+    original[dead] = mean
     for damping in DAMPING_LADDER:
-        diagonal.copy_(original + damping * mean)
-        if (upper := _invert(matrix)) is not None:
+        if (upper := _invert(hessian, order, original + damping * mean)) is not None:
             note = "" if damping == DAMPING_LADDER[0] else f"damping raised to {damping:g}"
             return Factor(upper, damping, note)
     # A diagonal above the sum of its row makes any symmetric matrix positive definite (Gershgorin).
-    diagonal.copy_(torch.maximum(original, matrix.abs().sum(dim=1)) + DAMPING_LADDER[0] * abs(mean))
-    if (upper := _invert(matrix)) is not None:
+    sums = torch.stack([row.abs().sum(dtype=torch.float64) for row in hessian])[order]
+    diagonal = torch.maximum(original, sums) + DAMPING_LADDER[0] * abs(mean)
+    if (upper := _invert(hessian, order, diagonal)) is not None:
         return Factor(upper, DAMPING_LADDER[-1], "diagonal raised above the sum of each row")
     return None
 
 
-def _invert(matrix: Tensor) -> Tensor | None:
-    """Upper U with U^T U = matrix^-1: with M M^T = matrix and M upper triangular, U is M^-1. M is the ordinary
-    Cholesky factor of the matrix with both axes reversed, so one factorization and one solve suffice."""
-    lower, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
-    if int(info) != 0:
+def _invert(hessian: Tensor, order: Tensor, diagonal: Tensor) -> Tensor | None:
+    """Upper U with U^T U = M^-1, M being ``hessian`` in ``order`` with another ``diagonal``.
+
+    With M = R R^T and R upper triangular, U is R^-1; and R is the ordinary Cholesky factor of M with both axes
+    reversed. So one factorization and one triangular inverse suffice, both in place.
+    """
+    backward = order.flip(0)
+    dtype = torch.float64 if len(order) <= _DOUBLE else torch.float32
+    matrix = torch.empty(len(order), len(order), dtype=dtype)
+    for start in range(0, len(order), _TILE):
+        rows = backward[start : start + _TILE]
+        matrix[start : start + _TILE] = hessian[rows][:, backward]
+    matrix.diagonal().copy_(diagonal.flip(0))
+    if not _cholesky(matrix):
         return None
-    identity = torch.eye(len(matrix), dtype=matrix.dtype)
-    upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).to(torch.float32).contiguous()
-    return upper if bool(torch.isfinite(upper).all()) and bool((upper.diagonal() > 0).all()) else None
+    _invert_lower(matrix)
+    upper = matrix.to(torch.float32)
+    del matrix
+    upper = upper.flip(0, 1).triu_()
+    return upper if bool(torch.isfinite(upper.diagonal()).all()) and bool((upper.diagonal() > 0).all()) else None
+
+
+def _cholesky(matrix: Tensor) -> bool:
+    """The lower triangle of ``matrix`` becomes its Cholesky factor; False where it is not positive definite. By
+    halves, so that all but the leaves are matrix products; the upper triangle is left as it was."""
+    size = len(matrix)
+    if size <= _TILE:
+        lower, info = torch.linalg.cholesky_ex(matrix)
+        matrix.copy_(lower)
+        return int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all())
+    half = size // 2
+    top, side, rest = matrix[:half, :half], matrix[half:, :half], matrix[half:, half:]
+    if not _cholesky(top):
+        return False
+    side.copy_(torch.linalg.solve_triangular(top.t(), side, upper=True, left=False))
+    rest.addmm_(side, side.t(), alpha=-1.0)
+    return _cholesky(rest)
+
+
+def _invert_lower(matrix: Tensor) -> None:
+    """The lower triangle of ``matrix`` becomes its inverse."""
+    size = len(matrix)
+    if size <= _TILE:
+        identity = torch.eye(size, dtype=matrix.dtype)
+        matrix.copy_(torch.linalg.solve_triangular(matrix, identity, upper=False))
+        return
+    half = size // 2
+    top, side, rest = matrix[:half, :half], matrix[half:, :half], matrix[half:, half:]
+    _invert_lower(top)
+    _invert_lower(rest)
+    side.copy_(-(rest.tril() @ side @ top.tril()))
 
 
 class _Sweep:

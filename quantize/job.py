@@ -9,43 +9,76 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 if TYPE_CHECKING:  # these load torch, and the command line asks this module for its defaults
     from qserve.checkpoint.card import QualityCard
-    from qserve.checkpoint.gptq_format import Version
     from qserve.checkpoint.loaders import LoaderVerdict
+    from qserve.quantize.allocate import Tried
     from qserve.quantize.layer import LayerReport
+
+METHODS = ("rtn", "gptq", "awq", "awq+gptq", "smoothquant")
+SCHEMES = ("weights", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block")
 
 
 @dataclass(frozen=True)
 class QuantizeJob:
-    """``calibration`` is a SOURCE of ``load_text`` or None (``rtn`` only: every input counts the same).
+    """Which numbers a checkpoint holds (the first options), how they are found, and from what.
 
-    loaders      must accept the checkpoint, or the job is refused before calibration
-    overwrite    replace a checkpoint at OUT
-    max_memory   bytes this process may use, or None for what is free
+    scheme           weights: integers of ``bits`` in groups; w8a8: int8 weights per channel, int8 inputs per token;
+                     fp8: e4m3 weights per channel, inputs per token; fp8-tensor: one scale for each, inputs dynamic;
+                     fp8-static: the same with calibrated input scales; fp8-block: weights in blocks of 128 x 128,
+                     inputs in groups of 128
+    method           rtn, gptq, awq, awq+gptq or smoothquant; None takes the one usual for the scheme
+    effort           of gptq: fast rounds each layer for the inputs it gets; normal also follows the float model and
+                     makes up for what earlier layers lost; best learns the rounding after that (SignRound)
+    head_bits        of the output head, 0 keeps it; embedding_bits likewise
+    kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head
+    target_bits      mixed precision: stored bits per quantized weight at most, scales included
+    max_kl           mixed precision: the smallest checkpoint within this divergence (nats)
+    calibration      a SOURCE of ``load_text`` or None (every input counts the same)
+    format           of the checkpoint, or auto
+    loaders          must accept the checkpoint, or the job is refused before calibration
+    overwrite        replace a checkpoint at OUT
+    offload          keep hidden states on disk
+    max_memory       bytes this process may use, or None for what is free
     Raises ``UsageError`` for values that contradict each other.
     """
 
-    method: Literal["rtn", "gptq"] = "gptq"
+    scheme: Literal["weights", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block"] = "weights"
     bits: int = 4
     group_size: int = 64
     symmetric: bool = True
+    head_bits: int = 0
+    embedding_bits: int = 0
+    kv_cache: Literal["int8", "fp8"] | None = None
+    kv_granularity: Literal["tensor", "head"] = "tensor"
+    method: Literal["rtn", "gptq", "awq", "awq+gptq", "smoothquant"] | None = None
+    effort: Literal["fast", "normal", "best"] = "normal"
+    act_order: bool = True
+    target_bits: float | None = None
+    max_kl: float | None = None
     calibration: str | None = "builtin"
     samples: int = 128
     sequence_length: int = 512
     seed: int = 0
-    act_order: bool = True
+    format: str = "auto"
     loaders: tuple[str, ...] = ("qserve",)
     overwrite: bool = False
+    offload: bool = False
     max_memory: int | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in ("rtn", "gptq"):
-            raise UsageError(f"method must be rtn or gptq, not {self.method!r}")
-        if self.method == "gptq" and self.calibration is None:
-            raise UsageError("gptq needs calibration text; give --calibration builtin or a file")
+        self._check_choices()
+        self._check_method()
+        if self.mixed and self.scheme != "weights":
+            raise UsageError("mixed precision chooses bits of weights; leave --scheme at weights")
+        if self.target_bits is not None and self.max_kl is not None:
+            raise UsageError("--target-bits fixes the size, --minimize size asks for the smallest: give one of them")
+        if self.target_bits is not None and not 2 <= self.target_bits <= 16:
+            raise UsageError(f"--target-bits must be 2 to 16, not {self.target_bits}")
+        if self.max_kl is not None and not 0 < self.max_kl < float("inf"):
+            raise UsageError(f"--max-kl must be above 0 to minimize size, not {self.max_kl}")
         for flag, value in (("--samples", self.samples), ("--sequence-length", self.sequence_length)):
             if value < 1:
                 raise UsageError(f"{flag} must be at least 1, not {value}")
@@ -53,16 +86,87 @@ class QuantizeJob:
             raise UsageError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
         if self.max_memory is not None and self.max_memory < 1:
             raise UsageError(f"the memory limit must be positive, not {self.max_memory}")
-        self.scheme  # noqa: B018  (checks bits and group size)
+        self.weights  # noqa: B018  (checks bits and group size)
+
+    def _check_choices(self) -> None:
+        for flag, value, known in (
+            ("--scheme", self.scheme, SCHEMES),
+            ("--method", self.method, (None, *METHODS)),
+            ("--effort", self.effort, ("fast", "normal", "best")),
+            ("--kv-cache", self.kv_cache, (None, "int8", "fp8")),
+            ("--kv-scales", self.kv_granularity, ("tensor", "head")),
+            ("--head", self.head_bits, (0, 4, 6, 8)),
+            ("--embeddings", self.embedding_bits, (0, 8)),
+        ):
+            if value not in known:
+                raise UsageError(f"{flag} must be one of {', '.join(str(k) for k in known if k)}, not {value!r}")
+
+    def _check_method(self) -> None:
+        method = self.rounding
+        if self.calibration is None:
+            reasons = {
+                f"the method {method}": method != "rtn",
+                "--effort best": self.effort == "best",
+                "--kv-cache": self.kv_cache is not None,
+                "mixed precision": self.mixed,
+                "fp8-static": self.scheme == "fp8-static",
+            }
+            for what, needed in reasons.items():
+                if needed:
+                    raise UsageError(f"{what} needs calibration text; give --calibration builtin or a file")
+        if method == "smoothquant" and self.activations is None:
+            raise UsageError("smoothquant is for rounded inputs: --scheme w8a8 or fp8; for weights alone use awq")
+        if "awq" in method and self.scheme != "weights":
+            raise UsageError("awq is for weights alone: --scheme weights; for rounded inputs use smoothquant")
+        if method == "gptq" and self.weights.dtype == "fp8":
+            raise UsageError("gptq rounds to integers; for fp8 use rtn or smoothquant")
+        if self.effort == "best" and ("gptq" not in method or self.scheme != "weights"):
+            raise UsageError("--effort best learns the rounding of gptq: use it with --method gptq or awq+gptq")
 
     @property
-    def scheme(self) -> WeightScheme:
-        return WeightScheme(self.bits, self.group_size, self.symmetric)
+    def rounding(self) -> str:
+        """``method``, or what is usual for the scheme."""
+        return self.method or {"weights": "gptq", "w8a8": "smoothquant"}.get(self.scheme, "rtn")
 
     @property
-    def version(self) -> Version:
-        """Of the GPTQ format: only the second stores a zero point of 0, which asymmetric weights may need."""
-        return "gptq" if self.symmetric else "gptq_v2"
+    def mixed(self) -> bool:
+        return self.target_bits is not None or self.max_kl is not None
+
+    @property
+    def weights(self) -> WeightScheme:
+        """Of the linears inside the blocks, where nothing else is said of one."""
+        match self.scheme:
+            case "weights":
+                return WeightScheme(self.bits, self.group_size, self.symmetric)
+            case "w8a8":
+                return WeightScheme(8, -1)
+            case "fp8":
+                return WeightScheme(8, -1, dtype="fp8")
+            case "fp8-block":
+                return WeightScheme(8, 128, dtype="fp8", rows=128)
+        return WeightScheme(8, -1, dtype="fp8", rows=-1)
+
+    @property
+    def activations(self) -> ActivationScheme | None:
+        match self.scheme:
+            case "weights":
+                return None
+            case "w8a8":
+                return ActivationScheme("int8")
+            case "fp8":
+                return ActivationScheme("fp8")
+            case "fp8-block":
+                return ActivationScheme("fp8", "group", group_size=128)
+        return ActivationScheme("fp8", "tensor", dynamic=self.scheme != "fp8-static")
+
+    @property
+    def kv_scheme(self) -> KVScheme | None:
+        return None if self.kv_cache is None else KVScheme(self.kv_cache, self.kv_granularity)
+
+    @property
+    def float_samples(self) -> int:
+        """Calibration samples for which the float model is followed: half of them tell what all would."""
+        return -(-self.samples // 2) if "gptq" in self.rounding and self.effort != "fast" and self.tokens else 0
 
     @property
     def tokens(self) -> int:
@@ -74,7 +178,7 @@ class QuantizeJob:
 class ProgressEvent:
     """``done`` of ``total`` steps of ``phase``; ``remaining`` seconds as far as known; a line to show, or ""."""
 
-    phase: Literal["prepare", "quantize", "write", "measure"]
+    phase: Literal["prepare", "sensitivity", "quantize", "write", "measure"]
     done: int
     total: int
     remaining: float | None = None
@@ -83,22 +187,26 @@ class ProgressEvent:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected peak memory of the process (bytes), seconds until the checkpoint is written, its size (bytes)."""
+    """Expected peak memory of the process (bytes), seconds until the checkpoint is written, its size (bytes), and
+    how many samples go through a block together, so that the peak stays within what is there."""
 
     peak_bytes: int
     seconds: float
     checkpoint_bytes: int
+    samples_at_once: int
 
 
 @dataclass(frozen=True)
 class QuantizeReport:
     """What was done: one ``LayerReport`` per quantized linear, in the order they ran.
 
-    notices    what differs from what was asked, one line each
+    notices    what differs from what was asked, and what mixed precision chose, one line each
+    tried      sizes and divergences that mixed precision weighed
     verdicts   which loaders accept the checkpoint, and why others do not
     """
 
     spec: QuantSpec
+    format: str
     layers: tuple[LayerReport, ...]
     notices: tuple[str, ...]
     verdicts: tuple[LoaderVerdict, ...]
@@ -107,3 +215,4 @@ class QuantizeReport:
     peak_bytes: int
     calibration_sha256: str | None
     card: QualityCard | None
+    tried: tuple[Tried, ...] = ()

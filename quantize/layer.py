@@ -1,18 +1,19 @@
 """``Quantized``: one weight after a method had it, and the line about it in the report.
 
-Knows packed weights and the error of a layer's output; does not know any method.
+Knows packed weights, the scale of their input and the error of a layer's output; does not know any method.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.packed import PackedWeight
-from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,13 @@ class LayerReport:
     damping: float | None = None
     dead_inputs: int = 0
     fallback: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> LayerReport:
+        return cls(**{**content, "scheme": WeightScheme(**content["scheme"])})
 
 
 @dataclass(frozen=True)
@@ -81,3 +89,25 @@ def output_error(weight: Tensor, change: Tensor, stats: LayerStats | None) -> tu
     if hessian is None:
         return (change.square() @ stats.diagonal).double(), (weight.square() @ stats.diagonal).double()
     return ((change @ hessian) * change).sum(dim=1).double(), ((weight @ hessian) * weight).sum(dim=1).double()
+
+
+def with_activations(
+    quantized: Quantized, activations: ActivationScheme | None, stats: LayerStats | None
+) -> Quantized:
+    """``quantized`` for an input that is rounded as ``activations`` say; its error remains that of the weight alone.
+
+    Raises ``ValueError`` for a static scale without (finite) statistics.
+    """
+    scale = None
+    if activations is not None and not activations.dynamic:
+        if stats is None or not stats.finite():
+            raise ValueError("a static activation scale needs finite statistics of the input")
+        scale = float(static_scales(stats.absmax.max(), activations.dtype))
+    return replace(quantized, weight=replace(quantized.weight, activations=activations, input_scale=scale))
+
+
+def static_scales(absmax: Tensor, dtype: Literal["int8", "fp8"]) -> Tensor:
+    """float32, shaped as ``absmax``, positive: the scale that lays ``absmax`` on the largest number of ``dtype``.
+    What was always zero is taken to reach 1."""
+    largest = 127.0 if dtype == "int8" else FP8_MAX
+    return (torch.where(absmax > 0, absmax.float(), 1.0) / largest).clamp(min=torch.finfo(torch.float32).tiny)

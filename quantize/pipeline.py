@@ -6,38 +6,36 @@ measured (the caller hands in a function for that).
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qserve.calibration.blocks import walk
-from qserve.calibration.skeleton import Skeleton
-from qserve.calibration.stats import LayerStats
+from qserve.calibration.blocks import Visit, walk
 from qserve.calibration.text import load_text
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.card import QualityCard, write_card
-from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.gptq_format import config_of
-from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.errors import GateFailed, UsageError
 from qserve.checkpoint.source import ModelSource
-from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
-from qserve.quantize import gptq, rtn
-from qserve.quantize.forecast import forecast, peak_bytes, require_memory
+from qserve.quantize.forecast import peak_bytes, require_memory
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
-from qserve.quantize.layer import LayerReport, Quantized
-from qserve.quantize.plan import plan
-from qserve.runtime.models.config import decoder_config
+from qserve.quantize.layer import LayerReport
+from qserve.quantize.mixed import Choice, Mixed
+from qserve.quantize.prepare import Preparation, arrange, narrow, prepare
+from qserve.quantize.rest import write_rest
+from qserve.quantize.rounding import BlockQuantizer, BlockResult, restore
 
 Progress = Callable[[ProgressEvent], None]
 Measure = Callable[[Path], QualityCard | None]
+Accept = Callable[[QualityCard], None]
+
+_PLAN = "plan"
 
 
 def run(
@@ -47,190 +45,162 @@ def run(
     *,
     progress: Progress | None = None,
     measure: Measure | None = None,
+    accept: Accept | None = None,
 ) -> QuantizeReport:
     """Quantize ``source`` into a checkpoint directory ``out``, which appears complete or not at all.
 
-    ``measure`` gets the finished checkpoint before it is moved to ``out``; a card it returns is stored inside,
-    and what it raises (``GateFailed``) leaves nothing behind. Everything that can be refused is refused before
-    calibration: ``UsageError`` for options, ``DataError`` for text, ``CapacityError`` for memory,
-    ``CheckpointError`` for the model or ``out``.
+    ``measure`` gets the finished checkpoint before it is moved to ``out``; a card it returns is stored inside.
+    ``accept`` may refuse that card (``GateFailed``); then nothing is left behind. Everything that can be refused is
+    refused before calibration, see ``prepare``; text raises ``DataError``. What a killed or interrupted run had done
+    is kept beside ``out``, and the same call goes on from there with the same result.
     """
     started = time.perf_counter()
     tell = progress or (lambda event: None)
-    if source.spec is not None:
-        raise UsageError(f"{source.name} is already quantized; give the model it was made from")
-    if source.path.resolve().is_relative_to(out.resolve()):
-        raise UsageError(f"{out} is or contains the model itself; choose another directory")
-    source.tokenizer()  # a checkpoint without one could not be served
-    skeleton = Skeleton(source)
-    spec, notices = plan(job, skeleton.shapes)
-    judged = _judge(spec, skeleton, job)
-    _check_rest(source, skeleton)
-    expected = forecast(job, skeleton, spec)
-    with CheckpointWriter(
-        out, overwrite=job.overwrite, expected_bytes=expected.checkpoint_bytes, version=job.version
-    ) as writer:
-        windows, text_hash = _windows(source, job)
-        require_memory(expected, job)
-        for notice in (
-            f"expecting {_duration(expected.seconds)} and {expected.peak_bytes / 2**20:,.0f} MiB of memory",
-            *notices,
-        ):
-            tell(ProgressEvent("prepare", 1, 1, expected.seconds, notice))
-        rounding = _Rounding(source, spec, job, writer)
-        _quantize(skeleton, windows, rounding, job, expected.seconds, tell)
-        tell(ProgressEvent("write", 0, 1))
-        _write_rest(source, config_of(spec, job.version), rounding.quantized, writer)
-        staged = writer.seal()
-        tell(ProgressEvent("write", 1, 1))
-        card = None
-        if measure is not None:
-            tell(ProgressEvent("measure", 0, 1))
-            card = measure(staged)
+    if job.max_kl is not None and measure is None:
+        raise UsageError("the smallest checkpoint within a divergence needs a measurement of it")
+    prepared = prepare(source, out, job)
+    windows, text_hash = _windows(source, job)
+    require_memory(prepared.forecast, job)
+    mixed = Mixed(prepared, windows, tell) if job.mixed and windows is not None else None
+    fingerprint = _fingerprint(source, job, text_hash)
+    while True:
+        with CheckpointWriter(
+            out,
+            overwrite=job.overwrite,
+            expected_bytes=prepared.forecast.checkpoint_bytes,
+            format=prepared.format,
+            fingerprint=fingerprint,
+        ) as writer:
+            if mixed is not None:
+                prepared = arrange(prepared.skeleton, job, prepared.dtype, _choice(mixed, writer).schemes)
+            _announce(prepared, writer, tell)
+            reports = _quantize(prepared, windows, writer, tell)
+            staged = writer.seal()
+            tell(ProgressEvent("write", 1, 1))
+            card = None
+            if measure is not None:
+                tell(ProgressEvent("measure", 0, 1))
+                card = measure(staged)
+                tell(ProgressEvent("measure", 1, 1))
             if card is not None:
+                if mixed is not None and mixed.wants_another(card):
+                    writer.discard()
+                    continue
+                if accept is not None:
+                    _accept(card, accept, writer)
                 write_card(staged, card)
-            tell(ProgressEvent("measure", 1, 1))
-        writer.finish()
+            writer.finish()
+            break
     return QuantizeReport(
-        spec=spec,
-        layers=tuple(rounding.reports),
-        notices=notices,
-        verdicts=judged,
-        forecast=expected,
+        spec=prepared.spec,
+        format=prepared.format.name,
+        layers=tuple(reports),
+        notices=(*prepared.notices, *(mixed.choice.reasons if mixed else ())),
+        verdicts=prepared.verdicts,
+        forecast=prepared.forecast,
         seconds=time.perf_counter() - started,
         peak_bytes=peak_bytes(),
         calibration_sha256=text_hash,
         card=card,
+        tried=mixed.tried if mixed else (),
     )
 
 
-class _Rounding:
-    """The pipeline's side of the walk: rounds what it is handed, writes it, and returns what was written."""
-
-    def __init__(self, source: ModelSource, spec: QuantSpec, job: QuantizeJob, writer: CheckpointWriter) -> None:
-        self.source, self.spec, self.job, self.writer = source, spec, job, writer
-        self.reports: list[LayerReport] = []
-        self.quantized: set[str] = set()
-
-    def __call__(self, names: list[str], weights: list[Tensor], stats: LayerStats | None) -> Sequence[Tensor]:
-        replaced = dict(zip(names, weights, strict=True))
-        by_scheme: dict[WeightScheme, list[str]] = {}
-        for name in names:
-            if (scheme := self.spec.scheme_of(name)) is not None:
-                by_scheme.setdefault(scheme, []).append(name)
-        for scheme, members in by_scheme.items():
-            # They share one Hessian, so they are rounded as one weight: rows do not touch each other.
-            result = self._round(torch.cat([replaced[name] for name in members]), stats, scheme)
-            row = 0
-            for name in members:
-                part = result.rows(row, row + len(replaced[name]))
-                row += len(replaced[name])
-                self._write(name, part.weight)
-                self.reports.append(part.report(name))
-                replaced[name] = part.weight.dequantize()
-        return list(replaced.values())
-
-    def _round(self, weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> Quantized:
-        if self.job.method == "rtn":
-            return rtn.quantize(weight, stats, scheme)
-        if stats is None:
-            return rtn.quantize(weight, None, scheme, fallback="rounded to nearest: calibration never reached it")
-        return gptq.quantize(weight, stats, scheme, act_order=self.job.act_order)
-
-    def _write(self, name: str, packed: PackedWeight) -> None:
-        if self.source.has(f"{name}.bias"):
-            packed = replace(packed, bias=self.source.tensor(f"{name}.bias").to(torch.float32))
-        self.writer.put_linear(name, packed)
-        self.quantized.add(name)
-
-
-def _judge(spec: QuantSpec, skeleton: Skeleton, job: QuantizeJob) -> tuple[LoaderVerdict, ...]:
-    """What every known loader says; raises ``UsageError`` where one that must accept refuses."""
-    every = (*job.loaders, *(name for name in LOADERS if name not in job.loaders))
-    judged = verdicts(spec, skeleton.shapes, every, version=job.version)
+def _accept(card: QualityCard, accept: Accept, writer: CheckpointWriter) -> None:
     try:
-        decoder_config(skeleton.source.config, skeleton.source.name)
-    except CheckpointError as error:
-        judged = [LoaderVerdict("qserve", False, str(error)) if v.loader == "qserve" else v for v in judged]
-    for verdict in judged:
-        if verdict.loader in job.loaders and not verdict.accepts:
-            raise UsageError(f"{verdict.loader} would refuse this checkpoint: {verdict.reason}")
-    return tuple(judged)
+        accept(card)
+    except GateFailed:
+        writer.discard()  # the same job would fail again
+        raise
 
 
-def _check_rest(source: ModelSource, skeleton: Skeleton) -> None:
-    """What is copied and not calibrated: damage there would otherwise be found after hours, or by users."""
-    for part in (source.config, source.generation_config()):
-        try:
-            json.dumps(part, allow_nan=False)
-        except ValueError:
-            raise CheckpointError(f"{source.name}: its configuration holds NaN or infinity") from None
-    quantized = {f"{module}.weight" for module in skeleton.shapes}
-    dtype = _kept_dtype(source)
-    for name in source.names():
-        if name not in quantized:
-            _narrow(name, source.tensor(name), dtype)
+def _choice(mixed: Mixed, writer: CheckpointWriter) -> Choice:
+    """What mixed precision decided: now, or in the run that is being resumed."""
+    if _PLAN in writer.committed():
+        return mixed.resume(writer.part(_PLAN)[1])
+    choice = mixed.choose()
+    writer.commit(_PLAN, choice.to_json())
+    return choice
+
+
+def _announce(prepared: Preparation, writer: CheckpointWriter, tell: Progress) -> None:
+    done = [key for key in writer.committed() if key != _PLAN]
+    lines = prepared.lines()
+    if done:
+        lines.append(f"resuming        {len(done)} of {len(prepared.skeleton.blocks)} blocks are done")
+    for text in lines:
+        tell(ProgressEvent("prepare", 1, 1, prepared.forecast.seconds, text))
+
+
+def _quantize(
+    prepared: Preparation, windows: Tensor | None, writer: CheckpointWriter, tell: Progress
+) -> list[LayerReport]:
+    job, skeleton = prepared.job, prepared.skeleton
+    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype)
+    reports: list[LayerReport] = []
+    written: set[str] = set()
+    tell(ProgressEvent("quantize", 0, len(skeleton.blocks), prepared.forecast.seconds))
+    start, first = time.perf_counter(), 0
+    walking = walk(
+        skeleton, windows, samples_at_once=prepared.forecast.samples_at_once, float_samples=job.float_samples,
+        offload=writer.directory if job.offload else None,
+    )  # fmt: skip
+    for visit in walking:
+        if visit.name in writer.committed():
+            result = _restore(visit, prepared, writer)
+            start, first = time.perf_counter(), visit.index + 1
+        else:
+            result = quantizer.run(visit)
+            _commit(visit, result, prepared, writer)
+        reports += result.reports
+        written |= result.dense.keys()
+        done = visit.index + 1
+        if done > first:
+            remaining = (time.perf_counter() - start) / (done - first) * (visit.total - done)
+            tell(ProgressEvent("quantize", done, visit.total, remaining))
+    tell(ProgressEvent("write", 0, 1))
+    return reports + write_rest(prepared, written, writer)
+
+
+def _commit(visit: Visit, result: BlockResult, prepared: Preparation, writer: CheckpointWriter) -> None:
+    for module, packed in result.packed.items():
+        writer.put_linear(module, packed)
+    for name, tensor in result.dense.items():
+        # Scales of the KV cache are float32 in every format.
+        kept = tensor if name.endswith("_scale") else narrow(name, tensor, prepared.dtype)
+        writer.put(name, kept)
+    writer.commit(visit.name, {
+        "reports": [report.to_json() for report in result.reports],
+        "packed": list(result.packed),
+        "dense": list(result.dense),
+    })  # fmt: skip
+
+
+def _restore(visit: Visit, prepared: Preparation, writer: CheckpointWriter) -> BlockResult:
+    """A block that an earlier run finished: what it wrote, put into the block again."""
+    tensors, extra = writer.part(visit.name)
+    result = BlockResult(reports=[LayerReport.from_json(report) for report in extra["reports"]])
+    for module in extra["packed"]:
+        parts = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
+        scheme = prepared.spec.scheme_of(module)
+        assert scheme is not None
+        result.packed[module] = prepared.format.unpack(parts, scheme, prepared.spec.activations_of(module))
+    result.dense = {name: tensors[name] for name in extra["dense"]}
+    restore(visit, result)
+    return result
 
 
 def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str | None]:
     if job.calibration is None:
         return None, None
-    longest = source.config.get("max_position_embeddings")
-    if isinstance(longest, int) and job.sequence_length > longest:
-        raise UsageError(
-            f"--sequence-length {job.sequence_length} exceeds the {longest} positions that {source.name} knows"
-        )
     text = load_text(job.calibration, "calibrate")
     token_ids = source.tokenizer()(text.text, add_special_tokens=False, verbose=False)["input_ids"]
     return calibration_windows(token_ids, job.samples, job.sequence_length, job.seed), text.sha256
 
 
-def _quantize(
-    skeleton: Skeleton, windows: Tensor | None, rounding: _Rounding, job: QuantizeJob, seconds: float, tell: Progress
-) -> None:
-    tell(ProgressEvent("quantize", 0, len(skeleton.blocks), seconds))
-    start = time.perf_counter()
-    for step in walk(skeleton, windows, rounding, hessian=job.method == "gptq"):
-        done = step.index + 1
-        remaining = (time.perf_counter() - start) / done * (step.total - done)
-        tell(ProgressEvent("quantize", done, step.total, remaining))
-
-
-def _write_rest(
-    source: ModelSource, quantization: dict[str, Any], quantized: set[str], writer: CheckpointWriter
-) -> None:
-    """Everything that is not a quantized linear: dense tensors, configuration, tokenizer."""
-    packed = {f"{module}.{part}" for module in quantized for part in ("weight", "bias")}
-    dtype = _kept_dtype(source)
-    for name in source.names():
-        if name not in packed:
-            writer.put(name, _narrow(name, source.tensor(name), dtype))
-    dtype_name = str(dtype).removeprefix("torch.")
-    config: dict[str, Any] = {
-        **source.config, "dtype": dtype_name, "torch_dtype": dtype_name, "quantization_config": quantization
-    }
-    writer.put_json("config.json", config)
-    writer.put_json("quantize_config.json", quantization)
-    if generation := source.generation_config():
-        writer.put_json("generation_config.json", generation)
-    source.save_tokenizer(writer.directory)
-
-
-def _kept_dtype(source: ModelSource) -> torch.dtype:
-    return torch.bfloat16 if source.dtype() == torch.bfloat16 else torch.float16
-
-
-def _narrow(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floats become float16 where the model is not natively bfloat16 (there, float32 was chosen on purpose)."""
-    if not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"{name} holds NaN or infinity: the model is damaged")
-    if dtype != torch.float16 or not tensor.is_floating_point():
-        return tensor
-    narrow = tensor.to(dtype)
-    if not bool(torch.isfinite(narrow).all()):
-        raise CheckpointError(f"{name} holds values that float16 cannot; convert the model to bfloat16 first")
-    return narrow
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+def _fingerprint(source: ModelSource, job: QuantizeJob, text_hash: str | None) -> str:
+    """Everything that the numbers of the result depend on."""
+    numbers = dataclasses.replace(job, overwrite=False, max_memory=None, loaders=(), offload=False)
+    versions = [f"{package} {version(package)}" for package in ("qserve-llm", "torch", "transformers")]
+    content = repr((numbers, source.sha256(), text_hash, versions, torch.get_num_threads()))
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -6,7 +6,7 @@ Knows shapes; does not know weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
@@ -16,8 +16,31 @@ from qserve.quantize.job import QuantizeJob
 _GROUP_SIZES = (128, 64, 32, 16, 8)
 
 
-def plan(job: QuantizeJob, shapes: Mapping[str, tuple[int, int]]) -> tuple[QuantSpec, tuple[str, ...]]:
-    """The specification for linears of ``shapes`` (module -> (out, in)), and a line for each deviation.
+@dataclass(frozen=True)
+class Shapes:
+    """(out, in) of every linear inside the blocks, of the output head and of the embedding, by module name.
+
+    ``head`` is None where the model has no output layer of its own (``tied``: it uses the embedding).
+    """
+
+    linears: Mapping[str, tuple[int, int]]
+    embedding: str
+    embedding_shape: tuple[int, int]
+    tied: bool
+
+    def of(self, spec: QuantSpec) -> dict[str, tuple[int, int]]:
+        """Every module that may be packed under ``spec``."""
+        found = dict(self.linears)
+        for module in ("lm_head", self.embedding):
+            if module in spec.overrides:
+                found[module] = self.embedding_shape
+        return found
+
+
+def plan(
+    job: QuantizeJob, shapes: Shapes, chosen: Mapping[str, WeightScheme] | None = None
+) -> tuple[QuantSpec, tuple[str, ...]]:
+    """The specification for ``shapes``, and a line for each deviation. ``chosen`` is what mixed precision decided.
 
     Raises ``UsageError`` where nothing would be quantized.
     """
@@ -25,30 +48,63 @@ def plan(job: QuantizeJob, shapes: Mapping[str, tuple[int, int]]) -> tuple[Quant
     ignored: list[str] = []
     falls: dict[tuple[int, int], int] = {}
     skipped: dict[tuple[int, int], int] = {}
-    # What fills whole 32-bit words; at 3 bits only 32 values do.
-    unit = 32 if job.bits == 3 else 32 // job.bits
-    for module, (out, inp) in shapes.items():
+    for module, (out, inp) in shapes.linears.items():
+        wanted = (chosen or {}).get(module, job.weights)
+        unit = word_values(wanted) if job.activations is None else 1  # int8 inputs need whole bytes only
         if out % unit or inp % unit:
             ignored.append(module)
             skipped[out, inp] = skipped.get((out, inp), 0) + 1
-        elif (size := group_size_for(inp, job.group_size)) != job.group_size:
-            overrides[module] = replace(job.scheme, group_size=size)
+            continue
+        size = group_size_for(inp, wanted.group_size) if wanted.rows == 1 else wanted.group_size
+        if size != wanted.group_size:
             falls[inp, size] = falls.get((inp, size), 0) + 1
-    if len(ignored) == len(shapes):
-        raise UsageError(f"no linear can be quantized to {job.bits} bits: none has sizes that are multiples of {unit}")
+        scheme = replace(wanted, group_size=size)
+        if scheme != job.weights:
+            overrides[module] = scheme
+    if len(ignored) == len(shapes.linears):
+        raise UsageError(
+            f"no linear can be quantized to {job.weights}: none has sizes that are multiples of "
+            f"{word_values(job.weights)}"
+        )
     notices = [
         f"groups of {job.group_size} do not divide an input of {inp}: {count} linears use "
         + (f"groups of {size}" if size > 0 else "one scale per channel")
         for (inp, size), count in falls.items()
     ]
     notices += [
-        f"{count} linears of {out} x {inp} stay in floating point: {job.bits}-bit storage needs multiples of {unit}"
+        f"{count} linears of {out} x {inp} stay in floating point: packed storage needs multiples of "
+        f"{word_values(job.weights)}"
         for (out, inp), count in skipped.items()
     ]
+    outer = {"lm_head": job.head_bits, shapes.embedding: job.embedding_bits}
+    for module, bits in outer.items():
+        if bits:
+            overrides[module] = WeightScheme(bits, group_size_for(shapes.embedding_shape[1], 64))
+    if not job.head_bits:
+        ignored.insert(0, "lm_head")
+        if job.embedding_bits and shapes.tied:
+            notices.append(f"the output head is the embedding, which is stored in {job.embedding_bits} bits")
+        elif shapes.tied:
+            notices.append("the output head is the embedding, which keeps its precision")
+    elif shapes.tied:
+        notices.append(f"the output head was the embedding; it becomes a layer of its own in {job.head_bits} bits")
     spec = QuantSpec(
-        method=job.method, weights=job.scheme, overrides=overrides, ignored=("lm_head", *ignored)
+        method="signround" if job.effort == "best" else job.rounding,  # type: ignore[arg-type]
+        weights=job.weights,
+        activations=job.activations,
+        kv_cache=job.kv_scheme,
+        overrides=overrides,
+        ignored=tuple(ignored),
+        float_inputs=tuple(module for module, bits in outer.items() if bits),
     )
     return spec, tuple(notices)
+
+
+def word_values(scheme: WeightScheme) -> int:
+    """Both sizes of a weight must be multiples of this: the values that fill whole 32-bit words."""
+    if scheme.dtype == "fp8":
+        return 1
+    return {2: 16, 3: 32, 4: 8, 6: 1, 8: 4}[scheme.bits]
 
 
 def group_size_for(in_features: int, wanted: int) -> int:

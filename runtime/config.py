@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
 
-KV_DTYPES = ("auto", "fp16", "fp32")
+KV_DTYPES = ("auto", "fp16", "fp32", "int8", "fp8")
 HEADS = ("auto", "dense", "int8")
 
 
@@ -20,7 +20,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens of one step, prefill chunks and decodes together.
         max_waiting: queued choices at most; more are refused.
         kv_cache_memory: bytes of the KV cache; None takes half of the memory that weights leave free.
-        kv_cache_dtype: auto (fp16), fp16 or fp32.
+        kv_cache_dtype: auto (what the checkpoint was calibrated for, else fp16), fp16, fp32, int8 or fp8.
         enable_prefix_caching: reuse the KV of equal prompt beginnings.
         kernels: which executor, see ``registry.names``.
         threads: of the native kernels; None takes the cores of this process.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-import torch
 from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource, open_model
@@ -24,6 +23,7 @@ from qserve.runtime.detokenizer import Detokenizer, StopChecker
 from qserve.runtime.memory import MemoryPlan, plan_memory, weight_bytes
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.models.kv_cache import cache_dtype
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.plan import RequestUpdate, StepPlan
 from qserve.runtime.request import Request
@@ -105,7 +105,7 @@ class Engine:
         self.vocab_size = self.model_config.vocab_size
         self.tokenizer = source.tokenizer()
         self.executor = registry.make(config.kernels, config.threads)
-        kv_dtype = torch.float32 if config.kv_cache_dtype == "fp32" else torch.float16
+        kv_dtype = cache_dtype(config.kv_cache_dtype, source)
         int8_head = source.spec is not None and config.head != "dense"
         limits = DecoderLimits(config.max_num_batched_tokens, config.max_num_seqs, 0, 0)
         self.memory: MemoryPlan = plan_memory(

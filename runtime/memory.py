@@ -14,7 +14,9 @@ import torch
 
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.ops import BLOCK_SIZE
+from qserve.kernels.prepack import tile_bytes
 from qserve.runtime.models.config import DecoderConfig
 
 _SHARE = 0.5  # of what is free after weights and workspace; the rest is left to the machine
@@ -42,19 +44,29 @@ class MemoryPlan:
 
 def weight_bytes(source: ModelSource, *, int8_head: bool) -> int:
     """Bytes of the weights as the kernels hold them."""
-    total = 0.0
-    packed = source.linears()
-    for module in packed:
-        assert source.spec is not None
-        scheme = source.spec.scheme_of(module) or source.spec.weights
-        out, inp = source.shape(module)
-        bits = 4 if scheme.bits <= 4 else 8
-        total += out * inp * bits / 8 + 4 * out * scheme.groups(inp) * (1 if scheme.symmetric else 2)
+    packed, embedding = set(source.linears()), "model.embed_tokens"
+    total = sum(source.nbytes(name) for name in source.names() if name != "lm_head.weight")
+    total += sum(_tiles(source, module) for module in packed - {embedding})
+    if embedding in packed:  # rows that are looked up stay as they are: a byte for every code
+        scheme, (vocab, width) = _scheme(source, embedding), source.shape(embedding)
+        total += vocab * width + vocab * scheme.groups(width) * (4 if scheme.symmetric else 5)
+    if "lm_head" in packed:
+        return total
+    if embedding in packed and not source.has("lm_head.weight"):
+        return total + _tiles(source, embedding)
     # A tied head is laid out a second time, for the product.
-    head = "lm_head.weight" if source.has("lm_head.weight") else "model.embed_tokens.weight"
-    total += sum(source.nbytes(name) for name in source.names() if name != "lm_head.weight")
-    total += prod(source.shape(head)) * (1 + 4 / 64) if int8_head else source.nbytes(head)
-    return int(total)
+    head = "lm_head.weight" if source.has("lm_head.weight") else f"{embedding}.weight"
+    return total + (int(prod(source.shape(head)) * (1 + 4 / 64)) if int8_head else source.nbytes(head))
+
+
+def _tiles(source: ModelSource, module: str) -> int:
+    assert source.spec is not None
+    return tile_bytes(_scheme(source, module), source.spec.activations_of(module), *source.shape(module)[:2])
+
+
+def _scheme(source: ModelSource, module: str) -> WeightScheme:
+    assert source.spec is not None
+    return source.spec.scheme_of(module) or source.spec.weights
 
 
 def plan_memory(

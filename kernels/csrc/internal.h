@@ -2,9 +2,11 @@
 #ifndef QS_INTERNAL_H
 #define QS_INTERNAL_H
 
+#include <math.h>
+
 #include "qserve.h"
 
-/* The input of a quantized linear: codes [rows, k], and per group a scale and the sum of the codes. */
+/* The input of an integer product: codes [rows, k], and per act_group a scale and the sum of the codes. */
 typedef struct {
     int8_t *codes;
     float *scales;
@@ -26,11 +28,14 @@ typedef struct {
     void (*silu_mul)(const float *gate, const float *up, float *out, int32_t width);
     void (*log_softmax)(float *x, int32_t width);
     int32_t (*argmax)(const float *x, int32_t width);
+    /* One row of the input, rounded: to codes for an integer product, to f32 [k] for one of floats. */
     void (*quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums);
-    /* Tiles [tile, tile + tiles) of the product, all rows; `unpacked` holds 4 tiles of u8. */
+    void (*round_input)(const qs_linear *op, const float *x, float *rounded);
+    /* Tiles [tile, tile + tiles) of the product, all rows; `unpacked` holds 4 tiles of u8 or f32. */
     void (*linear_int)(const qs_linear *op, const qs_acts *acts, int32_t rows, int32_t tile, int32_t tiles,
                        uint8_t *unpacked);
-    void (*linear_float)(const qs_linear *op, int32_t rows, int32_t tile, int32_t tiles);
+    void (*linear_float)(const qs_linear *op, const float *x, int32_t rows, int32_t tile, int32_t tiles,
+                         float *unpacked);
     void (*rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot);
     void (*attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head);
 } qs_kernels;
@@ -83,6 +88,36 @@ static inline float qs_bf16_to_float(uint16_t b)
 {
     union { uint32_t u; float f; } v = {(uint32_t)b << 16};
     return v.f;
+}
+
+/* The bits of e4m3, moved to where float16 has them, are a 256th of the value, subnormals included. */
+static inline float qs_e4m3_to_float(uint8_t code)
+{
+    float value = qs_half_to_float((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.0f;
+    return (code & 0x7f) == 0x7f ? NAN : value;
+}
+
+/* The nearest e4m3 of |x| <= 448, ties to even. Adding 2^14, whose last bit is worth 2^-9, rounds the subnormals. */
+static inline float qs_round_e4m3(float x)
+{
+    union { float f; uint32_t u; } v = {x}, normal, small;
+    uint32_t magnitude = v.u & 0x7fffffffu;
+    normal.u = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) & 0xfff00000u;
+    small.u = magnitude;
+    small.f = (small.f + 16384.0f) - 16384.0f;
+    v.u = (v.u & 0x80000000u) | (magnitude < 121u << 23 ? small.u : normal.u);
+    return v.f;
+}
+
+/* Saturates; what is not finite becomes NaN. */
+static inline uint8_t qs_float_to_e4m3(float x)
+{
+    union { float f; uint32_t u; } v = {x};
+    uint32_t sign = v.u >> 24 & 0x80u, finite = (v.u & 0x7fffffffu) < 0x7f800000u;
+    v.u &= 0x7fffffffu;
+    v.f = qs_round_e4m3(v.f > 448.0f ? 448.0f : v.f);
+    uint32_t code = v.u < 121u << 23 ? (uint32_t)(v.f * 512.0f) : (v.u >> 20) - (120u << 3);
+    return (uint8_t)(finite ? sign | code : 0x7f);
 }
 
 #endif

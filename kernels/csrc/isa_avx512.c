@@ -12,7 +12,7 @@
 #define TILES 4      /* weight tiles of 16 outputs that one block covers */
 #define FLOAT_ROWS 6 /* rows that one float block covers: 6 x 4 accumulators leave 8 registers */
 #define INT_ROWS 4   /* rows of an integer block: it also holds float sums, and 6 rows spill (measured: 0.6x) */
-#define UNPACK 32    /* from this many rows on, 4-bit tiles are unpacked once and reused */
+#define UNPACK 32    /* from this many rows on, 4-bit and e4m3 tiles are unpacked once and reused */
 
 static void quantize_rows(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
 {
@@ -21,21 +21,26 @@ static void quantize_rows(const qs_linear *op, const float *x, int8_t *codes, fl
         QS_NAME(quantize)(op, x, codes, scales, sums);
         return;
     }
-    for (int32_t start = 0, g = 0; start < op->k; start += op->act_group, g++) {
-        __m512i top = _mm512_setzero_si512(), sum = top;
-        for (int32_t j = 0; j < op->act_group; j += 16)
-            top = _mm512_max_epu32(top, _mm512_and_si512(_mm512_loadu_si512(x + start + j), magnitude));
-        union { uint32_t u; float f; } absmax = {_mm512_reduce_max_epu32(top)};
-        float inverse = absmax.f >= 1e-30f && absmax.u < 0x7f800000u ? 127.0f / absmax.f : 0.0f;
+    for (int32_t start = 0, g = 0; start < op->k; start += op->act_span) {
+        int32_t end = op->k - start < op->act_span ? op->k : start + op->act_span;
+        __m512i top = _mm512_setzero_si512();
+        float inverse;
+        for (int32_t j = start; j < end; j += 16)
+            top = _mm512_max_epu32(top, _mm512_and_si512(_mm512_loadu_si512(x + j), magnitude));
+        float scale = QS_NAME(span_scale)(op, _mm512_reduce_max_epu32(top), &inverse);
         __mmask16 keep = inverse == 0.0f ? 0 : 0xffff;
-        for (int32_t j = 0; j < op->act_group; j += 16) {
-            __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x + start + j), _mm512_set1_ps(inverse));
-            __m512i code = _mm512_maskz_cvtps_epi32(keep, scaled);
-            sum = _mm512_add_epi32(sum, code);
-            _mm_storeu_si128((__m128i *)(codes + start + j), _mm512_cvtepi32_epi8(code));
+        for (int32_t part = start; part < end; part += op->act_group, g++) {
+            __m512i sum = _mm512_setzero_si512();
+            for (int32_t j = part; j < part + op->act_group; j += 16) {
+                __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x + j), _mm512_set1_ps(inverse));
+                scaled = _mm512_min_ps(_mm512_max_ps(scaled, _mm512_set1_ps(-128.0f)), _mm512_set1_ps(127.0f));
+                __m512i code = _mm512_maskz_cvtps_epi32(keep, scaled);
+                sum = _mm512_add_epi32(sum, code);
+                _mm_storeu_si128((__m128i *)(codes + j), _mm512_cvtepi32_epi8(code));
+            }
+            scales[g] = scale;
+            sums[g] = _mm512_reduce_add_epi32(sum);
         }
-        scales[g] = absmax.u >= 0x7f800000u ? NAN : absmax.f / 127.0f;
-        sums[g] = _mm512_reduce_add_epi32(sum);
     }
 }
 
@@ -167,32 +172,69 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t rows, i
             (u4 ? u4_narrow : u8_narrow)(op, acts, rows, tile + t, weight + t * stride, stride);
 }
 
-INLINE __m512 load_weight(const void *weight, int64_t at, const int dtype)
+INLINE __m512 load_floats(const void *values, int64_t at, const int dtype)
 {
     if (dtype == QS_F32)
-        return _mm512_loadu_ps((const float *)weight + at);
-    __m256i half = _mm256_loadu_si256((const __m256i *)((const uint16_t *)weight + at));
+        return _mm512_loadu_ps((const float *)values + at);
+    __m256i half = _mm256_loadu_si256((const __m256i *)((const uint16_t *)values + at));
     if (dtype == QS_F16)
         return _mm512_cvtph_ps(half);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-INLINE void float_block(const qs_linear *op, int32_t row, int32_t tile, const int MR, const int NV, const int dtype)
+/* A 256th of 16 e4m3 numbers, exactly: their bits, moved to where float16 has them. NaN is not told apart. */
+INLINE __m512 small_e4m3(__m128i codes)
 {
-    __m512 sums[FLOAT_ROWS][TILES];
-    const float *x = op->x + (int64_t)row * op->x_width;
-    int64_t stride = (int64_t)op->k * QS_LANES, start = tile * stride;
+    __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7); /* bits 15 and 14 are the sign */
+    return _mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16((int16_t)0xbfff)));
+}
+
+/* 16 cached values before their scale; those of f8 are a 256th. */
+INLINE __m512 load_kv(const void *cache, int64_t at, const int dtype)
+{
+    const __m512 nan = _mm512_set1_ps(NAN);
+    if (dtype == QS_F32 || dtype == QS_F16)
+        return load_floats(cache, at, dtype);
+    __m128i codes = _mm_loadu_si128((const __m128i *)((const uint8_t *)cache + at));
+    if (dtype == QS_I8)
+        return _mm512_mask_mov_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)),
+                                  _mm_cmpeq_epi8_mask(codes, _mm_set1_epi8(-128)), nan);
+    __mmask16 bad = _mm_cmpeq_epi8_mask(_mm_and_si128(codes, _mm_set1_epi8(0x7f)), _mm_set1_epi8(0x7f));
+    return _mm512_mask_mov_ps(small_e4m3(codes), bad, nan);
+}
+
+/* `scale`: of e4m3 weights, times 256; else not read. */
+INLINE __m512 load_weight(const void *weight, int64_t at, __m512 scale, const int dtype)
+{
+    if (dtype != QS_F8)
+        return load_floats(weight, at, dtype);
+    return _mm512_mul_ps(small_e4m3(_mm_loadu_si128((const __m128i *)((const uint8_t *)weight + at))), scale);
+}
+
+INLINE void float_block(const qs_linear *op, const float *input, const void *weight, int32_t row, int32_t tile,
+                        const int MR, const int NV, const int dtype)
+{
+    __m512 sums[FLOAT_ROWS][TILES], scale[TILES];
+    const float *x = input + (int64_t)row * op->k;
+    int64_t stride = (int64_t)op->k * QS_LANES;
+    int32_t group = dtype == QS_F8 ? op->group : op->k, groups = (op->k + group - 1) / group;
     UNROLL for (int m = 0; m < MR; m++)
         UNROLL for (int v = 0; v < NV; v++)
             sums[m][v] = _mm512_setzero_ps();
-    for (int32_t k = 0; k < op->k; k++) {
-        __m512 w[TILES];
+    for (int32_t g = 0, k = 0; g < groups; g++) {
+        int32_t end = op->k - k < group ? op->k : k + group;
         UNROLL for (int v = 0; v < NV; v++)
-            w[v] = load_weight(op->weight, start + v * stride + (int64_t)k * QS_LANES, dtype);
-        UNROLL for (int m = 0; m < MR; m++) {
-            __m512 value = _mm512_set1_ps(x[(int64_t)m * op->x_width + k]);
+            scale[v] = dtype != QS_F8 ? _mm512_setzero_ps() : _mm512_mul_ps(
+                _mm512_loadu_ps(op->scales + ((int64_t)(tile + v) * groups + g) * QS_LANES), _mm512_set1_ps(256.0f));
+        for (; k < end; k++) {
+            __m512 w[TILES];
             UNROLL for (int v = 0; v < NV; v++)
-                sums[m][v] = _mm512_fmadd_ps(value, w[v], sums[m][v]);
+                w[v] = load_weight(weight, v * stride + (int64_t)k * QS_LANES, scale[v], dtype);
+            UNROLL for (int m = 0; m < MR; m++) {
+                __m512 value = _mm512_set1_ps(x[(int64_t)m * op->k + k]);
+                UNROLL for (int v = 0; v < NV; v++)
+                    sums[m][v] = _mm512_fmadd_ps(value, w[v], sums[m][v]);
+            }
         }
     }
     UNROLL for (int m = 0; m < MR; m++)
@@ -202,10 +244,10 @@ INLINE void float_block(const qs_linear *op, int32_t row, int32_t tile, const in
 
 #define FLOAT_CASE(MR, NV, dtype)                                                                                 \
     case MR:                                                                                                      \
-        float_block(op, row, tile, MR, NV, dtype);                                                               \
+        float_block(op, x, weight, row, tile, MR, NV, dtype);                                                    \
         break;
-#define FLOAT_KERNEL(name, NV, dtype)                                                                               \
-    static void name(const qs_linear *op, int32_t rows, int32_t tile)                                             \
+#define FLOAT_KERNEL(name, NV, dtype)                                                                             \
+    static void name(const qs_linear *op, const float *x, int32_t rows, int32_t tile, const void *weight)         \
     {                                                                                                             \
         for (int32_t row = 0; row < rows; row += FLOAT_ROWS)                                                      \
             switch (rows - row < FLOAT_ROWS ? rows - row : FLOAT_ROWS) {                                          \
@@ -224,16 +266,45 @@ FLOAT_KERNEL(f16_wide, 4, QS_F16)
 FLOAT_KERNEL(f16_narrow, 1, QS_F16)
 FLOAT_KERNEL(bf16_wide, 4, QS_BF16)
 FLOAT_KERNEL(bf16_narrow, 1, QS_BF16)
+FLOAT_KERNEL(f8_wide, 4, QS_F8)
+FLOAT_KERNEL(f8_narrow, 1, QS_F8)
 
-static void linear_float(const qs_linear *op, int32_t rows, int32_t tile, int32_t tiles)
+/* Tiles of e4m3 as f32, the very products that f8_wide computes on the fly. */
+static void unpack_f8(const qs_linear *op, int32_t tile, int32_t tiles, float *unpacked)
 {
-    static void (*const wide[])(const qs_linear *, int32_t, int32_t) = {f32_wide, f16_wide, bf16_wide};
-    static void (*const narrow[])(const qs_linear *, int32_t, int32_t) = {f32_narrow, f16_narrow, bf16_narrow};
+    const uint8_t *codes = (const uint8_t *)op->weight + (int64_t)tile * op->k * QS_LANES;
+    int32_t groups = (op->k + op->group - 1) / op->group;
+    for (int32_t t = tile; t < tile + tiles; t++)
+        for (int32_t g = 0, k = 0; g < groups; g++) {
+            int32_t end = op->k - k < op->group ? op->k : k + op->group;
+            __m512 scale = _mm512_mul_ps(_mm512_loadu_ps(op->scales + ((int64_t)t * groups + g) * QS_LANES),
+                                         _mm512_set1_ps(256.0f));
+            for (; k < end; k++, codes += QS_LANES, unpacked += QS_LANES)
+                _mm512_storeu_ps(unpacked, load_weight(codes, 0, scale, QS_F8));
+        }
+}
+
+static void linear_float(const qs_linear *op, const float *x, int32_t rows, int32_t tile, int32_t tiles,
+                         float *unpacked)
+{
+    typedef void (*kernel)(const qs_linear *, const float *, int32_t, int32_t, const void *);
+    static const kernel wide[] = {[QS_F32] = f32_wide, [QS_F16] = f16_wide, [QS_BF16] = bf16_wide, [QS_F8] = f8_wide};
+    static const kernel narrow[] = {
+        [QS_F32] = f32_narrow, [QS_F16] = f16_narrow, [QS_BF16] = bf16_narrow, [QS_F8] = f8_narrow};
+    int dtype = op->dtype;
+    int64_t stride = (int64_t)op->k * QS_LANES * (dtype == QS_F32 ? 4 : dtype == QS_F8 ? 1 : 2);
+    const uint8_t *weight = (const uint8_t *)op->weight + tile * stride;
+    if (dtype == QS_F8 && rows >= UNPACK) {
+        unpack_f8(op, tile, tiles, unpacked);
+        weight = (const uint8_t *)unpacked;
+        stride *= 4;
+        dtype = QS_F32;
+    }
     if (tiles == TILES)
-        wide[op->dtype](op, rows, tile);
+        wide[dtype](op, x, rows, tile, weight);
     else
         for (int32_t t = 0; t < tiles; t++)
-            narrow[op->dtype](op, rows, tile + t);
+            narrow[dtype](op, x, rows, tile + t, weight + t * stride);
 }
 
 INLINE __m512 exp_lanes(__m512 x)
@@ -259,6 +330,9 @@ INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32
                         const int32_t *block_table, int32_t kv_head, const int R)
 {
     int32_t dim = op->head_dim, from = INT32_MAX, to = 0;
+    const float lift = op->kv_dtype == QS_F8 ? 256.0f : 1.0f;
+    const float k_scale = op->scale * (op->k_scale ? op->k_scale[kv_head] * lift : 1.0f);
+    const float v_scale = op->v_scale ? op->v_scale[kv_head] * lift : 1.0f;
     const float *q[QS_MAX_QUERY_ROWS];
     float *out[QS_MAX_QUERY_ROWS];
     float sums[QS_MAX_QUERY_ROWS][256] __attribute__((aligned(64)));
@@ -284,7 +358,7 @@ INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32
         UNROLL for (int r = 0; r < R; r++)
             scores[r] = _mm512_setzero_ps();
         for (int32_t j = 0; j < dim; j++) {
-            __m512 key = load_weight(op->k_cache, base + (int64_t)j * QS_LANES, op->kv_dtype);
+            __m512 key = load_kv(op->k_cache, base + (int64_t)j * QS_LANES, op->kv_dtype);
             UNROLL for (int r = 0; r < R; r++)
                 scores[r] = _mm512_fmadd_ps(_mm512_set1_ps(q[r][j]), key, scores[r]);
         }
@@ -295,7 +369,7 @@ INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32
             uint32_t before = lo <= 0 ? 0 : (lo > 15 ? 0xffffu : (1u << lo) - 1);
             seen[r] = upto & ~before;
             by_all &= seen[r];
-            __m512 scaled = _mm512_mul_ps(scores[r], _mm512_set1_ps(op->scale));
+            __m512 scaled = _mm512_mul_ps(scores[r], _mm512_set1_ps(k_scale));
             float best = _mm512_mask_reduce_max_ps((__mmask16)seen[r], scaled);
             best = seen[r] && best > top[r] ? best : top[r];
             shrink[r] = _mm512_cvtss_f32(exp_lanes(_mm512_set1_ps(top[r] - best)));
@@ -310,7 +384,7 @@ INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32
             UNROLL for (int r = 0; r < R; r++)
                 sum[r] = _mm512_mul_ps(_mm512_load_ps(sums[r] + j), _mm512_set1_ps(shrink[r]));
             for (int32_t i = begin; i <= end; i++) {
-                __m512 value = load_weight(op->v_cache, base + (int64_t)i * dim + j, op->kv_dtype);
+                __m512 value = load_kv(op->v_cache, base + (int64_t)i * dim + j, op->kv_dtype);
                 if ((by_all & range) == range) {
                     UNROLL for (int r = 0; r < R; r++)
                         sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), value, sum[r]);
@@ -327,7 +401,8 @@ INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32
     for (int r = 0; r < R; r++) {
         __m512 all = _mm512_set1_ps(_mm512_reduce_add_ps(total[r]));
         for (int32_t j = 0; j < dim; j += QS_LANES)
-            _mm512_storeu_ps(out[r] + j, _mm512_div_ps(_mm512_load_ps(sums[r] + j), all));
+            _mm512_storeu_ps(out[r] + j, _mm512_mul_ps(_mm512_div_ps(_mm512_load_ps(sums[r] + j), all),
+                                                       _mm512_set1_ps(v_scale)));
     }
 }
 
@@ -361,6 +436,7 @@ const qs_kernels qs_kernels_avx512 = {
     .log_softmax = qs_avx512_log_softmax,
     .argmax = qs_avx512_argmax,
     .quantize = quantize_rows,
+    .round_input = qs_avx512_round_input,
     .linear_int = linear_int,
     .linear_float = linear_float,
     .rope_kv = qs_avx512_rope_kv,

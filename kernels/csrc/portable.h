@@ -2,7 +2,6 @@
  * compiler vectorizes the same text for each; it is also the twin that the hand-written kernels are tested
  * against. Contraction to FMA is off (see pyproject.toml), so a row's bits do not depend on how loops were cut. */
 
-#include <math.h>
 #include <string.h>
 
 #include "internal.h"
@@ -97,46 +96,92 @@ static int32_t QS_NAME(argmax)(const float *x, int32_t width)
     return best;
 }
 
-static void QS_NAME(quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
+/* The bits of |x| compare like |x|, and NaN is above infinity: no NaN is lost in a maximum of them. */
+static inline uint32_t QS_NAME(magnitude)(float x)
 {
-    float group[256];
-    for (int32_t start = 0, g = 0; start < op->k; start += op->act_group, g++) {
+    union { float f; uint32_t u; } v = {x};
+    return v.u & 0x7fffffffu;
+}
+
+/* The scale of a span whose largest magnitude is `top`, and 1 / scale; a NaN scale where `top` is not finite. */
+static inline float QS_NAME(span_scale)(const qs_linear *op, uint32_t top, float *inverse)
+{
+    union { uint32_t u; float f; } absmax = {top};
+    float limit = op->act_dtype == QS_F8 ? 448.0f : 127.0f, scale = op->input_scale;
+    *inverse = 0.0f;
+    if (top >= 0x7f800000u)
+        return NAN;
+    if (scale > 0.0f)
+        *inverse = 1.0f / scale;
+    else {
+        scale = absmax.f / limit;
+        if (absmax.f >= 1e-30f)
+            *inverse = limit / absmax.f;
+    }
+    return scale;
+}
+
+static inline float QS_NAME(clamp)(float x, float low, float high)
+{
+    return x < low ? low : (x > high ? high : x);
+}
+
+/* `direct`: the inputs are the columns of x as they lie, so that the loops can be vectorized. */
+static inline __attribute__((always_inline)) void QS_NAME(quantize_columns)(
+    const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums, const int direct)
+{
+#define QS_INPUT(j) (direct ? x[j] : (column = op->permutation ? op->permutation[j] : (j)) < 0 || \
+                     column >= op->x_width ? 0.0f : x[column])
+    int32_t column;
+    for (int32_t start = 0, g = 0; start < op->k; start += op->act_span) {
+        int32_t end = op->k - start < op->act_span ? op->k : start + op->act_span;
         uint32_t top = 0;
-        int32_t sum = 0;
-        /* The bits of |x| compare like |x|, and NaN is above infinity: no NaN is lost in a maximum. */
-        for (int32_t part = 0; part < op->act_group; part += 256) {
-            int32_t width = op->act_group - part < 256 ? op->act_group - part : 256;
-            for (int32_t j = 0; j < width; j++) {
-                union { float f; uint32_t u; } v;
-                int32_t column = start + part + j;
-                if (op->permutation)
-                    column = op->permutation[column];
-                v.f = column >= 0 && column < op->x_width ? x[column] : 0.0f;
-                group[j] = v.f;
-                v.u &= 0x7fffffffu;
-                top = v.u > top ? v.u : top;
-            }
+        float inverse;
+        for (int32_t j = start; j < end; j++) {
+            uint32_t magnitude = QS_NAME(magnitude)(QS_INPUT(j));
+            top = magnitude > top ? magnitude : top;
         }
-        union { uint32_t u; float f; } absmax = {top};
-        float inverse = absmax.f >= 1e-30f ? 127.0f / absmax.f : 0.0f;
-        if (top >= 0x7f800000u)
-            inverse = 0.0f;
-        for (int32_t part = 0; part < op->act_group; part += 256) {
-            int32_t width = op->act_group - part < 256 ? op->act_group - part : 256;
-            for (int32_t j = 0; j < width; j++) {
-                if (op->act_group > 256) {
-                    int32_t column = start + part + j;
-                    if (op->permutation)
-                        column = op->permutation[column];
-                    group[j] = column >= 0 && column < op->x_width ? x[column] : 0.0f;
-                }
-                int32_t code = inverse == 0.0f ? 0 : (int32_t)rintf(group[j] * inverse);
-                codes[start + part + j] = (int8_t)code;
+        float scale = QS_NAME(span_scale)(op, top, &inverse);
+        for (int32_t part = start; part < end; part += op->act_group, g++) {
+            int32_t sum = 0;
+            for (int32_t j = part; j < part + op->act_group; j++) {
+                float scaled = inverse == 0.0f ? 0.0f : QS_INPUT(j) * inverse;
+                int32_t code = (int32_t)rintf(QS_NAME(clamp)(scaled, -128.0f, 127.0f));
+                codes[j] = (int8_t)code;
                 sum += code;
             }
+            scales[g] = scale;
+            sums[g] = sum;
         }
-        scales[g] = top >= 0x7f800000u ? NAN : absmax.f / 127.0f;
-        sums[g] = sum;
+    }
+#undef QS_INPUT
+}
+
+static void QS_NAME(quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
+{
+    if (!op->permutation && op->x_width == op->k)
+        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 1);
+    else
+        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 0);
+}
+
+static void QS_NAME(round_input)(const qs_linear *op, const float *x, float *rounded)
+{
+    for (int32_t start = 0; start < op->k; start += op->act_span) {
+        int32_t end = op->k - start < op->act_span ? op->k : start + op->act_span;
+        uint32_t top = 0;
+        float inverse;
+        for (int32_t j = start; j < end; j++) {
+            uint32_t magnitude = QS_NAME(magnitude)(x[j]);
+            top = magnitude > top ? magnitude : top;
+        }
+        float scale = QS_NAME(span_scale)(op, top, &inverse);
+        if (op->act_dtype == QS_F8)
+            for (int32_t j = start; j < end; j++)
+                rounded[j] = qs_round_e4m3(QS_NAME(clamp)(x[j] * inverse, -448.0f, 448.0f)) * scale;
+        else
+            for (int32_t j = start; j < end; j++)
+                rounded[j] = rintf(QS_NAME(clamp)(x[j] * inverse, -128.0f, 127.0f)) * scale;
     }
 }
 
@@ -188,28 +233,53 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
     }
 }
 
-static void QS_NAME(linear_float)(const qs_linear *op, int32_t rows, int32_t tile, int32_t tiles)
+/* One tile of e4m3 as f32 [k][16], scaled. */
+static void QS_NAME(unpack_f8)(const qs_linear *op, int32_t tile, float *unpacked)
 {
-    for (int32_t t = tile; t < tile + tiles; t++)
+    const uint8_t *codes = (const uint8_t *)op->weight + (int64_t)tile * op->k * QS_LANES;
+    const float *scales = op->scales + (int64_t)tile * ((op->k + op->group - 1) / op->group) * QS_LANES;
+    for (int32_t k = 0; k < op->k; k++)
+        for (int i = 0; i < QS_LANES; i++)
+            unpacked[k * QS_LANES + i] =
+                qs_e4m3_to_float(codes[k * QS_LANES + i]) * scales[k / op->group * QS_LANES + i];
+}
+
+static void QS_NAME(linear_float)(const qs_linear *op, const float *input, int32_t rows, int32_t tile, int32_t tiles,
+                                  float *unpacked)
+{
+    for (int32_t t = tile; t < tile + tiles; t++) {
+        int64_t start = (int64_t)t * op->k * QS_LANES;
+        const float *tile32 = (const float *)op->weight + start;
+        if (op->dtype == QS_F8) {
+            QS_NAME(unpack_f8)(op, t, unpacked);
+            tile32 = unpacked;
+        }
         for (int32_t row = 0; row < rows; row++) {
             float sums[QS_LANES] = {0};
-            const float *x = op->x + (int64_t)row * op->x_width;
-            int64_t start = (int64_t)t * op->k * QS_LANES;
+            const float *x = input + (int64_t)row * op->k;
             for (int32_t k = 0; k < op->k; k++) {
                 const uint16_t *w16 = (const uint16_t *)op->weight + start + (int64_t)k * QS_LANES;
-                const float *w32 = (const float *)op->weight + start + (int64_t)k * QS_LANES;
-                if (op->dtype == QS_F32)
-                    for (int i = 0; i < QS_LANES; i++)
-                        sums[i] += x[k] * w32[i];
-                else if (op->dtype == QS_BF16)
+                const float *w32 = tile32 + (int64_t)k * QS_LANES;
+                if (op->dtype == QS_BF16)
                     for (int i = 0; i < QS_LANES; i++)
                         sums[i] += x[k] * qs_bf16_to_float(w16[i]);
-                else
+                else if (op->dtype == QS_F16)
                     for (int i = 0; i < QS_LANES; i++)
                         sums[i] += x[k] * qs_half_to_float(w16[i]);
+                else
+                    for (int i = 0; i < QS_LANES; i++)
+                        sums[i] += x[k] * w32[i];
             }
             QS_NAME(store_tile)(op, sums, row, t);
         }
+    }
+}
+
+static inline int8_t QS_NAME(kv_code)(float x)
+{
+    int32_t finite = QS_NAME(magnitude)(x) < 0x7f800000u;
+    int32_t code = (int32_t)rintf(finite ? QS_NAME(clamp)(x, -127.0f, 127.0f) : 0.0f);
+    return (int8_t)(finite ? code : -128);
 }
 
 static void QS_NAME(rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot)
@@ -237,6 +307,18 @@ static void QS_NAME(rope_kv)(const qs_rope_kv *op, float *row, int32_t position,
             for (int32_t j = 0; j < dim; j++)
                 keys[j * QS_LANES + offset] = k[j];
             memcpy(values, v, sizeof(float) * (size_t)dim);
+        } else if (op->kv_dtype == QS_I8) {
+            int8_t *keys = (int8_t *)op->k_cache + base, *values = (int8_t *)op->v_cache + base + offset * dim;
+            for (int32_t j = 0; j < dim; j++)
+                keys[j * QS_LANES + offset] = QS_NAME(kv_code)(k[j] / op->k_scale[head]);
+            for (int32_t j = 0; j < dim; j++)
+                values[j] = QS_NAME(kv_code)(v[j] / op->v_scale[head]);
+        } else if (op->kv_dtype == QS_F8) {
+            uint8_t *keys = (uint8_t *)op->k_cache + base, *values = (uint8_t *)op->v_cache + base + offset * dim;
+            for (int32_t j = 0; j < dim; j++)
+                keys[j * QS_LANES + offset] = qs_float_to_e4m3(k[j] / op->k_scale[head]);
+            for (int32_t j = 0; j < dim; j++)
+                values[j] = qs_float_to_e4m3(v[j] / op->v_scale[head]);
         } else {
             uint16_t *keys = (uint16_t *)op->k_cache + base;
             uint16_t *values = (uint16_t *)op->v_cache + base + offset * dim;
@@ -248,10 +330,24 @@ static void QS_NAME(rope_kv)(const qs_rope_kv *op, float *row, int32_t position,
     }
 }
 
-static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table,
-                            int32_t kv_head)
+static inline float QS_NAME(kv_value)(const void *cache, int64_t at, const int dtype)
+{
+    if (dtype == QS_F32)
+        return ((const float *)cache)[at];
+    if (dtype == QS_F16)
+        return qs_half_to_float(((const uint16_t *)cache)[at]);
+    if (dtype == QS_F8)
+        return qs_e4m3_to_float(((const uint8_t *)cache)[at]);
+    int8_t code = ((const int8_t *)cache)[at];
+    return code == -128 ? NAN : (float)code;
+}
+
+static inline __attribute__((always_inline)) void QS_NAME(attend_as)(
+    const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head, const int dtype)
 {
     int32_t dim = op->head_dim;
+    float k_scale = op->k_scale ? op->scale * op->k_scale[kv_head] : op->scale;
+    float v_scale = op->v_scale ? op->v_scale[kv_head] : 1.0f;
     for (int32_t r = 0; r < queries->count; r++) {
         float sum[256] = {0}, top = -1e30f, total = 0;
         for (int32_t block = queries->first[r] / QS_LANES; block <= queries->last[r] / QS_LANES; block++) {
@@ -261,14 +357,10 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, c
             begin = begin < 0 ? 0 : begin;
             end = end > QS_LANES - 1 ? QS_LANES - 1 : end;
             for (int32_t j = 0; j < dim; j++)
-                for (int i = 0; i < QS_LANES; i++) {
-                    int64_t at = base + (int64_t)j * QS_LANES + i;
-                    float key = op->kv_dtype == QS_F32 ? ((const float *)op->k_cache)[at]
-                                                       : qs_half_to_float(((const uint16_t *)op->k_cache)[at]);
-                    scores[i] += queries->q[r][j] * key;
-                }
+                for (int i = 0; i < QS_LANES; i++)
+                    scores[i] += queries->q[r][j] * QS_NAME(kv_value)(op->k_cache, base + (int64_t)j * QS_LANES + i, dtype);
             for (int32_t i = begin; i <= end; i++) {
-                scores[i] *= op->scale;
+                scores[i] *= k_scale;
                 best = scores[i] > best || scores[i] != scores[i] ? scores[i] : best;
             }
             float shrink = QS_NAME(exp)(top - best);
@@ -279,22 +371,30 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, c
             for (int32_t i = begin; i <= end; i++) {
                 float weight = QS_NAME(exp)(scores[i] - top);
                 total += weight;
-                for (int32_t j = 0; j < dim; j++) {
-                    int64_t at = base + (int64_t)i * dim + j;
-                    float value = op->kv_dtype == QS_F32 ? ((const float *)op->v_cache)[at]
-                                                         : qs_half_to_float(((const uint16_t *)op->v_cache)[at]);
-                    sum[j] += weight * value;
-                }
+                for (int32_t j = 0; j < dim; j++)
+                    sum[j] += weight * QS_NAME(kv_value)(op->v_cache, base + (int64_t)i * dim + j, dtype);
             }
         }
         for (int32_t j = 0; j < dim; j++)
-            queries->out[r][j] = sum[j] / total;
+            queries->out[r][j] = sum[j] / total * v_scale;
+    }
+}
+
+static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table,
+                            int32_t kv_head)
+{
+    switch (op->kv_dtype) {
+    case QS_F32: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_F32); break;
+    case QS_F16: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_F16); break;
+    case QS_F8: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_F8); break;
+    case QS_I8: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_I8); break;
     }
 }
 
 #define QS_PORTABLE_KERNELS                                                                                       \
     {                                                                                                             \
         .rmsnorm = QS_NAME(rmsnorm), .silu_mul = QS_NAME(silu_mul), .log_softmax = QS_NAME(log_softmax),          \
-        .argmax = QS_NAME(argmax), .quantize = QS_NAME(quantize), .linear_int = QS_NAME(linear_int),              \
-        .linear_float = QS_NAME(linear_float), .rope_kv = QS_NAME(rope_kv), .attend = QS_NAME(attend),            \
+        .argmax = QS_NAME(argmax), .quantize = QS_NAME(quantize), .round_input = QS_NAME(round_input),            \
+        .linear_int = QS_NAME(linear_int), .linear_float = QS_NAME(linear_float), .rope_kv = QS_NAME(rope_kv),    \
+        .attend = QS_NAME(attend),                                                                                \
     }

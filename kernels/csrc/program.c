@@ -34,7 +34,7 @@ struct job {
     const qs_step *step;
     const qs_kernels *kernels;
     uint8_t *scratch;
-    int32_t max_k;
+    int64_t row_bytes, thread_bytes; /* see plan_scratch */
 };
 
 struct worker {
@@ -102,67 +102,89 @@ static int64_t align64(int64_t bytes)
     return (bytes + 63) & ~(int64_t)63;
 }
 
-/* Scratch for `rows` quantized rows of at most max_k inputs (groups are at least 8 wide). */
-static int64_t acts_bytes(int32_t max_k, int64_t rows)
+static int is_integer(const qs_linear *op)
 {
-    return align64(rows * max_k) + 2 * align64(rows * (max_k / 8 + 1) * 4);
+    return op->dtype == QS_U8 || op->dtype == QS_U4;
 }
 
-static qs_acts acts_at(uint8_t *memory, int32_t max_k, int64_t rows)
+/* Bytes of `rows` rounded rows of the input: codes, scales and sums, or floats. */
+static int64_t input_bytes(const qs_linear *op, int64_t rows)
 {
+    if (!is_integer(op))
+        return op->act_dtype == QS_F32 ? 0 : align64(rows * op->k * 4);
+    return align64(rows * op->k) + 2 * align64(rows * (op->k / op->act_group) * 4);
+}
+
+static qs_acts acts_at(uint8_t *memory, const qs_linear *op, int64_t rows)
+{
+    int64_t parts = op->k / op->act_group;
     qs_acts acts;
     acts.codes = (int8_t *)memory;
-    acts.scales = (float *)(memory + align64(rows * max_k));
-    acts.sums = (int32_t *)(memory + align64(rows * max_k) + align64(rows * (max_k / 8 + 1) * 4));
+    acts.scales = (float *)(memory + align64(rows * op->k));
+    acts.sums = (int32_t *)(memory + align64(rows * op->k) + align64(rows * parts * 4));
     return acts;
 }
 
-static int32_t largest_k(const qs_op *ops, int32_t count)
+/* Scratch is one part per thread, a rounded row and the unpacked tiles, and then the rounded rows that all share. */
+static int64_t plan_scratch(const qs_op *ops, int32_t count, int32_t rows, int32_t threads, int64_t *row_bytes,
+                            int64_t *thread_bytes)
 {
-    int32_t largest = 64;
-    for (int32_t i = 0; i < count; i++)
-        if (ops[i].kind == QS_LINEAR && ops[i].linear.dtype >= QS_U8 && ops[i].linear.k > largest)
-            largest = ops[i].linear.k;
-    return largest;
-}
-
-/* Per thread: one quantized row and four unpacked tiles; then the quantized rows that all threads share. */
-static int64_t thread_bytes(int32_t max_k)
-{
-    return acts_bytes(max_k, 1) + align64((int64_t)max_k * QS_LANES * TILES);
+    int64_t unpacked = 0, shared = 0;
+    *row_bytes = 0;
+    for (int32_t i = 0; i < count; i++) {
+        if (ops[i].kind != QS_LINEAR)
+            continue;
+        const qs_linear *op = &ops[i].linear;
+        int64_t row = input_bytes(op, 1), all = input_bytes(op, rows);
+        int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_U4 ? 1 : op->dtype == QS_F8 ? 4 : 0);
+        *row_bytes = row > *row_bytes ? row : *row_bytes;
+        shared = all > shared ? all : shared;
+        unpacked = tiles > unpacked ? tiles : unpacked;
+    }
+    *thread_bytes = *row_bytes + align64(unpacked);
+    return *thread_bytes * threads + shared;
 }
 
 int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int32_t threads)
 {
-    int32_t max_k = largest_k(ops, count);
-    return thread_bytes(max_k) * threads + acts_bytes(max_k, max_rows);
+    int64_t row_bytes, thread_bytes;
+    return plan_scratch(ops, count, max_rows, threads, &row_bytes, &thread_bytes);
+}
+
+/* Rounds row r of the input, to codes or to floats at `memory`, which holds `rows` of them. */
+static void round_row(const struct job *job, const qs_linear *op, uint8_t *memory, int64_t rows, int64_t r)
+{
+    const float *x = op->x + r * op->x_width;
+    if (is_integer(op)) {
+        qs_acts acts = acts_at(memory, op, rows);
+        int64_t parts = op->k / op->act_group;
+        job->kernels->quantize(op, x, acts.codes + r * op->k, acts.scales + r * parts, acts.sums + r * parts);
+    } else
+        job->kernels->round_input(op, x, (float *)memory + r * op->k);
 }
 
 static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, const qs_linear *op, int32_t rows)
 {
     int32_t tiles = (op->n + QS_LANES - 1) / QS_LANES, pieces = (tiles + TILES - 1) / TILES;
-    int integer = op->dtype == QS_U8 || op->dtype == QS_U4;
-    uint8_t *own = job->scratch + thread_bytes(job->max_k) * thread;
-    uint8_t *unpacked = own + acts_bytes(job->max_k, 1);
-    qs_acts acts = {0};
-    if (integer && rows == 1) { /* one row is rounded by every thread for itself: cheaper than a barrier */
-        acts = acts_at(own, job->max_k, 1);
-        job->kernels->quantize(op, op->x, acts.codes, acts.scales, acts.sums);
-    } else if (integer) {
-        int32_t parts = op->k / op->act_group;
-        acts = acts_at(job->scratch + thread_bytes(job->max_k) * pool->threads, job->max_k, rows);
+    int rounded = op->act_dtype != QS_F32;
+    uint8_t *own = job->scratch + job->thread_bytes * thread, *unpacked = own + job->row_bytes;
+    uint8_t *memory = rows == 1 ? own : job->scratch + job->thread_bytes * pool->threads;
+    if (rounded && rows == 1) /* every thread rounds it for itself: cheaper than a barrier */
+        round_row(job, op, memory, 1, 0);
+    else if (rounded) {
         for (int32_t piece; (piece = take(pool)) * ROW_PIECE < rows;)
             for (int64_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
-                job->kernels->quantize(op, op->x + r * op->x_width, acts.codes + r * op->k,
-                                       acts.scales + r * parts, acts.sums + r * parts);
+                round_row(job, op, memory, rows, r);
         barrier(pool);
     }
     for (int32_t piece; (piece = take(pool)) < pieces;) {
         int32_t tile = piece * TILES, some = tiles - tile < TILES ? tiles - tile : TILES;
-        if (integer)
+        if (is_integer(op)) {
+            qs_acts acts = acts_at(memory, op, rows);
             job->kernels->linear_int(op, &acts, rows, tile, some, unpacked);
-        else
-            job->kernels->linear_float(op, rows, tile, some);
+        } else
+            job->kernels->linear_float(op, rounded ? (const float *)memory : op->x, rows, tile, some,
+                                       (float *)unpacked);
     }
 }
 
@@ -204,11 +226,20 @@ static void embed_row(const qs_embed *op, int32_t token, float *out)
 {
     int64_t at = (int64_t)token * op->width;
     const uint16_t *row = (const uint16_t *)op->table + at;
+    const uint8_t *codes = (const uint8_t *)op->table + at;
     if (op->dtype == QS_F32)
         memcpy(out, (const float *)op->table + at, sizeof(float) * (size_t)op->width);
-    else
+    else if (op->dtype == QS_F16 || op->dtype == QS_BF16)
         for (int32_t j = 0; j < op->width; j++)
             out[j] = op->dtype == QS_F16 ? qs_half_to_float(row[j]) : qs_bf16_to_float(row[j]);
+    else {
+        int64_t first = (int64_t)token * ((op->width + op->group - 1) / op->group);
+        for (int32_t j = 0; j < op->width; j++) {
+            int64_t g = first + j / op->group;
+            int32_t zero = op->zeros ? op->zeros[g] : op->zero;
+            out[j] = (op->dtype == QS_F8 ? qs_e4m3_to_float(codes[j]) : (float)(codes[j] - zero)) * op->scales[g];
+        }
+    }
 }
 
 static void run_row(const struct job *job, const qs_op *op, int64_t r)
@@ -337,9 +368,10 @@ int32_t qs_op_size(void)
 
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa)
 {
-    struct job job = {ops, count, step, &qs_kernels_scalar, scratch, largest_k(ops, count)};
+    struct job job = {ops, count, step, &qs_kernels_scalar, scratch, 0, 0};
     if (isa < 0 || isa > qs_best_isa())
         return -1;
+    plan_scratch(ops, count, 1, pool->threads, &job.row_bytes, &job.thread_bytes);
 #ifdef QS_X86
     if (isa == QS_AVX2)
         job.kernels = &qs_kernels_avx2;

@@ -30,12 +30,21 @@ enum qs_op_kind {
     QS_LOG_SOFTMAX = 8,
 };
 
-enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4 };
+/* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
+enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6 };
 enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2 };
 enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
 
-/* out[r, :] = table[token_ids[r], :];  table [vocab, width] of dtype f32, f16 or bf16; out f32. */
-typedef struct { const void *table; float *out; int32_t width, dtype; } qs_embed;
+/* out[r, :] = table[token_ids[r], :];  out f32; table [vocab, width] of dtype f32, f16 or bf16, or quantized:
+ * u8 is (code - zero) * scale and f8 is e4m3 * scale, with scales f32 [vocab, groups], one per `group` columns, and
+ * either the constant `zero` (zeros NULL) or zeros u8 [vocab, groups]. */
+typedef struct {
+    const void *table;
+    const float *scales;
+    const uint8_t *zeros;
+    float *out;
+    int32_t width, dtype, group, zero;
+} qs_embed;
 
 /* out[r, :] = x[r, :] / sqrt(mean(x[r]^2) + eps) * weight;  x, out f32 [rows, width]. */
 typedef struct { const float *x, *weight; float *out; int32_t width; float eps; } qs_rmsnorm;
@@ -46,13 +55,24 @@ typedef struct { const float *x, *weight; float *out; int32_t width; float eps; 
  *   f32/f16/bf16  [tile][k][16]
  *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i
  *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
- * Quantized weights: W = (code - zero) * scale, with scales f32 [tile][groups][16] and either the constant
- * `zero` (zeros NULL) or zeros i32 [tile][groups][16]; `group` inputs share a scale. The input is rounded to
- * int8 with one scale per `act_group` inputs (it divides `group` and is a multiple of 8; `k` is a multiple of
- * it, padded by the caller). |sum| of a group is at most act_group * 255 * 127, so
- * act_group <= 65536 never overflows int32.
- * x is [rows, x_width]; row r of the output starts at out + r * out_stride; permutation (i32 [k], NULL for none) names the x column of each input,
- * -1 for padding.
+ *   f8            [tile][k][16]                     none of them NaN
+ * Quantized weights have scales f32 [tile][groups][16], each for `group` inputs. u8 and u4: W = (code - zero) * scale,
+ * with either the constant `zero` (zeros NULL) or zeros i32 [tile][groups][16]. f8: W = e4m3 * scale, and the last
+ * group may be short.
+ *
+ * The input is rounded as act_dtype says, `act_span` inputs of a row (the last span may be short) sharing a scale:
+ *   f32  not at all: the product is one of floats. For float and f8 weights.
+ *   i8   to round_half_even(x / scale) in -128 .. 127, where scale = max |x| / 127
+ *   f8   to e4m3(x / scale), to the nearest, ties to even, where scale = max |x| / 448. For float and f8 weights.
+ * 1 / scale is computed once and multiplied with. Where input_scale > 0 it is the scale, and what exceeds the range
+ * saturates; a span below 1e-30 is rounded to zeros.
+ *
+ * u8 and u4 weights take i8 only, and sum integers over `act_group` inputs: it divides `group` and `act_span`, is a
+ * multiple of 8, and divides `k`, which the caller pads. |sum| is at most act_group * 255 * 128, so
+ * act_group <= 65536 never overflows int32. Other weights read `act_group` not at all.
+ *
+ * x is [rows, x_width]; row r of the output starts at out + r * out_stride. permutation (i32 [k], NULL for none; u8 and
+ * u4 only) names the x column of each input, -1 for padding.
  */
 typedef struct {
     const float *x;
@@ -62,16 +82,20 @@ typedef struct {
     const int32_t *zeros;
     const float *bias;
     const int32_t *permutation;
-    int32_t k, n, x_width, out_stride, dtype, group, act_group, zero, accumulate;
+    int32_t k, n, x_width, out_stride, dtype, group, act_dtype, act_span, act_group, zero, accumulate;
+    float input_scale;
 } qs_linear;
 
 /* Rotates q and k in place (halves convention) and stores k and v in the paged cache.
  * qkv f32 [tokens, (heads + 2 * kv_heads) * head_dim]; cos, sin f32 [positions, rotary_dim / 2];
  * q_norm, k_norm f32 [head_dim] or NULL: RMS norm of each head before the rotation.
- * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32 or f16. */
+ * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32, f16, i8 or f8.
+ * i8 and f8 hold k / k_scale and v / v_scale, scales f32 [kv_heads]: i8 rounded half to even and saturated at
+ * -127 .. 127, f8 rounded to the nearest, ties to even, and saturated at 448. What is not finite becomes NaN, which
+ * i8 writes as -128. */
 typedef struct {
     float *qkv;
-    const float *cosine, *sine, *q_norm, *k_norm;
+    const float *cosine, *sine, *q_norm, *k_norm, *k_scale, *v_scale;
     void *k_cache, *v_cache;
     int32_t heads, kv_heads, head_dim, rotary_dim, kv_dtype;
     float eps;
@@ -79,9 +103,10 @@ typedef struct {
 
 /* Causal attention of each query over the cached keys of its sequence, block after block with a running
  * softmax. window > 0 limits a query to the last `window` positions. out f32 [tokens, heads * head_dim].
+ * Caches and their scales are those of qs_rope_kv; scales are NULL for f32 and f16.
  * head_dim is a multiple of 16 and at most 256. */
 typedef struct {
-    const float *qkv;
+    const float *qkv, *k_scale, *v_scale;
     float *out;
     const void *k_cache, *v_cache;
     int32_t heads, kv_heads, head_dim, kv_dtype, window;

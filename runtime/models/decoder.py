@@ -1,7 +1,8 @@
 """``Decoder``: a Llama-like model as two programs over fixed buffers, one for the layers and one for the head.
 
 Knows the families of ``DecoderConfig``: fused qkv and gate-up, optional biases and q/k norms, tied or untied
-head, and the paged KV cache. Does not know requests, nor how an operation is computed.
+head, dense or packed weights and embeddings, and the paged KV cache. Does not know requests, nor how an operation is
+computed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig
+from qserve.runtime.models.kv_cache import cache_scales
 from qserve.runtime.models.rope import rope_tables
 
 Weight = Tensor | PackedWeight
@@ -59,8 +61,10 @@ class Decoder:
     """Runs steps. ``logits`` float32 [max_logits, vocab] and ``greedy`` int32 [max_logits] hold the last head run;
     ``kv`` [layers, 2, blocks, kv_heads * head_dim * 16] is the cache.
 
-    Raises ``CheckpointError`` where a weight is missing or misshapen, ``CapacityError`` where the executor lacks
-    an operation.
+    ``kv_dtype`` float32 or float16, or int8 or float8_e4m3fn with the scales of the checkpoint.
+
+    Raises ``CheckpointError`` where a weight or a scale is missing or misshapen, ``CapacityError`` where the executor
+    lacks an operation.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Decoder:
         self.logits = torch.empty(rows, config.vocab_size)
         self.greedy = torch.empty(rows, dtype=torch.int32)
 
-        table = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        table, _ = self._weight("model.embed_tokens", config.vocab_size, config.hidden_size)
         self._body = executor.program(tokens)
         embed = Embed(table, self._x)
         registry.require(executor, [embed])
@@ -137,6 +141,7 @@ class Decoder:
         post_norm = self._tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
         q_norm = self._tensor(f"{attention}.q_norm.weight", dim) if config.qk_norm else None
         k_norm = self._tensor(f"{attention}.k_norm.weight", dim) if config.qk_norm else None
+        k_scale, v_scale = cache_scales(self._source, attention, kv_heads, self.kv.dtype)
         qkv = [
             (f"{attention}.q_proj", config.q_size),
             (f"{attention}.k_proj", config.kv_size),
@@ -148,10 +153,11 @@ class Decoder:
             *self._fused(qkv, self._normed, self._qkv),
             RopeKV(
                 self._qkv, self._cosine, self._sine, k_cache, v_cache, heads, kv_heads, dim,
-                q_norm, k_norm, config.rms_norm_eps,
+                q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale,
             ),
             Attention(
-                self._qkv, self._attended, k_cache, v_cache, heads, kv_heads, dim, dim**-0.5, config.windows[i]
+                self._qkv, self._attended, k_cache, v_cache, heads, kv_heads, dim, dim**-0.5, config.windows[i],
+                k_scale, v_scale,
             ),
             self._linear(f"{attention}.o_proj", config.hidden_size, self._attended, self._x, accumulate=True),
             RMSNorm(self._x, post_norm, self._normed, config.rms_norm_eps),
@@ -160,12 +166,11 @@ class Decoder:
             self._linear(f"{mlp}.down_proj", config.hidden_size, self._activated, self._x, accumulate=True),
         ]  # fmt: skip
 
-    def _head_ops(self, table: Tensor, int8: bool) -> list[Op]:
+    def _head_ops(self, table: Weight, int8: bool) -> list[Op]:
         config, rows = self.config, self.limits.max_logits
         norm = self._tensor("model.norm.weight", config.hidden_size)
         last, normed = torch.empty(rows, config.hidden_size), torch.empty(rows, config.hidden_size)
-        weight: Weight = table
-        bias: Tensor | None = None
+        weight, bias = table, None
         if "lm_head" in self._packed or not config.tie_word_embeddings:
             weight, bias = self._weight("lm_head", config.vocab_size, config.hidden_size)
         if int8 and isinstance(weight, Tensor):

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from qserve.calibration.blocks import shared_inputs, walk
+from qserve.calibration.blocks import Gather, Replacement, shared_inputs, walk
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.errors import CheckpointError
@@ -40,49 +40,64 @@ def coarse(weight):
     return (weight * 4).round() / 4
 
 
-def test_an_unchanged_walk_is_the_model(saved, windows):
+WAYS = {"whole": {}, "parts": {"samples_at_once": 2}}
+
+
+def every_block(skeleton, windows, on_inputs, gather=None, **ways):
+    """The last block's output, or None."""
+    gather = gather or Gather()
+    outputs = None
+    for visit in walk(skeleton, windows, **ways):
+        visit.replace(on_inputs, gather)
+        if windows is not None:
+            visit.finish()
+            outputs = visit.inputs.read(0, len(windows)).clone()
+    return outputs
+
+
+def unchanged(inputs):
+    return Replacement(inputs.weights)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_unchanged_walk_is_the_model(saved, windows, way, offload, tmp_path):
     path, model = saved
     skeleton = Skeleton(HFDirectory(path))
-    last = []
-    original = skeleton.unload
-    skeleton.unload = lambda index: (last.append(index), original(index))[1]
-    outputs = {}
-    modules = skeleton._modules
-    modules[-1].register_forward_hook(lambda module, args, out: outputs.update(hidden=out))
-    assert [step.index for step in walk(skeleton, windows, lambda names, weights, stats: weights)] == [0, 1, 2]
+    hidden = every_block(skeleton, windows, unchanged, **WAYS[way], offload=tmp_path if offload else None)
     with torch.no_grad():
         expected = model(windows, output_hidden_states=True).logits
-        normed = model.base_model.norm(outputs["hidden"])
-        torch.testing.assert_close(model.lm_head(normed), expected, atol=1e-4, rtol=1e-4)
-    assert last == [0, 1, 2]
+        torch.testing.assert_close(model.lm_head(model.base_model.norm(hidden)), expected, atol=1e-4, rtol=1e-4)
     assert all(parameter.is_meta for parameter in skeleton.model.parameters() if parameter.dim() == 2)
 
 
-def test_groups_follow_the_order_and_the_sharing_of_inputs(saved, windows):
+@pytest.mark.parametrize("way", WAYS)
+def test_groups_follow_the_order_and_the_sharing_of_inputs(saved, windows, way):
     seen = []
 
-    def note(names, weights, stats):
-        seen.append([name.rpartition(".")[2] for name in names])
-        assert stats.tokens == windows.numel()
-        return weights
+    def note(inputs):
+        seen.append([name.rpartition(".")[2] for name in inputs.names])
+        assert inputs.stats.tokens == windows.numel()
+        return Replacement(inputs.weights)
 
     skeleton = Skeleton(HFDirectory(saved[0]))
-    list(walk(skeleton, windows, note))
+    every_block(skeleton, windows, note, **WAYS[way])
     assert seen == 3 * [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     assert skeleton.shapes["model.layers.2.mlp.down_proj"] == (32, 48)
     assert "lm_head" not in skeleton.shapes
 
 
-def test_one_forward_is_true_sequential_with_quantized_inputs(saved, windows):
+@pytest.mark.parametrize("way", WAYS)
+def test_later_linears_see_quantized_inputs(saved, windows, way):
     """The reference quantizes stage after stage in the whole model, with a full forward before each."""
     path, _ = saved
     hessians = {}
 
-    def note(names, weights, stats):
-        hessians.update(dict.fromkeys(names, stats.hessian))
-        return [coarse(weight) for weight in weights]
+    def note(inputs):
+        hessians.update(dict.fromkeys(inputs.names, inputs.stats.hessian))
+        return Replacement([coarse(weight) for weight in inputs.weights])
 
-    list(walk(Skeleton(HFDirectory(path)), windows, note))
+    every_block(Skeleton(HFDirectory(path)), windows, note, **WAYS[way])
     reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).eval()
     stages = (["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"])
     checked = 0
@@ -105,22 +120,79 @@ def test_one_forward_is_true_sequential_with_quantized_inputs(saved, windows):
     assert checked == 21
 
 
-def test_diagonal_only_and_without_text(saved, windows):
-    def diagonal(names, weights, stats):
-        assert stats.hessian is None and bool((stats.diagonal > 0).all())
-        return weights
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scale_moved_into_the_norm_changes_nothing(saved, windows, way):
+    """The caller divides a norm's weight and multiplies the columns of the linears it feeds."""
+    path, model = saved
+    skeleton = Skeleton(HFDirectory(path))
+    scale = torch.rand(32, generator=torch.Generator().manual_seed(2)) + 0.5
+    block = {}
 
-    list(walk(Skeleton(HFDirectory(saved[0])), windows, diagonal, hessian=False))
+    def move(inputs):
+        if not inputs.names[0].endswith("q_proj"):
+            return Replacement(inputs.weights)
+        block["now"].input_layernorm.weight.data /= scale
+        return Replacement([weight * scale for weight in inputs.weights], scale)
+
+    for visit in walk(skeleton, windows, **WAYS[way]):
+        block["now"] = visit.block
+        visit.replace(move, Gather(hessian=False))
+        visit.finish()
+        hidden = visit.inputs.read(0, len(windows)).clone()
+    with torch.no_grad():
+        torch.testing.assert_close(model.lm_head(model.base_model.norm(hidden)), model(windows).logits,
+                                   atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drift_compares_with_the_float_model(saved, windows, way):
+    """Plain copies of the model, one of them quantized as the walk goes, give the same moments."""
+    path, model = saved
+    drifts = {}
+
+    def note(inputs):
+        drifts.update(dict.fromkeys(inputs.names, inputs.stats.drift))
+        return Replacement([coarse(weight) for weight in inputs.weights])
+
+    every_block(Skeleton(HFDirectory(path)), windows, note, Gather(drift=True), float_samples=3, **WAYS[way])
+    reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).eval()
+    stages = (["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"])
+    for layer in range(3):
+        for stage in stages:
+            names = [n for n, _ in reference.named_modules()
+                     if n.startswith(f"model.layers.{layer}.") and n.rpartition(".")[2] in stage]
+            found = []
+            for which in (model, reference):
+                first = which.get_submodule(names[0])
+                handle = first.register_forward_pre_hook(lambda _, args, into=found: into.append(args[0]))
+                with torch.no_grad():
+                    which(windows[:3])
+                handle.remove()
+            wanted, got = (each.reshape(-1, each.shape[-1]) for each in found)
+            for name in names:
+                expected = 2 / len(got) * (wanted - got).t() @ got
+                torch.testing.assert_close(drifts[name], expected, atol=2e-3, rtol=2e-3)
+                reference.get_submodule(name).weight.data = coarse(reference.get_submodule(name).weight.data)
+
+
+def test_diagonal_only_and_without_text(saved, windows):
+    def diagonal(inputs):
+        assert inputs.stats.hessian is None and bool((inputs.stats.diagonal > 0).all())
+        assert 0 < len(inputs.stats.sample) <= 7
+        return Replacement(inputs.weights)
+
+    every_block(Skeleton(HFDirectory(saved[0])), windows, diagonal, Gather(hessian=False, sample_rows=7))
     visited = []
 
-    def blind(names, weights, stats):
-        assert stats is None
-        visited.extend(names)
-        return weights
+    def blind(inputs):
+        assert inputs.stats is None and not inputs.weights[0].is_meta
+        visited.extend(inputs.names)
+        return Replacement(inputs.weights)
 
     skeleton = Skeleton(HFDirectory(saved[0]))
-    list(walk(skeleton, None, blind))
+    every_block(skeleton, None, blind)
     assert visited == list(skeleton.shapes)
+    assert all(module.weight.is_meta for module in skeleton.linears(0).values())
 
 
 class Odd(nn.Module):
@@ -140,7 +212,7 @@ class Odd(nn.Module):
 def test_sharing_is_by_identity_not_by_value_or_name():
     block = Odd()
     linears = dict(block.named_children())
-    assert shared_inputs(block, linears, torch.randn(1, 3, 4), Call((), {})) == [["first", "second"], ["third"]]
+    assert shared_inputs(block, linears, torch.randn(1, 3, 4), Call((), {})) == [["first", "second"], ["third"], ["spare"]]
 
 
 def test_a_missing_or_misshapen_tensor_and_an_unknown_architecture(saved):

@@ -38,3 +38,18 @@ def test_finite_notices_a_single_bad_input(bad, hessian):
     x[123, 4] = bad
     stats.update(x)
     assert not stats.finite()
+
+
+def test_divided_statistics_are_those_of_the_divided_input() -> None:
+    inputs, scale = torch.randn(300, 24), torch.rand(24) + 0.5
+    stats, direct = LayerStats(24, sample_rows=40), LayerStats(24, sample_rows=40)
+    for part in inputs.split(100):
+        stats.update(part, share=1 / 3)
+        direct.update(part / scale, share=1 / 3)
+    divided = stats.divided(scale)
+    assert divided.hessian is not None and direct.hessian is not None
+    torch.testing.assert_close(divided.hessian, direct.hessian)
+    for name in ("diagonal", "absmax", "absmean", "sample"):
+        torch.testing.assert_close(getattr(divided, name), getattr(direct, name))
+    torch.testing.assert_close(stats.absmean, inputs.abs().mean(0))
+    assert 30 <= len(stats.sample) <= 40

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from qserve.checkpoint.convert import convert
 from qserve.checkpoint.demo import demo_path
-from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.gguf import GGUFFile, unpermute
 from qserve.checkpoint.gguf_config import hf_name, llama3_factors
 
@@ -473,6 +474,15 @@ def test_no_tokenizer_and_wrong_names(tmp_path) -> None:
 
 
 needs_demo = pytest.mark.skipif(not demo_path().is_file(), reason="the demo model is not in the cache")
+
+
+def test_convert_reads_it_as_dense(tmp_path) -> None:
+    source = GGUFFile(save_gguf(tmp_path / "x.gguf", random_model("llama"), Kind.Q8_0))
+    with pytest.raises(UsageError, match="qserve quantize"):
+        convert(source, tmp_path / "out", "gptq")
+    with pytest.raises(CheckpointError, match="tokenizer"):  # it has none, so nothing could be served
+        convert(source, tmp_path / "out", "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.gptq_format import config_of, pack
+from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.source import open_model
-from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 MODULE = "model.layers.0.self_attn.q_proj"
 
@@ -41,9 +41,9 @@ def quantize(directory: Path, version: str = "gptq") -> tuple[QuantSpec, dict[st
         scales = (grouped.abs().amax(2) / (scheme.zero - 1)).to(torch.float16).to(torch.float32)
         codes = (grouped / scales[:, :, None]).round().clamp(-scheme.zero, scheme.zero - 1) + scheme.zero
         weights[module] = PackedWeight(scheme, codes.reshape(weight.shape).to(torch.uint8), scales)
-        tensors |= {f"{module}.{part}": tensor for part, tensor in pack(weights[module], version).items()}
+        tensors |= {f"{module}.{part}": tensor for part, tensor in FORMATS[version].pack(weights[module]).items()}
     save_file(tensors, directory / "model.safetensors")
-    edit_json(directory / "config.json", quantization_config=config_of(spec, version))
+    edit_json(directory / "config.json", quantization_config=FORMATS[version].config_of(spec))
     return spec, weights
 
 
@@ -243,7 +243,7 @@ def test_shards_missing_cut_or_lying(tiny_llama, tmp_path) -> None:
             HFDirectory(directory)
 
 
-@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "fp8", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "modelopt", "quark"])
 def test_unsupported_quantization_is_refused_by_name(tiny_llama, method) -> None:
     edit_json(tiny_llama / "config.json", quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(CheckpointError, match=f"quant_method '{method}' is not supported") as caught:
@@ -280,3 +280,71 @@ def test_nan_scale_and_missing_part_name_the_module(tiny_llama) -> None:
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match="scales is missing"):
         HFDirectory(tiny_llama).linear(MODULE)
+
+
+def pack_one(directory: Path, format: str, spec: QuantSpec) -> PackedWeight:
+    """Replace one projection by a packed one, leaving the others dense."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop(f"{MODULE}.weight")
+    scheme = spec.scheme_of(MODULE)
+    codes = torch.arange(64 * 64).reshape(64, 64).remainder(scheme.max_code).to(torch.uint8)
+    if scheme.dtype == "fp8":
+        codes[(codes & 0x7F) == 0x7F] = 0
+    scales = torch.full((64, scheme.groups(64)), 0.5)
+    zeros = None if scheme.symmetric else torch.full(scales.shape, 7, dtype=torch.uint8)
+    weight = PackedWeight(scheme, codes, scales, zeros, activations=spec.activations)
+    tensors |= {f"{MODULE}.{part}": tensor for part, tensor in FORMATS[format].pack(weight).items()}
+    save_file(tensors, directory / "model.safetensors")
+    edit_json(directory / "config.json", quantization_config=FORMATS[format].config_of(spec))
+    return weight
+
+
+FP8 = ActivationScheme("fp8")
+KINDS = [
+    ("awq", QuantSpec("awq", WeightScheme(4, 32, False))),
+    ("compressed-tensors", QuantSpec("rtn", WeightScheme(6, 32, False))),
+    ("compressed-tensors", QuantSpec("rtn", WeightScheme(8, -1), ActivationScheme("int8"))),
+    ("compressed-tensors", QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8"), FP8)),
+    ("fp8", QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8", rows=-1), FP8)),
+]
+
+
+@pytest.mark.parametrize("format, spec", KINDS)
+def test_every_format_is_read(tiny_llama, format, spec) -> None:
+    weight = pack_one(tiny_llama, format, spec)
+    source = open_model(tiny_llama)
+    assert source.format.name == format and source.linears() == [MODULE]
+    assert source.shape(MODULE) == (64, 64) and not source.has(f"{MODULE}.weight")
+    assert torch.equal(source.linear(MODULE).dequantize(), weight.dequantize())
+    assert source.linear(MODULE).activations == spec.activations
+    assert source.tensor("model.layers.0.self_attn.o_proj.weight").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("format, spec", KINDS)
+def test_packed_tensors_without_their_configuration_are_refused(tiny_llama, format, spec) -> None:
+    pack_one(tiny_llama, format, spec)
+    edit_json(tiny_llama / "config.json", quantization_config=None)
+    with pytest.raises(CheckpointError, match="lacks quantization_config") as caught:
+        open_model(tiny_llama)
+    one_line(caught, MODULE)
+
+
+@pytest.mark.parametrize("format, spec", KINDS[2:])
+def test_a_weight_without_its_scale_is_refused_at_open(tiny_llama, format, spec) -> None:
+    pack_one(tiny_llama, format, spec)
+    tensors = load_file(tiny_llama / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "scale" not in name},
+              tiny_llama / "model.safetensors")
+    with pytest.raises(CheckpointError, match="its scale is missing") as caught:
+        open_model(tiny_llama)
+    one_line(caught, f"{MODULE}.weight")
+
+
+def test_a_shape_that_lies_is_refused(tiny_llama) -> None:
+    pack_one(tiny_llama, *KINDS[1])
+    tensors = load_file(tiny_llama / "model.safetensors")
+    tensors[f"{MODULE}.weight_shape"] = torch.tensor([3, 64])
+    save_file(tensors, tiny_llama / "model.safetensors")
+    with pytest.raises(CheckpointError, match="weight_shape says") as caught:
+        open_model(tiny_llama).shape(MODULE)
+    one_line(caught, tiny_llama, MODULE)

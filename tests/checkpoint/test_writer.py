@@ -14,7 +14,7 @@ import torch
 from qserve.checkpoint import writer as module
 from qserve.checkpoint.card import QualityCard, read_card, write_card
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.gptq_format import config_of
+from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
@@ -75,16 +75,28 @@ def test_shards_and_index(tmp_path) -> None:
     assert all(torch.equal(source.tensor(f"t{i}"), torch.full((100,), 1.0 + i)) for i in range(6))
 
 
-def test_never_more_than_one_shard_in_memory(tmp_path) -> None:
-    with CheckpointWriter(tmp_path / "out", shard_bytes=1000) as writer:
-        for i in range(20):
-            writer.put(f"t{i}", torch.zeros(100))
-            assert sum(t.numel() * 4 for t in writer._pending.values()) <= 1000
-        writer.put("larger than a shard", torch.zeros(1000))
-        assert list(writer._pending) == ["larger than a shard"]
+def test_writing_takes_no_memory(tmp_path) -> None:
+    """The address space is limited to 24 MiB more than with the tensor there: neither ``put`` nor ``commit`` nor the
+    merge into shards may hold a copy of its 64 MiB."""
+    script = textwrap.dedent(f"""
+        import re, resource, torch
+        from qserve.checkpoint.writer import CheckpointWriter
+        tensor = torch.arange(8 << 20)
+        size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+        resource.setrlimit(resource.RLIMIT_AS, (size + (24 << 20),) * 2)
+        with CheckpointWriter({str(tmp_path / "out")!r}, fingerprint="job", shard_bytes=128 << 20) as writer:
+            writer.put("large", tensor)
+            writer.commit("large")
+            writer.put("half", tensor[::2][:1])
+            writer.put_json("config.json", {{}})
+            writer.finish()
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 64 << 20
 
 
-def test_tensors_are_copied_and_views_are_written_alone(tmp_path) -> None:
+def test_tensors_are_written_at_once_and_views_alone(tmp_path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.put_json("config.json", CONFIG)
@@ -103,7 +115,7 @@ def test_tensors_are_copied_and_views_are_written_alone(tmp_path) -> None:
 def test_a_packed_linear_survives(tmp_path) -> None:
     spec = QuantSpec("gptq", WeightScheme(4, 32))
     with CheckpointWriter(tmp_path / "out") as writer:
-        writer.put_json("config.json", CONFIG | {"quantization_config": config_of(spec)})
+        writer.put_json("config.json", CONFIG | {"quantization_config": FORMATS["gptq"].config_of(spec)})
         writer.put_linear("model.layers.0.mlp.up_proj", packed())
         writer.finish()
     source = HFDirectory(tmp_path / "out")
@@ -131,8 +143,9 @@ def test_a_name_is_written_once(tmp_path) -> None:
 def test_nothing_is_left_without_finish(tmp_path) -> None:
     with CheckpointWriter(tmp_path / "out", shard_bytes=8) as writer:
         writer.put("a", torch.zeros(4))
+        writer.commit("a")
         writer.put("b", torch.zeros(4))
-        assert any(writer.directory.iterdir())
+        assert not nothing_left(tmp_path)
     assert nothing_left(tmp_path)
     with pytest.raises(RuntimeError), CheckpointWriter(tmp_path / "out") as writer:
         writer.put("a", torch.zeros(4))
@@ -162,6 +175,14 @@ def test_overwrite_never_replaces_what_is_no_checkpoint(tmp_path) -> None:
         CheckpointWriter(tmp_path / "thesis", overwrite=True)
 
 
+def test_a_write_protected_checkpoint_is_refused_before_the_work(tmp_path, monkeypatch) -> None:
+    write(tmp_path / "out")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write anything
+    with pytest.raises(CheckpointError, match="write-protected"):
+        CheckpointWriter(tmp_path / "out", overwrite=True)
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_a_link_at_out_is_followed(tmp_path) -> None:
     write(tmp_path / "real")
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -180,7 +201,7 @@ def test_the_old_checkpoint_survives_every_failure(tmp_path, monkeypatch) -> Non
     rename = os.rename
 
     def failing(source: object, target: object) -> None:
-        if ".partial-" in str(source):
+        if ".partial/checkpoint" in str(source):
             raise OSError(5, "Input/output error")
         rename(source, target)
 
@@ -198,6 +219,9 @@ def test_expected_bytes_are_checked_first(tmp_path) -> None:
     assert "\n" not in str(caught.value) and nothing_left(tmp_path)
     with CheckpointWriter(tmp_path / "out", expected_bytes=1000):
         pass
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(CheckpointError, match="the checkpoint twice"):
+        CheckpointWriter(tmp_path / "out", expected_bytes=int(free * 0.7))
 
 
 @pytest.mark.parametrize("what", ["tensor", "json"])
@@ -305,7 +329,7 @@ def test_an_interrupt_between_the_renames_puts_the_old_one_back(
     rename = os.rename
 
     def interrupted(source: Path, target: Path) -> None:
-        if ".partial-" in str(source):
+        if ".partial/checkpoint" in str(source):
             raise KeyboardInterrupt
         rename(source, target)
 

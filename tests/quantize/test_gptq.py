@@ -110,7 +110,7 @@ def test_rows_are_independent_so_linears_may_be_stacked():
 
 def test_inverse_factor_is_the_cholesky_factor_of_the_inverse():
     hessian = layer()[2].hessian
-    factor = gptq.inverse_factor(hessian)
+    factor = gptq.inverse_factor(hessian, torch.arange(len(hessian)))
     damped = hessian.double() + 0.01 * hessian.double().diagonal().mean() * torch.eye(96)
     torch.testing.assert_close(
         factor.upper.double().t() @ factor.upper.double() @ damped, torch.eye(96).double(), atol=1e-3, rtol=0
@@ -121,16 +121,16 @@ def test_inverse_factor_is_the_cholesky_factor_of_the_inverse():
 def test_damping_climbs_the_ladder():
     hessian = torch.eye(16) * 1.0
     hessian[0, 1] = hessian[1, 0] = 1.05  # smallest eigenvalue -0.05: 0.01 is not enough, 0.1 is
-    factor = gptq.inverse_factor(hessian)
+    factor = gptq.inverse_factor(hessian, torch.arange(len(hessian)))
     assert factor.damping == 0.1 and "damping raised to 0.1" in factor.note
     hessian[0, 1] = hessian[1, 0] = 1.5
-    assert gptq.inverse_factor(hessian).damping == 1.0
+    assert gptq.inverse_factor(hessian, torch.arange(len(hessian))).damping == 1.0
 
 
 def test_an_indefinite_hessian_gets_a_dominant_diagonal():
     hessian = torch.eye(16)
     hessian[0, 1] = hessian[1, 0] = 50.0
-    factor = gptq.inverse_factor(hessian)
+    factor = gptq.inverse_factor(hessian, torch.arange(len(hessian)))
     assert "diagonal raised" in factor.note
     assert bool(torch.isfinite(factor.upper).all())
 
@@ -147,7 +147,7 @@ def test_a_hessian_that_is_not_finite_is_rounded_and_reported():
 
 def test_no_rung_of_the_ladder_holds(monkeypatch):
     weight, _, stats = layer()
-    monkeypatch.setattr(gptq, "_invert", lambda matrix: None)
+    monkeypatch.setattr(gptq, "_invert", lambda *_: None)
     result = gptq.quantize(weight, stats, WeightScheme(4, 32))
     assert "no damping" in result.fallback
     result.weight.check()
@@ -167,3 +167,22 @@ def test_fewer_tokens_than_inputs_is_damped_not_refused():
     result = gptq.quantize(weight, stats, WeightScheme(4, 32))
     assert result.damping == 0.01
     result.weight.check()
+
+
+def test_what_the_input_has_drifted_is_made_up_for():
+    """Outputs on a drifted input come closer to the float model's than with the weight's own on that input."""
+    torch.manual_seed(3)
+    floats = torch.randn(900, 64)
+    inputs = floats @ (torch.eye(64) + 0.1 * torch.randn(64, 64)) + 0.05 * torch.randn(900, 64)
+    weight = torch.randn(32, 64)
+    plain, drifted = LayerStats(64), LayerStats(64)
+    for stats in (plain, drifted):
+        stats.update(inputs)
+    drifted.update_drift(inputs[:600], floats[:600])
+    scheme = WeightScheme(4, 32)
+    wanted = floats[600:] @ weight.t()  # of rows whose drift was not seen
+    error = [
+        float((inputs[600:] @ gptq.quantize(weight, stats, scheme).weight.dequantize().t() - wanted).square().mean())
+        for stats in (plain, drifted)
+    ]
+    assert error[1] < 0.2 * error[0]

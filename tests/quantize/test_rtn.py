@@ -41,3 +41,16 @@ def test_statistics_that_are_not_finite_are_ignored():
     result = rtn.quantize(weight, stats, WeightScheme(4, 32))
     assert torch.equal(result.weight.codes, rtn.quantize(weight, None, WeightScheme(4, 32)).weight.codes)
     assert 0 < result.report("x").error < 0.05
+
+
+def test_eight_bits_per_channel_lose_almost_nothing():
+    weight, stats = torch.randn(40, 96), LayerStats(96)
+    stats.update(torch.randn(200, 96))
+    result = rtn.quantize(weight, stats, WeightScheme(8, -1))
+    assert result.weight.scales.shape == (40, 1) and result.report("x").error < 1e-4
+
+
+@pytest.mark.parametrize("scheme", [WeightScheme(8, -1, rows=-1), WeightScheme(8, -1, dtype="fp8")], ids=str)
+def test_schemes_of_other_methods_are_refused(scheme):
+    with pytest.raises(ValueError, match="integers"):
+        rtn.quantize(torch.randn(4, 32), None, scheme)

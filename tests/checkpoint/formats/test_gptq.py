@@ -6,76 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.gptq_format import config_of, pack, pack_words, spec_of, unpack, unpack_words
+from qserve.checkpoint.formats import FORMATS, format_of
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 BITS = (2, 3, 4, 8)
-
-
-def random_weight(
-    bits: int,
-    out: int,
-    inp: int,
-    group: int,
-    symmetric: bool,
-    seed: int = 0,
-    *,
-    lowest_zero: int = 1,
-    shuffled: bool = False,
-    bias: bool = False,
-) -> PackedWeight:
-    g = torch.Generator().manual_seed(seed)
-    scheme = WeightScheme(bits, group, symmetric)
-    groups = scheme.groups(inp)
-    g_idx = None
-    if shuffled:
-        g_idx = (torch.arange(inp) // scheme.group_width(inp))[torch.randperm(inp, generator=g)].to(
-            torch.int32
-        )
-    return PackedWeight(
-        scheme,
-        codes=torch.randint(0, 1 << bits, (out, inp), dtype=torch.uint8, generator=g),
-        scales=torch.randn(out, groups, generator=g).to(torch.float16).to(torch.float32),
-        zeros=None
-        if symmetric
-        else torch.randint(lowest_zero, 1 << bits, (out, groups), dtype=torch.uint8, generator=g),
-        g_idx=g_idx,
-        bias=torch.randn(out, generator=g).to(torch.float16).to(torch.float32) if bias else None,
-    )
-
-
-def assert_same(a: PackedWeight, b: PackedWeight) -> None:
-    assert a.scheme == b.scheme
-    for name in ("codes", "scales", "zeros", "g_idx", "bias"):
-        x, y = getattr(a, name), getattr(b, name)
-        assert (x is None) == (y is None), name
-        assert x is None or (x.dtype == y.dtype and torch.equal(x, y)), name
-
-
-def slow_words(values: list[int], bits: int) -> list[int]:
-    """The specification as one long little-endian integer, cut into signed 32-bit words."""
-    number = sum(value << (bits * i) for i, value in enumerate(values))
-    words = [(number >> (32 * i)) & 0xFFFFFFFF for i in range(len(values) * bits // 32)]
-    return [word - (1 << 32) if word >> 31 else word for word in words]
-
-
-@pytest.mark.parametrize("bits", BITS)
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_words_are_a_little_endian_bit_stream(bits: int, data: st.DataObject) -> None:
-    count = 32 * data.draw(st.integers(1, 3))
-    values = data.draw(st.lists(st.integers(0, (1 << bits) - 1), min_size=count, max_size=count))
-    packed = pack_words(torch.tensor(values, dtype=torch.uint8)[:, None], bits)
-    assert packed.dtype == torch.int32
-    assert packed[:, 0].tolist() == slow_words(values, bits)
-    assert unpack_words(packed, bits)[:, 0].tolist() == values
+V1, V2 = FORMATS["gptq"], FORMATS["gptq_v2"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     bits=st.sampled_from(BITS),
-    version=st.sampled_from(["gptq", "gptq_v2"]),
+    version=st.sampled_from([V1, V2]),
     out=st.integers(1, 3).map(lambda n: 32 * n),
     inp=st.integers(1, 4).map(lambda n: 32 * n),
     group=st.sampled_from([-1, 8, 16, 32, 48, 64]),
@@ -85,21 +27,19 @@ def test_words_are_a_little_endian_bit_stream(bits: int, data: st.DataObject) ->
     seed=st.integers(0, 10**6),
 )
 def test_pack_and_unpack_are_inverses(
-    bits, version, out, inp, group, symmetric, shuffled, bias, seed
+    random_weight, assert_same, bits, version, out, inp, group, symmetric, shuffled, bias, seed
 ) -> None:
     weight = random_weight(
-        bits,
+        WeightScheme(bits, group, symmetric),
         out,
         inp,
-        group,
-        symmetric,
         seed,
         shuffled=shuffled,
         bias=bias,
-        lowest_zero=1 if version == "gptq" else 0,
+        lowest_zero=1 if version is V1 else 0,
     )
-    parts = pack(weight, version)
-    again = unpack(parts, weight.scheme, version)
+    parts = version.pack(weight)
+    again = version.unpack(parts, weight.scheme)
     trivial = torch.equal(weight.group_of_input(), torch.arange(inp) // weight.scheme.group_width(inp))
     expected = PackedWeight(
         weight.scheme,
@@ -110,7 +50,7 @@ def test_pack_and_unpack_are_inverses(
         weight.bias,
     )
     assert_same(again, expected)
-    repacked = pack(again, version)
+    repacked = version.pack(again)
     assert parts.keys() == repacked.keys()
     assert all(
         torch.equal(parts[name], repacked[name]) and parts[name].dtype == repacked[name].dtype
@@ -118,9 +58,9 @@ def test_pack_and_unpack_are_inverses(
     )
 
 
-def test_layout_of_the_parts() -> None:
-    weight = random_weight(4, 24, 64, 32, symmetric=False)
-    parts = pack(weight)
+def test_layout_of_the_parts(random_weight) -> None:
+    weight = random_weight(WeightScheme(4, 32, False), 24, 64, lowest_zero=1)
+    parts = V1.pack(weight)
     shapes = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
     assert shapes == {
         "qweight": ((8, 24), torch.int32),
@@ -140,51 +80,51 @@ def test_layout_of_the_parts() -> None:
     assert parts["g_idx"].tolist() == [0] * 32 + [1] * 32
 
 
-def test_symmetric_zero_points() -> None:
-    weight = random_weight(4, 8, 32, 32, symmetric=True)
-    assert pack(weight, "gptq")["qzeros"].tolist() == [[0x77777777]]
-    assert pack(weight, "gptq_v2")["qzeros"].tolist() == [[0x88888888 - (1 << 32)]]
+def test_symmetric_zero_points(random_weight) -> None:
+    weight = random_weight(WeightScheme(4, 32), 8, 32)
+    assert V1.pack(weight)["qzeros"].tolist() == [[0x77777777]]
+    assert V2.pack(weight)["qzeros"].tolist() == [[0x88888888 - (1 << 32)]]
 
 
-def test_last_group_may_be_short() -> None:
-    weight = random_weight(4, 8, 40, 16, symmetric=True)
+def test_last_group_may_be_short(random_weight) -> None:
+    weight = random_weight(WeightScheme(4, 16), 8, 40)
     assert weight.scales.shape == (8, 3)
-    assert torch.equal(unpack(pack(weight), weight.scheme).dequantize(), weight.dequantize())
+    assert torch.equal(V1.unpack(V1.pack(weight), weight.scheme).dequantize(), weight.dequantize())
 
 
-def test_version_1_refuses_a_zero_point_of_0() -> None:
-    weight = random_weight(4, 8, 32, 32, symmetric=False)
+def test_version_1_refuses_a_zero_point_of_0(random_weight, assert_same) -> None:
+    weight = random_weight(WeightScheme(4, 32, False), 8, 32, lowest_zero=1)
     weight.zeros[3, 0] = 0
     with pytest.raises(CheckpointError, match="gptq_v2"):
-        pack(weight, "gptq")
-    assert_same(unpack(pack(weight, "gptq_v2"), weight.scheme, "gptq_v2"), weight)
+        V1.pack(weight)
+    assert_same(V2.unpack(V2.pack(weight), weight.scheme), weight)
 
 
-def test_sizes_that_do_not_fill_words_are_refused() -> None:
+def test_sizes_that_do_not_fill_words_are_refused(random_weight) -> None:
     with pytest.raises(CheckpointError, match="of 8 each"):
-        pack(random_weight(4, 12, 32, 32, symmetric=True))
+        V1.pack(random_weight(WeightScheme(4, 32), 12, 32))
     with pytest.raises(CheckpointError, match="of 32 each"):
-        pack(random_weight(3, 32, 48, 16, symmetric=True))
+        V1.pack(random_weight(WeightScheme(3, 16), 32, 48))
 
 
-def test_a_scale_beyond_float16_is_refused() -> None:
-    weight = random_weight(4, 8, 32, 32, symmetric=True)
+def test_a_scale_beyond_float16_is_refused(random_weight) -> None:
+    weight = random_weight(WeightScheme(4, 32), 8, 32)
     weight.scales[0, 0] = 1e6
     with pytest.raises(CheckpointError, match="float16"):
-        pack(weight)
+        V1.pack(weight)
 
 
-def test_nan_scales_are_refused_on_reading() -> None:
-    parts = pack(random_weight(4, 8, 32, 32, symmetric=True))
+def test_nan_scales_are_refused_on_reading(random_weight) -> None:
+    parts = V1.pack(random_weight(WeightScheme(4, 32), 8, 32))
     parts["scales"][0, 3] = float("nan")
     with pytest.raises(CheckpointError, match="NaN"):
-        unpack(parts, WeightScheme(4, 32))
+        V1.unpack(parts, WeightScheme(4, 32))
 
 
-def test_wrong_version_of_a_symmetric_weight_is_noticed() -> None:
-    parts = pack(random_weight(4, 8, 32, 32, symmetric=True), "gptq_v2")
+def test_wrong_version_of_a_symmetric_weight_is_noticed(random_weight) -> None:
+    parts = V2.pack(random_weight(WeightScheme(4, 32), 8, 32))
     with pytest.raises(CheckpointError, match="checkpoint_format"):
-        unpack(parts, WeightScheme(4, 32), "gptq")
+        V1.unpack(parts, WeightScheme(4, 32))
 
 
 @pytest.mark.parametrize(
@@ -201,14 +141,14 @@ def test_wrong_version_of_a_symmetric_weight_is_noticed() -> None:
         ("g_idx", lambda t: t + 7),
     ],
 )
-def test_parts_that_contradict_each_other_are_refused(part, change) -> None:
-    parts = pack(random_weight(4, 16, 64, 32, symmetric=False))
+def test_parts_that_contradict_each_other_are_refused(part, change, random_weight) -> None:
+    parts = V1.pack(random_weight(WeightScheme(4, 32, False), 16, 64, lowest_zero=1))
     if change is None:
         del parts[part]
     else:
         parts[part] = change(parts[part])
     with pytest.raises(CheckpointError):
-        unpack(parts, WeightScheme(4, 32, symmetric=False))
+        V1.unpack(parts, WeightScheme(4, 32, symmetric=False))
 
 
 MODULES = [
@@ -250,7 +190,7 @@ def test_spec_survives_its_json(bits, group, symmetric, act_order, method, head,
         overrides=overrides,
         ignored=(*(() if head else ("lm_head",)), *sorted(ignored)),
     )
-    again = spec_of(config_of(spec), MODULES)
+    again = V1.spec_of(V1.config_of(spec), MODULES)
     assert set(again.ignored) == set(spec.ignored)
     assert (
         QuantSpec(
@@ -271,10 +211,10 @@ def test_fallback_of_every_layer_is_a_few_patterns_that_fused_loaders_find() -> 
         WeightScheme(4, 128),
         overrides={module: own for module in MODULES[:-1] if "down_proj" not in module},
     )
-    dynamic = config_of(spec)["dynamic"]
+    dynamic = V1.config_of(spec)["dynamic"]
     assert len(dynamic) == 3
-    fused = spec_of(
-        config_of(spec),
+    fused = V1.spec_of(
+        V1.config_of(spec),
         [
             "model.layers.11.self_attn.qkv_proj",
             "model.layers.0.mlp.gate_up_proj",
@@ -300,7 +240,7 @@ def test_dynamic_rules_of_other_writers() -> None:
             r"+:.*q_proj": {"group_size": 32, "sym": False},
         },
     }
-    spec = spec_of(config, ["m.0.q_proj", "m.1.q_proj", "m.1.o_proj", "m.1.k_proj"])
+    spec = V1.spec_of(config, ["m.0.q_proj", "m.1.q_proj", "m.1.o_proj", "m.1.k_proj"])
     assert dict(spec.overrides) == {
         "m.0.q_proj": WeightScheme(8, 128),
         "m.1.q_proj": WeightScheme(4, 32, False),
@@ -312,7 +252,7 @@ def test_dynamic_rules_of_other_writers() -> None:
 @pytest.mark.parametrize(
     "config, words",
     [
-        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": ["awq"], "bits": 4}, "awq"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
@@ -326,11 +266,11 @@ def test_dynamic_rules_of_other_writers() -> None:
 )
 def test_configurations_we_cannot_read_are_refused_by_name(config, words) -> None:
     with pytest.raises(CheckpointError, match=words):
-        spec_of(config, MODULES)
+        format_of(config).spec_of(config, MODULES)
 
 
 def test_what_the_format_cannot_say_is_refused() -> None:
     with pytest.raises(UsageError):
-        config_of(QuantSpec("rtn", WeightScheme(8, -1), activations=ActivationScheme("int8")))
+        V1.config_of(QuantSpec("rtn", WeightScheme(8, -1), activations=ActivationScheme("int8")))
     with pytest.raises(UsageError):
-        config_of(QuantSpec("rtn", WeightScheme(8, -1), kv_cache=KVScheme("fp8")))
+        V1.config_of(QuantSpec("rtn", WeightScheme(8, -1), kv_cache=KVScheme("fp8")))

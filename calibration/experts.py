@@ -1,0 +1,103 @@
+"""``Experts``: the experts of a mixture-of-experts layer as linears, one for each expert and projection.
+
+transformers keeps the weights of all experts in two tensors; checkpoints name them one by one, and calibration has
+to see which tokens each of them gets. Knows these modules; does not know files or statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qserve.checkpoint.errors import UsageError
+
+_JOINED, _LAST = "gate_up_proj", "down_proj"
+# What transformers says of experts whose product differs from down(act(gate(x)) * up(x)) without biases.
+_UNUSUAL = {"is_transposed": True, "is_concatenated": False, "has_bias": True, "has_gate": False,
+            "has_post_expert_norm": True}  # fmt: skip
+
+
+class Expert(nn.Module):
+    """One expert. ``names`` are those of its gate, up and down projection; ``combine`` maps the outputs of the
+    first two, one after the other [tokens, 2 * inner], to the input of the third [tokens, inner]."""
+
+    def __init__(
+        self, names: Sequence[str], hidden: int, inner: int, combine: Callable[[Tensor], Tensor], device: Any
+    ) -> None:
+        super().__init__()
+        self._gate, self._up, self._down = names
+        self._combine = combine
+        for name, inp, out in zip(names, (hidden, hidden, inner), (inner, inner, hidden), strict=True):
+            self.add_module(name, nn.Linear(inp, out, bias=False, device=device))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        gate_up = torch.cat([self.get_submodule(name)(inputs) for name in (self._gate, self._up)], dim=-1)
+        output: Tensor = self.get_submodule(self._down)(self._combine(gate_up))
+        return output
+
+
+class Experts(nn.Module):
+    """``Expert`` modules named "0", "1", ..., in place of a module that holds all weights in two tensors."""
+
+    def __init__(self, fused: Any, names: Sequence[str]) -> None:
+        super().__init__()
+        joined = fused.get_parameter(_JOINED)
+        self.count, both, hidden = joined.shape
+        for index in range(self.count):
+            self.add_module(str(index), Expert(names, hidden, both // 2, fused._apply_gate, joined.device))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [tokens, hidden]; the experts of each token int64 [tokens, k] with their weights.
+
+        An expert without tokens does not run; an index beyond the last stands for no expert.
+        """
+        output = torch.zeros_like(hidden_states)
+        for index in top_k_index.unique().tolist():
+            if index >= self.count:
+                continue
+            choice, token = torch.where(top_k_index.t() == index)
+            part = self.get_submodule(str(index))(hidden_states[token])
+            output.index_add_(0, token, (part * top_k_weights[token, choice, None]).to(output.dtype))
+        return output
+
+
+def split_experts(model: nn.Module, stored: dict[str, list[str]]) -> None:
+    """Replace every module of ``model`` that holds the weights of its experts together.
+
+    ``stored`` is what ``stored_names`` found, and gives their names. Raises ``UsageError`` for experts that are
+    stored together as well, or that compute something else than gated projections without biases.
+    """
+    for path, module in list(model.named_modules()):
+        joined = getattr(module, _JOINED, None)
+        if not isinstance(joined, nn.Parameter) or joined.dim() != 3:
+            continue
+        kind = type(module).__name__
+        count = len(joined)
+        parts = [name.split(".") for leaf in (_JOINED, _LAST) for name in stored.get(f"{path}.{leaf}", [])]
+        # The last three components: the number of the expert, the projection, "weight".
+        if len(parts) != 3 * count or any(len(part) < 3 or not part[-3].isdecimal() for part in parts):
+            raise UsageError(f"{path} ({kind}): its experts are not stored one by one, which quantizing them needs")
+        unusual = [flag for flag, value in _UNUSUAL.items() if getattr(module, flag, not value) is value]
+        if unusual or not hasattr(module, "_apply_gate"):
+            raise UsageError(f"{path}: experts of the kind {kind} cannot be taken apart ({', '.join(unusual)})")
+        owner, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, Experts(module, [part[-2] for part in parts[::count]]))
+
+
+def routers(block: nn.Module) -> list[str]:
+    """What decides between experts, which stays in floating point: of the modules beside experts, those whose
+    weight has one row for each expert, or a single one (the gate of an expert that all tokens share)."""
+    found = []
+    for path, module in block.named_modules():
+        children = dict(module.named_children())
+        counts = [child.count for child in children.values() if isinstance(child, Experts)]
+        counts += [len(child) for child in children.values() if isinstance(child, nn.ModuleList)]
+        for name, child in children.items():
+            weight = getattr(child, "weight", None)
+            if isinstance(weight, Tensor) and weight.dim() == 2 and counts and len(weight) in (1, *counts):
+                found.append(f"{path}.{name}" if path else name)
+    return found

@@ -1,0 +1,193 @@
+"""The compressed-tensors format, as llm-compressor and vLLM write and read it.
+
+Knows part names and the layouts of one module; its configuration is in ``compressed_tensors_config``.
+
+W is [out, in], b the bits, s = 2 ** (b - 1); every part is stored row by row
+    weight_packed      int32 [out, ceil(in * b / 32)]   codes along the input, unsigned  (pack-quantized)
+    weight_shape       int64 [2]                        out, in                          (pack-quantized)
+    weight             int8 [out, in]                   code - s                         (int-quantized)
+    weight             e4m3 [out, in]                   the numbers     (float-quantized, naive-quantized)
+    weight_scale       [out, groups], [out, 1], [1], or one per block of outputs and inputs
+    weight_zero_point  int32 [ceil(out * b / 32), groups], packed along the output (pack-quantized), or
+                       int8 [out, groups], zero point - s; only where the weight is asymmetric
+    weight_g_idx       int32 [in]                       the group of each input feature, in files of older writers
+    input_scale        [1]                              only where the scale of the input is static
+    bias               [out]                            only where the linear has one
+Scales and bias have the narrowest of float16, bfloat16 and float32 that holds them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.errors import CheckpointError, UsageError
+from qserve.checkpoint.formats import compressed_tensors_config as configuration
+from qserve.checkpoint.formats.format import (
+    Schemes,
+    Shapes,
+    bias_from,
+    in_order,
+    is_embedding,
+    narrowest,
+    one_number,
+    require,
+    spread,
+)
+from qserve.checkpoint.formats.words import pack_words, unpack_words, words_for
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """A ``Format``."""
+
+    name: str = "compressed-tensors"
+    parts: tuple[str, ...] = (
+        "weight_scale", "weight_packed", "weight", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
+        "bias",
+    )
+    marks: tuple[str, ...] = ("weight_scale",)
+
+    def limit(self, spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
+        if spec.act_order:
+            return "compressed-tensors gave up groups out of the order of the input; write them as gptq"
+        for module, scheme in schemes.items():
+            out, inp = shapes[module]
+            if reason := configuration.unsayable(scheme, spec.activations_of(module)):
+                return f"{module}: {reason}"
+            if inp % scheme.group_width(inp):
+                return f"{module} [{out}, {inp}]: groups of {scheme.group_size} do not divide its input"
+            if is_embedding(module) and spec.activations_of(module) is not None:
+                return f"{module}: the input of an embedding is a token, not something to round"
+        return None
+
+    def config_of(self, spec: QuantSpec) -> dict[str, Any]:
+        if spec.act_order:
+            raise UsageError(str(self.limit(spec, {}, {})))
+        return configuration.config_of(spec)
+
+    def spec_of(self, config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec:
+        return configuration.spec_of(config, modules)
+
+    def pack(self, weight: PackedWeight) -> dict[str, Tensor]:
+        scheme, codes = weight.scheme, weight.codes
+        out, inp = codes.shape
+        if reason := configuration.unsayable(scheme, weight.activations):
+            raise CheckpointError(reason)
+        if weight.g_idx is not None:
+            raise CheckpointError("compressed-tensors holds no groups out of the order of the input; write gptq")
+        if inp % scheme.group_width(inp):
+            raise CheckpointError(f"groups of {scheme.group_size} do not divide an input of {inp}")
+        layout = configuration.layout(scheme, weight.activations)
+        scales = weight.block_scales()
+        parts: dict[str, Tensor] = {}
+        if layout == "pack-quantized":
+            parts["weight_packed"] = _pack_rows(codes, scheme.bits)
+            parts["weight_shape"] = torch.tensor([out, inp], dtype=torch.int64)
+            if weight.zeros is not None:
+                parts["weight_zero_point"] = pack_words(weight.zeros, scheme.bits)
+        elif layout == "int-quantized":
+            parts["weight"] = _signed(codes, scheme)
+            if weight.zeros is not None:
+                parts["weight_zero_point"] = _signed(weight.zeros, scheme)
+        else:
+            parts["weight"] = codes.view(torch.float8_e4m3fn)
+        parts["weight_scale"] = narrowest(scales.reshape(-1) if scheme.rows == -1 else scales)
+        if weight.input_scale is not None:
+            parts["input_scale"] = torch.tensor([weight.input_scale], dtype=torch.float32)
+        if weight.bias is not None:
+            parts["bias"] = narrowest(weight.bias)
+        return parts
+
+    def unpack(
+        self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
+    ) -> PackedWeight:
+        """What is there decides between the layouts, whatever the configuration calls them."""
+        if "weight_packed" in parts:
+            codes, zeros = _unpack(parts, scheme)
+        else:
+            codes, zeros = _read(parts, scheme)
+        out, inp = codes.shape
+        weight = PackedWeight(
+            scheme,
+            codes,
+            spread(require(parts, "weight_scale"), scheme, out, inp),
+            zeros,
+            require(parts, "weight_g_idx", dim=1).to(torch.int32) if "weight_g_idx" in parts else None,
+            bias_from(parts, out),
+            activations,
+            one_number(parts, "input_scale") if activations is not None and not activations.dynamic else None,
+        )
+        weight.check()
+        return in_order(weight)
+
+    def shape(
+        self, scheme: WeightScheme, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+    ) -> tuple[int, int]:
+        if "weight_packed" not in shapes:
+            out, inp = shapes["weight"]
+            return out, inp
+        if "weight_shape" in shapes:
+            return _stored_shape(read("weight_shape"), shapes["weight_packed"])
+        out, words = shapes["weight_packed"]
+        return out, words * 32 // scheme.bits
+
+
+def _unpack(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
+    """(codes, zeros) of pack-quantized parts."""
+    packed = require(parts, "weight_packed", torch.int32, 2)
+    if scheme.dtype != "int":
+        raise CheckpointError(f"weight_packed holds integers, but the configuration says {scheme}")
+    out, inp = _stored_shape(require(parts, "weight_shape"), tuple(packed.shape))
+    if packed.shape[1] != words_for(inp, scheme.bits):
+        raise CheckpointError(
+            f"weight_packed is {list(packed.shape)}, expected {[out, words_for(inp, scheme.bits)]} for {inp} values of "
+            f"{scheme.bits} bits in a row"
+        )
+    codes = unpack_words(packed.t(), scheme.bits, inp).t().contiguous()
+    if scheme.symmetric:
+        return codes, None
+    stored, groups = require(parts, "weight_zero_point", torch.int32, 2), scheme.groups(inp)
+    if tuple(stored.shape) != (words_for(out, scheme.bits), groups):
+        raise CheckpointError(
+            f"weight_zero_point is {list(stored.shape)}, expected {[words_for(out, scheme.bits), groups]}"
+        )
+    return codes, unpack_words(stored, scheme.bits, out).contiguous()
+
+
+def _read(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
+    """(codes, zeros) of a weight stored one value a byte."""
+    if scheme.dtype == "fp8":
+        return require(parts, "weight", torch.float8_e4m3fn, 2).view(torch.uint8), None
+    codes = _unsigned(require(parts, "weight", torch.int8, 2), scheme)
+    if scheme.symmetric:
+        return codes, None
+    return codes, _unsigned(require(parts, "weight_zero_point", torch.int8, 2), scheme)
+
+
+def _stored_shape(stored: Tensor, packed: tuple[int, ...]) -> tuple[int, int]:
+    shape = [int(size) for size in stored.reshape(-1)]
+    if len(shape) != 2 or min(shape) < 1 or shape[0] != packed[0]:
+        raise CheckpointError(f"weight_shape says {shape}, but weight_packed is {list(packed)}")
+    return shape[0], shape[1]
+
+
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
+    return pack_words(codes.t(), bits).t().contiguous()
+
+
+def _signed(codes: Tensor, scheme: WeightScheme) -> Tensor:
+    return (codes.to(torch.int16) - scheme.zero).to(torch.int8)
+
+
+def _unsigned(values: Tensor, scheme: WeightScheme) -> Tensor:
+    codes = values.to(torch.int16) + scheme.zero
+    if int(codes.min()) < 0 or int(codes.max()) > scheme.max_code:
+        raise CheckpointError(f"a value does not fit the {scheme.bits} bits of the configuration")
+    return codes.to(torch.uint8)

@@ -1,0 +1,39 @@
+"""The scales of a quantized KV cache, which lie beside the attention as plain tensors.
+
+Knows their names; does not know what is done with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from qserve.checkpoint.source import ModelSource
+
+
+def kv_scales(source: ModelSource, attention_module: str) -> tuple[Tensor, Tensor] | None:
+    """(k, v): float32 [1] or [kv_heads] each, for ``attention_module`` (``model.layers.0.self_attn``), or None.
+
+    Both names are read: ``self_attn.k_scale`` of compressed-tensors and ``self_attn.k_proj.k_scale`` of ModelOpt.
+    Raises ``CheckpointError`` where one of the two is missing, or a scale is not positive and finite.
+    """
+    found: list[Tensor] = []
+    missing: list[str] = []
+    for letter in ("k", "v"):
+        names = [f"{attention_module}.{letter}_scale", f"{attention_module}.{letter}_proj.{letter}_scale"]
+        name = next((name for name in names if source.has(name)), None)
+        if name is None:
+            missing.append(names[0])
+            continue
+        scale = source.tensor(name).to(torch.float32).reshape(-1)
+        if not bool((scale > 0).all() and torch.isfinite(scale).all()) or not len(scale):
+            raise CheckpointError(f"{source.path}: {name} holds a scale that is not positive and finite")
+        found.append(scale)
+    if missing and found:
+        raise CheckpointError(f"{source.path} lacks {missing[0]}, though the other of the two scales is there")
+    return None if missing else (found[0], found[1])

@@ -1,0 +1,148 @@
+"""``Staging``: the hidden directory beside OUT in which a checkpoint is made, held by one process at a time.
+
+Knows its layout, the lock, and the renames that put a checkpoint in its place; does not know what is in it.
+
+    .NAME.partial/
+        lock          locked as long as a process works here; a killed one holds no lock
+        parts/        00001, 00002 and so on
+        checkpoint/   put together from them, renamed to OUT at the end
+        replaced/     what OUT was, only between the two renames of an overwrite
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.files import sync
+from qserve.checkpoint.parts import Part, read_part
+
+
+class Staging:
+    """Opening takes the lock, and puts back what an overwrite killed halfway had moved aside.
+
+    Raises ``CheckpointError`` where another process holds it, ``OSError``.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self.path = out.parent / f".{out.name}.partial"
+        self.checkpoint = self.path / "checkpoint"
+        self._parts = self.path / "parts"
+        self._replaced = self.path / "replaced"
+        self._lock = self._acquire()
+        try:
+            self._recover()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _acquire(self) -> int:
+        path = self.path / "lock"
+        while True:
+            self.path.mkdir(exist_ok=True)
+            # Its holder may remove the directory at any moment, and with it the file that was opened or locked here.
+            with suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                        return descriptor
+                except BlockingIOError:
+                    os.close(descriptor)
+                    raise CheckpointError(
+                        f"another process is writing {self._out}; wait for it or choose another directory"
+                    ) from None
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                os.close(descriptor)
+
+    def _recover(self) -> None:
+        if not self._replaced.exists():
+            return
+        if self._out.exists() and any(self._out.iterdir()):
+            shutil.rmtree(self._replaced)
+        else:
+            os.rename(self._replaced, self._out)
+            sync(self._out.parent)
+
+    def nbytes(self) -> int:
+        """What lies here: bytes that are needed no more, or will be free again."""
+        return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file())
+
+    def open(self, fingerprint: str | None) -> list[Part]:
+        """The parts that the job ``fingerprint`` committed; everything else goes.
+
+        The first that is damaged or of another job ends them, as what follows was made after it.
+        """
+        self._parts.mkdir(exist_ok=True)
+        self.checkpoint.mkdir(exist_ok=True)
+        parts: list[Part] = []
+        if fingerprint is not None:
+            for number in itertools.count(1):
+                try:
+                    part = read_part(self.part(number))
+                except CheckpointError:
+                    break
+                if part.fingerprint != fingerprint or part.key is None:
+                    break
+                parts.append(part)
+        kept = {part.path for part in parts}
+        for path in self._parts.iterdir():
+            if path not in kept:
+                path.unlink()
+        self._clear()
+        for directory in (self._parts, self.path, self._out.parent):
+            sync(directory)
+        return parts
+
+    def part(self, number: int) -> Path:
+        """Where part ``number``, counted from 1, lies."""
+        return self._parts / f"{number:05d}"
+
+    def publish(self) -> None:
+        """Rename the checkpoint to OUT. An old one there is moved aside first and put back should that fail, so
+        that one of the two is always complete on disk."""
+        for path in self.checkpoint.iterdir():
+            sync(path)
+        sync(self.checkpoint)
+        if self._out.exists() and any(self._out.iterdir()):
+            os.rename(self._out, self._replaced)
+            sync(self.path)
+        try:
+            os.rename(self.checkpoint, self._out)
+        except BaseException:  # an interrupt too
+            self._recover()
+            raise
+        sync(self._out.parent)
+
+    def close(self, *, keep: bool) -> None:
+        """Give the lock back and remove the directory; ``keep`` leaves committed parts, unless they were published."""
+        try:
+            if keep and self.checkpoint.exists():
+                with suppress(OSError):
+                    self._clear()
+                return
+            shutil.rmtree(self.checkpoint, ignore_errors=True)
+            shutil.rmtree(self._parts, ignore_errors=True)
+            with suppress(OSError):
+                self._recover()
+                # The lock goes last: until then nobody else can begin here.
+                (self.path / "lock").unlink()
+                self.path.rmdir()
+        finally:
+            os.close(self._lock)
+
+    def _clear(self) -> None:
+        """Empty the checkpoint and keep its directory, which tells unfinished work from finished."""
+        for path in self.checkpoint.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

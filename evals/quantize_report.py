@@ -1,0 +1,208 @@
+"""The report of a quantization: JSON for programs, Markdown for a repository, one HTML page for people.
+
+Knows what a ``QuantizeReport`` holds and how to show it; measures nothing. Names and tokens come from models and
+texts of strangers: they are escaped wherever they are shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from qserve.checkpoint.errors import QServeError
+from qserve.checkpoint.files import write_atomically
+from qserve.checkpoint.spec import QuantSpec
+from qserve.evals import plots
+from qserve.evals.report import Report, Section, quality_report
+from qserve.evals.worst import WorstToken
+from qserve.quantize.job import QuantizeReport
+
+NAME = "quantization"
+
+_CSS = """
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #5d6878; --page: #fdfdfc; --line: #d9dde3; --head: #f2f4f6; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #dfe4ea; --soft: #98a3b1; --page: #14181d; --line: #323a44; --head: #1d232a; }
+}
+body { color: var(--ink); background: var(--page); font: 15px/1.5 system-ui, sans-serif; max-width: 68rem;
+  margin: 2.5rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
+p.soft, figcaption { color: var(--soft); font-size: .88rem; margin: .2rem 0; }
+pre { background: var(--head); padding: .6rem .8rem; border-radius: 4px; overflow-x: auto; font-size: .85rem; }
+figure { margin: 0; } svg { max-width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif; }
+div.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
+th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; } th { color: var(--soft); font-weight: 600; }
+summary { cursor: pointer; color: var(--soft); }
+"""
+
+
+def write_report(
+    directory: Path, report: QuantizeReport, *, name: str, command: str, worst: Sequence[WorstToken] = ()
+) -> tuple[Path, ...]:
+    """Write ``quantization.json``, ``.md`` and ``.html`` into ``directory``, which is made; return their paths.
+
+    ``name`` is the checkpoint's, ``command`` what made it, ``worst`` the tokens with the largest divergence. Raises
+    ``QServeError`` where a file cannot be written.
+    """
+    paths = tuple(directory / f"{NAME}.{ending}" for ending in ("json", "md", "html"))
+    full = Report(NAME, f"Quantization of {name}", command, _data(report, worst), _sections(report, name, worst))
+    shown = replace(full, title=_markdown(full.title), sections=tuple(map(_escaped, full.sections)))
+    full.write(paths[0], None)
+    shown.write(None, paths[1])
+    try:
+        write_atomically(paths[2], _page(full, report).encode())
+    except OSError as error:
+        raise QServeError(f"cannot write {paths[2]}: {error.strerror or error}") from None
+    return paths
+
+
+def _data(report: QuantizeReport, worst: Sequence[WorstToken]) -> dict[str, Any]:
+    return {
+        "spec": _spec(report.spec),
+        "format": report.format,
+        "layers": [asdict(layer) for layer in report.layers],
+        "notices": list(report.notices),
+        "verdicts": [asdict(verdict) for verdict in report.verdicts],
+        "forecast": asdict(report.forecast),
+        "seconds": report.seconds,
+        "peak_bytes": report.peak_bytes,
+        "calibration_sha256": report.calibration_sha256,
+        "card": None if report.card is None else report.card.to_json(),
+        "tried": [asdict(each) for each in report.tried],
+        "worst": [asdict(each) for each in worst],
+    }
+
+
+def _spec(spec: QuantSpec) -> dict[str, Any]:
+    return {
+        "method": spec.method,
+        "weights": asdict(spec.weights),
+        "activations": None if spec.activations is None else asdict(spec.activations),
+        "kv_cache": None if spec.kv_cache is None else asdict(spec.kv_cache),
+        "act_order": spec.act_order,
+        "overrides": {module: asdict(scheme) for module, scheme in spec.overrides.items()},
+        "ignored": list(spec.ignored),
+        "float_inputs": list(spec.float_inputs),
+    }
+
+
+def _sections(report: QuantizeReport, name: str, worst: Sequence[WorstToken]) -> tuple[Section, ...]:
+    sections = [_summary(report)]
+    if report.card is not None:
+        sections += quality_report(report.card, name, "").sections
+    if report.notices:
+        sections.append(Section("Notes", ("",), tuple((notice,) for notice in report.notices)))
+    verdicts = tuple((v.loader, "yes" if v.accepts else "no", v.reason) for v in report.verdicts)
+    sections.append(Section("Loaders", ("loader", "loads it", "reason or need"), verdicts))
+    points = [each for each in report.tried if each.label]
+    if points:
+        sizes = tuple(
+            (p.label, f"{p.bits_per_weight:.3f}", f"{p.kl:.4f}", "measured" if p.measured else "predicted")
+            for p in points
+        )
+        sections.append(Section("Sizes tried", ("", "bits per weight", "KL divergence, mean (nats)", ""), sizes))
+    if worst:
+        header = ("context", "expected", "KL (nats)", "base's first choice", "this model's first choice")
+        sections.append(Section("Tokens with the largest divergence", header, tuple(map(_worst_row, worst))))
+    layers = tuple(
+        (
+            layer.module,
+            str(layer.scheme),
+            f"{layer.error:.3g}",
+            "" if layer.damping is None else f"{layer.damping:g}",
+            str(layer.dead_inputs or ""),
+            layer.fallback,
+        )
+        for layer in report.layers
+    )
+    sections.append(Section("Layers", ("linear", "scheme", "error", "damping", "dead inputs", "remark"), layers))
+    return tuple(sections)
+
+
+def _summary(report: QuantizeReport) -> Section:
+    schemes = Counter(str(layer.scheme) for layer in report.layers)
+    rows = {
+        "method": report.spec.method,
+        "weights": ", ".join(f"{count} x {scheme}" for scheme, count in schemes.most_common()),
+        "inputs": str(report.spec.activations or "not rounded"),
+        "KV cache": "" if report.spec.kv_cache is None else
+        f"{report.spec.kv_cache.dtype} per {report.spec.kv_cache.granularity}",
+        "format": report.format,
+        "size": f"{report.forecast.checkpoint_bytes / 2**20:,.1f} MiB, as forecast",
+        "time": f"{report.seconds:.0f} s (forecast {report.forecast.seconds:.0f} s)",
+        "memory": f"{report.peak_bytes / 2**20:,.0f} MiB (forecast {report.forecast.peak_bytes / 2**20:,.0f} MiB)",
+        "calibration text": f"sha256 {report.calibration_sha256[:12]}" if report.calibration_sha256 else "none",
+    }  # fmt: skip
+    return Section("Summary", ("", ""), tuple((key, value) for key, value in rows.items() if value))
+
+
+def _worst_row(token: WorstToken) -> tuple[str, ...]:
+    return (
+        "…" + _visible(token.context),
+        _visible(token.expected, "␣"),
+        f"{token.kl:.3f}",
+        f"{_visible(token.base_choice, '␣')} ({token.base_probability:.1%})",
+        f"{_visible(token.choice, '␣')} ({token.probability:.1%})",
+    )
+
+
+def _visible(text: str, space: str = " ") -> str:
+    """One line: breaks as signs, what has no glyph (and what would turn the line around) as its code."""
+    signs = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": space}
+    return "".join(signs.get(c, c if c.isprintable() else f"\\u{ord(c):04x}") for c in text)
+
+
+def _escaped(section: Section) -> Section:
+    rows = tuple(tuple(map(_markdown, row)) for row in section.rows)
+    return Section(_markdown(section.title), tuple(map(_markdown, section.header)), rows)
+
+
+def _markdown(text: str) -> str:
+    """Underscores inside words need no escape."""
+    return re.sub(r"[\\`*\[\]<>|~&#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", _visible(text))
+
+
+def _page(full: Report, report: QuantizeReport) -> str:
+    figures = [
+        ("Error per layer", "Squared error of each linear's output on its calibration inputs, relative to the output.",
+         plots.error_per_layer(report.layers)),
+        ("Bits per layer", "Stored bits per weight, scales included.", plots.bits_per_layer(report.layers)),
+    ]  # fmt: skip
+    if report.tried:
+        figures.insert(0, (
+            "Divergence against size", "KL divergence of the next-token distributions from the base model's.",
+            plots.divergence_against_size(report.tried),
+        ))  # fmt: skip
+    drawn = [
+        f"<figure><h2>{title}</h2><figcaption>{caption}</figcaption>{svg}</figure>" for title, caption, svg in figures
+    ]
+    summary, *rest, layers = (_table(section) for section in full.sections)
+    details = f"<details><summary>Every linear ({len(report.layers)})</summary>{layers}</details>"
+    # Should an escape ever be forgotten, the policy still keeps the page from running or fetching anything.
+    return "\n".join([
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+        f"<title>{escape(full.title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>",
+        f"<h1>{escape(full.title)}</h1>",
+        f'<p class="soft">{escape(", ".join(f"{key} {value}" for key, value in full.environment.items()))}</p>',
+        f"<pre>{escape(full.command)}</pre>",
+        summary, *drawn, *rest, details,
+        "</body>\n</html>\n",
+    ])  # fmt: skip
+
+
+def _table(section: Section) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    head = f"<thead>{row(section.header, 'th')}</thead>" if any(section.header) else ""
+    body = "\n".join(row(cells, "td") for cells in section.rows)
+    title = f"<h2>{escape(section.title)}</h2>"
+    return f'<section>{title}<div class="wide"><table>{head}<tbody>\n{body}\n</tbody></table></div></section>'

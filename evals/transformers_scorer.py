@@ -1,0 +1,88 @@
+"""``TransformersScorer``: the log-probabilities of a model that has no native decoder, computed by transformers.
+
+Knows how to run a checkpoint of any architecture with dequantized weights, inputs rounded as it says, and keys and
+values rounded as its cache would be; does not know texts or metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qserve.calibration.kv import cached
+from qserve.calibration.skeleton import Skeleton
+from qserve.checkpoint.errors import CapacityError
+from qserve.checkpoint.kv import kv_scales
+from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.spec import ActivationScheme
+from qserve.kernels.reference import decode_kv, encode_kv, round_input
+from qserve.runtime.memory import available_memory
+
+# Rows of log-probabilities that are handed out at once.
+_CHUNK = 128
+_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+class TransformersScorer:
+    """``source`` in memory, in float32. Raises ``CapacityError`` where it does not fit, and what ``Skeleton`` does."""
+
+    def __init__(self, source: ModelSource) -> None:
+        needed, there = 4 * source.parameters(), available_memory()
+        if needed > there:
+            raise CapacityError(
+                f"{source.name} is measured by transformers in float32, which takes {needed / 2**20:,.0f} MiB; "
+                f"{there / 2**20:,.0f} MiB are free"
+            )
+        self.source = source
+        self.model_name = source.name
+        self.tokenizer = source.tokenizer()
+        self._model = Skeleton(source).load_all()
+        self.vocab_size = int(self._model.config.get_text_config().vocab_size)
+        self._kv: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        if source.spec is not None:
+            self._round_inputs()
+        if source.spec is not None and source.spec.kv_cache is not None:
+            self._kv_dtype = _KV_DTYPES[source.spec.kv_cache.dtype]
+            for name, module in self._model.named_modules():
+                if (scales := kv_scales(source, name)) is not None:
+                    self._kv[module] = scales
+
+    @torch.no_grad()
+    def score(self, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """``(position, float32 [n, vocab])``: row i holds the log-probabilities of the token at position + i + 1.
+
+        The logits of all tokens are in memory at once.
+        """
+        with cached(self._model, self._round_kv) if self._kv else nullcontext():
+            logits = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        for start in range(0, len(tokens), _CHUNK):
+            yield start, logits[start : start + _CHUNK].float().log_softmax(-1)
+
+    def _round_inputs(self) -> None:
+        assert self.source.spec is not None
+        modules = dict(self._model.named_modules())
+        for name in self.source.linears():
+            activations = self.source.spec.activations_of(name)
+            if activations is not None and isinstance(modules[name], nn.Linear):
+                scale = None if activations.dynamic else self.source.linear(name).input_scale
+                modules[name].register_forward_pre_hook(_rounding(activations, scale))
+
+    def _round_kv(self, module: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if module not in self._kv:
+            return keys, values
+        k_scale, v_scale = self._kv[module]
+        return self._cached(keys, k_scale), self._cached(values, v_scale)
+
+    def _cached(self, states: Tensor, scale: Tensor) -> Tensor:
+        """[batch, kv_heads, tokens, head_dim], rounded as the cache stores it."""
+        by_head = states.movedim(1, -2)
+        scale = scale.expand(by_head.shape[-2])
+        return decode_kv(encode_kv(by_head, scale, self._kv_dtype), scale).movedim(-2, 1)
+
+
+def _rounding(activations: ActivationScheme, scale: float | None) -> Callable[[nn.Module, Any], tuple[Tensor]]:
+    return lambda linear, args: (round_input(args[0], activations, scale),)

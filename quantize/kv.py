@@ -1,0 +1,20 @@
+"""The static scales with which keys and values are cached.
+
+Knows magnitudes; does not know models, caches or formats.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qserve.checkpoint.spec import KVScheme
+from qserve.quantize.layer import static_scales
+
+
+def kv_scale(absmax: Tensor, scheme: KVScheme) -> Tensor:
+    """float32 [1] or, per head, [heads]; positive.
+
+    absmax: float32 [heads], the largest magnitude of the keys (after their rotation) or values of each KV head.
+    Codes are value / scale, rounded to int8 (-127..127) or e4m3.
+    """
+    return static_scales(absmax if scheme.granularity == "head" else absmax.amax().reshape(1), scheme.dtype)

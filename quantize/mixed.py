@@ -1,0 +1,133 @@
+"""``Mixed``: mixed precision over the course of a job: measure once, choose, and choose again where it missed.
+
+Knows candidates and attempts; does not know how sensitivities are measured, nor how a choice is optimized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.spec import WeightScheme
+from qserve.quantize.allocate import Tried, allocate
+from qserve.quantize.job import ProgressEvent
+from qserve.quantize.prepare import Preparation
+from qserve.quantize.sensitivity import Sensitivities, candidates, excerpt, measure
+
+# For the smallest checkpoint within a divergence: runs at most, and what is close enough below the limit to stop.
+_ATTEMPTS, _CLOSE = 4, 0.85
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A scheme for each linear, why in sentences, and how it came about; it survives the process as JSON.
+
+    ``attempt`` counts from 1; ``factor`` corrects predictions by what was measured before.
+    """
+
+    schemes: dict[str, WeightScheme]
+    reasons: tuple[str, ...]
+    predicted_kl: float
+    bits_per_weight: float
+    tried: tuple[Tried, ...]
+    attempt: int = 1
+    factor: float = 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Choice:
+        return cls(**{
+            **content,
+            "schemes": {name: WeightScheme(**fields) for name, fields in content["schemes"].items()},
+            "reasons": tuple(content["reasons"]),
+            "tried": tuple(Tried(**fields) for fields in content["tried"]),
+        })  # fmt: skip
+
+
+class Mixed:
+    """``windows`` int64 [samples, length] is the calibration text."""
+
+    def __init__(self, prepared: Preparation, windows: Tensor, tell: Callable[[ProgressEvent], None]) -> None:
+        self._prepared, self._windows, self._tell = prepared, windows, tell
+        self._job = prepared.job
+        self._sensitivities: Sensitivities | None = None
+        self._measured: tuple[Tried, ...] = ()
+        self._choice: Choice | None = None
+        self._attempt, self._factor = 1, 1.0
+
+    @property
+    def choice(self) -> Choice:
+        """The last one."""
+        assert self._choice is not None
+        return self._choice
+
+    @property
+    def tried(self) -> tuple[Tried, ...]:
+        return (*self.choice.tried, *self._measured)
+
+    def resume(self, content: dict[str, Any]) -> Choice:
+        """Take over the choice of an interrupted run."""
+        self._choice = choice = Choice.from_json(content)
+        self._attempt, self._factor = choice.attempt, choice.factor
+        return choice
+
+    def choose(self) -> Choice:
+        """Measure, the first time, and choose."""
+        if self._sensitivities is None:
+            self._sensitivities = self._measure()
+        found = allocate(
+            self._sensitivities,
+            target_bits=self._job.target_bits,
+            max_kl=self._job.max_kl,
+            calibration_factor=self._factor,
+        )
+        self._choice = Choice(
+            {module: scheme for module, scheme in found.schemes.items() if scheme is not None},
+            tuple(found.lines()),
+            found.predicted_kl,
+            found.bits_per_weight,
+            found.tried,
+            self._attempt,
+            self._factor,
+        )
+        return self._choice
+
+    def wants_another(self, card: QualityCard) -> bool:
+        """Whether to choose again after what ``card`` says of the last choice.
+
+        Where a size was asked for: never. Otherwise the predictions are corrected by the measurement; too much
+        divergence is another attempt, and so is, once, much less than allowed.
+        """
+        choice, limit = self.choice, self._job.max_kl
+        label = f"measured, attempt {self._attempt}" if limit is not None else "measured"
+        self._measured += (Tried(label, choice.bits_per_weight, card.kl_mean, measured=True),)
+        if limit is None or self._attempt == _ATTEMPTS:
+            return False
+        if card.kl_mean <= limit and (self._attempt > 1 or card.kl_mean >= _CLOSE * limit):
+            return False
+        if choice.predicted_kl > 0:
+            # Where the corrected prediction failed again, it is raised a little beyond what was measured.
+            self._factor *= card.kl_mean / choice.predicted_kl * (1.0 if self._attempt == 1 else 1.05)
+        self._attempt += 1
+        return True
+
+    def _measure(self) -> Sensitivities:
+        prepared, job = self._prepared, self._job
+        offered = candidates(prepared.skeleton.shapes, prepared.format, job.loaders, symmetric=job.symmetric)
+        if not offered:
+            raise UsageError(
+                f"no linear can have several schemes in the format {prepared.format.name} for {', '.join(job.loaders)}"
+            )
+        return measure(
+            prepared.skeleton,
+            excerpt(self._windows),
+            offered,
+            progress=lambda done, total: self._tell(ProgressEvent("sensitivity", done, total)),
+        )

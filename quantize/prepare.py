@@ -1,0 +1,156 @@
+"""``Preparation``: everything that is known, and can be refused, before calibration starts.
+
+Knows what would stop a job later: options, shapes, loaders, damage, memory; rounds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from qserve.calibration.skeleton import Skeleton
+from qserve.checkpoint.errors import CheckpointError, UsageError
+from qserve.checkpoint.formats import default_format, format_named
+from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
+from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.quantize.forecast import forecast
+from qserve.quantize.job import Forecast, QuantizeJob
+from qserve.quantize.plan import Shapes, plan
+from qserve.runtime.models.config import decoder_config
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What will be done. ``shapes`` (out, in) of every module that becomes packed or might; ``dtype`` of what stays
+    dense; ``notices`` one line for each deviation from what was asked."""
+
+    skeleton: Skeleton
+    job: QuantizeJob
+    shapes: Shapes
+    spec: QuantSpec
+    format: Format
+    notices: tuple[str, ...]
+    verdicts: tuple[LoaderVerdict, ...]
+    forecast: Forecast
+    dtype: torch.dtype
+
+    def lines(self) -> list[str]:
+        """The plan for a person."""
+        schemes: dict[str, int] = {}
+        for module in self.shapes.of(self.spec):
+            name = str(self.spec.scheme_of(module) or "kept in floating point")
+            schemes[name] = schemes.get(name, 0) + 1
+        inputs = f"; inputs {self.spec.activations}" if self.spec.activations else ""
+        kv = self.spec.kv_cache
+        cache = f"; KV cache {kv.dtype} per {kv.granularity}" if kv else ""
+        found = self.forecast
+        return [
+            f"method          {self.spec.method}, {self.job.tokens:,} calibration tokens",
+            "weights         " + ", ".join(f"{count} x {name}" for name, count in schemes.items()) + inputs + cache,
+            f"format          {self.format.name}",
+            f"expecting       {_duration(found.seconds)}, {found.peak_bytes / 2**20:,.0f} MiB of memory "
+            f"({found.samples_at_once} samples at once), a checkpoint of {found.checkpoint_bytes / 2**20:,.1f} MiB",
+            *(f"note            {notice}" for notice in self.notices),
+            *(f"loaders         {verdict}" for verdict in self.verdicts),
+        ]
+
+
+def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
+    """Everything that can be refused is refused here: ``UsageError`` for options, ``CapacityError`` for memory,
+    ``CheckpointError`` for the model. Reads the dense tensors once."""
+    if source.spec is not None:
+        raise UsageError(f"{source.name} is already quantized; give the model it was made from")
+    if source.path.resolve().is_relative_to(out.resolve()):
+        raise UsageError(f"{out} is or contains the model itself; choose another directory")
+    longest = source.config.get("max_position_embeddings")
+    if job.tokens and isinstance(longest, int) and job.sequence_length > longest:
+        raise UsageError(
+            f"--sequence-length {job.sequence_length} exceeds the {longest} positions that {source.name} knows"
+        )
+    source.tokenizer()  # a checkpoint without one could not be served
+    skeleton = Skeleton(source)
+    dtype = torch.bfloat16 if source.dtype() == torch.bfloat16 else torch.float16
+    prepared = arrange(skeleton, job, dtype)
+    _check_rest(source, skeleton, dtype)
+    return prepared
+
+
+def arrange(
+    skeleton: Skeleton, job: QuantizeJob, dtype: torch.dtype, chosen: Mapping[str, WeightScheme] | None = None
+) -> Preparation:
+    """Plan, format, verdicts and forecast; ``chosen`` is what mixed precision decided. Raises ``UsageError``."""
+    shapes = _shapes(skeleton, job)
+    spec, notices = plan(job, shapes, chosen)
+    format = default_format(spec) if job.format == "auto" else format_named(job.format)
+    judged = judge(spec, skeleton, shapes, job.loaders, format)
+    for verdict in judged:
+        if verdict.loader in job.loaders and not verdict.accepts:
+            raise UsageError(f"{verdict.loader} would refuse this checkpoint: {verdict.reason}")
+    expected = forecast(job, skeleton, shapes, spec)
+    return Preparation(skeleton, job, shapes, spec, format, notices, judged, expected, dtype)
+
+
+def judge(
+    spec: QuantSpec, skeleton: Skeleton, shapes: Shapes, loaders: tuple[str, ...], format: Format
+) -> tuple[LoaderVerdict, ...]:
+    """What every known loader makes of ``spec``, those that must accept it first."""
+    every = (*loaders, *(name for name in LOADERS if name not in loaders))
+    judged = verdicts(spec, shapes.of(spec), every, format=format)
+    try:
+        decoder_config(skeleton.source.config, skeleton.source.name)
+    except CheckpointError as error:
+        note = f"reads and measures it, but does not serve it: {error}"
+        judged = [replace(v, reason=note) if v.loader == "qserve" and v.accepts else v for v in judged]
+    return tuple(judged)
+
+
+def _shapes(skeleton: Skeleton, job: QuantizeJob) -> Shapes:
+    model = skeleton.model
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    if job.head_bits and (head is None or names.get(id(head)) != "lm_head"):
+        raise UsageError(f"{skeleton.source.name} has no output layer lm_head that --head could quantize")
+    out, inp = embedding.weight.shape
+    return Shapes(skeleton.shapes, names[id(embedding)], (int(out), int(inp)), tied)
+
+
+def _check_rest(source: ModelSource, skeleton: Skeleton, dtype: torch.dtype) -> None:
+    """What is copied and not calibrated: damage there would otherwise be found after hours, or by users."""
+    for part in (source.config, source.generation_config()):
+        try:
+            json.dumps(part, allow_nan=False)
+        except ValueError:
+            raise CheckpointError(f"{source.name}: its configuration holds NaN or infinity") from None
+    quantized = {f"{module}.weight" for module in skeleton.shapes}
+    for name in source.names():
+        if name not in quantized:
+            narrow(name, source.tensor(name), dtype)
+
+
+def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Floats become float16 where the model is not natively bfloat16 (there, float32 was chosen on purpose).
+
+    Works through the rows in slices, in place of a mask as large as the tensor. Raises ``CheckpointError`` for NaN,
+    infinity, and what float16 cannot hold.
+    """
+    narrowed = tensor
+    if dtype == torch.float16 and tensor.is_floating_point():
+        narrowed = tensor.to(dtype)
+    for part in tensor.reshape(-1).split(1 << 22):
+        if not bool(torch.isfinite(part).all()):
+            raise CheckpointError(f"{name} holds NaN or infinity: the model is damaged")
+    for part in narrowed.reshape(-1).split(1 << 22):
+        if not bool(torch.isfinite(part).all()):
+            raise CheckpointError(f"{name} holds values that float16 cannot; convert the model to bfloat16 first")
+    return narrowed
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"

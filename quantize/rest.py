@@ -1,0 +1,75 @@
+"""Writes what is not inside a decoder block: embeddings, norms, the output head, configuration and tokenizer.
+
+Knows which of it is rounded; does not know calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.writer import CheckpointWriter
+from qserve.quantize import rtn
+from qserve.quantize.layer import LayerReport
+from qserve.quantize.prepare import Preparation, narrow
+
+
+def write_rest(prepared: Preparation, written: Iterable[str], writer: CheckpointWriter) -> list[LayerReport]:
+    """Everything but the tensors ``written``, which the blocks brought. Returns a line for each packed module."""
+    source, spec, embedding = prepared.skeleton.source, prepared.spec, prepared.shapes.embedding
+    packed_modules = [module for module in prepared.skeleton.shapes if spec.scheme_of(module) is not None]
+    done = {*written, *(f"{module}.{part}" for module in packed_modules for part in ("weight", "bias"))}
+    reports = []
+    for module, stored in (("lm_head", _head_of(prepared)), (embedding, f"{embedding}.weight")):
+        if module not in spec.overrides:
+            continue
+        packed, report = _round(prepared, module, stored)
+        writer.put_linear(module, packed)
+        reports.append(report)
+        done.add(f"{module}.weight")
+    if embedding in spec.overrides and prepared.shapes.tied:
+        done.add("lm_head.weight")
+    for name in source.names():
+        if name not in done:
+            writer.put(name, narrow(name, source.tensor(name), prepared.dtype))
+    _write_configuration(prepared, writer)
+    return reports
+
+
+def _head_of(prepared: Preparation) -> str:
+    source = prepared.skeleton.source
+    return "lm_head.weight" if source.has("lm_head.weight") else f"{prepared.shapes.embedding}.weight"
+
+
+def _round(prepared: Preparation, module: str, stored: str) -> tuple[PackedWeight, LayerReport]:
+    """To nearest, in slices: a large vocabulary in float32 is gigabytes."""
+    scheme = prepared.spec.overrides[module]
+    weight = prepared.skeleton.source.tensor(stored)
+    slices = [rtn.quantize(part.to(torch.float32), None, scheme) for part in weight.split(4096)]
+    packed = PackedWeight(
+        scheme,
+        torch.cat([part.weight.codes for part in slices]),
+        torch.cat([part.weight.scales for part in slices]),
+    )
+    error = sum(float(part.error.sum()) for part in slices) / sum(float(part.energy.sum()) for part in slices)
+    return packed, LayerReport(module, scheme, error)
+
+
+def _write_configuration(prepared: Preparation, writer: CheckpointWriter) -> None:
+    source, spec = prepared.skeleton.source, prepared.spec
+    quantization = prepared.format.config_of(spec)
+    dtype_name = str(prepared.dtype).removeprefix("torch.")
+    config: dict[str, Any] = {
+        **source.config, "dtype": dtype_name, "torch_dtype": dtype_name, "quantization_config": quantization
+    }  # fmt: skip
+    if "lm_head" in spec.overrides:
+        config["tie_word_embeddings"] = False
+    writer.put_json("config.json", config)
+    if prepared.format.name in ("gptq", "gptq_v2"):
+        writer.put_json("quantize_config.json", quantization)  # where older loaders look
+    if generation := source.generation_config():
+        writer.put_json("generation_config.json", generation)
+    source.save_tokenizer(writer.directory)

@@ -1,0 +1,210 @@
+"""``BlockQuantizer``: applies a job's method to the linears of one block while the calibration text passes through.
+
+Knows which method is for what and how they compose; does not know files, nor how any method works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from qserve.calibration.blocks import Gather, Inputs, Replacement, Visit
+from qserve.calibration.folds import Fold, apply, find_folds
+from qserve.calibration.kv import KVRecorder
+from qserve.calibration.stats import LayerStats
+from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.quantize import awq, fp8, gptq, rtn, signround, smoothquant
+from qserve.quantize.job import QuantizeJob
+from qserve.quantize.kv import kv_scale
+from qserve.quantize.layer import LayerReport, Quantized, with_activations
+from qserve.quantize.scales import storable
+
+# Rows of a layer's input that are kept for methods that round inputs.
+_SAMPLE_ROWS = 512
+_UNREACHED = "rounded to nearest: calibration never reached it"
+
+
+@dataclass
+class BlockResult:
+    """What became of one block: packed linears, dense tensors that changed (or are new), and a line for each linear."""
+
+    packed: dict[str, PackedWeight] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    reports: list[LayerReport] = field(default_factory=list)
+
+
+class BlockQuantizer:
+    """``dtype`` is that of dense tensors in the checkpoint: whatever changes is rounded to it at once, so that what
+    later blocks see is what will be served."""
+
+    def __init__(self, spec: QuantSpec, job: QuantizeJob, dtype: torch.dtype) -> None:
+        self.spec, self.job, self.dtype = spec, job, dtype
+        self._method = job.rounding
+        self._gather = Gather(
+            hessian="gptq" in self._method or "awq" in self._method,
+            sample_rows=_SAMPLE_ROWS if self._method == "smoothquant" else 0,
+            drift="gptq" in self._method,
+        )
+
+    def run(self, visit: Visit) -> BlockResult:
+        """Quantize the block of ``visit``, which is left with the dequantized weights."""
+        self._visit, self._result = visit, BlockResult()
+        self._original: dict[str, Tensor] = {}
+        self._folds: dict[frozenset[str], Fold] = {}
+        learn = self.job.effort == "best" and visit.inputs is not None
+        if visit.inputs is not None and self._method in ("awq", "awq+gptq", "smoothquant"):
+            assert visit.short_call is not None
+            found = find_folds(visit.block, visit.linears, visit.short_inputs(), visit.short_call)
+            self._folds = {frozenset(fold.consumers): fold for fold in found}
+        visit.replace(self._on_inputs, self._gather)
+        if learn:
+            self._learn(visit)
+        for name, weight in self._result.packed.items():
+            bias = visit.linears[name].bias
+            if bias is not None:
+                self._result.packed[name] = replace(weight, bias=bias.data.clone())
+        if self.spec.kv_cache is not None and visit.inputs is not None:
+            self._record_kv(visit)
+        return self._result
+
+    def _on_inputs(self, inputs: Inputs) -> Replacement:
+        weights = dict(zip(inputs.names, inputs.weights, strict=True))
+        stats = inputs.stats
+        divisor = self._moved_scale(weights, stats)
+        if divisor is not None and stats is not None:
+            stats = stats.divided(divisor)
+            weights = {name: weight * divisor for name, weight in weights.items()}
+        by_scheme: dict[WeightScheme, list[str]] = {}
+        for name in inputs.names:
+            if (scheme := self.spec.scheme_of(name)) is not None:
+                by_scheme.setdefault(scheme, []).append(name)
+        for scheme, members in by_scheme.items():
+            for name, part in self._round_together(weights, members, stats, scheme):
+                if self.job.effort == "best":
+                    self._original[name] = weights[name]
+                self._result.packed[name] = part.weight
+                self._result.reports.append(part.report(name))
+                if self._visit.inputs is not None:  # somebody will see it
+                    weights[name] = part.weight.dequantize()
+                if (bias := self._visit.linears[name].bias) is not None:
+                    bias.data = bias.data.to(torch.float16).to(torch.float32)
+        if divisor is not None:
+            for name in weights.keys() - self._result.packed.keys():
+                self._result.dense[f"{name}.weight"] = weights[name] = self._narrow(weights[name])
+        return Replacement(list(weights.values()), divisor)
+
+    def _round_together(
+        self, weights: Mapping[str, Tensor], members: list[str], stats: LayerStats | None, scheme: WeightScheme
+    ) -> Iterable[tuple[str, Quantized]]:
+        """They share one Hessian, so they are rounded as one weight: rows do not touch each other. Scales that
+        several outputs share may not reach from one linear into the next."""
+        if scheme.rows != 1:
+            yield from ((name, self._round([name], weights[name], stats, scheme)) for name in members)
+            return
+        result = self._round(members, torch.cat([weights[name] for name in members]), stats, scheme)
+        row = 0
+        for name in members:
+            yield name, result.rows(row, row + len(weights[name]))
+            row += len(weights[name])
+
+    def _round(
+        self, names: list[str], weight: Tensor, stats: LayerStats | None, scheme: WeightScheme
+    ) -> Quantized:
+        fallback = _UNREACHED if stats is None and self.job.calibration is not None else ""
+        activations = self.spec.activations
+        if activations is not None and not activations.dynamic and (stats is None or not stats.finite()):
+            raise UsageError(
+                f"{names[0]}: calibration reached it with no finite input, so it has no static scale: give more "
+                "--samples, or use --scheme fp8-tensor"
+            )
+        if scheme.dtype == "fp8":
+            result = fp8.quantize(weight, stats, scheme, activations)
+            return replace(result, fallback=result.fallback or fallback)
+        if stats is None or self._method in ("rtn", "smoothquant"):
+            result = rtn.quantize(weight, stats, scheme, fallback=fallback)
+        elif self._method == "awq":
+            result = awq.quantize(weight, stats, scheme)
+        else:
+            result = gptq.quantize(weight, stats, scheme, act_order=self.job.act_order)
+        return with_activations(result, activations, stats)
+
+    def _moved_scale(self, weights: Mapping[str, Tensor], stats: LayerStats | None) -> Tensor | None:
+        """Choose what the inputs of these linears are divided by, and move it into the layer before."""
+        fold = self._folds.get(frozenset(weights))
+        if fold is None or stats is None or not stats.finite():
+            return None
+        schemes = [self.spec.scheme_of(name) or self.spec.weights for name in weights]
+        if self._method == "smoothquant":
+            assert self.spec.activations is not None
+            scale = smoothquant.search(list(weights.values()), stats, schemes[0], self.spec.activations, fold.channels)
+        else:
+            scale = awq.search(list(weights.values()), stats, schemes, fold.channels)
+        if scale is None:
+            return None
+        producer = f"{self._visit.name}.{fold.producer}"
+        if producer in self._result.packed:
+            if self._result.packed[producer].scheme.rows != 1:
+                return None  # a scale shared by outputs cannot be divided for one of them
+            row_scale = torch.ones(self._visit.linears[producer].out_features)
+            row_scale[fold.channels] = scale
+            self._divide_rows(producer, row_scale)
+        else:
+            for name in apply(self._visit.block, fold, scale):
+                parameter = self._visit.block.get_parameter(name)
+                parameter.data = self._narrow(parameter.data)
+                self._result.dense[f"{self._visit.name}.{name}"] = parameter.data.clone()
+        return scale
+
+    def _divide_rows(self, name: str, scale: Tensor) -> None:
+        """A linear that is quantized already keeps its codes: a row is divided by dividing its scales."""
+        packed, linear = self._result.packed[name], self._visit.linears[name]
+        scales = packed.scales / scale[:, None]
+        packed = replace(packed, scales=storable(scales) if packed.scheme.dtype == "int" else scales)
+        self._result.packed[name] = packed
+        linear.weight.data = packed.dequantize()
+        if name in self._original:
+            self._original[name] = self._original[name] / scale[:, None]
+        if linear.bias is not None:
+            linear.bias.data = (linear.bias.data / scale).to(torch.float16).to(torch.float32)
+
+    def _learn(self, visit: Visit) -> None:
+        """Towards what the float model's block puts out, on the inputs that this one gets."""
+        assert visit.inputs is not None and visit.floats is not None and visit.call is not None
+        packed = {name: weight for name, weight in self._result.packed.items() if name in self._original}
+        targets = torch.cat([part for _, part in visit.float_forward()])
+        inputs = visit.inputs.read(0, len(targets))
+        self._result.packed |= signround.tune(
+            visit.block, visit.linears, packed, self._original, inputs, targets, visit.call, seed=self.job.seed
+        )
+        visit.changed()
+
+    def _record_kv(self, visit: Visit) -> None:
+        assert self.spec.kv_cache is not None
+        visit.changed()  # recorded on the weights as they are now
+        with KVRecorder(visit.block) as recorder:
+            visit.finish()
+        for letter, absmax in zip("kv", recorder.absmax()):
+            scale = kv_scale(absmax, self.spec.kv_cache)
+            # Per head: a scale for each of [heads, tokens, head_dim], as other readers expect.
+            shaped = scale[:, None, None] if self.spec.kv_cache.granularity == "head" else scale
+            self._result.dense[f"{visit.name}.self_attn.{letter}_scale"] = shaped
+
+    def _narrow(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype).to(torch.float32)
+
+
+def restore(visit: Visit, result: BlockResult) -> None:
+    """Put the result of an earlier run into the block, so that the next block sees the same inputs again."""
+    for name, weight in result.packed.items():
+        linear = visit.linears[name]
+        linear.weight.data = weight.dequantize()
+        if weight.bias is not None:
+            linear.bias.data = weight.bias
+    own = {name.removeprefix(f"{visit.name}."): tensor.to(torch.float32) for name, tensor in result.dense.items()}
+    known = visit.block.state_dict().keys()
+    visit.block.load_state_dict({k: v for k, v in own.items() if k in known}, strict=False, assign=True)

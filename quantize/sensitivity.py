@@ -1,0 +1,262 @@
+"""What each linear's rounding costs in the model's own output: KL divergence, measured one linear at a time.
+
+Knows how to send variants of a model through its blocks; does not know budgets (``allocate``), nor the methods
+that will round in the end: every candidate is rounded to nearest, which ranks them alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from qserve.calibration import heap
+from qserve.calibration.activations import Activations
+from qserve.calibration.head import head
+from qserve.calibration.skeleton import Call, Skeleton
+from qserve.calibration.stats import LayerStats
+from qserve.checkpoint.formats.format import FUSED, Format
+from qserve.checkpoint.loaders import verdicts
+from qserve.checkpoint.spec import BITS, QuantSpec, WeightScheme
+from qserve.quantize import rtn
+from qserve.quantize.plan import word_values
+
+Unit = tuple[str, ...]
+"""Linears that must share a scheme, because a loader makes one of them."""
+
+_GROUP_SIZES = (32, 64, 128, -1)
+# Windows and tokens of each.
+_EXCERPT = (4, 64)
+# Schemes of one weight are compared on so many of its rows.
+_ROWS = 48
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One scheme for a unit: what it stores (bits, scales included) and what it is predicted to cost alone (nats of
+    mean KL divergence). ``scheme`` None keeps 16-bit floats."""
+
+    scheme: WeightScheme | None
+    bits: int
+    kl: float
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """``candidates`` of one unit of ``weights`` weights, the smallest first."""
+
+    modules: Unit
+    weights: int
+    candidates: tuple[Candidate, ...]
+
+
+Sensitivities = tuple[Sensitivity, ...]
+
+
+def units(modules: Iterable[str]) -> list[Unit]:
+    """Modules grouped as loaders fuse them: q, k and v; gate and up; all experts of a block."""
+    found: dict[str, list[str]] = {}
+    fused = {sibling: name for name, siblings in FUSED.items() for sibling in siblings}
+    for module in modules:
+        parent, _, leaf = module.rpartition(".")
+        experts = re.match(r"(.*?\.\d+\..*?)\.\d+\.", f"{module}.")
+        key = experts.group(1) if experts else f"{parent}.{fused.get(leaf, leaf)}"
+        found.setdefault(key, []).append(module)
+    return [tuple(members) for members in found.values()]
+
+
+def candidates(
+    shapes: Mapping[str, tuple[int, int]], format: Format, loaders: Sequence[str], *, symmetric: bool = True
+) -> dict[Unit, tuple[WeightScheme, ...]]:
+    """For each unit of ``shapes`` (module -> (out, in)) the schemes that ``format`` can hold and every one of
+    ``loaders`` accepts. A unit with none is left out."""
+    result = {}
+    for unit in units(shapes):
+        own = {module: shapes[module] for module in unit}
+        fitting = []
+        for bits in BITS:
+            sizes = [WeightScheme(bits, size, symmetric) for size in _GROUP_SIZES]
+            fit = [scheme for scheme in sizes if _fits(scheme, own, format, loaders)]
+            # With many codes small groups cost more than they save, with few the whole input is too much for one scale.
+            fitting += fit[-2:] if bits > 4 else [scheme for scheme in fit if bits == 4 or scheme.group_size != -1]
+        if fitting:
+            result[unit] = tuple(fitting)
+    return result
+
+
+def _fits(
+    scheme: WeightScheme, shapes: Mapping[str, tuple[int, int]], format: Format, loaders: Sequence[str]
+) -> bool:
+    unit = word_values(scheme)
+    if any(out % unit or inp % unit or inp % scheme.group_size for out, inp in shapes.values()):
+        return False
+    spec = QuantSpec("mixed", scheme, ignored=())
+    return all(verdict.accepts for verdict in verdicts(spec, shapes, loaders, format=format))
+
+
+def excerpt(windows: Tensor) -> Tensor:
+    """Enough of ``windows`` int64 [samples, length] to rank linears by."""
+    samples, length = _EXCERPT
+    return windows[:samples, :length]
+
+
+@torch.no_grad()
+def measure(
+    skeleton: Skeleton,
+    windows: Tensor,
+    candidates: Mapping[Unit, Sequence[WeightScheme | None]],
+    *,
+    around: float = 4.25,
+    offload: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Sensitivities:
+    """Measure one candidate of each unit, the one nearest to ``around`` bits per weight, and predict the others.
+
+    The hidden states of one more model for each unit go through the blocks, with only that unit rounded; at the end
+    their next-token distributions are compared with the float model's over ``windows`` int64 [samples, length]
+    (see ``excerpt``). Rounding acts on KL to second order, so the other candidates cost in proportion to the squared
+    error of the unit's output. Units are linears of blocks, or the output layer alone. One that ``windows`` never
+    reach is left out. ``offload`` is a directory for the hidden states. One block is in memory at a time.
+    """
+    samples, length = windows.shape
+    states = Activations((1 + len(candidates)) * samples, length, skeleton.hidden_size, offload)
+    calls, _ = skeleton.stem(windows, length, states)
+    steps = len(skeleton.blocks) + samples
+    trials: list[_Trial] = []
+
+    def variant(number: int) -> Tensor:
+        return states.read(number * samples, (number + 1) * samples)
+
+    for index in range(len(skeleton.blocks)):
+        run = _runner(skeleton.load(index), calls[index])
+        linears = skeleton.linears(index)
+        inputs = _inputs(linears, lambda run=run: run(variant(0)))  # type: ignore[misc]
+        before = len(trials)
+        for unit in candidates:
+            if trial := _trial(unit, linears, inputs, candidates[unit], around):
+                trials.append(trial)
+                with trial.rounded():
+                    states.write(len(trials) * samples, run(variant(0)))
+        for number in range(1 + before):
+            states.write(number * samples, run(variant(number)))
+        skeleton.unload(index)
+        heap.release()
+        if progress:
+            progress(index + 1, steps)
+
+    with head(skeleton) as (linears, log_probabilities):
+        if (unit := tuple(linears)) in candidates:
+            inputs = _inputs(linears, lambda: [log_probabilities(each) for each in variant(0).split(1)])
+            if trial := _trial(unit, linears, inputs, candidates[unit], around):
+                trials.append(trial)
+                states.write(len(trials) * samples, variant(0))
+        divergence = torch.zeros(len(trials), dtype=torch.float64)
+        for sample in range(samples):
+            base = log_probabilities(states.read(sample, sample + 1))
+            for number, trial in enumerate(trials):
+                where = (1 + number) * samples + sample
+                with trial.rounded() if trial.modules == unit else nullcontext():
+                    changed = log_probabilities(states.read(where, where + 1))
+                divergence[number] += (base.exp() * (base - changed)).sum(dtype=torch.float64)
+            if progress:
+                progress(len(skeleton.blocks) + sample + 1, steps)
+    heap.release()
+    means = (divergence / windows.numel()).clamp_(min=0).tolist()
+    return tuple(trial.predict(kl) for trial, kl in zip(trials, means, strict=True))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A unit on its way through the model. ``errors``: of its output on the excerpt's tokens, for each scheme."""
+
+    modules: Unit
+    reached: tuple[nn.Linear, ...]
+    stats: tuple[LayerStats, ...]
+    schemes: tuple[WeightScheme | None, ...]
+    bits: tuple[int, ...]
+    errors: tuple[float, ...]
+    weights: int
+    measured: int
+
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """While the unit has the scheme to be measured."""
+        scheme = self.schemes[self.measured]
+        kept = [linear.weight.data for linear in self.reached]
+        if scheme is not None:
+            for linear, stats in zip(self.reached, self.stats, strict=True):
+                linear.weight.data = rtn.quantize(linear.weight.data, stats, scheme).weight.dequantize()
+        yield
+        for linear, weight in zip(self.reached, kept, strict=True):
+            linear.weight.data = weight
+
+    def predict(self, kl: float) -> Sensitivity:
+        rate = kl / self.errors[self.measured] if self.errors[self.measured] else 0.0
+        found = zip(self.schemes, self.bits, self.errors, strict=True)
+        chosen = (Candidate(scheme, bits, rate * error) for scheme, bits, error in found)
+        return Sensitivity(self.modules, self.weights, tuple(sorted(chosen, key=lambda each: (each.bits, each.kl))))
+
+
+def _trial(
+    unit: Unit,
+    linears: Mapping[str, nn.Linear],
+    inputs: Mapping[str, Tensor],
+    schemes: Sequence[WeightScheme | None],
+    around: float,
+) -> _Trial | None:
+    """None where ``linears`` are not those of ``unit``, or no token reached them."""
+    reached = [module for module in unit if module in inputs]
+    if not reached:
+        return None
+    shapes = [tuple(linears[module].weight.shape) for module in unit]
+    weights = sum(out * inp for out, inp in shapes)
+    bits = tuple(sum(scheme.storage_bits(*s) if scheme else 16 * s[0] * s[1] for s in shapes) for scheme in schemes)
+    stats = []
+    errors = [0.0] * len(schemes)
+    for module in reached:
+        weight, rows = linears[module].weight.data, inputs[module].reshape(-1, inputs[module].shape[-1])
+        stats.append(LayerStats(rows.shape[-1], hessian=False))
+        stats[-1].update(rows)
+        count = min(len(weight), _ROWS)
+        part = weight[torch.arange(count) * len(weight) // count]
+        for index, scheme in enumerate(schemes):
+            if scheme is not None:
+                change = rtn.quantize(part, stats[-1], scheme).weight.dequantize() - part
+                errors[index] += float((rows @ change.t()).square().sum()) * len(weight) / count
+    # What changes nothing tells nothing of the others.
+    telling = [index for index, error in enumerate(errors) if error > 0] or [0]
+    measured = min(telling, key=lambda index: abs(bits[index] / weights - around))
+    return _Trial(
+        unit, tuple(linears[module] for module in reached), tuple(stats), tuple(schemes), bits, tuple(errors), weights,
+        measured,
+    )  # fmt: skip
+
+
+def _runner(block: nn.Module, call: Call) -> Callable[[Tensor], Tensor]:
+    def run(hidden: Tensor) -> Tensor:
+        result = block(hidden, *call.args, **call.kwargs)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output
+
+    return run
+
+
+def _inputs(linears: Mapping[str, nn.Linear], run: Callable[[], object]) -> dict[str, Tensor]:
+    """float32 [..., in]: what each of ``linears`` is given while ``run`` runs; nothing for one that does not."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def before(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, args: seen.setdefault(name, []).append(args[0])
+
+    hooks = [linear.register_forward_pre_hook(before(name)) for name, linear in linears.items()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in seen.items()}

@@ -1,0 +1,180 @@
+"""SignRound (Cheng et al., arXiv 2309.05516): learn which way each weight of a decoder block is rounded, and the
+scales, by signed gradient descent on the error of the block's output.
+
+Knows one block, what it is fed and what it shall put out; does not know how the weights it starts from were
+rounded, nor the blocks around it. It starts from good codes (GPTQ's), not from rounding to nearest, and returns
+nothing that is worse by its own measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from qserve.calibration.skeleton import Call
+from qserve.checkpoint.packed import PackedWeight
+from qserve.quantize import scales as scale_search
+
+# How far all steps together can go: in codes, and as a part of each scale.
+_CODE_TRAVEL, _SCALE_TRAVEL = 0.5, 0.05
+# How far from its code a latent weight starts at most. Error compensation puts many weights outside of the cell of
+# their code: from its edge, the noise of the first gradients would flip them all.
+_REACH = 0.3
+_HALF = 0.499  # so far around a code, rounding surely gives it
+_CHECKS = 2  # how often the loss over all samples decides whether to keep what the descent has reached
+
+Progress = Callable[[int, int], None]
+
+
+def tune(
+    block: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    packed: Mapping[str, PackedWeight],
+    original: Mapping[str, Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    call: Call,
+    *,
+    iterations: int = 200,
+    batch: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, PackedWeight]:
+    """Better codes and scales for ``packed``, the weights of ``linears``, which are modules of the float32 ``block``.
+
+    original  the weights before quantization, float32 [out, in], under the names of ``packed``
+    inputs    float32 [samples, length, hidden]: what the quantized model feeds this block
+    targets   float32, as ``inputs``: what the block shall put out
+    call      the block's other arguments, for one sequence
+    progress  is told (iterations done, ``iterations``)
+
+    The loss is the squared error of each token's output over the mean square of its target: the norm that follows
+    sees no more than that. Each iteration takes ``batch`` samples. Where the loss over all samples never falls
+    below that of ``packed``, the result is ``packed``. Zero points and schemes stay; fp8 weights, those that share
+    scales among outputs and those with a ``g_idx`` come back as they are. Afterwards the block holds the result.
+    Groups must be whole.
+    """
+    learned = {name: _Learned(linears[name], packed[name], original[name]) for name in packed if _fits(packed[name])}
+    for name, weight in packed.items():
+        linears[name].weight.data = weight.dequantize()
+    if not learned:
+        return dict(packed)
+    objective = _Objective(block, inputs, targets, call)
+    generator = torch.Generator().manual_seed(seed)
+    check_every = -(-iterations // _CHECKS)
+    with _trainable(block, [weight.linear for weight in learned.values()]):
+        best = objective.total(batch)
+        order: list[int] = []
+        for step in range(iterations):
+            if len(order) < batch:
+                order += torch.randperm(len(inputs), generator=generator).tolist()
+            chosen, order = order[:batch], order[batch:]
+            objective.loss(torch.tensor(chosen)).backward()
+            left = 2 * (1 - step / iterations) / (iterations + 1)  # the steps fall linearly and add up to 1
+            for weight in learned.values():
+                weight.step(left)
+            if (step + 1) % check_every == 0 or step + 1 == iterations:
+                reached = objective.total(batch)
+                if reached < best:
+                    best = reached
+                    for weight in learned.values():
+                        weight.keep()
+            if progress is not None:
+                progress(step + 1, iterations)
+    result = dict(packed)
+    for name, weight in learned.items():
+        result[name] = weight.kept
+        linears[name].weight.data = weight.kept.dequantize()
+    return result
+
+
+def _fits(packed: PackedWeight) -> bool:
+    return packed.scheme.dtype == "int" and packed.scheme.rows == 1 and packed.g_idx is None
+
+
+class _Objective:
+    """The loss of a block over some of its samples."""
+
+    def __init__(self, block: nn.Module, inputs: Tensor, targets: Tensor, call: Call) -> None:
+        self.block, self.inputs, self.targets, self.call = block, inputs, targets, call
+        energy = targets.square().mean(dim=-1, keepdim=True)
+        self.importance = 1.0 / energy.clamp_(min=torch.finfo(torch.float32).tiny)
+
+    def loss(self, samples: Tensor) -> Tensor:
+        # Rounding to bfloat16 is far finer than what is learned here, and twice as fast where the CPU multiplies it.
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+            output = self.block(self.inputs[samples], *self.call.args, **self.call.kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        error = (output.float() - self.targets[samples]).square_()
+        return (error * self.importance[samples]).mean()
+
+    @torch.no_grad()
+    def total(self, batch: int) -> float:
+        """The mean over all samples, NaN where an output is not finite."""
+        parts = torch.arange(len(self.inputs)).split(batch)
+        return sum(float(self.loss(part)) * len(part) for part in parts) / len(self.inputs)
+
+
+class _Learned:
+    """One linear while its rounding is learned.
+
+    latent  float32 [out, groups, width], in units of the scale: codes are its nearest integers
+    scales  float32 [out, groups, 1]
+    """
+
+    def __init__(self, linear: nn.Linear, packed: PackedWeight, original: Tensor) -> None:
+        self.linear, self.kept = linear, packed
+        self.start = packed.scales[..., None]
+        self.scales = self.start.clone()
+        self.zeros: Tensor | float = float(packed.scheme.zero)
+        if packed.zeros is not None:
+            self.zeros = packed.zeros.to(torch.float32)[..., None]
+        codes = packed.codes.view(len(packed.codes), packed.scales.shape[1], -1).to(torch.float32)
+        self.latent = (original.view_as(codes) / self.start).add_(self.zeros)
+        self.latent.sub_(codes).clamp_(-_REACH, _REACH).add_(codes)
+        self.signed = self.latent.new_empty(self.latent.shape)
+
+    @torch.no_grad()
+    def step(self, part: float) -> None:
+        """Go ``part`` of the way that is allowed against the sign of the gradient that the linear now holds."""
+        assert self.linear.weight.grad is not None
+        gradient = self.linear.weight.grad.view_as(self.latent)
+        slope = (gradient * self._centred()).sum(dim=-1, keepdim=True)
+        # The chain rule's factors: the scale for a code, and the start for a multiplier of it. Only signs matter.
+        torch.sign(gradient, out=self.signed).mul_(self.start.sign())
+        self.latent.add_(self.signed, alpha=-_CODE_TRAVEL * part)
+        self.latent.clamp_(-_HALF, self.kept.scheme.max_code + _HALF)
+        self.scales.addcmul_(self.start.abs(), slope.sign_(), value=-_SCALE_TRAVEL * part)
+        self.linear.weight.grad = None
+        self.linear.weight.data = (self._centred() * self._storable()).view_as(self.linear.weight)
+
+    def keep(self) -> None:
+        """Note the present codes and scales as the result."""
+        codes = self.latent.round().to(torch.uint8).view_as(self.kept.codes)
+        self.kept = replace(self.kept, codes=codes, scales=self._storable()[..., 0].contiguous())
+
+    def _centred(self) -> Tensor:
+        return self.latent.round().sub_(self.zeros)
+
+    def _storable(self) -> Tensor:
+        return scale_search.storable(self.scales)
+
+
+@contextmanager
+def _trainable(block: nn.Module, linears: list[nn.Linear]) -> Iterator[None]:
+    """Gradients for the weights of ``linears`` alone, whatever the caller's mode."""
+    before = {parameter: parameter.requires_grad for parameter in block.parameters()}
+    try:
+        with torch.enable_grad():
+            block.requires_grad_(False)
+            for linear in linears:
+                linear.weight.requires_grad_(True)
+            yield
+    finally:
+        for parameter, flag in before.items():
+            parameter.requires_grad_(flag)
+            parameter.grad = None

@@ -1,0 +1,63 @@
+"""The element type of the KV cache and its scales: what the user asked for, or what the checkpoint was calibrated for.
+
+Knows the options and where scales come from; does not know how they are applied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.errors import CheckpointError, UsageError
+from qserve.checkpoint.kv import kv_scales
+from qserve.checkpoint.source import ModelSource
+
+_DTYPES = {
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+def cache_dtype(option: str, source: ModelSource) -> torch.dtype:
+    """The dtype for ``--kv-cache-dtype option``; ``auto`` is what the checkpoint says, float16 where it says nothing.
+
+    Raises ``UsageError`` for int8 where the checkpoint holds no scales made for it.
+    """
+    calibrated = source.spec.kv_cache if source.spec is not None else None
+    if option == "auto":
+        option = "fp16" if calibrated is None else calibrated.dtype
+    elif option == "int8" and (calibrated is None or calibrated.dtype != "int8"):
+        raise UsageError(
+            f"{source.name} has no scales for an int8 KV cache: quantize it with --kv-cache int8, "
+            "or serve it with --kv-cache-dtype fp8"
+        )
+    return _DTYPES[option]
+
+
+def cache_scales(
+    source: ModelSource, attention: str, kv_heads: int, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """(k_scale, v_scale) float32 [kv_heads] of the layer whose attention is the module ``attention``; None for a float
+    cache. An e4m3 cache that was not calibrated for e4m3 has the scale 1, as vLLM has it.
+
+    Raises ``CheckpointError`` where int8 scales are missing, or there are neither one nor ``kv_heads`` of them.
+    """
+    if dtype.is_floating_point and dtype != torch.float8_e4m3fn:
+        return None, None
+    calibrated = source.spec.kv_cache if source.spec is not None else None
+    stored = None
+    if calibrated is None or _DTYPES[calibrated.dtype] == dtype:
+        stored = kv_scales(source, attention)
+    if stored is None:
+        if dtype == torch.int8:
+            raise CheckpointError(f"{source.name}: {attention} has no scales for its int8 KV cache")
+        return torch.ones(kv_heads), torch.ones(kv_heads)
+    for scale in stored:
+        if scale.numel() not in (1, kv_heads):
+            raise CheckpointError(
+                f"{source.name}: {attention} has {scale.numel()} KV scales for {kv_heads} KV heads"
+            )
+    k, v = (scale.float().reshape(-1).expand(kv_heads).contiguous() for scale in stored)
+    return k, v

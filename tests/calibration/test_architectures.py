@@ -1,0 +1,97 @@
+"""Every family: taken apart, walked, quantized and written under the names that its own files have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qserve.calibration.blocks import Gather, Replacement, walk
+from qserve.calibration.skeleton import Skeleton
+from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.source import open_model
+from qserve.evals.transformers_scorer import TransformersScorer
+from qserve.quantize import pipeline
+from qserve.quantize.job import QuantizeJob
+
+Saved = Callable[[str], Path]
+MIXTURES = {"mixtral": "block_sparse_moe.gate", "qwen2_moe": "mlp.gate", "qwen3_moe": "mlp.gate"}
+
+
+def transformers_logits(path: Path, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(tokens).logits
+
+
+def test_the_whole_model_computes_what_transformers_computes(family: str, saved_model: Saved, tokens: Tensor) -> None:
+    path = saved_model(family)
+    model = Skeleton(open_model(path)).load_all()
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(logits, transformers_logits(path, tokens), atol=2e-4, rtol=2e-4)
+
+
+def test_walking_the_blocks_is_running_the_model(family: str, saved_model: Saved, tokens: Tensor) -> None:
+    path = saved_model(family)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    expected: list[Tensor] = []
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    layers[-1].register_forward_hook(lambda m, a, out: expected.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+    for visit in walk(Skeleton(open_model(path)), tokens):
+        visit.replace(lambda inputs: Replacement(inputs.weights), Gather(hessian=False))
+        visit.finish()
+    assert visit.inputs is not None
+    torch.testing.assert_close(visit.inputs.read(0, len(tokens)), expected[0], atol=1e-4, rtol=1e-4)
+
+
+def test_names_are_those_of_the_files(family: str, saved_model: Saved) -> None:
+    source = open_model(saved_model(family))
+    skeleton = Skeleton(source)
+    inside = tuple(f"{block}." for block in skeleton.blocks)
+    matrices = {name for name in source.names() if name.startswith(inside) and len(source.shape(name)) == 2}
+    named = {*skeleton.shapes, *skeleton.routers}
+    assert matrices == {f"{module}.weight" for module in named}
+    assert set(skeleton.linears(0)) == {name for name in skeleton.shapes if name.startswith(inside[0])}
+    gates = {router.removeprefix(inside[0]) for router in skeleton.routers if router.startswith(inside[0])}
+    expected = {MIXTURES[family]} if family in MIXTURES else set()
+    assert gates == expected | ({"mlp.shared_expert_gate"} if family == "qwen2_moe" else set())
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_eight_bits_are_close_to_none(method: str, family: str, saved_model: Saved, tokens: Tensor, tmp_path: Path
+) -> None:  # fmt: skip
+    path, out = saved_model(family), tmp_path / "quantized"
+    job = QuantizeJob(bits=8, group_size=8, method=method, samples=4, sequence_length=32)  # type: ignore[arg-type]
+    report = pipeline.run(open_model(path), out, job)
+    source, result = open_model(path), open_model(out)
+    packed = set(result.linears())
+    assert {*result.names(), *(f"{m}.weight" for m in packed)} | {f"{m}.bias" for m in packed} >= set(source.names())
+    assert packed == set(Skeleton(source).shapes) == {layer.module for layer in report.layers}
+    exact = transformers_logits(path, tokens[:1])[0].log_softmax(-1)
+    found = torch.cat([rows for _, rows in TransformersScorer(result).score(tokens[0].tolist())])
+    assert float((exact.exp() * (exact - found)).sum(-1).mean()) < 0.01
+    assert not torch.equal(exact, found)
+
+
+def test_experts_without_tokens_are_rounded_and_reported(saved_model: Saved, tmp_path: Path) -> None:
+    source = open_model(saved_model("mixtral"))
+    report = pipeline.run(
+        source, tmp_path / "out", QuantizeJob(bits=4, group_size=8, samples=1, sequence_length=1, method="gptq")
+    )
+    unreached = [layer.module for layer in report.layers if "never reached" in layer.fallback]
+    # One token has two of four experts in each of two layers; an expert has three linears.
+    assert len(unreached) == 2 * 2 * 3 and all(".experts." in module for module in unreached)
+
+
+def test_what_has_no_linears_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16)).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="no linear layers"):
+        Skeleton(open_model(tmp_path))

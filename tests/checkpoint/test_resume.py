@@ -1,0 +1,341 @@
+"""Unfinished checkpoints: what is kept, what is redone, and that a kill at any moment changes no byte."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qserve.checkpoint.errors import CheckpointError, GateFailed
+from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.writer import CheckpointWriter
+
+BLOCKS = 4
+
+
+def block(number: int) -> dict[str, torch.Tensor]:
+    codes = torch.arange(301, dtype=torch.uint8) * (number + 3)
+    return {f"{number}.codes": codes, f"{number}.scales": torch.full((7, 3), 0.1 * number, dtype=torch.bfloat16)}
+
+
+def job(out: Path, committed: Callable[[int], object] = lambda number: None, *, fingerprint: str | None = "job",
+        stop: BaseException | None = None, blocks: int = BLOCKS, overwrite: bool = False) -> int:
+    """Writes ``blocks`` blocks, raises ``stop`` before the last, and returns how many it did not have to redo."""
+    with CheckpointWriter(out, fingerprint=fingerprint, shard_bytes=800, overwrite=overwrite) as writer:
+        for number in range(blocks):
+            if f"block {number}" in writer.committed():
+                tensors, extra = writer.part(f"block {number}")
+                assert extra == {"loss": number / 3}
+                assert all(torch.equal(tensors[name], tensor) for name, tensor in block(number).items())
+                continue
+            for name, tensor in block(number).items():
+                writer.put(name, tensor)
+            if stop is not None and number == blocks - 1:
+                raise stop
+            writer.commit(f"block {number}", {"loss": number / 3})
+            committed(number + 1)
+        writer.put("norm", torch.ones(5))
+        writer.put_json("config.json", {"model_type": "llama", "blocks": blocks})
+        writer.finish()
+    return writer.resumed
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def staging(out: Path) -> Path:
+    return out.parent / f".{out.name}.partial"
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> dict[str, bytes]:
+    (tmp_path / "reference").mkdir()
+    job(tmp_path / "reference" / "out")
+    return content(tmp_path / "reference" / "out")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work" / "out"
+
+
+@pytest.mark.parametrize("stop", [
+    KeyboardInterrupt(), SystemExit(1), MemoryError(), RuntimeError("a defect"), CheckpointError("no space left"),
+], ids=lambda stop: type(stop).__name__)
+def test_an_interrupted_job_goes_on(out: Path, expected: dict[str, bytes], stop: BaseException) -> None:
+    with pytest.raises(type(stop)) as caught:
+        job(out, stop=stop)
+    assert caught.value.__notes__[-1] == f"what is done is kept in {staging(out)}: run the same command again to go on"
+    assert len(list((staging(out) / "parts").iterdir())) == BLOCKS - 1
+    assert job(out) == BLOCKS - 1
+    assert content(out) == expected and os.listdir(out.parent) == ["out"]
+
+
+def test_without_a_fingerprint_or_a_commit_nothing_is_kept(out: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        job(out, fingerprint=None, stop=KeyboardInterrupt())
+    assert os.listdir(out.parent) == []
+    with pytest.raises(KeyboardInterrupt):
+        job(out, blocks=1, stop=KeyboardInterrupt())
+    assert os.listdir(out.parent) == []
+
+
+def test_a_discarded_result_is_not_kept(out: Path) -> None:
+    with pytest.raises(GateFailed), CheckpointWriter(out, fingerprint="job") as writer:
+        writer.put("a", torch.zeros(4))
+        writer.commit("a")
+        writer.seal()
+        writer.discard()
+        raise GateFailed("too far from the base")
+    assert os.listdir(out.parent) == []
+
+
+@pytest.mark.parametrize("other", ["another job", None])
+def test_another_job_starts_anew(out: Path, expected: dict[str, bytes], other: str | None) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        job(out, stop=KeyboardInterrupt())
+    assert job(out, fingerprint=other) == 0
+    assert content(out) == expected and os.listdir(out.parent) == ["out"]
+
+
+def test_what_was_put_after_the_last_commit_is_put_again(out: Path, expected: dict[str, bytes]) -> None:
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, fingerprint="job") as writer:
+        for name, tensor in block(0).items():
+            writer.put(name, tensor)
+        writer.commit("block 0", {"loss": 0.0})
+        writer.put("norm", torch.zeros(5))
+        writer.seal()
+        raise KeyboardInterrupt  # while the checkpoint is measured, say
+    assert not any((staging(out) / "checkpoint").iterdir())
+    assert job(out) == 1
+    assert content(out) == expected
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_part_and_those_after_it_are_redone(out: Path, expected: dict[str, bytes], damage: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        job(out, stop=KeyboardInterrupt())
+    path = staging(out) / "parts" / "00002"
+    found = bytearray(path.read_bytes())
+    found[40] ^= 4
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(found if damage == "flip" else found[:-9])
+    assert job(out) == 1
+    assert content(out) == expected
+
+
+def test_a_part_damaged_while_the_job_runs_is_an_error(out: Path) -> None:
+    with CheckpointWriter(out, fingerprint="job") as writer:
+        writer.put("a", torch.zeros(400))
+        writer.commit("a")
+        path = staging(out) / "parts" / "00001"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(CheckpointError, match="damaged; run the command again"):
+            writer.part("a")
+
+
+def test_names_and_keys_are_unique_over_interruptions(out: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        job(out, stop=KeyboardInterrupt())
+    with CheckpointWriter(out, fingerprint="job") as writer:
+        with pytest.raises(CheckpointError, match="twice"):
+            writer.put("0.codes", torch.zeros(1))
+        with pytest.raises(ValueError, match="twice"):
+            writer.commit("block 0")
+        writer.seal()
+        with pytest.raises(ValueError, match="sealed"):
+            writer.put("late", torch.zeros(1))
+
+
+def test_one_process_at_a_time(out: Path, expected: dict[str, bytes]) -> None:
+    script = textwrap.dedent(f"""
+        import sys, time, torch
+        from qserve.checkpoint.writer import CheckpointWriter
+        with CheckpointWriter({str(out)!r}, fingerprint="other") as writer:
+            writer.put("a", torch.zeros(4))
+            writer.commit("a")
+            print("ready", flush=True)
+            time.sleep(600)
+    """)
+    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
+        with pytest.raises(CheckpointError, match="another process is writing") as caught:
+            job(out)
+        assert "\n" not in str(caught.value) and (staging(out) / "parts" / "00001").exists()
+    finally:
+        holder.kill()
+        holder.wait()
+    assert job(out) == 0  # a killed holder does not block
+    assert content(out) == expected
+
+
+def test_no_space_keeps_what_is_done(out: Path, expected: dict[str, bytes]) -> None:
+    """A real failing disk: after two blocks the process may not write files beyond 100 bytes."""
+    def fill(number: int) -> None:
+        if number == 2:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    def child() -> None:
+        with pytest.raises(CheckpointError, match="no space left to write"):
+            job(out, fill)
+
+    assert os.waitpid(forked(child), 0)[1] == 0
+    assert job(out) == 2
+    assert content(out) == expected
+
+
+def test_space_that_is_taken_by_kept_parts_counts_as_there(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        job(out, stop=KeyboardInterrupt())
+    parts = sum(path.stat().st_size for path in (staging(out) / "parts").iterdir())
+    usage = type("Usage", (), {"free": 10_000})
+    monkeypatch.setattr("qserve.checkpoint.writer.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match="no space left"):
+        CheckpointWriter(out, fingerprint="job", expected_bytes=(10_000 + parts) // 2 + 1)
+    with CheckpointWriter(out, fingerprint="job", expected_bytes=(10_000 + parts) // 2) as writer:
+        assert writer.resumed == BLOCKS - 1
+
+
+def forked(action: Callable[[], object]) -> int:
+    """Runs ``action`` in a child, whose exit status is 0 where it returns."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return pid
+
+
+def kill_at(step: int, action: Callable[[], object]) -> None:
+    """Runs ``action`` and kills this process at its ``step``-th call that changes the file system."""
+    left = step
+
+    def killing(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **options: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+        return wrapped
+
+    for name in ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, killing(getattr(os, name)))
+    action()
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill is no loss of power: what was written stays, synced or not."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_every_step(out: Path, expected: dict[str, bytes], overwrite: bool) -> None:
+    """Whatever the step: no more than the block at hand is lost, an old checkpoint is never lost, and the next
+    run gives the same bytes and leaves nothing else."""
+    step, status = 0, -1
+    while status != 0:
+        old: dict[str, bytes] | None = None
+        if overwrite:
+            job(out, fingerprint="old", blocks=1)
+            old = content(out)
+        read, write = os.pipe()
+        pid = forked(lambda step=step, pipe=write: kill_at(
+            step, lambda: job(out, lambda number: os.write(pipe, bytes([number])), overwrite=overwrite)))
+        os.close(write)
+        status = os.waitpid(pid, 0)[1]
+        reported = os.read(read, 100)
+        os.close(read)
+        assert status in (0, signal.SIGKILL)
+        if not out.exists() or (overwrite and content(out) != expected):
+            if old is not None:
+                kept = out if out.exists() else staging(out) / "replaced"
+                assert content(kept) == old
+            resumed = job(out, overwrite=overwrite)
+            assert resumed >= (reported[-1] if reported else 0)
+        else:
+            # It was complete: what is left beside it goes with the next run, even one that is refused.
+            with pytest.raises(CheckpointError, match="--overwrite"):
+                job(out)
+        assert content(out) == expected and os.listdir(out.parent) == ["out"]
+        shutil.rmtree(out)
+        step += 1
+    assert step > 40
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_random_moments(out: Path, expected: dict[str, bytes], seed: int) -> None:
+    start = time.perf_counter()
+    assert os.waitpid(forked(lambda: job(out.parent / "timing")), 0)[1] == 0
+    duration = time.perf_counter() - start
+    generator = random.Random(seed)
+    kills = 0
+    while not out.exists():
+        pid = forked(lambda: job(out))
+        time.sleep(generator.uniform(0.1, 1.0) * duration)
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        assert status in (0, signal.SIGKILL)
+        kills += status != 0
+        assert kills < 200
+    assert content(out) == expected
+    HFDirectory(out).verify()
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_failing_disk_at_every_step(out: Path, expected: dict[str, bytes]) -> None:
+    """An I/O error of any call that makes the result is one line, and the next run completes it."""
+    for step in itertools.count():
+        left = step
+
+        def failing(call: Callable[..., object]) -> Callable[..., object]:
+            def wrapped(*args: object, **options: object) -> object:
+                nonlocal left
+                left -= 1
+                if left == -1:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return call(*args, **options)
+            return wrapped
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("rename", "replace", "fsync", "mkdir"):
+                patch.setattr(os, name, failing(getattr(os, name)))
+            try:
+                job(out)
+            except CheckpointError as error:
+                assert str(error).endswith("cannot be written: Input/output error")
+        if not out.exists():
+            job(out)
+        assert content(out) == expected and os.listdir(out.parent) == ["out"]
+        shutil.rmtree(out)
+        if left >= 0:
+            break
+    assert step > 30

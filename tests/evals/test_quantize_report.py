@@ -1,0 +1,185 @@
+"""The report of a quantization: three files that say the same, and a page that is safe to open."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.errors import QServeError
+from qserve.checkpoint.loaders import LoaderVerdict
+from qserve.checkpoint.spec import KVScheme, QuantSpec, WeightScheme
+from qserve.evals.quantize_report import write_report
+from qserve.evals.worst import WorstToken
+from qserve.quantize.allocate import Tried
+from qserve.quantize.job import Forecast, QuantizeReport
+from qserve.quantize.layer import LayerReport
+
+HOSTILE = "<script>alert('$x$')</script>"
+LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+CARD = QualityCard(
+    base_name="base", base_sha256="0" * 64, data_name="text", data_sha256="1" * 64, tokens=1234, window=10,
+    perplexity_base=10.0, perplexity=10.5, kl_mean=0.0512345, kl_median=0.04, kl_p90=0.1, top1_agreement=0.9,
+    kernel_path="reference", created="2026-01-01",
+)  # fmt: skip
+WORST = (
+    WorstToken(f"before\n{HOSTILE} | \u202e", HOSTILE, 7.123456, " the", 0.9, f"`{HOSTILE}`\n", 0.25),
+    WorstToken("a", "b", 1.0, "c", 0.5, "d", 0.5),
+)
+
+
+def a_report(**changes: object) -> QuantizeReport:
+    layers = tuple(
+        LayerReport(f"model.layers.{block}.{linear}", WeightScheme(8 if block == 1 else 4, 64), 0.0123456 / (block + 1))
+        for block in range(3)
+        for linear in LINEARS
+    )
+    content: dict[str, object] = dict(
+        spec=QuantSpec(
+            "gptq", WeightScheme(4, 64), kv_cache=KVScheme("int8"),
+            overrides={"model.layers.1.mlp.down_proj": WeightScheme(8, 64)},
+        ),
+        format="gptq",
+        layers=(*layers, LayerReport("lm_head", WeightScheme(8, -1), 0.001, 0.01, 3, f"rounded {HOSTILE}")),
+        notices=(f"notice {HOSTILE}",),
+        verdicts=(LoaderVerdict("qserve", True), LoaderVerdict("vllm", False, "3 | 4 bits")),
+        forecast=Forecast(2**30, 12.5, 2**27, 128),
+        seconds=13.25,
+        peak_bytes=2**29,
+        calibration_sha256="ab" * 32,
+        card=CARD,
+        tried=(
+            Tried("", 3.3, 0.4), Tried("", 4.3, 0.1), Tried("", 8.3, 0.001),
+            Tried("all 4 bit g64 symmetric", 4.3125, 0.12), Tried(f"attempt {HOSTILE}", 4.25, 0.11, True),
+        ),
+    )  # fmt: skip
+    return QuantizeReport(**{**content, **changes})  # type: ignore[arg-type]
+
+
+class Page(HTMLParser):
+    """Elements must nest; collects what there is."""
+
+    VOID = ("meta", "br", "path", "use", "rect")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    directory = tmp_path_factory.mktemp("reports") / "new"
+    return write_report(directory, a_report(), name=f"w4 {HOSTILE}", command=f"qserve quantize {HOSTILE}", worst=WORST)
+
+
+def test_json_holds_the_numbers_of_the_report(written: tuple[Path, ...]) -> None:
+    report, content = a_report(), json.loads(written[0].read_text(encoding="utf-8"))
+    data = content["data"]
+    assert content["kind"] == "quantization" and content["command"] == f"qserve quantize {HOSTILE}"
+    assert [LayerReport.from_json(layer) for layer in data["layers"]] == list(report.layers)
+    assert QualityCard.from_json(data["card"]) == CARD
+    assert tuple(Tried(**each) for each in data["tried"]) == report.tried
+    assert tuple(WorstToken(**each) for each in data["worst"]) == WORST
+    assert Forecast(**data["forecast"]) == report.forecast
+    assert (data["seconds"], data["peak_bytes"], data["format"]) == (13.25, 2**29, "gptq")
+    assert data["spec"]["weights"] == {"bits": 4, "group_size": 64, "symmetric": True, "dtype": "int", "rows": 1}
+    assert data["spec"]["overrides"]["model.layers.1.mlp.down_proj"]["bits"] == 8
+    assert data["verdicts"][1] == {"loader": "vllm", "accepts": False, "reason": "3 | 4 bits"}
+
+
+def test_the_page_is_whole_and_shows_the_plots(written: tuple[Path, ...]) -> None:
+    page = Page(written[2].read_text(encoding="utf-8"))
+    assert page.tags.count("svg") == 3
+    for expected in (
+        "Divergence against size", "Error per layer", "Bits per layer", "Tokens with the largest divergence",
+        "mean KL divergence (nats)", "squared error of the output, relative", *LINEARS, "0.0512", "7.123",
+        "3 | 4 bits", "4.3125"[:5], "512 MiB (forecast 1,024 MiB)",
+    ):  # fmt: skip
+        assert expected in page.text, expected
+
+
+def test_the_page_holds_no_markup_of_strangers_and_loads_nothing(written: tuple[Path, ...]) -> None:
+    text = written[2].read_text(encoding="utf-8")
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object", "image", "foreignobject"} & set(page.tags)
+    assert HOSTILE in page.text and "<script" not in text
+    assert "\u202e" not in text and "\\u202e" in text
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name == "src"]
+    assert all((value or "").startswith("#") for name, value in page.attributes if name.endswith("href"))
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {
+        "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+    }  # fmt: skip
+    assert not re.search(r"url\((?!#)", text) and "@import" not in text
+
+
+def test_the_plots_take_the_colour_of_the_page(written: tuple[Path, ...]) -> None:
+    text = written[2].read_text(encoding="utf-8")
+    plots = text[text.index("<svg") :]
+    assert "currentColor" in plots and "#010203" not in plots
+    identifiers = re.findall(r'<clipPath id="([^"]+)"', text)
+    assert len(identifiers) == len(set(identifiers)) == 3
+
+
+def test_markdown_is_made_of_whole_tables(written: tuple[Path, ...]) -> None:
+    text = written[1].read_text(encoding="utf-8")
+    assert text.startswith("# Quantization of w4 \\<script\\>")
+    tables = [block for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 7
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
+    assert "| vllm | no | 3 \\| 4 bits |" in text
+    assert "<script" not in re.sub(r"^    .*$", "", text, flags=re.MULTILINE).replace("\\<", "")
+    assert "| model.layers.0.mlp.down_proj | 4 bit g64 symmetric | 0.0123 |" in text
+    assert "␣the (90.0%)" in text
+
+
+def test_the_same_report_gives_the_same_bytes(written: tuple[Path, ...], tmp_path: Path) -> None:
+    again = write_report(
+        tmp_path, a_report(), name=f"w4 {HOSTILE}", command=f"qserve quantize {HOSTILE}", worst=WORST
+    )
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
+
+
+def test_without_measurements_or_exact_layers(tmp_path: Path) -> None:
+    """No card, nothing tried, an error of zero that no logarithm shows, linears of experts."""
+    layers = tuple(
+        LayerReport(f"model.layers.{block}.experts.{expert}.w1", WeightScheme(8, -1, dtype="fp8", rows=rows), 0.0)
+        for block in range(2)
+        for expert, rows in enumerate((1, -1, 1))
+    )
+    report = a_report(layers=layers, card=None, tried=(), notices=(), calibration_sha256=None)
+    page = Page(write_report(tmp_path, report, name="m", command="c")[2].read_text(encoding="utf-8"))
+    assert page.tags.count("svg") == 2 and "experts.*.w1" in page.text
+    assert "largest divergence" not in page.text and "Sizes tried" not in page.text
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QServeError, match="cannot write"):
+        write_report(tmp_path / "file" / "reports", a_report(), name="m", command="c")

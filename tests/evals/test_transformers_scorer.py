@@ -1,0 +1,166 @@
+"""Families without a native decoder: both models go through transformers, quantized as their checkpoint says."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, MixtralConfig
+
+from qserve.calibration.text import Text, load_text
+from qserve.checkpoint.errors import CapacityError, UsageError
+from qserve.checkpoint.source import open_model
+from qserve.evals import quality, transformers_scorer
+from qserve.evals.quality import EvalJob
+from qserve.evals.transformers_scorer import TransformersScorer
+from qserve.kernels.reference import round_input
+from qserve.quantize import pipeline
+from qserve.quantize.job import QuantizeJob
+from qserve.runtime.engine import Engine
+
+WINDOW = 48
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 200, "initializer_range": 0.3,
+         "bos_token_id": None, "eos_token_id": 2}  # fmt: skip
+
+
+def save(config: Gemma2Config | MixtralConfig, tiny_model: Path, out: Path) -> Path:
+    shutil.copytree(tiny_model, out, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def gemma(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied, with capped logits and a (1 + weight) norm."""
+    vocab = len(open_model(tiny_model).tokenizer())
+    config = Gemma2Config(vocab_size=vocab, head_dim=16, pad_token_id=None, query_pre_attn_scalar=16, **SIZES)
+    return save(config, tiny_model, tmp_path_factory.mktemp("gemma") / "gemma")
+
+
+@pytest.fixture(scope="module")
+def mixtral(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vocab = len(open_model(tiny_model).tokenizer())
+    config = MixtralConfig(vocab_size=vocab, num_local_experts=4, **SIZES)
+    return save(config, tiny_model, tmp_path_factory.mktemp("mixtral") / "mixtral")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    path = tmp_path_factory.mktemp("text") / "some.txt"
+    path.write_text("hello world, the lazy dog and the quick brown fox: user system. " * 10)
+    return load_text(str(path), "evaluate")
+
+
+def job(scheme: str = "weights", **options: object) -> QuantizeJob:
+    return QuantizeJob(scheme=scheme, samples=4, sequence_length=32, **options)  # type: ignore[arg-type]
+
+
+def rows(scorer: TransformersScorer, tokens: list[int]) -> Tensor:
+    parts = list(scorer.score(tokens))
+    starts = [start for start, _ in parts]
+    assert starts == list(range(0, len(tokens), transformers_scorer._CHUNK))
+    return torch.cat([part for _, part in parts])
+
+
+@pytest.fixture
+def tokens() -> list[int]:
+    return list(torch.randint(3, 300, (150,), generator=torch.Generator().manual_seed(1)))
+
+
+def dense_logits(model: AutoModelForCausalLM, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].log_softmax(-1)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("family", ["gemma", "mixtral"])
+def test_a_dense_model_is_scored_as_transformers_does(
+    family: str, tokens: list[int], request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(family)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    torch.testing.assert_close(
+        rows(TransformersScorer(open_model(path)), tokens), dense_logits(model, tokens), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 4, "group_size": 16, "method": "rtn"},
+        {"bits": 4, "group_size": 16, "method": "rtn", "embedding_bits": 8},
+        {"scheme": "w8a8", "method": "rtn"},
+        {"scheme": "fp8-static", "method": "rtn"},
+    ],
+)
+def test_weights_are_dequantized_and_inputs_rounded(
+    options: dict[str, object], gemma: Path, tokens: list[int], tmp_path: Path
+) -> None:
+    """Against transformers' own module tree with the same weights put in, and its linears' inputs rounded."""
+    pipeline.run(open_model(gemma), tmp_path / "out", job(**options))  # type: ignore[arg-type]
+    result = open_model(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32).eval()
+    assert result.spec is not None
+    with torch.no_grad():
+        for name in result.names():
+            model.get_parameter(name).copy_(result.tensor(name))
+        for name in result.linears():
+            packed, module = result.linear(name), model.get_submodule(name)
+            module.weight.copy_(packed.dequantize())
+            if (scheme := packed.activations) is not None:
+                assert (packed.input_scale is None) == scheme.dynamic
+                module.register_forward_pre_hook(
+                    lambda m, args, p=packed: (round_input(args[0], p.activations, p.input_scale),)
+                )
+    found = rows(TransformersScorer(result), tokens)
+    torch.testing.assert_close(found, dense_logits(model, tokens), atol=2e-3, rtol=2e-3)
+    plain = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32).eval()
+    assert float((found - dense_logits(plain, tokens)).abs().max()) > 0.02
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_keys_and_values_are_rounded_as_the_cache_would_be(
+    dtype: str, mixtral: Path, tokens: list[int], tmp_path: Path
+) -> None:
+    options = {"bits": 8, "group_size": 16, "method": "rtn"}
+    pipeline.run(open_model(mixtral), tmp_path / "plain", job(**options))  # type: ignore[arg-type]
+    pipeline.run(open_model(mixtral), tmp_path / "out", job(kv_cache=dtype, kv_granularity="head", **options))  # type: ignore[arg-type]
+    plain = rows(TransformersScorer(open_model(tmp_path / "plain")), tokens)
+    rounded = rows(TransformersScorer(open_model(tmp_path / "out")), tokens)
+    kl = float((plain.exp() * (plain - rounded)).sum(-1).mean())
+    assert 0 < kl < 0.05
+
+
+def test_the_card_says_how_it_was_measured(mixtral: Path, text: Text, tmp_path: Path) -> None:
+    base = open_model(mixtral)
+    evaluation = EvalJob(text, tokens=2 * WINDOW, window=WINDOW)
+    quality.check(evaluation, base)
+    pipeline.run(base, tmp_path / "out", job(bits=4, group_size=16, method="rtn"))
+    pair = quality.scorers(base, open_model(tmp_path / "out"), WINDOW)
+    assert all(isinstance(scorer, TransformersScorer) for scorer in pair)
+    card = quality.measure(*pair, evaluation)
+    assert card.kernel_path == "transformers (dequantized; no native decoder)"
+    assert card.tokens == 2 * (WINDOW - 1) and 0.001 < card.kl_mean < 5 and 0 < card.top1_agreement < 1
+    itself = quality.measure(pair[0], pair[0], evaluation)
+    assert itself.kl_mean == 0 and itself.top1_agreement == 1
+    assert itself.perplexity == itself.perplexity_base == card.perplexity_base
+
+
+def test_a_native_family_is_scored_by_the_engine(tiny_model: Path, tiny_packed: Path) -> None:
+    pair = quality.scorers(open_model(tiny_model), open_model(tiny_packed), WINDOW)
+    assert all(isinstance(scorer, Engine) for scorer in pair)
+
+
+def test_what_cannot_be_scored_is_refused(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_model(mixtral)
+    with pytest.raises(UsageError, match="--window 200 must be below the context of mixtral, 200"):
+        quality.scorers(source, source, 200)
+    with pytest.raises(UsageError, match="--kernels reference: mixtral has no native decoder"):
+        quality.scorers(source, source, WINDOW, kernels="reference")
+    monkeypatch.setattr(transformers_scorer, "available_memory", lambda: 1000)
+    with pytest.raises(CapacityError, match="mixtral is measured by transformers in float32"):
+        TransformersScorer(source)

@@ -1,0 +1,184 @@
+"""Judges, and checkpoints for them: tiny llamas whose packed weights hold every code.
+
+A judge is a script of ``judges/`` that runs in an environment of its own and imports nothing of qserve. It gets its
+jobs as JSON, each a directory and arguments (one process for many: importing those tools takes longer than their
+work); it reads the checkpoint in the directory and writes ``out.safetensors`` there, or ``error.txt``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from qserve.checkpoint.formats import format_named
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.source import ModelSource, open_model
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.writer import CheckpointWriter
+from qserve.kernels.reference import round_input
+
+Judge = Callable[[str, str, Iterable[Sequence[object]]], None]
+
+JUDGES = Path(__file__).parent / "judges"
+VARIABLE = "QSERVE_INTEROP"
+TOKENS = torch.tensor([[1, 5, 90, 33, 7, 7, 64, 2, 11, 50]])
+
+
+@pytest.fixture(scope="session")
+def judge() -> Judge:
+    """``judge(environment, script, jobs)``: runs the script on every (directory, arguments...)."""
+
+    def run(environment: str, script: str, jobs: Iterable[Sequence[object]]) -> None:
+        settings = {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [_interpreter(environment), JUDGES / script, json.dumps(list(jobs), default=str)],
+            capture_output=True, text=True, timeout=280, env={**os.environ, **settings},
+        )
+        assert done.returncode == 0, f"{script} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def answers() -> Callable[[Path], dict[str, Tensor]]:
+    """``answers(directory)``: what a judge wrote there; fails where that is an error."""
+
+    def read(directory: Path) -> dict[str, Tensor]:
+        error = directory / "error.txt"
+        assert not error.exists(), error.read_text(encoding="utf-8")
+        return load_file(directory / "out.safetensors")
+
+    return read
+
+
+def _interpreter(name: str) -> Path:
+    """The interpreter of an environment; skips the test where it was not made."""
+    home = os.environ.get(VARIABLE)
+    if not home:
+        pytest.skip(f"{VARIABLE} is not set; make the environments with tests/interop/environments.py DIR and set it")
+    python = Path(home) / name / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{python} is missing; make it with tests/interop/environments.py {home} {name}")
+    return python
+
+
+@pytest.fixture(scope="session")
+def dense_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two random layers, float16, tied head. Not to be written to."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, attention_bias=True,
+        initializer_range=0.2, bos_token_id=None, eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+    out = tmp_path_factory.mktemp("dense") / "llama"
+    model.to(torch.float16).save_pretrained(out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def packed_llama(dense_llama: Path) -> Callable[..., Path]:
+    """``packed_llama(out, format, spec)`` writes the dense llama with random codes in all its linears but the head."""
+
+    def write(out: Path, format: str, spec: QuantSpec, *, lowest_zero: int = 0, shuffled: bool = False) -> Path:
+        weights = {}
+        for index, (module, (rows, columns)) in enumerate(_linear_shapes(dense_llama).items()):
+            scheme = spec.scheme_of(module)
+            if scheme is None:
+                continue
+            weight = _random_weight(scheme, rows, columns, seed=index, lowest_zero=lowest_zero, shuffled=shuffled)
+            activations = spec.activations_of(module)
+            static = activations is not None and not activations.dynamic
+            weights[module] = replace(weight, activations=activations, input_scale=0.03125 if static else None)
+        return _write_packed(dense_llama, out, format, spec, weights)
+
+    return write
+
+
+def _random_weight(scheme: WeightScheme, out: int, inp: int, seed: int = 0, *, lowest_zero: int = 0,
+                  shuffled: bool = False) -> PackedWeight:
+    """Every code, and every zero point from ``lowest_zero``, is as likely as every other; scales that float16 holds
+    make weights of about 0.1. ``shuffled`` puts the inputs into groups at random."""
+    g = torch.Generator().manual_seed(seed)
+    groups, height = scheme.groups(inp), scheme.row_height(out)
+    codes = torch.randint(0, 1 << scheme.bits, (out, inp), dtype=torch.uint8, generator=g)
+    size = 0.1 / (1 << (scheme.bits - 1))
+    if scheme.dtype == "fp8":
+        codes[(codes & 0x7F) == 0x7F] = 0  # no NaN
+        size = 0.1 / 64
+    scales = (size * (0.5 + torch.rand(-(-out // height), groups, generator=g))).half().float()
+    zeros = torch.randint(lowest_zero, 1 << scheme.bits, (out, groups), dtype=torch.uint8, generator=g)
+    order = torch.randperm(inp, generator=g)
+    return PackedWeight(
+        scheme,
+        codes,
+        scales.repeat_interleave(height, 0)[:out].contiguous(),
+        None if scheme.symmetric else zeros,
+        (torch.arange(inp) // scheme.group_width(inp))[order].to(torch.int32) if shuffled else None,
+    )
+
+
+def _linear_shapes(dense: Path) -> dict[str, tuple[int, int]]:
+    """(out, in) of every linear in the blocks of a dense model."""
+    source = open_model(dense)
+    names = [name.removesuffix(".weight") for name in source.names() if name.endswith("proj.weight")]
+    return {name: (source.shape(f"{name}.weight")[0], source.shape(f"{name}.weight")[1]) for name in names}
+
+
+def _write_packed(dense: Path, out: Path, format: str, spec: QuantSpec, weights: Mapping[str, PackedWeight]) -> Path:
+    """A checkpoint in ``format``: ``weights`` packed, with the biases of the dense model, and the rest copied."""
+    source, chosen = open_model(dense), format_named(format)
+    quantization = chosen.config_of(spec)
+    with CheckpointWriter(out, format=chosen) as writer:
+        for module, weight in weights.items():
+            bias = source.tensor(f"{module}.bias").float() if source.has(f"{module}.bias") else None
+            writer.put_linear(module, replace(weight, bias=bias))
+        for name in source.names():
+            if name.rpartition(".")[0] not in weights:
+                writer.put(name, source.tensor(name))
+        writer.put_json("config.json", {**source.config, "quantization_config": quantization})
+        writer.put_json("quantize_config.json", quantization)
+        writer.finish()
+    return out
+
+
+@pytest.fixture(scope="session")
+def our_logits(dense_llama: Path) -> Callable[..., Tensor]:
+    """``our_logits(source)``: float32 [1, tokens, vocabulary] of ``TOKENS``, by the dense model in plain transformers
+    with our reading of the packed weights in the place of its own, and their inputs rounded as the scheme says."""
+    return lambda packed, **options: _our_logits(dense_llama, packed, **options)
+
+
+@torch.no_grad()
+def _our_logits(dense: Path, packed: ModelSource, *, round_inputs: bool = True) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager").eval()
+    for module in packed.linears():
+        weight = packed.linear(module)
+        linear = model.get_submodule(module)
+        linear.weight.copy_(weight.dequantize())
+        if weight.bias is not None:
+            linear.bias.copy_(weight.bias)
+        if round_inputs and weight.activations is not None:
+            linear.register_forward_pre_hook(_rounding(weight))
+    logits: Tensor = model(TOKENS).logits
+    return logits
+
+
+def _rounding(weight: PackedWeight) -> Callable[[object, tuple[Tensor]], tuple[Tensor]]:
+    assert weight.activations is not None
+    return lambda linear, inputs: (round_input(inputs[0], weight.activations, weight.input_scale),)

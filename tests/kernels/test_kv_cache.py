@@ -1,0 +1,178 @@
+"""KV caches in int8 and e4m3 with static scales: each ISA against the torch reference, and their invariance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from qserve.kernels import native
+from qserve.kernels.ops import Attention, Executor, RopeKV, Step
+from qserve.kernels.reference import ReferenceExecutor, decode_kv, encode_kv
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+DTYPES = [torch.int8, torch.float8_e4m3fn]
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+@pytest.fixture(params=native.ISAS[: native.ISAS.index(native.best_isa()) + 1] if native.missing() is None else [])
+def isa(request: pytest.FixtureRequest) -> native.Isa:
+    return request.param
+
+
+def ints(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Cache:
+    """Caches of a few blocks and the two operations over them. Blocks hold the code of NaN until they are written."""
+
+    def __init__(self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int = 0) -> None:
+        nan = -128 if dtype == torch.int8 else 0x7F
+        self.heads, self.kv_heads, self.dim, self.window = heads, kv_heads, dim, window
+        self.k = torch.full((12, kv_heads, dim, 16), nan, dtype=torch.int8).view(dtype)
+        self.v = torch.full((12, kv_heads, 16, dim), nan, dtype=torch.int8).view(dtype)
+        generator = torch.Generator().manual_seed(3)
+        # Some values saturate.
+        self.k_scale = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
+        self.v_scale = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
+        angles = torch.rand(128, dim // 2, generator=generator) * 6
+        self.cosine, self.sine = angles.cos(), angles.sin()
+
+    def run(self, executor: Executor, qkv: torch.Tensor, step: Step, *, store: bool = True) -> torch.Tensor:
+        out = torch.empty(len(qkv), self.heads * self.dim)
+        shape = (self.heads, self.kv_heads, self.dim)
+        rope = RopeKV(qkv, self.cosine, self.sine, self.k, self.v, *shape, k_scale=self.k_scale, v_scale=self.v_scale)
+        attention = Attention(qkv, out, self.k, self.v, *shape, self.dim**-0.5, self.window, self.k_scale, self.v_scale)
+        program = executor.program(len(qkv))
+        for op in (rope, attention):
+            assert executor.supports(op) is None
+        program.add([rope, attention] if store else [attention])
+        program.run(step)
+        return out
+
+
+def one_sequence(start: int, end: int, table: list[int]) -> Step:
+    positions = range(start, end)
+    slots = [table[p // 16] * 16 + p % 16 for p in positions]
+    return Step(ints(positions), ints(positions), ints(slots), ints([0, end - start]), ints([table]), ints([0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code_is_decoded_and_every_tie_rounded(dtype: torch.dtype) -> None:
+    codes = torch.arange(-128, 128).to(torch.int8).view(dtype)
+    values = decode_kv(codes[:, None], torch.ones(1))[:, 0]
+    assert values.isnan().sum() == (1 if dtype == torch.int8 else 2)
+    real = ~values.isnan()
+    again = encode_kv(values[real, None], torch.ones(1), dtype)[:, 0]
+    assert torch.equal(again.view(torch.int8), codes[real].view(torch.int8))
+    x = torch.tensor([[math.nan, math.inf, -math.inf, 1e9, -1e9]])
+    got = decode_kv(encode_kv(x, torch.ones(1), dtype), torch.ones(1))[0]
+    assert got[:3].isnan().all() and got[3:].tolist() == [LIMITS[dtype], -LIMITS[dtype]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "chunks"),
+    [
+        (9, 3, 64, 0, [37, 1, 12]),
+        (4, 4, 16, 0, [5, 16]),
+        (8, 2, 32, 7, [40, 1, 20]),
+        (14, 1, 48, 0, [20, 9]),
+        (2, 1, 256, 20, [64, 3]),
+    ],
+)
+def test_store_and_attend(
+    isa: native.Isa, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int, chunks: list[int]
+) -> None:
+    torch.manual_seed(4)
+    executor, twin = native.NativeExecutor(2, isa), ReferenceExecutor()
+    mine, other = (Cache(dtype, heads, kv_heads, dim, window) for _ in range(2))
+    done = 0
+    for size in chunks:
+        qkv = torch.randn(size, (heads + 2 * kv_heads) * dim)
+        first, second = qkv.clone(), qkv.clone()
+        step = one_sequence(done, done + size, [7, 2, 9, 0, 4])
+        got = mine.run(executor, first, step)
+        other.run(twin, second, step)
+        for a, b in ((mine.k, other.k), (mine.v, other.v)):
+            ahead = a.view(torch.int8).short() - b.view(torch.int8).short()
+            assert ahead.abs().max() <= 1  # the last bit of a rotation may cross a tie
+            assert (ahead != 0).float().mean() < 1e-3
+        other.k.view(torch.int8).copy_(mine.k.view(torch.int8))
+        other.v.view(torch.int8).copy_(mine.v.view(torch.int8))
+        want = other.run(twin, first.clone(), step, store=False)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        done += size
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_are_stored_bit_for_bit_like_the_reference(isa: native.Isa, dtype: torch.dtype) -> None:
+    """The values are not rotated: what is divided and rounded is the same."""
+    torch.manual_seed(5)
+    cache, heads, dim = Cache(dtype, 2, 2, 32), 2, 32
+    qkv = torch.randn(16, 6 * dim) * torch.logspace(-6, 3, 16)[:, None]
+    qkv[3, 5 * dim :] = math.inf
+    cache.run(native.NativeExecutor(1, isa), qkv.clone(), one_sequence(0, 16, [3]))
+    want = encode_kv(qkv.view(16, 6, dim)[:, 2 * heads :], cache.v_scale, dtype)
+    assert torch.equal(cache.v[3].movedim(0, 1).view(torch.int8), want.view(torch.int8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [0, 11])
+def test_attention_does_not_depend_on_chunks_or_neighbours(isa: native.Isa, dtype: torch.dtype, window: int) -> None:
+    torch.manual_seed(6)
+    heads, kv_heads, dim, total = 9, 3, 32, 45
+    stream = torch.randn(total, (heads + 2 * kv_heads) * dim)
+    one, three = native.NativeExecutor(1, isa), native.NativeExecutor(3, isa)
+
+    def run(chunks: list[int], neighbour: int, executor: Executor) -> torch.Tensor:
+        cache, outs, done = Cache(dtype, heads, kv_heads, dim, window), [], 0
+        for size in chunks:
+            qkv = torch.cat([torch.randn(neighbour, stream.shape[1]), stream[done : done + size]])
+            positions = [*range(neighbour), *range(done, done + size)]
+            tables = [[0, 1, 3], [5, 2, 9]]
+            slots = [tables[i >= neighbour][p // 16] * 16 + p % 16 for i, p in enumerate(positions)]
+            starts = [0, neighbour, neighbour + size] if neighbour else [0, size]
+            step = Step(ints(positions), ints(positions), ints(slots), ints(starts),
+                        ints(tables if neighbour else tables[1:]), ints([0]))  # fmt: skip
+            outs.append(cache.run(executor, qkv, step)[neighbour:])
+            done += size
+        return torch.cat(outs)
+
+    whole = run([45], 0, one)
+    assert whole.isfinite().all()
+    for chunks, neighbour in (([45], 7), ([1] * 45, 0), ([16, 16, 13], 3), ([20, 1, 24], 1), ([5, 40], 20)):
+        assert torch.equal(run(chunks, neighbour, three), whole), (chunks, neighbour)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_reaches_all_that_see_it(
+    isa: native.Isa, dtype: torch.dtype, part: str, value: float
+) -> None:
+    torch.manual_seed(7)
+    heads, kv_heads, dim, total, bad = 6, 2, 32, 24, 13
+    qkv = torch.randn(total, (heads + 2 * kv_heads) * dim)
+    at = (heads if part == "k" else heads + kv_heads) * dim
+    for executor in (native.NativeExecutor(2, isa), ReferenceExecutor()):
+        outs = []
+        for poison in (False, True):
+            mine = qkv.clone()
+            if poison:
+                mine[bad, at : at + kv_heads * dim] = value
+            outs.append(Cache(dtype, heads, kv_heads, dim).run(executor, mine, one_sequence(0, total, [4, 6])))
+        clean, poisoned = outs
+        if isinstance(executor, native.NativeExecutor):
+            assert torch.equal(clean[:bad], poisoned[:bad])
+        assert poisoned[bad:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_without_scales_is_refused(dtype: torch.dtype) -> None:
+    cache, qkv = Cache(dtype, 2, 2, 32), torch.zeros(1, 6 * 32)
+    op = Attention(qkv, qkv, cache.k, cache.v, 2, 2, 32, 1.0)
+    assert "scales" in str(native.NativeExecutor(1).supports(op))
