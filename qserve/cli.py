@@ -352,7 +352,10 @@ def run(
         str | None,
         typer.Option(help="Size of the KV cache, as 512MiB or 4GB. [default: half of what is free]", metavar="SIZE"),
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp16 or fp32.")] = _ENGINE.kv_cache_dtype,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(help="auto (what the checkpoint was calibrated for, else fp16), fp16, fp32, int8 or fp8."),
+    ] = _ENGINE.kv_cache_dtype,
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
     ] = _ENGINE.enable_prefix_caching,

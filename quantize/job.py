@@ -165,8 +165,8 @@ class QuantizeJob:
 
     @property
     def float_samples(self) -> int:
-        """Calibration samples for which the float model is followed: half of them tell what all would."""
-        return -(-self.samples // 2) if "gptq" in self.rounding and self.effort != "fast" and self.tokens else 0
+        """Calibration samples for which the float model is followed: all, as drift and Hessian are of one regression."""
+        return self.samples if "gptq" in self.rounding and self.effort != "fast" and self.tokens else 0
 
     @property
     def tokens(self) -> int:

@@ -23,7 +23,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**GROUPED, "head_dim": 16},
     "gemma": {**GROUPED, "head_dim": 16},
     "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 8},
-    "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 8,
+                    "layer_types": ["sliding_attention", "full_attention"]},
     "phi": GROUPED,
     "phi3": GROUPED,
     "opt": {**COMMON, "ffn_dim": 64, "word_embed_proj_dim": 16},
@@ -71,3 +72,11 @@ def family(request: pytest.FixtureRequest) -> str:
 def tokens() -> torch.Tensor:
     """int64 [3, 24]."""
     return torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def calibration_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A short text file, which is read faster than the built-in text."""
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("".join(f"{n} bottles, {n * n} crates and a half; who counts them all? " for n in range(40)))
+    return str(path)

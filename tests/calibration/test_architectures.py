@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -63,11 +64,17 @@ def test_names_are_those_of_the_files(family: str, saved_model: Saved) -> None:
     assert gates == expected | ({"mlp.shared_expert_gate"} if family == "qwen2_moe" else set())
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_eight_bits_are_close_to_none(method: str, family: str, saved_model: Saved, tokens: Tensor, tmp_path: Path
-) -> None:  # fmt: skip
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_eight_bits_are_close_to_none(
+    method: Literal["rtn", "gptq", "awq"],
+    family: str,
+    saved_model: Saved,
+    calibration_text: str,
+    tokens: Tensor,
+    tmp_path: Path,
+) -> None:
     path, out = saved_model(family), tmp_path / "quantized"
-    job = QuantizeJob(bits=8, group_size=8, method=method, samples=4, sequence_length=32)  # type: ignore[arg-type]
+    job = QuantizeJob(bits=8, group_size=8, method=method, samples=4, sequence_length=32, calibration=calibration_text)
     report = pipeline.run(open_model(path), out, job)
     source, result = open_model(path), open_model(out)
     packed = set(result.linears())
@@ -79,11 +86,12 @@ def test_eight_bits_are_close_to_none(method: str, family: str, saved_model: Sav
     assert not torch.equal(exact, found)
 
 
-def test_experts_without_tokens_are_rounded_and_reported(saved_model: Saved, tmp_path: Path) -> None:
+def test_experts_without_tokens_are_rounded_and_reported(
+    saved_model: Saved, calibration_text: str, tmp_path: Path
+) -> None:
     source = open_model(saved_model("mixtral"))
-    report = pipeline.run(
-        source, tmp_path / "out", QuantizeJob(bits=4, group_size=8, samples=1, sequence_length=1, method="gptq")
-    )
+    job = QuantizeJob(bits=4, group_size=8, samples=1, sequence_length=1, method="gptq", calibration=calibration_text)
+    report = pipeline.run(source, tmp_path / "out", job)
     unreached = [layer.module for layer in report.layers if "never reached" in layer.fallback]
     # One token has two of four experts in each of two layers; an expert has three linears.
     assert len(unreached) == 2 * 2 * 3 and all(".experts." in module for module in unreached)
