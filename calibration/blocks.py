@@ -114,8 +114,9 @@ class Visit:
         assert self.call is not None
         for start in range(0, inputs.shape[0], self.samples_at_once):
             part = inputs.read(start, min(start + self.samples_at_once, inputs.shape[0]))
-            with torch.no_grad():
-                yield start, _output(block(part, *self.call.args, **self.call.kwargs))
+            with torch.no_grad(), fast_products():
+                output = _output(block(part, *self.call.args, **self.call.kwargs)).float()
+            yield start, output
 
     def replace(self, on_inputs: OnInputs, gather: Gather) -> None:
         """Hand every linear with its statistics to ``on_inputs`` and go on with what it returns."""
@@ -171,9 +172,9 @@ class Visit:
             # The layer before ran already, without the scale that was just moved into it.
             return inputs / divisors[name] if name in divisors else None
 
-        with _Hooks(self.linears, before):
+        with _Hooks(self.linears, before), fast_products():
             whole = self.inputs.read(0, samples)
-            return _output(self.block(whole, *self.call.args, **self.call.kwargs))
+            return _output(self.block(whole, *self.call.args, **self.call.kwargs)).float()
 
     def _in_stages(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
         for stage in _stages(self.groups):
@@ -208,7 +209,7 @@ class Visit:
                 part = self.inputs.read(start, min(start + self.samples_at_once, samples))
                 count = len(part)
                 floats = self._float_inputs(start, start + count, names) if gather.drift else {}
-                with suppress(_Enough):
+                with suppress(_Enough), fast_products():
                     self.block(part, *self.call.args, **self.call.kwargs)
         return stats
 
@@ -226,7 +227,7 @@ class Visit:
                 raise _Enough
 
         linears = {name: self.twin.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
-        with _Hooks(linears, before), suppress(_Enough):
+        with _Hooks(linears, before), suppress(_Enough), fast_products():
             self.twin(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
         return found
 
@@ -296,6 +297,12 @@ def walk(
         heap.release()
 
 
+def fast_products() -> torch.autocast:
+    """The products of a calibration forward in bfloat16, where this processor has them: twice as fast, and their
+    rounding is far below what quantization does. Hidden states and statistics stay in float32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=bool(torch.cpu._is_avx512_bf16_supported()))
+
+
 def _twin(block: nn.Module) -> nn.Module:
     """A copy whose parameters share the memory of ``block``'s until those are replaced."""
     shared: dict[int, Any] = {id(p): nn.Parameter(p.data, False) for p in block.parameters()}
@@ -351,7 +358,7 @@ def _stages(groups: list[list[str]]) -> list[list[list[str]]]:
 
 
 def _role(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _output(result: Any) -> Tensor:
@@ -376,7 +383,8 @@ class _Hooks:
         ]
 
     def _call(self, name: str, inputs: Tensor) -> tuple[Tensor] | None:
-        replaced = self._before(name, inputs)
+        with torch.autocast("cpu", enabled=False):
+            replaced = self._before(name, inputs)
         return None if replaced is None else (replaced,)
 
     def __exit__(self, *_: object) -> None:

@@ -61,7 +61,8 @@ class LayerStats:
         for chunk, target in zip(rows.split(_ROWS), wanted.split(_ROWS), strict=True):
             before, self._drift_rows = self._drift_rows, self._drift_rows + len(chunk)
             keep, gain = before / self._drift_rows, 2.0 / self._drift_rows
-            self.drift.addmm_((target - chunk).t(), chunk, beta=keep, alpha=gain)
+            chunk = chunk.to(torch.float32)
+            self.drift.addmm_((target.to(torch.float32) - chunk).t(), chunk, beta=keep, alpha=gain)
 
     def _add(self, chunk: Tensor) -> None:
         self._mirrored = False

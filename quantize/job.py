@@ -165,7 +165,8 @@ class QuantizeJob:
 
     @property
     def float_samples(self) -> int:
-        """Calibration samples for which the float model is followed: all, as drift and Hessian are of one regression."""
+        """Calibration samples for which the float model is followed: all, since with another set of samples than the
+        Hessian's the regression on the drift would fit noise."""
         return self.samples if "gptq" in self.rounding and self.effort != "fast" and self.tokens else 0
 
     @property

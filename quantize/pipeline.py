@@ -141,17 +141,19 @@ def _quantize(
     written: set[str] = set()
     tell(ProgressEvent("quantize", 0, len(skeleton.blocks), prepared.forecast.seconds))
     start, first = time.perf_counter(), 0
-    walking = walk(
-        skeleton, windows, samples_at_once=prepared.forecast.samples_at_once, float_samples=job.float_samples,
-        offload=writer.directory if job.offload else None,
-    )  # fmt: skip
+    finished = [name for name in skeleton.blocks if name in writer.committed()]
+    at_once = prepared.forecast.samples_at_once
+    if finished:  # sums in another order would end in other bits
+        at_once = writer.part(finished[0])[1]["samples_at_once"]
+    offload = writer.directory.parent if job.offload else None
+    walking = walk(skeleton, windows, samples_at_once=at_once, float_samples=job.float_samples, offload=offload)
     for visit in walking:
-        if visit.name in writer.committed():
+        if visit.name in finished:
             result = _restore(visit, prepared, writer)
             start, first = time.perf_counter(), visit.index + 1
         else:
             result = quantizer.run(visit)
-            _commit(visit, result, prepared, writer)
+            _commit(visit, result, at_once, prepared, writer)
         reports += result.reports
         written |= result.dense.keys()
         done = visit.index + 1
@@ -162,7 +164,9 @@ def _quantize(
     return reports + write_rest(prepared, written, writer)
 
 
-def _commit(visit: Visit, result: BlockResult, prepared: Preparation, writer: CheckpointWriter) -> None:
+def _commit(
+    visit: Visit, result: BlockResult, samples_at_once: int, prepared: Preparation, writer: CheckpointWriter
+) -> None:
     for module, packed in result.packed.items():
         writer.put_linear(module, packed)
     for name, tensor in result.dense.items():
@@ -173,6 +177,7 @@ def _commit(visit: Visit, result: BlockResult, prepared: Preparation, writer: Ch
         "reports": [report.to_json() for report in result.reports],
         "packed": list(result.packed),
         "dense": list(result.dense),
+        "samples_at_once": samples_at_once,
     })  # fmt: skip
 
 

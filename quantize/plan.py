@@ -18,15 +18,17 @@ _GROUP_SIZES = (128, 64, 32, 16, 8)
 
 @dataclass(frozen=True)
 class Shapes:
-    """(out, in) of every linear inside the blocks, of the output head and of the embedding, by module name.
+    """(out, in) of every linear inside the blocks, and of the embedding, which is that of the output head too.
 
-    ``head`` is None where the model has no output layer of its own (``tied``: it uses the embedding).
+    ``tied``: the head has no weight of its own; ``kept`` are linears that always stay in floating point (routers, and
+    a head of another name than ``lm_head``).
     """
 
     linears: Mapping[str, tuple[int, int]]
     embedding: str
     embedding_shape: tuple[int, int]
     tied: bool
+    kept: tuple[str, ...] = ()
 
     def of(self, spec: QuantSpec) -> dict[str, tuple[int, int]]:
         """Every module that may be packed under ``spec``."""
@@ -94,7 +96,7 @@ def plan(
         activations=job.activations,
         kv_cache=job.kv_scheme,
         overrides=overrides,
-        ignored=tuple(ignored),
+        ignored=(*ignored, *shapes.kept),
         float_inputs=tuple(module for module, bits in outer.items() if bits),
     )
     return spec, tuple(notices)

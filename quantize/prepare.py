@@ -118,7 +118,8 @@ def _shapes(skeleton: Skeleton, job: QuantizeJob) -> Shapes:
     if job.head_bits and (head is None or names.get(id(head)) != "lm_head"):
         raise UsageError(f"{skeleton.source.name} has no output layer lm_head that --head could quantize")
     out, inp = embedding.weight.shape
-    return Shapes(skeleton.shapes, names[id(embedding)], (int(out), int(inp)), tied)
+    other_head = () if head is None or names[id(head)] == "lm_head" else (names[id(head)],)
+    return Shapes(skeleton.shapes, names[id(embedding)], (int(out), int(inp)), tied, (*skeleton.routers, *other_head))
 
 
 def _check_rest(source: ModelSource, skeleton: Skeleton, dtype: torch.dtype) -> None:

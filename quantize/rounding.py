@@ -192,7 +192,7 @@ class BlockQuantizer:
             scale = kv_scale(absmax, self.spec.kv_cache)
             # Per head: a scale for each of [heads, tokens, head_dim], as other readers expect.
             shaped = scale[:, None, None] if self.spec.kv_cache.granularity == "head" else scale
-            self._result.dense[f"{visit.name}.self_attn.{letter}_scale"] = shaped
+            self._result.dense[f"{visit.name}.{recorder.attention}.{letter}_scale"] = shaped
 
     def _narrow(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype).to(torch.float32)

@@ -19,12 +19,11 @@ from qserve.calibration.skeleton import Call
 from qserve.checkpoint.packed import PackedWeight
 from qserve.quantize import scales as scale_search
 
-# How far all steps together can go: in codes, and as a part of each scale.
-_CODE_TRAVEL, _SCALE_TRAVEL = 0.5, 0.05
-# How far from its code a latent weight starts at most. Error compensation puts many weights outside of the cell of
-# their code: from its edge, the noise of the first gradients would flip them all.
-_REACH = 0.3
+_TRAVEL = 0.5  # how far all steps together can go: in codes, and as a part of each scale
 _HALF = 0.499  # so far around a code, rounding surely gives it
+# Error compensation puts many weights outside of the cell of their code: were they to start from its very edge,
+# the noise of the first gradients would flip them all.
+_SHRINK = 0.8
 _CHECKS = 2  # how often the loss over all samples decides whether to keep what the descent has reached
 
 Progress = Callable[[int, int], None]
@@ -66,6 +65,8 @@ def tune(
     objective = _Objective(block, inputs, targets, call)
     generator = torch.Generator().manual_seed(seed)
     check_every = -(-iterations // _CHECKS)
+    # Signs alone serve millions of codes; the few scales gain from their gradients' history.
+    optimizer = torch.optim.Adam([weight.multiplier for weight in learned.values()], betas=(0.9, 0.95), eps=1e-16)
     with _trainable(block, [weight.linear for weight in learned.values()]):
         best = objective.total(batch)
         order: list[int] = []
@@ -74,9 +75,13 @@ def tune(
                 order += torch.randperm(len(inputs), generator=generator).tolist()
             chosen, order = order[:batch], order[batch:]
             objective.loss(torch.tensor(chosen)).backward()
-            left = 2 * (1 - step / iterations) / (iterations + 1)  # the steps fall linearly and add up to 1
+            rate = _TRAVEL * 2 * (1 - step / iterations) / (iterations + 1)  # falls linearly, adds up to the travel
             for weight in learned.values():
-                weight.step(left)
+                weight.descend(rate)
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            for weight in learned.values():
+                weight.install()
             if (step + 1) % check_every == 0 or step + 1 == iterations:
                 reached = objective.total(batch)
                 if reached < best:
@@ -122,46 +127,44 @@ class _Objective:
 class _Learned:
     """One linear while its rounding is learned.
 
-    latent  float32 [out, groups, width], in units of the scale: codes are its nearest integers
-    scales  float32 [out, groups, 1]
+    latent      float32 [out, groups, width], in units of the scale: codes are its nearest integers
+    multiplier  float32 [out, groups, 1], of the scales it started with
     """
 
     def __init__(self, linear: nn.Linear, packed: PackedWeight, original: Tensor) -> None:
         self.linear, self.kept = linear, packed
         self.start = packed.scales[..., None]
-        self.scales = self.start.clone()
+        self.multiplier = torch.ones_like(self.start)
         self.zeros: Tensor | float = float(packed.scheme.zero)
         if packed.zeros is not None:
             self.zeros = packed.zeros.to(torch.float32)[..., None]
-        codes = packed.codes.view(len(packed.codes), packed.scales.shape[1], -1).to(torch.float32)
+        codes = packed.codes.view(*packed.scales.shape, -1).to(torch.float32)
         self.latent = (original.view_as(codes) / self.start).add_(self.zeros)
-        self.latent.sub_(codes).clamp_(-_REACH, _REACH).add_(codes)
-        self.signed = self.latent.new_empty(self.latent.shape)
+        self.latent.sub_(codes).clamp_(-_HALF, _HALF).mul_(_SHRINK).add_(codes)
 
     @torch.no_grad()
-    def step(self, part: float) -> None:
-        """Go ``part`` of the way that is allowed against the sign of the gradient that the linear now holds."""
+    def descend(self, rate: float) -> None:
+        """Move the latent by ``rate`` against the gradient the linear now holds; give the multiplier its own."""
         assert self.linear.weight.grad is not None
         gradient = self.linear.weight.grad.view_as(self.latent)
-        slope = (gradient * self._centred()).sum(dim=-1, keepdim=True)
-        # The chain rule's factors: the scale for a code, and the start for a multiplier of it. Only signs matter.
-        torch.sign(gradient, out=self.signed).mul_(self.start.sign())
-        self.latent.add_(self.signed, alpha=-_CODE_TRAVEL * part)
+        self.multiplier.grad = (gradient * self._centred()).sum(dim=-1, keepdim=True).mul_(self.start)
+        self.latent.addcmul_(gradient.sign_(), self.start.sign(), value=-rate)
         self.latent.clamp_(-_HALF, self.kept.scheme.max_code + _HALF)
-        self.scales.addcmul_(self.start.abs(), slope.sign_(), value=-_SCALE_TRAVEL * part)
         self.linear.weight.grad = None
-        self.linear.weight.data = (self._centred() * self._storable()).view_as(self.linear.weight)
+
+    def install(self) -> None:
+        self.linear.weight.data = (self._centred() * self._scales()).view_as(self.linear.weight)
 
     def keep(self) -> None:
         """Note the present codes and scales as the result."""
         codes = self.latent.round().to(torch.uint8).view_as(self.kept.codes)
-        self.kept = replace(self.kept, codes=codes, scales=self._storable()[..., 0].contiguous())
+        self.kept = replace(self.kept, codes=codes, scales=self._scales()[..., 0].contiguous())
 
     def _centred(self) -> Tensor:
         return self.latent.round().sub_(self.zeros)
 
-    def _storable(self) -> Tensor:
-        return scale_search.storable(self.scales)
+    def _scales(self) -> Tensor:
+        return scale_search.storable(self.start * self.multiplier)
 
 
 @contextmanager

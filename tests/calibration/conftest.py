@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from qserve.calibration import blocks
 
 COMMON: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
                           "vocab_size": 258, "hidden_size": 32, "bos_token_id": 256, "eos_token_id": 257,
@@ -33,6 +36,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**GROUPED, **EXPERTS, "head_dim": 16},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch):
+    """The products of a walk in float32 on every processor, so that they can be compared."""
+    monkeypatch.setattr(blocks, "fast_products", nullcontext)
+
 
 
 def save(family: str, path: Path) -> Path:

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from qserve.calibration import blocks
 from qserve.calibration.blocks import Gather, Replacement, shared_inputs, walk
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats
@@ -175,6 +176,27 @@ def test_drift_compares_with_the_float_model(saved, windows, way):
                 reference.get_submodule(name).weight.data = coarse(reference.get_submodule(name).weight.data)
 
 
+def test_fast_products_are_close_and_end_before_the_statistics(saved, windows, monkeypatch):
+    def measured():
+        found = {}
+
+        def note(inputs):
+            assert not torch.is_autocast_enabled("cpu") and inputs.stats.hessian.dtype == torch.float32
+            found.update(dict.fromkeys(inputs.names, inputs.stats.hessian))
+            return Replacement(inputs.weights)
+
+        hidden = every_block(Skeleton(HFDirectory(saved[0])), windows, note, Gather(drift=True), float_samples=2)
+        return hidden, found
+
+    exact, hessians = measured()
+    monkeypatch.setattr(blocks, "fast_products", lambda: torch.autocast("cpu", torch.bfloat16))
+    fast, close = measured()
+    assert fast.dtype == torch.float32 and not torch.equal(exact, fast)
+    assert float((fast - exact).norm() / exact.norm()) < 0.03
+    for name, hessian in hessians.items():
+        assert float((close[name] - hessian).norm() / hessian.norm()) < 0.03, name
+
+
 def test_diagonal_only_and_without_text(saved, windows):
     def diagonal(inputs):
         assert inputs.stats.hessian is None and bool((inputs.stats.diagonal > 0).all())
@@ -212,7 +234,8 @@ class Odd(nn.Module):
 def test_sharing_is_by_identity_not_by_value_or_name():
     block = Odd()
     linears = dict(block.named_children())
-    assert shared_inputs(block, linears, torch.randn(1, 3, 4), Call((), {})) == [["first", "second"], ["third"], ["spare"]]
+    groups = shared_inputs(block, linears, torch.randn(1, 3, 4), Call((), {}))
+    assert groups == [["first", "second"], ["third"], ["spare"]]
 
 
 def test_a_missing_or_misshapen_tensor_and_an_unknown_architecture(saved):

@@ -1,6 +1,10 @@
 import dataclasses
 import json
+import random
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from qserve.calibration.windows import evaluation_windows
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CapacityError, CheckpointError, DataError, GateFailed, UsageError
 from qserve.checkpoint.hf import HFDirectory
+from qserve.evals.transformers_scorer import TransformersScorer
 from qserve.quantize import pipeline, rounding
 from qserve.quantize.job import QuantizeJob
 
@@ -283,3 +288,109 @@ def test_a_family_without_a_native_decoder_is_quantized_and_the_verdict_says_so(
     source = HFDirectory(tmp_path / "opt")
     report = pipeline.run(source, tmp_path / "out", QuantizeJob(**SMALL))
     assert "does not serve it" in {v.loader: v.reason for v in report.verdicts}["qserve"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(method="awq"), dict(method="awq+gptq"), dict(effort="fast"), dict(effort="best"), dict(scheme="w8a8"),
+        dict(scheme="w8a8", method="rtn"), dict(scheme="fp8"), dict(scheme="fp8-tensor"), dict(scheme="fp8-static"),
+        dict(scheme="fp8", method="smoothquant"), dict(kv_cache="fp8"), dict(kv_cache="int8", kv_granularity="head"),
+        dict(embedding_bits=8), dict(head_bits=6, format="compressed-tensors"), dict(target_bits=5.0),
+        dict(format="awq", symmetric=False, method="awq"),
+    ],
+    ids=str,
+)
+def test_every_method_is_installed_written_and_read_alike(options, installed, llama, tmp_path):
+    source, job = HFDirectory(llama), QuantizeJob(**{**SMALL, **options})
+    report = pipeline.run(source, tmp_path / "out", job)
+    read = HFDirectory(tmp_path / "out")
+    read.verify()
+    for module, weight in installed.items():
+        stored = read.linear(module)
+        torch.testing.assert_close(stored.dequantize(), weight, atol=0, rtol=0)
+        assert stored.activations == job.activations
+        assert (stored.input_scale is not None) == (job.scheme == "fp8-static")
+    assert read.spec.weights == job.weights and read.spec.kv_cache == job.kv_scheme
+    assert not any(layer.fallback for layer in report.layers)
+    if job.mixed:
+        sizes = {module: read.shape(module) for module in read.linears()}
+        bits = sum(read.spec.scheme_of(module).storage_bits(*shape) for module, shape in sizes.items())
+        assert bits / sum(out * inp for out, inp in sizes.values()) <= 5.0
+        assert len({layer.scheme for layer in report.layers}) > 1 and report.tried and report.notices
+
+
+def test_folded_scales_leave_the_float_model_as_it_was(llama, tmp_path):
+    """Whatever was moved between layers: at eight bits the model is still the model."""
+    source = HFDirectory(llama)
+    for number, options in enumerate((dict(method="awq", bits=8), dict(scheme="w8a8"))):
+        pipeline.run(source, tmp_path / str(number), QuantizeJob(**{**SMALL, **options}))
+        base, read = (TransformersScorer(HFDirectory(path)) for path in (llama, tmp_path / str(number)))
+        tokens = list(range(40, 100))
+        (_, p), (_, q) = next(base.score(tokens)), next(read.score(tokens))
+        kl = float((p.exp() * (p - q)).sum(-1).mean())
+        assert kl < 0.02, (options, kl)
+        assert any(not torch.equal(read.source.tensor(n).float(), base.source.tensor(n).half().float())
+                   for n in read.source.names() if n.endswith("layernorm.weight")), "nothing was moved"
+
+
+def test_the_smallest_within_a_divergence_is_chosen_by_measurement(llama, tmp_path):
+    """The first choice is measured far above its prediction; the next is larger, and passes."""
+    found = []
+
+    def measure(path):
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        found.append(size)
+        return dataclasses.replace(CARD, kl_mean=0.9 if len(found) == 1 else 0.19)
+
+    job = QuantizeJob(max_kl=0.2, **SMALL)
+    report = pipeline.run(HFDirectory(llama), tmp_path / "out", job, measure=measure)
+    assert len(found) == 2 and found[1] > found[0]
+    assert [t.kl for t in report.tried if t.measured] == [0.9, 0.19]
+    assert HFDirectory(tmp_path / "out").card.kl_mean == 0.19
+    with pytest.raises(UsageError, match="needs a measurement"):
+        pipeline.run(HFDirectory(llama), tmp_path / "other", job)
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.writer import CheckpointWriter
+from qserve.quantize import pipeline
+from qserve.quantize.job import QuantizeJob
+
+left = int(sys.argv[3])
+
+def counted(original):
+    def call(*args, **kwargs):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+    return call
+
+for name in ("put", "commit", "seal", "finish"):
+    setattr(CheckpointWriter, name, counted(getattr(CheckpointWriter, name)))
+job = QuantizeJob(samples=4, sequence_length=32, group_size=32, **eval(sys.argv[4]))
+pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), job)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(), dict(method="awq+gptq"), dict(target_bits=5.0)], ids=str)
+def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(options, qwen2, tmp_path):
+    def run(out, after):
+        command = [sys.executable, "-c", _KILLED, str(qwen2), str(out), str(after), repr(options)]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    assert run(tmp_path / "whole", 0).returncode == 0
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    moments = random.Random(len(str(options))).sample(range(1, 75), 3)
+    for moment in moments:  # of some 80 puts and commits; then once more in the second half of what is left
+        assert run(tmp_path / "out", moment).returncode == -signal.SIGKILL
+    finished = run(tmp_path / "out", 0)
+    assert finished.returncode == 0, finished.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
