@@ -40,12 +40,13 @@ def run_demo(*, keep: bool, out: Path | None) -> None:
         reports: list[GateReport] = []
 
         def measure(staged: Path) -> QualityCard:
-            card = steps.measure(steps.open_source(str(staged)), base, job)
+            return steps.measure(steps.open_source(str(staged)), base, job)
+
+        def accept(card: QualityCard) -> None:
             reports.extend(judge(GATES, card))
             enforce(reports)
-            return card
 
-        card = steps.quantize(base, out, JOB, measure).card
+        card = steps.quantize(base, out, JOB, measure, accept).card
         assert card is not None
         source = steps.open_source(str(out))
         engine = steps.load(source, EngineConfig())

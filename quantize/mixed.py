@@ -129,5 +129,6 @@ class Mixed:
             prepared.skeleton,
             excerpt(self._windows),
             offered,
+            around=job.target_bits or 4.25,
             progress=lambda done, total: self._tell(ProgressEvent("sensitivity", done, total)),
         )

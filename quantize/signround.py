@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qserve.calibration.blocks import fast_products
 from qserve.calibration.skeleton import Call
 from qserve.checkpoint.packed import PackedWeight
 from qserve.quantize import scales as scale_search
@@ -76,24 +78,24 @@ def tune(
             chosen, order = order[:batch], order[batch:]
             objective.loss(torch.tensor(chosen)).backward()
             rate = _TRAVEL * 2 * (1 - step / iterations) / (iterations + 1)  # falls linearly, adds up to the travel
-            for weight in learned.values():
-                weight.descend(rate)
+            for each in learned.values():
+                each.descend(rate)
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
-            for weight in learned.values():
-                weight.install()
+            for each in learned.values():
+                each.install()
             if (step + 1) % check_every == 0 or step + 1 == iterations:
                 reached = objective.total(batch)
                 if reached < best:
                     best = reached
-                    for weight in learned.values():
-                        weight.keep()
+                    for each in learned.values():
+                        each.keep()
             if progress is not None:
                 progress(step + 1, iterations)
     result = dict(packed)
-    for name, weight in learned.items():
-        result[name] = weight.kept
-        linears[name].weight.data = weight.kept.dequantize()
+    for name, each in learned.items():
+        result[name] = each.kept
+        linears[name].weight.data = each.kept.dequantize()
     return result
 
 
@@ -110,12 +112,12 @@ class _Objective:
         self.importance = 1.0 / energy.clamp_(min=torch.finfo(torch.float32).tiny)
 
     def loss(self, samples: Tensor) -> Tensor:
-        # Rounding to bfloat16 is far finer than what is learned here, and twice as fast where the CPU multiplies it.
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-            output = self.block(self.inputs[samples], *self.call.args, **self.call.kwargs)
+        with fast_products():
+            output: Any = self.block(self.inputs[samples], *self.call.args, **self.call.kwargs)
         output = output[0] if isinstance(output, tuple) else output
         error = (output.float() - self.targets[samples]).square_()
-        return (error * self.importance[samples]).mean()
+        mean: Tensor = (error * self.importance[samples]).mean()
+        return mean
 
     @torch.no_grad()
     def total(self, batch: int) -> float:
