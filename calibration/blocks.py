@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +24,9 @@ from torch import Tensor, nn
 
 from qserve.calibration import heap
 from qserve.calibration.activations import Activations
+from qserve.calibration.groups import Enough, Hooks, shared_inputs, stages
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.errors import UsageError
 
 _DRY_TOKENS = 4
 
@@ -172,12 +171,12 @@ class Visit:
             # The layer before ran already, without the scale that was just moved into it.
             return inputs / divisors[name] if name in divisors else None
 
-        with _Hooks(self.linears, before), fast_products():
+        with Hooks(self.linears, before), fast_products():
             whole = self.inputs.read(0, samples)
             return _output(self.block(whole, *self.call.args, **self.call.kwargs)).float()
 
     def _in_stages(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
-        for stage in _stages(self.groups):
+        for stage in stages(self.groups):
             first = {group[0]: group for group in stage}
             stats = self._stage_stats(list(first), gather)
             for name in [name for name in first if name in stats]:
@@ -201,15 +200,15 @@ class Visit:
             self._note_drift(stats[name], inputs, floats.get(name), count)
             missing.discard(name)
             if not missing:
-                raise _Enough
+                raise Enough
 
-        with _Hooks({name: self.linears[name] for name in names}, before):
+        with Hooks({name: self.linears[name] for name in names}, before):
             for start in range(0, samples, self.samples_at_once):
                 missing.update(names)
                 part = self.inputs.read(start, min(start + self.samples_at_once, samples))
                 count = len(part)
                 floats = self._float_inputs(start, start + count, names) if gather.drift else {}
-                with suppress(_Enough), fast_products():
+                with suppress(Enough), fast_products():
                     self.block(part, *self.call.args, **self.call.kwargs)
         return stats
 
@@ -224,10 +223,10 @@ class Visit:
         def before(name: str, inputs: Tensor) -> None:
             found.setdefault(name, inputs)
             if len(found) == len(names):
-                raise _Enough
+                raise Enough
 
         linears = {name: self.twin.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
-        with _Hooks(linears, before), suppress(_Enough), fast_products():
+        with Hooks(linears, before), suppress(Enough), fast_products():
             self.twin(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
         return found
 
@@ -309,84 +308,6 @@ def _twin(block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, shared | {id(b): b for b in block.buffers()})
 
 
-@torch.no_grad()
-def shared_inputs(block: nn.Module, linears: dict[str, nn.Linear], hidden: Tensor, call: Call) -> list[list[str]]:
-    """Which linears are given the very same tensor, found by a forward over a few tokens.
-
-    Modules are told apart by their input's identity (memory, layout, version), not by their names, so it works
-    for any architecture. Experts that none of the few tokens reached are grouped as the reached ones are.
-    """
-    seen: dict[tuple[Any, ...], list[str]] = {}
-    alive: list[Tensor] = []  # while they live, no other tensor can have their address
-
-    def before(name: str, inputs: Tensor) -> None:
-        alive.append(inputs)
-        key = (inputs.data_ptr(), inputs.shape, inputs.stride(), inputs._version)
-        seen.setdefault(key, []).append(name)
-
-    try:
-        with _Hooks(linears, before):
-            block(hidden, *call.args, **call.kwargs)
-    except (RuntimeError, TypeError, IndexError) as error:
-        kind = type(block).__name__
-        raise UsageError(f"{kind} cannot be run by itself on the model's input ({str(error)[:100]})") from None
-    visited: set[str] = set()
-    groups = []
-    for names in seen.values():
-        fresh = [name for name in dict.fromkeys(names) if name not in visited]
-        visited.update(fresh)
-        groups += [fresh] if fresh else []
-    return groups + _unreached(groups, [name for name in linears if name not in visited])
-
-
-def _unreached(groups: list[list[str]], names: list[str]) -> list[list[str]]:
-    """Groups of the linears that did not run, formed as their siblings with other numbers in their names were."""
-    roles = {_role(name): index for index, group in enumerate(groups) for name in group}
-    found: dict[tuple[str, int], list[str]] = {}
-    for name in names:
-        parent = name.rpartition(".")[0]
-        found.setdefault((parent, roles.get(_role(name), -1 - len(found))), []).append(name)
-    return list(found.values())
-
-
-def _stages(groups: list[list[str]]) -> list[list[list[str]]]:
-    """Groups that run in parallel, such as those of one layer's experts, in one stage: they differ in numbers only."""
-    stages: dict[str, list[list[str]]] = {}
-    for group in groups:
-        stages.setdefault(_role(group[0]), []).append(group)
-    return list(stages.values())
-
-
-def _role(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-
-
 def _output(result: Any) -> Tensor:
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
-
-
-class _Enough(Exception):
-    """Every linear of interest has been seen: the rest of the forward is not needed."""
-
-
-class _Hooks:
-    """``before(name, input)`` runs in front of each linear; a tensor that it returns is the input instead."""
-
-    def __init__(self, linears: Mapping[str, nn.Module], before: Callable[[str, Tensor], Tensor | None]) -> None:
-        self._linears, self._before = linears, before
-
-    def __enter__(self) -> None:
-        self._handles = [
-            linear.register_forward_pre_hook(lambda _, args, name=name: self._call(name, args[0]))
-            for name, linear in self._linears.items()
-        ]
-
-    def _call(self, name: str, inputs: Tensor) -> tuple[Tensor] | None:
-        with torch.autocast("cpu", enabled=False):
-            replaced = self._before(name, inputs)
-        return None if replaced is None else (replaced,)
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from qserve.calibration.blocks import shared_inputs
 from qserve.calibration.experts import Expert
+from qserve.calibration.groups import shared_inputs
 from qserve.calibration.skeleton import Call
 
 # Random outputs per experiment: half of them are positive everywhere, so that a ReLU lets them pass.

@@ -24,7 +24,7 @@ from qserve.runtime.memory import available_memory
 _OVERHEAD = 1.2
 _ROUNDING = 6000
 # Steps of learned rounding, each a forward and a backward (three products) of this many tokens.
-_LEARNING_TOKENS = 200 * 8 * 512 * 3
+_LEARNING_TOKENS = 200 * 2 * 512 * 3
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
 # triangle is computed, by blocks.
 _HESSIAN_SHARE = 0.45

@@ -8,7 +8,7 @@ nothing that is worse by its own measure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -41,7 +41,7 @@ def tune(
     call: Call,
     *,
     iterations: int = 200,
-    batch: int = 8,
+    batch: int = 2,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, PackedWeight]:
@@ -59,7 +59,9 @@ def tune(
     scales among outputs and those with a ``g_idx`` come back as they are. Afterwards the block holds the result.
     Groups must be whole.
     """
-    learned = {name: _Learned(linears[name], packed[name], original[name]) for name in packed if _fits(packed[name])}
+    learned = {
+        name: _Learned(linears[name], weight, original[name]) for name, weight in packed.items() if learnable(weight)
+    }
     for name, weight in packed.items():
         linears[name].weight.data = weight.dequantize()
     if not learned:
@@ -69,7 +71,7 @@ def tune(
     check_every = -(-iterations // _CHECKS)
     # Signs alone serve millions of codes; the few scales gain from their gradients' history.
     optimizer = torch.optim.Adam([weight.multiplier for weight in learned.values()], betas=(0.9, 0.95), eps=1e-16)
-    with _trainable(block, [weight.linear for weight in learned.values()]):
+    with trainable(block, [weight.linear for weight in learned.values()]):
         best = objective.total(batch)
         order: list[int] = []
         for step in range(iterations):
@@ -99,7 +101,8 @@ def tune(
     return result
 
 
-def _fits(packed: PackedWeight) -> bool:
+def learnable(packed: PackedWeight) -> bool:
+    """Whether it holds integers whose scales are each of one output and of consecutive inputs."""
     return packed.scheme.dtype == "int" and packed.scheme.rows == 1 and packed.g_idx is None
 
 
@@ -147,7 +150,9 @@ class _Learned:
     @torch.no_grad()
     def descend(self, rate: float) -> None:
         """Move the latent by ``rate`` against the gradient the linear now holds; give the multiplier its own."""
-        assert self.linear.weight.grad is not None
+        self.multiplier.grad = None
+        if self.linear.weight.grad is None:  # an expert that none of these tokens reached
+            return
         gradient = self.linear.weight.grad.view_as(self.latent)
         self.multiplier.grad = (gradient * self._centred()).sum(dim=-1, keepdim=True).mul_(self.start)
         self.latent.addcmul_(gradient.sign_(), self.start.sign(), value=-rate)
@@ -170,12 +175,12 @@ class _Learned:
 
 
 @contextmanager
-def _trainable(block: nn.Module, linears: list[nn.Linear]) -> Iterator[None]:
-    """Gradients for the weights of ``linears`` alone, whatever the caller's mode."""
-    before = {parameter: parameter.requires_grad for parameter in block.parameters()}
+def trainable(module: nn.Module, linears: Iterable[nn.Linear]) -> Iterator[None]:
+    """Gradients for the weights of ``linears``, parts of ``module``, and nothing else, whatever the caller's mode."""
+    before = {parameter: parameter.requires_grad for parameter in module.parameters()}
     try:
         with torch.enable_grad():
-            block.requires_grad_(False)
+            module.requires_grad_(False)
             for linear in linears:
                 linear.weight.requires_grad_(True)
             yield

@@ -4,7 +4,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from qserve.calibration import blocks
-from qserve.calibration.blocks import Gather, Replacement, shared_inputs, walk
+from qserve.calibration.blocks import Gather, Replacement, walk
+from qserve.calibration.groups import shared_inputs
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.errors import CheckpointError
