@@ -26,9 +26,11 @@ from qserve.calibration import heap
 from qserve.calibration.activations import Activations
 from qserve.calibration.groups import Enough, Hooks, shared_inputs, stages
 from qserve.calibration.skeleton import Call, Skeleton
-from qserve.calibration.stats import LayerStats
+from qserve.calibration.stats import LayerStats, fast_bfloat16
 
 _DRY_TOKENS = 4
+# So many samples of the float model, which nothing interrupts, go through a block at once: they stay in cache.
+_FLOAT_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Visit:
     twin: nn.Module | None = None
     load: Callable[[str], None] | None = None
     _outputs: Tensor | None = None
+    _float_outputs: Tensor | None = None
     _finished: bool = False
 
     def short_inputs(self) -> Tensor:
@@ -102,17 +105,19 @@ class Visit:
     def forward(self) -> Iterator[tuple[int, Tensor]]:
         """(first sample, output of the block as it is now) for each part of the batch."""
         assert self.inputs is not None
-        return self._run(self.block, self.inputs)
+        return self._run(self.block, self.inputs, self.samples_at_once)
 
     def float_forward(self) -> Iterator[tuple[int, Tensor]]:
         """The same of the float model: (first sample, output of this block there), for the samples of ``floats``."""
         assert self.floats is not None and self.twin is not None
-        return self._run(self.twin, self.floats)
+        if self._float_outputs is not None:
+            return iter([(0, self._float_outputs)])
+        return self._run(self.twin, self.floats, min(self.samples_at_once, _FLOAT_SAMPLES))
 
-    def _run(self, block: nn.Module, inputs: Activations) -> Iterator[tuple[int, Tensor]]:
+    def _run(self, block: nn.Module, inputs: Activations, at_once: int) -> Iterator[tuple[int, Tensor]]:
         assert self.call is not None
-        for start in range(0, inputs.shape[0], self.samples_at_once):
-            part = inputs.read(start, min(start + self.samples_at_once, inputs.shape[0]))
+        for start in range(0, inputs.shape[0], at_once):
+            part = inputs.read(start, min(start + at_once, inputs.shape[0]))
             with torch.no_grad(), fast_products():
                 output = _output(block(part, *self.call.args, **self.call.kwargs)).float()
             yield start, output
@@ -139,6 +144,7 @@ class Visit:
         if self.floats is not None and self.twin is not None:
             for start, output in self.float_forward():
                 self.floats.write(start, output)
+            self._float_outputs = None
         if self._outputs is not None:
             self.inputs.write(0, self._outputs)
             self._outputs = None
@@ -156,7 +162,9 @@ class Visit:
         divisors: dict[str, Tensor] = {}
         assert self.inputs is not None and self.call is not None
         samples = self.inputs.shape[0]
-        floats = self._float_inputs(0, samples, [group[0] for group in self.groups]) if gather.drift else {}
+        floats: dict[str, Tensor] = {}
+        if gather.drift:
+            floats, self._float_outputs = self._float_inputs(0, samples, [group[0] for group in self.groups])
 
         def before(name: str, inputs: Tensor) -> Tensor | None:
             if name not in reached:
@@ -207,28 +215,39 @@ class Visit:
                 missing.update(names)
                 part = self.inputs.read(start, min(start + self.samples_at_once, samples))
                 count = len(part)
-                floats = self._float_inputs(start, start + count, names) if gather.drift else {}
+                if gather.drift:
+                    floats, _ = self._float_inputs(start, start + count, names, stop_early=True)
                 with suppress(Enough), fast_products():
                     self.block(part, *self.call.args, **self.call.kwargs)
         return stats
 
-    def _float_inputs(self, start: int, stop: int, names: list[str]) -> dict[str, Tensor]:
-        """The float model's inputs of the linears ``names``, for those of the samples that it is followed for."""
+    def _float_inputs(
+        self, start: int, stop: int, names: list[str], *, stop_early: bool = False
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The float model's inputs of the linears ``names``, for those of the samples that it is followed for, and
+        what its block puts out, unless it is enough to have seen the inputs."""
         assert self.floats is not None and self.twin is not None and self.call is not None
         stop = min(stop, self.floats.shape[0])
         found: dict[str, Tensor] = {}
-        if start >= stop:
-            return found
 
         def before(name: str, inputs: Tensor) -> None:
             found.setdefault(name, inputs)
-            if len(found) == len(names):
+            if stop_early and len(found) == len(names):
                 raise Enough
 
         linears = {name: self.twin.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
-        with Hooks(linears, before), suppress(Enough), fast_products():
-            self.twin(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
-        return found
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        outputs: list[Tensor] = []
+        with Hooks(linears, before), fast_products():
+            for first in range(start, stop, _FLOAT_SAMPLES):
+                found.clear()
+                part = self.floats.read(first, min(first + _FLOAT_SAMPLES, stop))
+                with suppress(Enough):
+                    outputs.append(_output(self.twin(part, *self.call.args, **self.call.kwargs)).float())
+                for name, inputs in found.items():
+                    parts[name].append(inputs)
+        joined = {name: torch.cat(parts.pop(name)) for name in names if parts[name]}
+        return joined, torch.cat(outputs) if outputs else None
 
     def _note_drift(self, stats: LayerStats, inputs: Tensor, floats: Tensor | None, samples: int) -> None:
         """``inputs`` are those of ``samples`` samples, ``floats`` those of as many or fewer. Where a router chose
@@ -298,8 +317,8 @@ def walk(
 
 def fast_products() -> torch.autocast:
     """The products of a calibration forward in bfloat16, where this processor has them: twice as fast, and their
-    rounding is far below what quantization does. Hidden states and statistics stay in float32."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=bool(torch.cpu._is_avx512_bf16_supported()))
+    rounding is far below what quantization does. Hidden states and Hessians stay in float32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16())
 
 
 def _twin(block: nn.Module) -> nn.Module:

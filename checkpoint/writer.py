@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from qserve.checkpoint.container import TensorBytes, write_safetensors
@@ -121,11 +122,14 @@ class CheckpointWriter:
         if keep and error is not None:
             error.add_note(f"what is done is kept in {self._staging.path}: run the same command again to go on")
 
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor to the current part; it is on its way to the disk when this returns."""
+    def put(self, name: str, tensor: Tensor, *, replace: bool = False) -> None:
+        """Write one tensor to the current part; it is on its way to the disk when this returns. With ``replace`` it
+        takes the place of one in a committed part."""
         if self._sealed:
             raise ValueError(f"{name} is put after the checkpoint was sealed")
-        if name in self._names:
+        if replace and not any(tensor.name == name for part in self._parts for tensor in part.tensors):
+            raise ValueError(f"{name} replaces nothing")
+        if name in self._names and not replace:
             raise CheckpointError(f"the tensor {name} is written twice")
         self._names.add(name)
         with self._guard():
@@ -133,13 +137,22 @@ class CheckpointWriter:
 
     def put_linear(self, module: str, weight: PackedWeight) -> None:
         """Add one quantized linear in the checkpoint's format, as ``module.qweight`` and so on."""
+        for part, tensor in self._pack(module, weight).items():
+            self.put(f"{module}.{part}", tensor)
+
+    def replace_linear(self, module: str, before: PackedWeight, after: PackedWeight) -> None:
+        """Replace what differs of a linear in a committed part, put there as ``before``."""
+        old = self._pack(module, before)
+        for part, tensor in self._pack(module, after).items():
+            if not torch.equal(tensor, old[part]):
+                self.put(f"{module}.{part}", tensor, replace=True)
+
+    def _pack(self, module: str, weight: PackedWeight) -> dict[str, Tensor]:
         try:
             weight.check()
-            parts = self._format.pack(weight)
+            return self._format.pack(weight)
         except CheckpointError as error:
             raise CheckpointError(f"{module} cannot be written: {error}") from None
-        for part, tensor in parts.items():
-            self.put(f"{module}.{part}", tensor)
 
     def put_json(self, filename: str, content: object) -> None:
         """Add a JSON file; NaN and infinity are refused (``ValueError``), since other readers refuse them.
@@ -226,13 +239,14 @@ class CheckpointWriter:
 
 
 def _shards(parts: list[Part], limit: int) -> list[list[TensorBytes]]:
+    # One that was replaced keeps its place in the order.
+    tensors = {tensor.name: tensor for part in parts for tensor in part.tensors}
     shards: list[list[TensorBytes]] = []
     room = 0
-    for part in parts:
-        for tensor in part.tensors:
-            if not shards or tensor.nbytes > room:
-                shards.append([])
-                room = limit
-            shards[-1].append(tensor)
-            room -= tensor.nbytes
+    for tensor in tensors.values():
+        if not shards or tensor.nbytes > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
     return shards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as C
 import sysconfig
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +85,9 @@ class _Union(C.Union):
     ]
 
 
+_ScaleSearch = _struct(
+    "ScaleSearch", "weight importance ranges scales zeros", "width period steps zero max_code"
+)
 _KINDS = [field[0] for field in _Union._fields_]
 
 
@@ -117,6 +121,7 @@ def _library() -> C.CDLL:
     library.qs_scratch_bytes.restype = C.c_int64
     library.qs_scratch_bytes.argtypes = [C.c_void_p, C.c_int32, C.c_int32, C.c_int32]
     library.qs_run.argtypes = [C.c_void_p, C.c_int32, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int32]
+    library.qs_search_scales.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
     if library.qs_op_size() != C.sizeof(_Op):
         raise OSError(f"{path.name} was built from other sources: reinstall qserve")
     return library
@@ -325,6 +330,41 @@ def _unsupported(weight: PackedWeight) -> str | None:
     elif scheme.group_width(weight.in_features) > _MAX_INT_GROUP:
         return f"a sum of {weight.in_features} products overflows int32: at most {_MAX_INT_GROUP} inputs share a scale"
     return None
+
+
+def search_scales(
+    weight: Tensor,
+    importance: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    ranges: Sequence[float],
+    *,
+    zero: int,
+    max_code: int,
+    threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """Replace ``scales`` float32 [rows] and ``zeros`` (the same, or None where every code of 0 is ``zero``) by better
+    ones for ``weight`` float32 [rows, width]; ``importance`` float32 [period, width], that of row r is r % period.
+    What the search is: ``qs_scale_search`` in ``csrc/qserve.h``."""
+    rows, width = weight.shape
+    candidates = torch.tensor(ranges, dtype=torch.float32)
+    described = _ScaleSearch(
+        weight=_address(weight), importance=_address(importance), ranges=_address(candidates),
+        scales=_address(scales), zeros=_address(zeros), width=width, period=len(importance), steps=len(candidates),
+        zero=zero, max_code=max_code,
+    )  # fmt: skip
+    level = ISAS.index(isa or best_isa())
+    parts = min(threads or default_threads(), max(1, rows))
+    library, size = _library(), -(-rows // parts)
+
+    def run(first: int) -> int:
+        status: int = library.qs_search_scales(C.byref(described), first, min(size, rows - first), level)
+        return status
+
+    with ThreadPoolExecutor(parts) as pool:  # ctypes lets go of the interpreter's lock
+        if any(pool.map(run, range(0, rows, size))):
+            raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")
 
 
 class NativeExecutor:

@@ -140,7 +140,8 @@ def quantize(
         str,
         typer.Option(
             help="Of gptq. fast: each layer for the inputs it gets. normal: it also makes up for what earlier layers "
-            "lost. best: then learns the rounding (SignRound), many times slower."
+            "lost. best: then learns the rounding (SignRound) and, where the whole model fits memory, tunes all scales "
+            "for its predictions; many times slower."
         ),
     ] = _JOB.effort,
     act_order: Annotated[

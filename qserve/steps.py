@@ -59,9 +59,9 @@ def quantize(
             if event.phase != phase:
                 bar.close()
                 phase = event.phase
-                if phase in ("sensitivity", "quantize"):
+                if phase in ("sensitivity", "quantize", "distill"):
                     update = bar.enter_context(console.progress(phase))
-            if event.phase in ("sensitivity", "quantize"):
+            if event.phase in ("sensitivity", "quantize", "distill"):
                 update(event.done, event.total)
 
         return pipeline.run(source, out, job, progress=tell, measure=measure, accept=accept)

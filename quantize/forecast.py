@@ -15,6 +15,7 @@ import torch
 from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.spec import QuantSpec
+from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import Forecast, QuantizeJob
 from qserve.quantize.plan import Shapes
 from qserve.runtime.memory import available_memory
@@ -62,6 +63,10 @@ def forecast(job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSp
     while at_once > 1 and rss + _working_bytes(job, skeleton, at_once) > rss + _SHARE * (limit - rss):
         at_once //= 2
     peak = rss + _working_bytes(job, skeleton, at_once)
+    distilling = rss + distillation_bytes(job, skeleton)
+    distills = job.effort == "best" and distilling <= rss + _SHARE * (limit - rss)
+    if distills:
+        peak = max(peak, distilling)
 
     weights = sum(out * inp for out, inp in shapes.linears.values())
     squares = sum(inp * inp for _, inp in shapes.linears.values()) if "gptq" in job.rounding else 0
@@ -69,8 +74,11 @@ def forecast(job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSp
     products = job.tokens * (forwards * weights + _HESSIAN_SHARE * squares)
     if job.effort == "best":
         products += _LEARNING_TOKENS * weights
+    if distills:
+        # A forward of the float model, then steps of three products each.
+        products += (job.tokens + 3 * STEPS * BATCH * job.sequence_length) * skeleton.source.parameters()
     seconds = (_OVERHEAD * products + _ROUNDING * weights) / multiplications_per_second()
-    return Forecast(peak, seconds, checkpoint_bytes, at_once)
+    return Forecast(peak, seconds, checkpoint_bytes, at_once, distills)
 
 
 def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
@@ -94,6 +102,17 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     if job.effort == "best":
         block += 2 * hidden + 6 * skeleton.block_bytes()
     return max(skeleton.embedding_bytes() + hidden, block, copying)
+
+
+def distillation_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
+    """What ``distill`` needs on top of the process as it is: each parameter, its gradient, its code, a copy in
+    bfloat16 and Adam's moments of its scale; what the output layer is fed for every token; and for one step's tokens
+    what the layers put out, with its gradient, and some vectors as long as the vocabulary."""
+    tokens = BATCH * job.sequence_length
+    outputs = sum(out + inp for out, inp in skeleton.shapes.values())
+    vocabulary = int(skeleton.model.get_input_embeddings().weight.shape[0])
+    weights = 13 * skeleton.source.parameters()
+    return weights + 4 * job.tokens * skeleton.hidden_size + tokens * (6 * outputs + 20 * vocabulary)
 
 
 def require_memory(expected: Forecast, job: QuantizeJob) -> None:

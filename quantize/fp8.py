@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.packed import PackedWeight
-from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
-from qserve.quantize.layer import Quantized, output_error, with_activations
+from qserve.checkpoint.spec import FP8_MAX, WeightScheme
+from qserve.quantize.layer import Quantized, output_error
 
 # Elements per pass of the search.
 _CHUNK = 1 << 20
@@ -22,22 +22,19 @@ _STEPS = 16
 _SMALLEST = 2.0**-100
 
 
-def quantize(
-    weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, activations: ActivationScheme | None = None
-) -> Quantized:
+def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> Quantized:
     """Round ``weight`` float32 [out, in]; blocks at the edges may be short.
 
     Of the scales from absmax / 448 to twice that, each tensor, output or block takes the one of least error, weighted
     by the Hessian's diagonal: a few inputs often carry most of it, and their weights then lie near e4m3 numbers.
-    Scales are float32 and positive. ``activations`` is recorded with the weight, a static scale taken from
-    ``stats``; raises ``ValueError`` where that needs statistics and there are none.
+    Scales are float32 and positive.
     """
     usable = stats is not None and stats.finite()
     importance = stats.diagonal if stats is not None and usable else torch.ones(weight.shape[1])
     packed = nearest(weight, importance, scheme)
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     dead = int((importance == 0).sum()) if usable else 0
-    return with_activations(Quantized(packed, error, energy, dead_inputs=dead), activations, stats)
+    return Quantized(packed, error, energy, dead_inputs=dead)
 
 
 def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> PackedWeight:
@@ -45,15 +42,15 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> PackedW
     float32 [in], and the nearest e4m3 numbers. Raises ``ValueError`` for integer schemes."""
     if scheme.dtype != "fp8":
         raise ValueError(f"e4m3 numbers cannot store {scheme}")
-    scales = _search(weight, importance, scheme)
+    scales = search(weight, importance, scheme)
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     for part in _parts(weight):
         codes[part] = _encode(weight[part], scales[part], scheme).view(torch.uint8)
     return PackedWeight(scheme, codes, scales)
 
 
-def _search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
-    """float32 [out, groups], equal in rows that share a scale."""
+def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
+    """The scales of least error, see ``quantize``: float32 [out, groups], equal in rows that share one."""
     if not bool((importance > 0).any()):
         importance = torch.ones_like(importance)
     out, inp = weight.shape

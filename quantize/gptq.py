@@ -6,14 +6,14 @@ Knows one weight and the Hessian of its input; does not know the layers around i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize import rtn
+from qserve.checkpoint.spec import FP8_MAX, WeightScheme
+from qserve.quantize import fp8, rtn
 from qserve.quantize import scales as scale_search
 from qserve.quantize.layer import Quantized, output_error, pack_codes
 
@@ -27,12 +27,13 @@ _NOT_INVERTIBLE = "rounded to nearest: no damping made its Hessian invertible"
 
 
 def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_order: bool = True) -> Quantized:
-    """Quantize ``weight`` float32 [out, in], whose group size must divide ``in``, with ``stats.hessian``.
+    """Quantize ``weight`` float32 [out, in] with ``stats.hessian``. Groups of integers must divide ``in``.
 
     ``act_order`` rounds the inputs of greatest activation first. Groups remain the consecutive inputs of the
     checkpoint and their scales are fixed beforehand, so nothing about the order needs to be stored. Without it
     a group's scales are chosen when its turn comes, on weights that already make up for earlier errors.
-    Either way they minimize the error weighted by the Hessian's diagonal.
+    Either way they minimize the error weighted by the Hessian's diagonal. Scales of e4m3 weights are always fixed
+    beforehand, as several outputs may share one.
 
     Where ``stats`` tell how the input has drifted away from the float model's (F, against X), the layer aims at what
     it put out there, W F, instead of W X (asymmetric calibration, arXiv 2504.02692): the weight to round is then the
@@ -45,21 +46,27 @@ def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_ord
     if hessian is None:
         raise ValueError("GPTQ needs statistics with a Hessian")
     if not stats.finite() or not bool(torch.isfinite(hessian).all()):
-        return rtn.quantize(weight, stats, scheme, fallback=_NOT_FINITE)
+        return _to_nearest(weight, stats, scheme, _NOT_FINITE)
     diagonal = hessian.diagonal().clone()
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(weight.shape[1])
     factor = inverse_factor(hessian, order)
     if factor is None:
-        return rtn.quantize(weight, stats, scheme, fallback=_NOT_INVERTIBLE)
+        return _to_nearest(weight, stats, scheme, _NOT_INVERTIBLE)
     if stats.drift is not None and bool(torch.isfinite(stats.drift).all()):
         weight = weight.index_add(1, order, (weight @ stats.drift)[:, order] @ factor.upper.t() @ factor.upper)
-    sweep = _Sweep(weight, diagonal, scheme, order.tolist(), factor.upper, fixed_scales=act_order)
+    fixed = act_order or scheme.dtype == "fp8"
+    sweep = _Sweep(weight, diagonal, scheme, order.tolist(), factor.upper, fixed_scales=fixed)
     sweep.run(0, weight.shape[1])
     codes = torch.empty_like(sweep.codes)
     codes[order] = sweep.codes
     packed = pack_codes(codes.t(), sweep.scales.t(), None if sweep.zeros is None else sweep.zeros.t(), scheme)
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     return Quantized(packed, error, energy, factor.damping, int((diagonal == 0).sum()), factor.note)
+
+
+def _to_nearest(weight: Tensor, stats: LayerStats, scheme: WeightScheme, reason: str) -> Quantized:
+    quantize_nearest = fp8.quantize if scheme.dtype == "fp8" else rtn.quantize
+    return replace(quantize_nearest(weight, stats, scheme), fallback=reason)
 
 
 @dataclass(frozen=True)
@@ -166,12 +173,14 @@ class _Sweep:
         self.left = weight.t()[order].contiguous()  # what remains to be rounded, errors made up for
         self.error = torch.empty_like(self.left)
         self.codes = torch.empty(inp, out, dtype=torch.uint8)
-        self.scales = torch.empty(inp // self.width, out)
-        self.zeros = None if scheme.symmetric else torch.empty(inp // self.width, out)
+        self.scales = torch.empty(scheme.groups(inp), out)
+        self.zeros = None if scheme.symmetric else torch.empty(scheme.groups(inp), out)
         self.importance = diagonal
         self.fixed_scales = fixed_scales
         self.inverse = (1.0 / upper.diagonal()).tolist()
-        if fixed_scales:
+        if scheme.dtype == "fp8":
+            self.scales = fp8.search(weight, diagonal, scheme).t().contiguous()
+        elif fixed_scales:
             for group in range(inp // self.width):
                 self._choose_scales(group, weight[:, group * self.width : (group + 1) * self.width])
 
@@ -201,13 +210,22 @@ class _Sweep:
         self.run(middle, stop)
 
     def _leaf(self, start: int, stop: int) -> None:
-        zero, max_code = float(self.scheme.zero), self.scheme.max_code
         for row in range(start, stop):
             left, group = self.left[row], self.group[row]
-            scales = self.scales[group]
-            offset = zero if self.zeros is None else self.zeros[group]
-            codes = torch.div(left, scales).round_().add_(offset).clamp_(0, max_code)
-            self.codes[row] = codes
-            error = torch.sub(left, codes.sub_(offset).mul_(scales), out=self.error[row]).mul_(self.inverse[row])
+            rounded = self._round(row, left, group)
+            error = torch.sub(left, rounded, out=self.error[row]).mul_(self.inverse[row])
             if row + 1 < stop:
                 self.left[row + 1 : stop].addr_(self.upper[row, row + 1 : stop], error, alpha=-1.0)
+
+    def _round(self, row: int, left: Tensor, group: int) -> Tensor:
+        """Note the codes of ``left``, which become row ``row``, and return what they stand for."""
+        scales = self.scales[group]
+        codes = torch.div(left, scales)
+        if self.scheme.dtype == "fp8":
+            numbers = codes.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+            self.codes[row] = numbers.view(torch.uint8)
+            return numbers.to(torch.float32).mul_(scales)
+        offset = float(self.scheme.zero) if self.zeros is None else self.zeros[group]
+        codes = codes.round_().add_(offset).clamp_(0, self.scheme.max_code)
+        self.codes[row] = codes
+        return codes.sub_(offset).mul_(scales)

@@ -31,7 +31,8 @@ class QuantizeJob:
                      inputs in groups of 128
     method           rtn, gptq, awq, awq+gptq or smoothquant; None takes the one usual for the scheme
     effort           of gptq: fast rounds each layer for the inputs it gets; normal also follows the float model and
-                     makes up for what earlier layers lost; best learns the rounding after that (SignRound)
+                     makes up for what earlier layers lost; best learns the rounding after that (SignRound), and in the
+                     end the scales of the whole model
     head_bits        of the output head, 0 keeps it; embedding_bits likewise
     kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head
     target_bits      mixed precision: stored bits per quantized weight at most, scales included
@@ -118,9 +119,9 @@ class QuantizeJob:
             raise UsageError("smoothquant is for rounded inputs: --scheme w8a8 or fp8; for weights alone use awq")
         if "awq" in method and self.scheme != "weights":
             raise UsageError("awq is for weights alone: --scheme weights; for rounded inputs use smoothquant")
-        if method == "gptq" and self.weights.dtype == "fp8":
-            raise UsageError("gptq rounds to integers; for fp8 use rtn or smoothquant")
-        if self.effort == "best" and ("gptq" not in method or self.scheme != "weights"):
+        if self.effort == "best" and self.scheme != "weights":
+            raise UsageError("--effort best is for weights alone: use it with --scheme weights")
+        if self.effort == "best" and "gptq" not in method:
             raise UsageError("--effort best learns the rounding of gptq: use it with --method gptq or awq+gptq")
 
     @property
@@ -179,7 +180,7 @@ class QuantizeJob:
 class ProgressEvent:
     """``done`` of ``total`` steps of ``phase``; ``remaining`` seconds as far as known; a line to show, or ""."""
 
-    phase: Literal["prepare", "sensitivity", "quantize", "write", "measure"]
+    phase: Literal["prepare", "sensitivity", "quantize", "distill", "write", "measure"]
     done: int
     total: int
     remaining: float | None = None
@@ -189,19 +190,21 @@ class ProgressEvent:
 @dataclass(frozen=True)
 class Forecast:
     """Expected peak memory of the process (bytes), seconds until the checkpoint is written, its size (bytes), and
-    how many samples go through a block together, so that the peak stays within what is there."""
+    what is done so that the peak stays within what is there: how many samples go through a block together, and
+    whether the best effort ends with the whole model in memory."""
 
     peak_bytes: int
     seconds: float
     checkpoint_bytes: int
     samples_at_once: int
+    distills: bool = False
 
 
 @dataclass(frozen=True)
 class QuantizeReport:
     """What was done: one ``LayerReport`` per quantized linear, in the order they ran.
 
-    notices    what differs from what was asked, and what mixed precision chose, one line each
+    notices    what differs from what was asked, what mixed precision chose, what tuning gained, one line each
     tried      sizes and divergences that mixed precision weighed
     verdicts   which loaders accept the checkpoint, and why others do not
     """

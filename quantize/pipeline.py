@@ -1,4 +1,4 @@
-"""From a model to a checkpoint: refuse what cannot work, calibrate, quantize block by block, measure, publish.
+"""From a model to a checkpoint: refuse what cannot work, calibrate, quantize block by block, tune, measure, publish.
 
 Knows the order of things; does not know how a weight is rounded, how text becomes statistics, nor what is
 measured (the caller hands in a function for that).
@@ -10,21 +10,31 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from qserve.calibration.blocks import Visit, walk
+from qserve.calibration import heap
+from qserve.calibration.blocks import Visit, fast_products, walk
+from qserve.calibration.kv import KVRecorder
+from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import load_text
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import GateFailed, UsageError
+from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.spec import KVScheme
 from qserve.checkpoint.writer import CheckpointWriter
+from qserve.kernels import native
+from qserve.quantize import distill
 from qserve.quantize.forecast import peak_bytes, require_memory
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
+from qserve.quantize.kv import recorded_scales
 from qserve.quantize.layer import LayerReport
 from qserve.quantize.mixed import Choice, Mixed
 from qserve.quantize.prepare import Preparation, arrange, narrow, prepare
@@ -35,7 +45,7 @@ Progress = Callable[[ProgressEvent], None]
 Measure = Callable[[Path], QualityCard | None]
 Accept = Callable[[QualityCard], None]
 
-_PLAN = "plan"
+_PLAN, _SCALES = "plan", "scales"
 
 
 def run(
@@ -74,7 +84,14 @@ def run(
             if mixed is not None:
                 prepared = arrange(prepared.skeleton, job, prepared.dtype, _choice(mixed, writer).schemes)
             _announce(prepared, writer, tell)
-            reports = _quantize(prepared, windows, writer, tell)
+            reports, written, distills = _quantize(prepared, windows, writer, tell)
+            notices = prepared.notices + (mixed.choice.reasons if mixed else ())
+            if distills:
+                assert windows is not None
+                notices += (_distill(prepared, windows, writer, tell),)
+                heap.release()
+            tell(ProgressEvent("write", 0, 1))
+            reports += write_rest(prepared, written, writer)
             staged = writer.seal()
             tell(ProgressEvent("write", 1, 1))
             card = None
@@ -95,7 +112,7 @@ def run(
         spec=prepared.spec,
         format=prepared.format.name,
         layers=tuple(reports),
-        notices=(*prepared.notices, *(mixed.choice.reasons if mixed else ())),
+        notices=notices,
         verdicts=prepared.verdicts,
         forecast=prepared.forecast,
         seconds=time.perf_counter() - started,
@@ -124,7 +141,7 @@ def _choice(mixed: Mixed, writer: CheckpointWriter) -> Choice:
 
 
 def _announce(prepared: Preparation, writer: CheckpointWriter, tell: Progress) -> None:
-    done = [key for key in writer.committed() if key != _PLAN]
+    done = [key for key in writer.committed() if key in prepared.skeleton.blocks]
     lines = prepared.lines()
     if done:
         lines.append(f"resuming        {len(done)} of {len(prepared.skeleton.blocks)} blocks are done")
@@ -134,7 +151,9 @@ def _announce(prepared: Preparation, writer: CheckpointWriter, tell: Progress) -
 
 def _quantize(
     prepared: Preparation, windows: Tensor | None, writer: CheckpointWriter, tell: Progress
-) -> list[LayerReport]:
+) -> tuple[list[LayerReport], set[str], bool]:
+    """Every block. Returns a line for each linear, the names of the dense tensors that were written, and whether the
+    scales are tuned after that: a run that resumes keeps to what the first one could afford."""
     job, skeleton = prepared.job, prepared.skeleton
     quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype)
     reports: list[LayerReport] = []
@@ -142,30 +161,31 @@ def _quantize(
     tell(ProgressEvent("quantize", 0, len(skeleton.blocks), prepared.forecast.seconds))
     start, first = time.perf_counter(), 0
     finished = [name for name in skeleton.blocks if name in writer.committed()]
-    at_once = prepared.forecast.samples_at_once
+    at_once, distills = prepared.forecast.samples_at_once, prepared.forecast.distills
     if finished:  # sums in another order would end in other bits
-        at_once = writer.part(finished[0])[1]["samples_at_once"]
+        extra = writer.part(finished[0])[1]
+        at_once, distills = extra["samples_at_once"], extra["distills"]
     offload = writer.directory.parent if job.offload else None
     walking = walk(skeleton, windows, samples_at_once=at_once, float_samples=job.float_samples, offload=offload)
     for visit in walking:
         if visit.name in finished:
-            result = _restore(visit, prepared, writer)
+            result = _stored(visit.name, prepared, writer)
+            restore(visit.name, visit.block, visit.linears, result)
             start, first = time.perf_counter(), visit.index + 1
         else:
             result = quantizer.run(visit)
-            _commit(visit, result, at_once, prepared, writer)
+            _commit(visit, result, {"samples_at_once": at_once, "distills": distills}, prepared, writer)
         reports += result.reports
         written |= result.dense.keys()
         done = visit.index + 1
         if done > first:
             remaining = (time.perf_counter() - start) / (done - first) * (visit.total - done)
             tell(ProgressEvent("quantize", done, visit.total, remaining))
-    tell(ProgressEvent("write", 0, 1))
-    return reports + write_rest(prepared, written, writer)
+    return reports, written, distills
 
 
 def _commit(
-    visit: Visit, result: BlockResult, samples_at_once: int, prepared: Preparation, writer: CheckpointWriter
+    visit: Visit, result: BlockResult, decided: dict[str, Any], prepared: Preparation, writer: CheckpointWriter
 ) -> None:
     for module, packed in result.packed.items():
         writer.put_linear(module, packed)
@@ -177,13 +197,13 @@ def _commit(
         "reports": [report.to_json() for report in result.reports],
         "packed": list(result.packed),
         "dense": list(result.dense),
-        "samples_at_once": samples_at_once,
+        **decided,
     })  # fmt: skip
 
 
-def _restore(visit: Visit, prepared: Preparation, writer: CheckpointWriter) -> BlockResult:
-    """A block that an earlier run finished: what it wrote, put into the block again."""
-    tensors, extra = writer.part(visit.name)
+def _stored(name: str, prepared: Preparation, writer: CheckpointWriter) -> BlockResult:
+    """A block that is finished, in this run or an earlier one, read back."""
+    tensors, extra = writer.part(name)
     result = BlockResult(reports=[LayerReport.from_json(report) for report in extra["reports"]])
     for module in extra["packed"]:
         parts = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
@@ -191,8 +211,58 @@ def _restore(visit: Visit, prepared: Preparation, writer: CheckpointWriter) -> B
         assert scheme is not None
         result.packed[module] = prepared.format.unpack(parts, scheme, prepared.spec.activations_of(module))
     result.dense = {name: tensors[name] for name in extra["dense"]}
-    restore(visit, result)
     return result
+
+
+def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, tell: Progress) -> str:
+    """The scales of all blocks again, for the predictions of the whole model. Returns a line about it."""
+    if _SCALES not in writer.committed():
+        tell(ProgressEvent("distill", 0, distill.STEPS))
+        skeleton = Skeleton(prepared.skeleton.source)  # the walk has taken the other apart
+        model = skeleton.load_all()
+        targets = distill.head_inputs(model, windows)
+        linears: dict[str, nn.Linear] = {}
+        packed: dict[str, PackedWeight] = {}
+        for index, name in enumerate(skeleton.blocks):
+            result = _stored(name, prepared, writer)
+            restore(name, skeleton.block(index), skeleton.linears(index), result)
+            linears |= skeleton.linears(index)
+            packed |= result.packed
+        started = time.perf_counter()
+
+        def progress(done: int, total: int) -> None:
+            remaining = (time.perf_counter() - started) / done * (total - done)
+            tell(ProgressEvent("distill", done, total, remaining))
+
+        seed = prepared.job.seed
+        tuned = distill.distill(model, linears, packed, windows, targets, seed=seed, progress=progress)
+        for module, weight in tuned.weights.items():
+            writer.replace_linear(module, packed[module], weight)
+        if prepared.spec.kv_cache is not None:
+            for name, scales in _kv_scales(skeleton, windows, prepared.spec.kv_cache).items():
+                writer.put(name, scales, replace=True)
+        writer.commit(_SCALES, {"before": tuned.before, "after": tuned.after})
+    found = writer.part(_SCALES)[1]
+    before, after = found["before"], found["after"]
+    if after < before:
+        line = f"scales tuned end to end: divergence on calibration text {before:.3g}, then {after:.3g}"
+    else:
+        line = f"scales tuned end to end were no better, so they are as they were: divergence {before:.3g}"
+    tell(ProgressEvent("distill", 1, 1, 0.0, line))
+    return line
+
+
+@torch.no_grad()
+def _kv_scales(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[str, Tensor]:
+    """Of every block's cache, as the model in memory fills it."""
+    with ExitStack() as stack, fast_products():
+        recorders = [stack.enter_context(KVRecorder(skeleton.block(i))) for i in range(len(skeleton.blocks))]
+        for part in windows.split(distill.BATCH):
+            skeleton.model.base_model(input_ids=part, use_cache=False)
+    found: dict[str, Tensor] = {}
+    for name, recorder in zip(skeleton.blocks, recorders, strict=True):
+        found |= recorded_scales(recorder, name, scheme)
+    return found
 
 
 def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str | None]:
@@ -207,5 +277,6 @@ def _fingerprint(source: ModelSource, job: QuantizeJob, text_hash: str | None) -
     """Everything that the numbers of the result depend on."""
     numbers = dataclasses.replace(job, overwrite=False, max_memory=None, loaders=(), offload=False)
     versions = [f"{package} {version(package)}" for package in ("qserve-llm", "torch", "transformers")]
+    versions.append(native.missing() or native.best_isa())
     content = repr((numbers, source.sha256(), text_hash, versions, torch.get_num_threads()))
     return hashlib.sha256(content.encode()).hexdigest()

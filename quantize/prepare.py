@@ -19,7 +19,7 @@ from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
-from qserve.quantize.forecast import forecast
+from qserve.quantize.forecast import distillation_bytes, forecast
 from qserve.quantize.job import Forecast, QuantizeJob
 from qserve.quantize.plan import Shapes, plan
 from qserve.runtime.models.config import decoder_config
@@ -93,6 +93,9 @@ def arrange(
         if verdict.loader in job.loaders and not verdict.accepts:
             raise UsageError(f"{verdict.loader} would refuse this checkpoint: {verdict.reason}")
     expected = forecast(job, skeleton, shapes, spec)
+    if job.effort == "best" and not expected.distills:
+        needed = distillation_bytes(job, skeleton) / 2**20
+        notices += (f"scales will not be tuned end to end: the whole model would take {needed:,.0f} MiB",)
     return Preparation(skeleton, job, shapes, spec, format, notices, judged, expected, dtype)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qserve.calibration.blocks import Gather, Inputs, Replacement, Visit
 from qserve.calibration.folds import Fold, apply, find_folds
@@ -20,7 +20,7 @@ from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize import awq, fp8, gptq, rtn, signround, smoothquant
 from qserve.quantize.job import QuantizeJob
-from qserve.quantize.kv import kv_scale
+from qserve.quantize.kv import recorded_scales
 from qserve.quantize.layer import LayerReport, Quantized, with_activations
 from qserve.quantize.scales import storable
 
@@ -122,15 +122,13 @@ class BlockQuantizer:
                 f"{names[0]}: calibration reached it with no finite input, so it has no static scale: give more "
                 "--samples, or use --scheme fp8-tensor"
             )
-        if scheme.dtype == "fp8":
-            result = fp8.quantize(weight, stats, scheme, activations)
-            return replace(result, fallback=result.fallback or fallback)
-        if stats is None or self._method in ("rtn", "smoothquant"):
-            result = rtn.quantize(weight, stats, scheme, fallback=fallback)
-        elif self._method == "awq":
+        if stats is not None and "gptq" in self._method:
+            result = gptq.quantize(weight, stats, scheme, act_order=self.job.act_order)
+        elif stats is not None and self._method == "awq":
             result = awq.quantize(weight, stats, scheme)
         else:
-            result = gptq.quantize(weight, stats, scheme, act_order=self.job.act_order)
+            to_nearest = fp8.quantize if scheme.dtype == "fp8" else rtn.quantize
+            result = replace(to_nearest(weight, stats, scheme), fallback=fallback)
         return with_activations(result, activations, stats)
 
     def _moved_scale(self, weights: Mapping[str, Tensor], stats: LayerStats | None) -> Tensor | None:
@@ -188,23 +186,19 @@ class BlockQuantizer:
         visit.changed()  # recorded on the weights as they are now
         with KVRecorder(visit.block) as recorder:
             visit.finish()
-        for letter, absmax in zip("kv", recorder.absmax()):
-            scale = kv_scale(absmax, self.spec.kv_cache)
-            # Per head: a scale for each of [heads, tokens, head_dim], as other readers expect.
-            shaped = scale[:, None, None] if self.spec.kv_cache.granularity == "head" else scale
-            self._result.dense[f"{visit.name}.{recorder.attention}.{letter}_scale"] = shaped
+        self._result.dense |= recorded_scales(recorder, visit.name, self.spec.kv_cache)
 
     def _narrow(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype).to(torch.float32)
 
 
-def restore(visit: Visit, result: BlockResult) -> None:
-    """Put the result of an earlier run into the block, so that the next block sees the same inputs again."""
-    for name, weight in result.packed.items():
-        linear = visit.linears[name]
+def restore(name: str, block: nn.Module, linears: Mapping[str, nn.Linear], result: BlockResult) -> None:
+    """Put ``result`` into the block ``name``: what ran it once then runs it as it will be served."""
+    for module, weight in result.packed.items():
+        linear = linears[module]
         linear.weight.data = weight.dequantize()
         if weight.bias is not None:
             linear.bias.data = weight.bias
-    own = {name.removeprefix(f"{visit.name}."): tensor.to(torch.float32) for name, tensor in result.dense.items()}
-    known = visit.block.state_dict().keys()
-    visit.block.load_state_dict({k: v for k, v in own.items() if k in known}, strict=False, assign=True)
+    own = {each.removeprefix(f"{name}."): tensor.to(torch.float32) for each, tensor in result.dense.items()}
+    known = block.state_dict().keys()
+    block.load_state_dict({k: v for k, v in own.items() if k in known}, strict=False, assign=True)

@@ -15,18 +15,18 @@ from qserve.quantize import scales as scale_search
 from qserve.quantize.layer import Quantized, output_error, pack_codes
 
 
-def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, *, fallback: str = "") -> Quantized:
+def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> Quantized:
     """Round ``weight`` float32 [out, in] to ``scheme``.
 
     With ``stats`` the scales minimize the error weighted by the Hessian's diagonal, without the plain error.
-    The group size must divide ``in``. ``fallback`` is a reason to report.
+    The group size must divide ``in``.
     """
     usable = stats is not None and stats.finite()
     importance = stats.diagonal if stats is not None and usable else torch.ones(weight.shape[1])
     packed = nearest(weight, importance, scheme)
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     dead = int((importance == 0).sum()) if usable else 0
-    return Quantized(packed, error, energy, dead_inputs=dead, fallback=fallback)
+    return Quantized(packed, error, energy, dead_inputs=dead)
 
 
 def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> PackedWeight:
@@ -38,8 +38,7 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> PackedW
     out, inp = weight.shape
     width = scheme.group_width(inp)
     grouped = weight.reshape(-1, width)
-    by_group = importance.reshape(1, -1, width).expand(out, -1, -1).reshape(-1, width)
-    scales, zeros = scale_search.search(grouped, by_group, scheme)
+    scales, zeros = scale_search.search(grouped, importance.reshape(-1, width), scheme)
     offset: Tensor | float = float(scheme.zero) if zeros is None else zeros[:, None]
     codes = scale_search.encode(grouped, scales[:, None], offset, scheme.max_code).reshape(out, inp)
     return pack_codes(codes, scales.reshape(out, -1), None if zeros is None else zeros.reshape(out, -1), scheme)

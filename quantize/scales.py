@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.spec import WeightScheme
+from qserve.kernels import native
 from qserve.kernels.threads import torch_threads
 
 # Elements per pass of the search: its few buffers then stay in the second-level cache.
@@ -39,27 +40,40 @@ def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]
 def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
     """Scales of least error, sum over a group of importance * (w - dequantized w)**2.
 
-    weight float32 [groups, width]; importance float32, non-negative, broadcastable to weight; returns as
-    ``minmax``. A candidate is the range that a group's largest magnitude is laid on; for each, codes are
-    chosen and the scale is then solved exactly (least squares), so the steps may be coarse. Symmetric: both
+    weight float32 [groups, width]; importance float32 [width] or [period, width], non-negative, that of group g being
+    g % period; returns as ``minmax``. A candidate is the range that a group's largest magnitude is laid on; for each,
+    codes are chosen and the scale is then solved exactly (least squares), so the steps may be coarse. Symmetric: both
     signs of the scale are tried. Asymmetric: the range shrinks about its zero point.
     """
-    with torch_threads(1):  # the operations are too small for two
-        return _search(weight, importance.expand_as(weight), scheme)
-
-
-def _search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
     scales, zeros = minmax(weight, scheme)
-    rows = max(1, _CHUNK // weight.shape[1])
-    for start in range(0, weight.shape[0], rows):
-        part = slice(start, start + rows)
-        # A group whose inputs were never seen has no preference: any value is as good, plain error decides.
-        seen = importance[part]
-        seen = torch.where(seen.amax(dim=1, keepdim=True) > 0, seen, torch.ones_like(seen))
-        if zeros is None:
-            scales[part] = _symmetric(weight[part], seen, scales[part], scheme)
-        else:
-            scales[part], zeros[part] = _asymmetric(weight[part], seen, scales[part], zeros[part], scheme)
+    importance = importance.reshape(-1, weight.shape[1])
+    # A group whose inputs were never seen has no preference: any value is as good, plain error decides.
+    importance = torch.where(importance.amax(dim=1, keepdim=True) > 0, importance, 1.0)
+    if native.missing() is None:
+        ranges = _ranges(scheme) if zeros is None else _shares(scheme)
+        native.search_scales(
+            weight.contiguous(), importance.contiguous(), scales, zeros, ranges,
+            zero=scheme.zero, max_code=scheme.max_code,
+        )  # fmt: skip
+        return scales, zeros
+    return search_with_torch(weight, importance, scales, zeros, scheme)
+
+
+def search_with_torch(
+    weight: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme
+) -> tuple[Tensor, Tensor | None]:
+    """What the C kernel does, for an install without it and to test it: ``scales`` and ``zeros`` made better."""
+    period, width = importance.shape
+    rows = max(1, _CHUNK // (width * period)) * period
+    with torch_threads(1):  # the operations are too small for two
+        for start in range(0, weight.shape[0], rows):
+            part = slice(start, start + rows)
+            count = len(weight[part])
+            seen = importance.repeat(-(-count // period), 1)[:count]
+            if zeros is None:
+                scales[part] = _symmetric(weight[part], seen, scales[part], scheme)
+            else:
+                scales[part], zeros[part] = _asymmetric(weight[part], seen, scales[part], zeros[part], scheme)
     return scales, zeros
 
 
@@ -85,6 +99,11 @@ def _ranges(scheme: WeightScheme) -> list[float]:
     half = float(scheme.zero)
     low, high = half - 1.5, half * (1.6 if scheme.bits <= 4 else 1.03)
     return torch.linspace(low, high, _STEPS).tolist()
+
+
+def _shares(scheme: WeightScheme) -> list[float]:
+    """Which part of a group's range the codes cover."""
+    return torch.linspace(0.5 if scheme.bits <= 4 else 0.95, 1.05, _STEPS).tolist()
 
 
 def _symmetric(weight: Tensor, importance: Tensor, start: Tensor, scheme: WeightScheme) -> Tensor:
@@ -130,7 +149,7 @@ def _asymmetric(
     best = torch.full_like(start, -1.0)
     scales, zeros = start.clone(), start_zeros.clone()
     codes, rounded, product = (torch.empty_like(weight) for _ in range(3))
-    for share in torch.linspace(0.5 if scheme.bits <= 4 else 0.95, 1.05, _STEPS).tolist():
+    for share in _shares(scheme):
         candidate = ((high - low) * (share / scheme.max_code)).clamp_(min=_SMALLEST)
         middle = zero_points(low * share, candidate, scheme)
         torch.div(weight, candidate[:, None], out=rounded)

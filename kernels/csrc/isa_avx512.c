@@ -441,5 +441,6 @@ const qs_kernels qs_kernels_avx512 = {
     .linear_float = linear_float,
     .rope_kv = qs_avx512_rope_kv,
     .attend = attend,
+    .search_scale = qs_avx512_search_scale,
 };
 #endif

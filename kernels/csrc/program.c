@@ -366,18 +366,33 @@ int32_t qs_op_size(void)
     return (int32_t)sizeof(qs_op);
 }
 
-int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa)
+static const qs_kernels *kernels_of(int32_t isa)
 {
-    struct job job = {ops, count, step, &qs_kernels_scalar, scratch, 0, 0};
     if (isa < 0 || isa > qs_best_isa())
-        return -1;
-    plan_scratch(ops, count, 1, pool->threads, &job.row_bytes, &job.thread_bytes);
+        return NULL;
 #ifdef QS_X86
     if (isa == QS_AVX2)
-        job.kernels = &qs_kernels_avx2;
+        return &qs_kernels_avx2;
     if (isa == QS_AVX512)
-        job.kernels = &qs_kernels_avx512;
+        return &qs_kernels_avx512;
 #endif
+    return &qs_kernels_scalar;
+}
+
+int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa)
+{
+    const qs_kernels *kernels = kernels_of(isa);
+    for (int64_t row = first; kernels && row < first + rows; row++)
+        kernels->search_scale(op, row);
+    return kernels ? 0 : -1;
+}
+
+int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa)
+{
+    struct job job = {ops, count, step, kernels_of(isa), scratch, 0, 0};
+    if (!job.kernels)
+        return -1;
+    plan_scratch(ops, count, 1, pool->threads, &job.row_bytes, &job.thread_bytes);
     pool->job = &job;
     atomic_store(&pool->next, 0);
     bump(pool, &pool->epoch);

@@ -147,6 +147,27 @@ typedef struct {
     int32_t tokens, logits, sequences, table_stride;
 } qs_step;
 
+/* Offline: the scale of each row of a weight (a group of inputs) that leaves the least error
+ * sum_i importance[i] (w[i] - (code[i] - zero) scale)^2, every code the nearest of 0 .. max_code.
+ *
+ * weight f32 [rows, width], finite; importance f32 [period, width], none negative, row r has r % period.
+ * scales f32 [rows] hold what to start from and then what was found, a float16 value: neither zero nor infinite. What is
+ * not better than the start leaves it. ranges f32 [steps]: candidates.
+ *   zeros NULL   the code of 0 is `zero`, (max_code + 1) / 2. A candidate lays the largest magnitude of the row on that
+ *                many codes from there, to either side: scales may be negative.
+ *   else         f32 [rows], in and out. A candidate is a share of max(w, 0) - min(w, 0) laid on 0 .. max_code, with the
+ *                zero point that belongs to it and the two beside.
+ * For the codes of a candidate the scale is solved exactly (least squares). max_code is at most 255. */
+typedef struct {
+    const float *weight, *importance, *ranges;
+    float *scales, *zeros;
+    int32_t width, period, steps, zero, max_code;
+} qs_scale_search;
+
+/* Rows first .. first + rows - 1; callers may split rows among threads. Returns 0, or -1 for an ISA that this machine
+ * lacks. */
+int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa);
+
 typedef struct qs_pool qs_pool;
 
 /* A pool of `threads` threads, the caller being one. They spin briefly after work and then sleep.

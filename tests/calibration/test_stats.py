@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from qserve.calibration import stats as module
 from qserve.calibration.stats import LayerStats
 
 
@@ -53,3 +54,18 @@ def test_divided_statistics_are_those_of_the_divided_input() -> None:
         torch.testing.assert_close(getattr(divided, name), getattr(direct, name))
     torch.testing.assert_close(stats.absmean, inputs.abs().mean(0))
     assert 30 <= len(stats.sample) <= 40
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_drift_is_the_mean_over_all_rows(fast, monkeypatch) -> None:
+    monkeypatch.setattr(module, "fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(module, "_DRIFT_ROWS", 128)
+    inputs = torch.randn(700, 33)
+    floats = inputs + 0.1 * torch.randn(700, 33) @ torch.randn(33, 33)
+    stats = LayerStats(33)
+    for start in range(0, 700, 300):
+        stats.update_drift(inputs[start : start + 300], floats[start : start + 300])
+    expected = 2 / 700 * (floats - inputs).t() @ inputs
+    assert stats.drift is not None
+    tolerance = 1e-2 if fast else 1e-5
+    assert float((stats.drift - expected).norm() / expected.norm()) < tolerance

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from qserve.checkpoint import writer as module
 from qserve.checkpoint.card import QualityCard, read_card, write_card
@@ -138,6 +139,25 @@ def test_a_name_is_written_once(tmp_path) -> None:
         writer.put("b", torch.zeros(4))
         with pytest.raises(CheckpointError, match="twice"):
             writer.put("a", torch.zeros(4))
+
+
+def test_a_later_part_can_replace_a_tensor(tmp_path) -> None:
+    """It keeps its place; a writer that resumes replaces as well."""
+    for _ in range(2):
+        with CheckpointWriter(tmp_path / "out", fingerprint="f") as writer:
+            if not writer.resumed:
+                writer.put("a", torch.zeros(4))
+                writer.put("b", torch.zeros(4))
+                writer.commit("first")
+                continue
+            writer.put("a", torch.ones(4), replace=True)
+            writer.commit("second")
+            writer.put("c", torch.zeros(4))
+            writer.put_json("config.json", {})
+            writer.finish()
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("a"), torch.ones(4)) and torch.equal(file.get_tensor("b"), torch.zeros(4))
+        assert list(file.offset_keys()) == ["a", "b", "c"]
 
 
 def test_nothing_is_left_without_finish(tmp_path) -> None:

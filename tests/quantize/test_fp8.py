@@ -88,7 +88,7 @@ def test_a_static_scale_is_that_of_the_largest_input():
     x, weight = torch.randn(100, 64), torch.randn(16, 64)
     x[3, 4] = -9.0
     static = ActivationScheme("fp8", "tensor", dynamic=False)
-    packed = fp8.quantize(weight, stats_of(x), CHANNEL, static).weight
+    packed = with_activations(fp8.quantize(weight, stats_of(x), CHANNEL), static, stats_of(x)).weight
     packed.check()
     assert packed.input_scale == float(torch.tensor(9.0) / 448) and packed.activations == static
     int8 = ActivationScheme("int8", "tensor", dynamic=False)
@@ -102,7 +102,7 @@ def test_a_static_scale_is_that_of_the_largest_input():
 
 def test_a_dynamic_scale_needs_no_statistics():
     dynamic = ActivationScheme("fp8", "token")
-    packed = fp8.quantize(torch.randn(16, 64), None, CHANNEL, dynamic).weight
+    packed = with_activations(fp8.quantize(torch.randn(16, 64), None, CHANNEL), dynamic, None).weight
     packed.check()
     assert packed.activations == dynamic and packed.input_scale is None
 

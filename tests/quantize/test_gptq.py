@@ -3,7 +3,7 @@ import torch
 
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize import gptq, rtn, scales
+from qserve.quantize import fp8, gptq, rtn, scales
 
 
 def naive(weight, hessian, scheme, act_order):
@@ -87,6 +87,35 @@ def test_beats_rounding_to_nearest(bits, act_order):
     nearest = rtn.quantize(weight, stats, scheme)
     result = gptq.quantize(weight, stats, scheme, act_order=act_order)
     assert loss(weight, result.weight.dequantize(), x) < 0.8 * loss(weight, nearest.weight.dequantize(), x)
+
+
+FP8 = [
+    WeightScheme(8, -1, dtype="fp8"), WeightScheme(8, -1, dtype="fp8", rows=-1),
+    WeightScheme(8, 64, dtype="fp8", rows=64), WeightScheme(8, 40, dtype="fp8", rows=20),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", FP8, ids=str)
+def test_e4m3_weights_make_up_for_each_others_errors(scheme):
+    weight, x, stats = layer(dead=(5, 40))
+    nearest = fp8.quantize(weight, stats, scheme)
+    result = gptq.quantize(weight, stats, scheme)
+    result.weight.check()
+    assert torch.equal(result.weight.scales, nearest.weight.scales)
+    assert loss(weight, result.weight.dequantize(), x) < 0.6 * loss(weight, nearest.weight.dequantize(), x)
+    measured = loss(weight, result.weight.dequantize(), x) / float((weight.double() @ x.double().t()).square().sum())
+    assert result.report("a").error == pytest.approx(measured, rel=1e-3)
+    other = gptq.quantize(weight, stats, scheme, act_order=False)
+    assert loss(weight, other.weight.dequantize(), x) < 0.7 * loss(weight, nearest.weight.dequantize(), x)
+
+
+@pytest.mark.parametrize("scheme", FP8, ids=str)
+def test_e4m3_weights_without_error_to_pass_on_are_rounded_to_nearest(scheme):
+    weight, _, stats = layer()
+    stats = LayerStats(96)
+    stats.update(torch.eye(96) * 3)  # a diagonal Hessian: no input can make up for another
+    result = gptq.quantize(weight, stats, scheme)
+    assert torch.equal(result.weight.codes, fp8.quantize(weight, stats, scheme).weight.codes)
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])

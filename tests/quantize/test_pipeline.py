@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CapacityError, CheckpointError, DataError, GateFailed, UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.evals.transformers_scorer import TransformersScorer
-from qserve.quantize import pipeline, rounding
+from qserve.quantize import forecast, pipeline, rounding
 from qserve.quantize.job import QuantizeJob
 
 SMALL = dict(samples=4, sequence_length=32, group_size=32)
@@ -229,7 +230,8 @@ def test_everything_impossible_is_refused_before_calibration(llama, qwen2, tmp_p
         (dict(sequence_length=0), "--sequence-length"), (dict(calibration=None), "gptq needs calibration"),
         (dict(method="hqq"), "--method must be"), (dict(method="smoothquant"), "for rounded inputs"),
         (dict(method="awq", scheme="w8a8"), "for weights alone"), (dict(seed=-1), "--seed"),
-        (dict(effort="best", method="rtn"), "learns the rounding"), (dict(max_memory=0), "memory limit"),
+        (dict(effort="best", method="rtn"), "learns the rounding"),
+        (dict(effort="best", method="gptq", scheme="fp8"), "--scheme weights"), (dict(max_memory=0), "memory limit"),
         (dict(kv_cache="fp8", method="rtn", calibration=None), "--kv-cache needs calibration"),
     ],
 )
@@ -293,9 +295,11 @@ def test_a_family_without_a_native_decoder_is_quantized_and_the_verdict_says_so(
 @pytest.mark.parametrize(
     "options",
     [
-        dict(method="awq"), dict(method="awq+gptq"), dict(effort="fast"), dict(effort="best"), dict(scheme="w8a8"),
+        dict(method="awq"), dict(method="awq+gptq"), dict(effort="fast"), dict(scheme="w8a8"),
         dict(scheme="w8a8", method="rtn"), dict(scheme="fp8"), dict(scheme="fp8-tensor"), dict(scheme="fp8-static"),
-        dict(scheme="fp8", method="smoothquant"), dict(kv_cache="fp8"), dict(kv_cache="int8", kv_granularity="head"),
+        dict(scheme="fp8", method="smoothquant"), dict(scheme="fp8", method="gptq"),
+        dict(scheme="fp8-static", method="gptq"), dict(scheme="fp8-tensor", method="gptq", act_order=False),
+        dict(kv_cache="fp8"), dict(kv_cache="int8", kv_granularity="head"),
         dict(embedding_bits=8), dict(head_bits=6, format="compressed-tensors"), dict(target_bits=5.0),
         dict(format="awq", symmetric=False, method="awq"),
     ],
@@ -318,6 +322,64 @@ def test_every_method_is_installed_written_and_read_alike(options, installed, ll
         bits = sum(read.spec.scheme_of(module).storage_bits(*shape) for module, shape in sizes.items())
         assert bits / sum(out * inp for out, inp in sizes.values()) <= 5.0
         assert len({layer.scheme for layer in report.layers}) > 1 and report.tried and report.notices
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(bits=3), dict(format="awq", symmetric=False, method="awq+gptq"), dict(target_bits=5.0),
+        dict(format="compressed-tensors", kv_cache="int8", kv_granularity="head", head_bits=8),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_best_effort_tunes_the_scales_of_the_whole_model(model, options, tmp_path, monkeypatch, request):
+    source = HFDirectory(request.getfixturevalue(model))
+    job = QuantizeJob(**{**SMALL, "effort": "best", **options})
+    stopped = []
+
+    def stop(*args, **kwargs):
+        stopped.append(args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline.distill, "distill", stop)
+        pipeline.run(source, tmp_path / "out", job)
+    before = stopped[0][2]  # what the blocks had
+    with monkeypatch.context() as patch:
+        patch.setattr(rounding.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
+        report = pipeline.run(source, tmp_path / "out", job)
+    read = HFDirectory(tmp_path / "out")
+    read.verify()
+    assert len(before) == len(report.layers) - bool(job.head_bits)
+    for module, weight in before.items():
+        stored = read.linear(module)
+        assert torch.equal(stored.codes, weight.codes) and not torch.equal(stored.scales, weight.scales)
+    found = re.search(r"end to end: divergence on calibration text (\S+), then (\S+)$", report.notices[-1])
+    assert float(found[2]) < float(found[1])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "write_rest", stop)  # the scales are safe by then
+        pipeline.run(source, tmp_path / "again", job)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.distill, "distill", lambda *_, **__: pytest.fail("the scales were tuned again"))
+        pipeline.run(source, tmp_path / "again", job)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+def test_a_model_too_large_to_be_tuned_says_so_before_it_starts(llama, tmp_path, monkeypatch):
+    """And a run that resumes with more memory still gives what the first one would have given."""
+    source, job = HFDirectory(llama), QuantizeJob(**{**SMALL, "effort": "best"})
+    messages = []
+    with monkeypatch.context() as patch:
+        patch.setattr(forecast, "distillation_bytes", lambda *_: 1 << 60)
+        report = pipeline.run(source, tmp_path / "whole", job, progress=lambda event: messages.append(event.message))
+        assert "not be tuned end to end" in report.notices[-1]
+        assert any("not be tuned end to end" in message for message in messages)
+        patch.setattr(pipeline, "write_rest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(source, tmp_path / "out", job)
+    pipeline.run(source, tmp_path / "out", job)
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
 
 
 def test_folded_scales_leave_the_float_model_as_it_was(llama, tmp_path):
@@ -379,7 +441,9 @@ pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), job)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(), dict(method="awq+gptq"), dict(target_bits=5.0)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(), dict(method="awq+gptq"), dict(target_bits=5.0), dict(effort="best")], ids=str
+)
 def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(options, qwen2, tmp_path):
     def run(out, after):
         command = [sys.executable, "-c", _KILLED, str(qwen2), str(out), str(after), repr(options)]
@@ -388,7 +452,7 @@ def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(options, qwen2, tmp
     assert run(tmp_path / "whole", 0).returncode == 0
     expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     moments = random.Random(len(str(options))).sample(range(1, 75), 3)
-    for moment in moments:  # of some 80 puts and commits; then once more in the second half of what is left
+    for moment in moments:  # of 80 puts and commits or more; then once more in the second half of what is left
         assert run(tmp_path / "out", moment).returncode == -signal.SIGKILL
     finished = run(tmp_path / "out", 0)
     assert finished.returncode == 0, finished.stderr

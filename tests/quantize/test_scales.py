@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from qserve.checkpoint.spec import WeightScheme
+from qserve.kernels import native
 from qserve.quantize import scales
 
 SCHEMES = [WeightScheme(bits, 32, symmetric) for bits in (2, 3, 4, 8) for symmetric in (True, False)]
@@ -53,6 +54,31 @@ def test_what_is_chosen_can_be_stored(groups, scheme, choose):
     assert bool(torch.isfinite(scale).all())
     if zeros is not None:
         assert bool((zeros >= 0).all() and (zeros <= scheme.max_code).all() and (zeros == zeros.round()).all())
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("width, period", [(8, 1), (17, 3), (64, 9), (71, 300), (576, 1)])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_the_c_kernel_finds_what_torch_finds(scheme, width, period, isa):
+    if native.ISAS.index(isa) > native.ISAS.index(native.best_isa()):
+        return
+    generator = torch.Generator().manual_seed(width)
+    weight = torch.randn(900, width, generator=generator) * torch.logspace(-2, 3, 900)[:, None]
+    weight[0], weight[1] = 0, weight[1].abs()
+    importance = torch.rand(period, width, generator=generator) ** 6
+    start = scales.minmax(weight, scheme)
+    expected = scales.search_with_torch(weight, importance, *(t if t is None else t.clone() for t in start), scheme)
+    candidates = scales._ranges(scheme) if scheme.symmetric else scales._shares(scheme)
+    limits = dict(zero=scheme.zero, max_code=scheme.max_code, threads=3, isa=isa)
+    native.search_scales(weight, importance, *start, candidates, **limits)
+    every = importance.repeat(900 // period, 1)
+    energy = (weight.square() * every).sum(1).clamp(min=1e-20)
+    lost, found = (error(weight, every, *each, scheme) / energy for each in (expected, start))
+    # Sums in another order may prefer another of candidates that are about equal, and scales are float16.
+    assert float(found.mean()) == pytest.approx(float(lost.mean()), rel=0.01, abs=1e-6)
+    assert float(((found - lost).abs() <= 0.001 * lost + 2e-6).float().mean()) > 0.95
+    assert torch.equal(start[0], start[0].half().float()) and bool((start[0] != 0).all())
 
 
 def test_both_signs_of_a_symmetric_scale_are_used(groups):

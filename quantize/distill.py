@@ -1,0 +1,160 @@
+"""Scales that make the whole model's predictions those of the float model: by Adam on the Kullback-Leibler divergence
+of its next-token distributions, with every code fixed.
+
+Knows a whole causal LM and its quantized linears, all in memory; does not know how they were rounded. What rounding
+layer by layer or block by block cannot see, errors that add up and others that cancel, this sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qserve.calibration.blocks import fast_products
+from qserve.calibration.groups import Enough
+from qserve.checkpoint.packed import PackedWeight
+from qserve.quantize.scales import storable
+from qserve.quantize.signround import learnable, trainable
+
+_TRAVEL = 0.05  # how far all steps together can take a scale, as a part of it; with 0.2 unseen text got worse
+_JUDGED = 16  # windows on which the result must be better than the start
+STEPS, BATCH = 120, 2
+
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The weights, and the divergence (nats) over the first windows with those it started from and with these."""
+
+    weights: dict[str, PackedWeight]
+    before: float
+    after: float
+
+
+@torch.no_grad()
+def head_inputs(model: nn.Module, windows: Tensor, *, batch: int = 2) -> Tensor:
+    """What a causal LM feeds its output layer, float32 [samples, length, hidden], for int64 [samples, length]."""
+    seen: list[Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0].float())
+        raise Enough
+
+    handle = _head(model).register_forward_pre_hook(before)
+    try:
+        for part in windows.split(batch):
+            with fast_products(), suppress(Enough):
+                model(input_ids=part, use_cache=False)
+    finally:
+        handle.remove()
+    return torch.cat(seen)
+
+
+def distill(
+    model: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    packed: Mapping[str, PackedWeight],
+    windows: Tensor,
+    targets: Tensor,
+    *,
+    steps: int = STEPS,
+    batch: int = BATCH,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Distilled:
+    """``packed``, the weights of ``linears``, with better scales; codes and zero points stay.
+
+    model     a transformers causal LM in float32 that holds ``linears``; its embedding and output layer are those of
+              the float model, whatever becomes of them
+    windows   int64 [samples, length]
+    targets   ``head_inputs`` of the float model for ``windows``; both models have one output layer
+    progress  is told (steps done, ``steps``)
+
+    Each step takes ``batch`` windows. The result is ``packed`` where the divergence over the first windows does not
+    fall. Weights that are not ``learnable`` come back as they are. Afterwards the model holds the result. Takes the
+    memory of the model's weights three times, and the activations of ``batch`` windows in every layer.
+    """
+    for name, start in packed.items():
+        linears[name].weight.data = start.dequantize()
+    scaled = {name: _Scaled(linears[name], weight) for name, weight in packed.items() if learnable(weight)}
+    generator = torch.Generator().manual_seed(seed)
+    before = _judge(model, windows, targets, batch)
+    if not scaled:
+        return Distilled(dict(packed), before, before)
+    optimizer = torch.optim.Adam([weight.multiplier for weight in scaled.values()], betas=(0.9, 0.95), eps=1e-16)
+    order: list[int] = []
+    with trainable(model, [weight.linear for weight in scaled.values()]):
+        for step in range(steps):
+            if len(order) < batch:
+                order += torch.randperm(len(windows), generator=generator).tolist()
+            chosen, order = torch.tensor(order[:batch]), order[batch:]
+            _divergence(model, windows[chosen], targets[chosen]).backward()
+            for weight in scaled.values():
+                weight.take_gradient()
+            optimizer.param_groups[0]["lr"] = _TRAVEL * 2 * (1 - step / steps) / (steps + 1)  # adds up to the travel
+            optimizer.step()
+            for weight in scaled.values():
+                weight.install()
+            if progress is not None:
+                progress(step + 1, steps)
+    after = _judge(model, windows, targets, batch)
+    better = after < before  # not where either is NaN
+    result = dict(packed)
+    for name, weight in scaled.items():
+        if better:
+            result[name] = weight.result()
+        linears[name].weight.data = result[name].dequantize()
+    return Distilled(result, before, after if better else before)
+
+
+class _Scaled:
+    """One linear while its scales are learned; ``multiplier`` float32 [out, groups] is of those it started with."""
+
+    def __init__(self, linear: nn.Linear, packed: PackedWeight) -> None:
+        self.linear, self.packed = linear, packed
+        self.multiplier = torch.ones_like(packed.scales)
+
+    def take_gradient(self) -> None:
+        gradient, self.linear.weight.grad = self.linear.weight.grad, None
+        self.multiplier.grad = None
+        if gradient is not None:  # else an expert that none of these tokens reached
+            along = gradient * self.packed.dequantize()
+            self.multiplier.grad = along.view(*self.packed.scales.shape, -1).sum(dim=-1)
+
+    def install(self) -> None:
+        self.linear.weight.data = self.result().dequantize()
+
+    def result(self) -> PackedWeight:
+        return replace(self.packed, scales=storable(self.packed.scales * self.multiplier))
+
+
+def _head(model: nn.Module) -> nn.Module:
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    return head
+
+
+def _divergence(model: nn.Module, windows: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all tokens. What a model does to its logits after the output layer is left out on both sides."""
+    head, seen = _head(model), []
+    handle = head.register_forward_hook(lambda _, args, output: seen.append(output))
+    try:
+        with fast_products():
+            model(input_ids=windows, use_cache=False)
+    finally:
+        handle.remove()
+    with torch.no_grad(), fast_products():
+        target = head(targets).float().flatten(0, 1).log_softmax(-1)
+    return F.kl_div(seen[0].float().flatten(0, 1).log_softmax(-1), target, reduction="batchmean", log_target=True)
+
+
+@torch.no_grad()
+def _judge(model: nn.Module, windows: Tensor, targets: Tensor, batch: int) -> float:
+    parts = zip(windows[:_JUDGED].split(batch), targets[:_JUDGED].split(batch), strict=True)
+    return sum(float(_divergence(model, *part)) * len(part[0]) for part in parts) / min(_JUDGED, len(windows))
