@@ -408,23 +408,13 @@ static inline float QS_NAME(between)(float x, float low, float high)
 static inline float QS_NAME(fit_scale)(const float *w, const float *h, int32_t width, float factor, float low,
                                        float high, float *scale)
 {
-    float along[QS_LANES] = {0}, norm[QS_LANES] = {0}, a = 0, n = 0;
-    int32_t whole = width - width % QS_LANES;
-    for (int32_t j = 0; j < whole; j += QS_LANES)
-        for (int i = 0; i < QS_LANES; i++) {
-            float code = QS_NAME(between)(QS_NAME(round)(w[j + i] * factor), low, high);
-            float weighted = h[j + i] * code;
-            along[i] += weighted * w[j + i];
-            norm[i] += weighted * code;
-        }
-    for (int32_t j = whole; j < width; j++) {
+    float a = 0, n = 0;
+#pragma omp simd reduction(+ : a, n)
+    for (int32_t j = 0; j < width; j++) {
         float code = QS_NAME(between)(QS_NAME(round)(w[j] * factor), low, high);
-        a += h[j] * code * w[j];
-        n += h[j] * code * code;
-    }
-    for (int i = 0; i < QS_LANES; i++) {
-        a += along[i];
-        n += norm[i];
+        float weighted = h[j] * code;
+        a += weighted * w[j];
+        n += weighted * code;
     }
     *scale = a / n;
     return a * a / n;
@@ -432,21 +422,13 @@ static inline float QS_NAME(fit_scale)(const float *w, const float *h, int32_t w
 
 static float QS_NAME(scale_error)(const float *w, const float *h, int32_t width, float scale, float zero, float top)
 {
-    float sums[QS_LANES] = {0}, sum = 0;
-    int32_t whole = width - width % QS_LANES;
-    for (int32_t j = 0; j < whole; j += QS_LANES)
-        for (int i = 0; i < QS_LANES; i++) {
-            float steps = QS_NAME(between)(w[j + i] / scale, -4096.0f, 4096.0f);
-            float error = QS_NAME(between)(QS_NAME(round)(steps), -zero, top - zero) * scale - w[j + i];
-            sums[i] += error * error * h[j + i];
-        }
-    for (int32_t j = whole; j < width; j++) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int32_t j = 0; j < width; j++) {
         float steps = QS_NAME(between)(w[j] / scale, -4096.0f, 4096.0f);
         float error = QS_NAME(between)(QS_NAME(round)(steps), -zero, top - zero) * scale - w[j];
         sum += error * error * h[j];
     }
-    for (int i = 0; i < QS_LANES; i++)
-        sum += sums[i];
     return sum;
 }
 
