@@ -77,7 +77,8 @@ class CheckpointWriter:
                 self._staging.close(keep=self.directory.exists())
                 raise
         self.resumed = len(self._parts)
-        self._names = {tensor.name for part in self._parts for tensor in part.tensors}
+        self._committed = {tensor.name for part in self._parts for tensor in part.tensors}
+        self._names = set(self._committed)
 
     def _check_out(self) -> None:
         if not self.out.exists():
@@ -127,7 +128,7 @@ class CheckpointWriter:
         takes the place of one in a committed part."""
         if self._sealed:
             raise ValueError(f"{name} is put after the checkpoint was sealed")
-        if replace and not any(tensor.name == name for part in self._parts for tensor in part.tensors):
+        if replace and name not in self._committed:
             raise ValueError(f"{name} replaces nothing")
         if name in self._names and not replace:
             raise CheckpointError(f"the tensor {name} is written twice")
@@ -215,6 +216,7 @@ class CheckpointWriter:
     def _commit(self, key: str | None, extra: dict[str, Any]) -> None:
         with self._guard():
             self._parts.append(self._current().commit(key, self._fingerprint, extra))
+        self._committed |= self._names
         self._part = None
 
     def _write_shards(self) -> None:

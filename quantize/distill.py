@@ -7,7 +7,7 @@ layer by layer or block by block cannot see, errors that add up and others that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,14 +19,11 @@ from qserve.calibration.blocks import fast_products
 from qserve.calibration.groups import Enough
 from qserve.checkpoint.packed import PackedWeight
 from qserve.quantize.scales import storable
-from qserve.quantize.signround import learnable, trainable
+from qserve.quantize.signround import Progress, learnable, trainable
 
 _TRAVEL = 0.05  # how far all steps together can take a scale, as a part of it; with 0.2 unseen text got worse
 _JUDGED = 16  # windows on which the result must be better than the start
 STEPS, BATCH = 120, 2
-
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

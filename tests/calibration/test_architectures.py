@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import open_model
 from qserve.evals.transformers_scorer import TransformersScorer
-from qserve.quantize import pipeline
+from qserve.quantize import pipeline, rounding
 from qserve.quantize.job import QuantizeJob
 
 Saved = Callable[[str], Path]
@@ -103,3 +104,15 @@ def test_what_has_no_linears_is_refused(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16)).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="no linear layers"):
         Skeleton(open_model(tmp_path))
+
+
+def test_the_best_effort_tunes_every_family(
+    family: str, saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few steps only: that every weight is found, and that what is written can be read and run."""
+    monkeypatch.setattr(rounding.signround, "tune", partial(rounding.signround.tune, iterations=2))
+    monkeypatch.setattr(pipeline.distill, "distill", partial(pipeline.distill.distill, steps=6))
+    job = QuantizeJob(effort="best", samples=1, sequence_length=16, group_size=16, format="compressed-tensors")
+    report = pipeline.run(open_model(saved_model(family)), tmp_path / "out", job)
+    assert "scales tuned end to end" in report.notices[-1]
+    TransformersScorer(open_model(tmp_path / "out"))

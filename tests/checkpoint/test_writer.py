@@ -150,6 +150,8 @@ def test_a_later_part_can_replace_a_tensor(tmp_path) -> None:
                 writer.put("b", torch.zeros(4))
                 writer.commit("first")
                 continue
+            with pytest.raises(ValueError, match="replaces nothing"):
+                writer.put("d", torch.ones(4), replace=True)
             writer.put("a", torch.ones(4), replace=True)
             writer.commit("second")
             writer.put("c", torch.zeros(4))
