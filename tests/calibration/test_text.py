@@ -1,6 +1,7 @@
 import hashlib
 import json
 
+import datasets
 import pytest
 
 from qserve.calibration.text import load_text
@@ -67,7 +68,6 @@ def test_missing_file_directory_and_nonsense(tmp_path):
 
 
 def test_a_dataset_that_cannot_be_reached_is_one_line(monkeypatch):
-    datasets = pytest.importorskip("datasets")
 
     def offline(*_, **__):
         raise ConnectionError("no route to host\nsecond line")
@@ -79,7 +79,6 @@ def test_a_dataset_that_cannot_be_reached_is_one_line(monkeypatch):
 
 
 def test_dataset_rows_are_joined_and_splits_chosen(monkeypatch):
-    datasets = pytest.importorskip("datasets")
     asked = []
 
     def load(name, config, split, streaming):

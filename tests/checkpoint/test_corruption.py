@@ -158,6 +158,12 @@ def modules(tensors: Tensors, kind: Kind) -> list[str]:
 def zero_offset(tensors: Tensors, kind: Kind) -> None:
     """Zero points, or where there are none the codes around them, one too high in every module; signed bytes taken for
     unsigned ones."""
+    if kind.scheme.dtype == "fp8":  # floats have none; what readers mistake is the bias of the exponent (e4m3fnuz)
+        for tensor in tensors.values():
+            if tensor.dtype == torch.float8_e4m3fn:
+                codes = tensor.view(torch.uint8)
+                codes += 8 * ((codes & 0x7F) < 0x70)
+        return
     for module in modules(tensors, kind):
         name = f"{module}.{kind.zeros or kind.codes}"
         if tensors[name].dtype == torch.int8:
@@ -219,8 +225,6 @@ DAMAGES = [zero_offset, nibble_order, swapped_scales, scaled_scales, nan_scale, 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_damage_is_rejected(damage, kind, good, judged, tmp_path) -> None:
-    if damage is zero_offset and kind.scheme.dtype == "fp8":
-        pytest.skip("floats have no zero point")
     path = shutil.copytree(good, tmp_path / "damaged")
     open_model(path).verify()
     shard = path / "model.safetensors"
