@@ -221,7 +221,7 @@ def test_what_can_never_run_is_refused_by_field(tiny_model: Path) -> None:
             engine.submit("r", tokens, params)
         assert caught.value.param == field
     engine.submit("a", prompt(0, 64), SamplingParams(max_tokens=1))
-    engine.submit("b", prompt(0, 60), SamplingParams(max_tokens=4))
+    engine.submit("b", prompt(0, 60), SamplingParams(max_tokens=4, ignore_eos=True))
     with pytest.raises(QueueFullError):
         engine.submit("c", prompt(0, 4), GREEDY)
     assert {key: len(tokens) for key, tokens in finish(engine).items()} == {"a/0": 1, "b/0": 4}
