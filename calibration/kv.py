@@ -50,11 +50,13 @@ def cached(model: nn.Module, on_cache: OnCache) -> Iterator[None]:
 
 
 class KVRecorder:
-    """Notes the largest keys and values that the attention of ``block`` is given within a ``with``."""
+    """Notes the mean key and the largest keys and values that the attention of ``block`` is given within a ``with``."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._largest: tuple[Tensor, Tensor] | None = None
+        self._sum, self._tokens = torch.zeros(()), 0
+        self._lowest = self._highest = torch.zeros(())
         self._seen: nn.Module | None = None
 
     def __enter__(self) -> KVRecorder:
@@ -71,6 +73,16 @@ class KVRecorder:
             raise UsageError(f"the keys and values of {type(self._block).__name__} cannot be observed")
         return self._largest
 
+    def key_mean(self) -> Tensor:
+        """float32 [kv_heads, head_dim], over all tokens seen. Raises as ``absmax`` does."""
+        self.absmax()
+        return (self._sum / self._tokens).float()
+
+    def key_spread(self) -> Tensor:
+        """float32 [kv_heads]: how far a key gets from ``key_mean`` in any channel."""
+        mean = self.key_mean()
+        return torch.maximum(self._highest - mean, mean - self._lowest).amax(dim=1)
+
     @property
     def attention(self) -> str:
         """The name of the attention inside the block (``self_attn``), known once ``absmax`` is."""
@@ -79,9 +91,13 @@ class KVRecorder:
     def _note(self, module: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self._seen = module
         found = _by_head(keys), _by_head(values)
+        low, high = (extreme.float() for extreme in keys.detach().transpose(0, 1).flatten(1, 2).aminmax(dim=1))
         if self._largest is not None:
             found = torch.maximum(found[0], self._largest[0]), torch.maximum(found[1], self._largest[1])
-        self._largest = found
+            low, high = torch.minimum(low, self._lowest), torch.maximum(high, self._highest)
+        self._largest, self._lowest, self._highest = found, low, high
+        self._sum = self._sum + keys.detach().sum(dim=(0, 2), dtype=torch.float64)
+        self._tokens += keys.shape[0] * keys.shape[2]
         return keys, values
 
 

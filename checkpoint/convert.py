@@ -19,6 +19,7 @@ from qserve.checkpoint.card import write_card
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.formats.format import Format, is_embedding
+from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.loaders import LoaderVerdict, verdicts
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.source import ModelSource
@@ -153,7 +154,7 @@ def _dense(source: ModelSource, out: Path, overwrite: bool, tell: Progress) -> C
     dtype = torch.bfloat16 if source.dtype() == torch.bfloat16 else torch.float16
     dtype_name = str(dtype).removeprefix("torch.")
     modules = source.linears()
-    names = [name for name in source.names() if not name.endswith((".k_scale", ".v_scale"))]
+    names = [name for name in source.names() if not is_kv(name)]
     notes = [f"weights are rounded to {dtype_name}"]
     if source.spec is None and source.path.is_dir():
         raise UsageError(f"{source.name} is in floating point already")

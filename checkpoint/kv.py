@@ -1,4 +1,4 @@
-"""The scales of a quantized KV cache, which lie beside the attention as plain tensors.
+"""The scales of a quantized KV cache and the centre of its keys, which are plain tensors beside the attention.
 
 Knows their names; does not know what is done with them.
 """
@@ -14,6 +14,28 @@ from qserve.checkpoint.errors import CheckpointError
 
 if TYPE_CHECKING:
     from qserve.checkpoint.source import ModelSource
+
+
+KEY_CENTER = "k_center"
+
+
+def is_kv(name: str) -> bool:
+    """Whether the tensor ``name`` describes a KV cache and no weight."""
+    return name.endswith((".k_scale", ".v_scale", f".{KEY_CENTER}"))
+
+
+def key_center(source: ModelSource, attention_module: str) -> Tensor | None:
+    """float32 [kv_heads, head_dim], which ``attention_module`` takes from every rotated key it caches, or None.
+
+    Raises ``CheckpointError`` where it is not finite.
+    """
+    name = f"{attention_module}.{KEY_CENTER}"
+    if not source.has(name):
+        return None
+    center = source.tensor(name).to(torch.float32)
+    if center.dim() != 2 or not bool(torch.isfinite(center).all()):
+        raise CheckpointError(f"{source.path}: {name} is no finite tensor of [kv_heads, head_dim]")
+    return center
 
 
 def kv_scales(source: ModelSource, attention_module: str) -> tuple[Tensor, Tensor] | None:

@@ -17,6 +17,8 @@ from qserve.checkpoint.files import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ASIDE = "kv_cache.qserve"
+"""A safetensors file of what other loaders do not know. Some read every ``*.safetensors`` and refuse strange names."""
 _MAX_HEADER = 100_000_000  # the limit of the reference implementation
 _AGAIN = "fetch or write it again"
 
@@ -36,6 +38,11 @@ class StoredTensor:
 
 def read_index(directory: Path) -> dict[str, StoredTensor]:
     """All tensors of a model directory by name; raises ``CheckpointError`` naming the file at fault."""
+    aside = read_header(directory / ASIDE) if (directory / ASIDE).exists() else {}
+    return aside | _read_weights(directory)
+
+
+def _read_weights(directory: Path) -> dict[str, StoredTensor]:
     if (directory / INDEX).exists():
         return _read_shards(directory)
     if (directory / SINGLE).exists():

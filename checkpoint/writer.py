@@ -23,10 +23,11 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import write_error
 from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.kv import KEY_CENTER
 from qserve.checkpoint.manifest import write_manifest
 from qserve.checkpoint.packed import PackedWeight
-from qserve.checkpoint.parts import Part, PartWriter, read_part
-from qserve.checkpoint.safetensors_index import INDEX, SINGLE
+from qserve.checkpoint.parts import PartWriter, read_part
+from qserve.checkpoint.safetensors_index import ASIDE, INDEX, SINGLE
 from qserve.checkpoint.staging import Staging
 
 
@@ -221,7 +222,12 @@ class CheckpointWriter:
 
     def _write_shards(self) -> None:
         """The parts stay until the checkpoint is in its place, so this can be done again."""
-        shards = _shards(self._parts, self._shard_bytes)
+        # One that was replaced keeps its place in the order.
+        stored = {tensor.name: tensor for part in self._parts for tensor in part.tensors}
+        aside = [stored.pop(name) for name in list(stored) if name.endswith(f".{KEY_CENTER}")]
+        if aside:
+            write_safetensors(self.directory / ASIDE, aside)
+        shards = _shards(list(stored.values()), self._shard_bytes)
         weight_map: dict[str, str] = {}
         for number, tensors in enumerate(shards, 1):
             name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -240,12 +246,10 @@ class CheckpointWriter:
             raise write_error(self.out, error) from None
 
 
-def _shards(parts: list[Part], limit: int) -> list[list[TensorBytes]]:
-    # One that was replaced keeps its place in the order.
-    tensors = {tensor.name: tensor for part in parts for tensor in part.tensors}
+def _shards(tensors: list[TensorBytes], limit: int) -> list[list[TensorBytes]]:
     shards: list[list[TensorBytes]] = []
     room = 0
-    for tensor in tensors.values():
+    for tensor in tensors:
         if not shards or tensor.nbytes > room:
             shards.append([])
             room = limit

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qserve.calibration.kv import cached
 from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import CapacityError
-from qserve.checkpoint.kv import kv_scales
+from qserve.checkpoint.kv import key_center, kv_scales
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import ActivationScheme
 from qserve.kernels.reference import decode_kv, encode_kv, round_input
@@ -43,6 +43,7 @@ class TransformersScorer:
         self._model = Skeleton(source).load_all()
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self._kv: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._center: dict[nn.Module, Tensor] = {}
         if source.spec is not None:
             self._round_inputs()
         if source.spec is not None and source.spec.kv_cache is not None:
@@ -50,6 +51,8 @@ class TransformersScorer:
             for name, module in self._model.named_modules():
                 if (scales := kv_scales(source, name)) is not None:
                     self._kv[module] = scales
+                    center = key_center(source, name)
+                    self._center[module] = torch.zeros(()) if center is None else center[:, None]
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
@@ -75,7 +78,8 @@ class TransformersScorer:
         if module not in self._kv:
             return keys, values
         k_scale, v_scale = self._kv[module]
-        return self._cached(keys, k_scale), self._cached(values, v_scale)
+        center = self._center[module]  # put back: an attention with a soft cap does see it
+        return self._cached(keys - center, k_scale) + center, self._cached(values, v_scale)
 
     def _cached(self, states: Tensor, scale: Tensor) -> Tensor:
         """[batch, kv_heads, tokens, head_dim], rounded as the cache stores it."""

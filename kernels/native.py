@@ -58,7 +58,7 @@ _Linear = _struct(
 )
 _RopeKV = _struct(
     "RopeKV",
-    "qkv cosine sine q_norm k_norm k_scale v_scale k_cache v_cache",
+    "qkv cosine sine q_norm k_norm k_scale v_scale k_center k_cache v_cache",
     "heads kv_heads head_dim rotary_dim kv_dtype",
     "eps",
 )
@@ -229,7 +229,7 @@ class _NativeProgram:
                 norms = [None if w is None else hold(w.float().contiguous()) for w in (op.q_norm, op.k_norm)]
                 body = _RopeKV(
                     hold(op.qkv), hold(op.cosine), hold(op.sine), *norms, hold(op.k_scale), hold(op.v_scale),
-                    hold(op.k_cache), hold(op.v_cache),
+                    hold(op.k_center), hold(op.k_cache), hold(op.v_cache),
                     op.heads, op.kv_heads, op.head_dim, 2 * op.cosine.shape[1], _KV_DTYPES[op.k_cache.dtype], op.eps,
                 )  # fmt: skip
             case Attention():

@@ -70,6 +70,9 @@ class RopeKV:
     v [blocks, kv_heads, 16, head_dim], float32, float16, int8 or float8_e4m3fn. The last two hold k / k_scale and
     v / v_scale (float32 [kv_heads]), rounded to the nearest, ties to even, and saturated: int8 at 127 either way, e4m3
     at 448. What is not finite is stored as NaN, which int8 writes as -128.
+
+    k_center, float32 [kv_heads, head_dim], is taken from each rotated key: all scores of a query move alike, and what
+    is common to all keys takes no bits of a coarse cache.
     """
 
     qkv: Tensor
@@ -85,6 +88,7 @@ class RopeKV:
     eps: float = 1e-6
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    k_center: Tensor | None = None
 
 
 @dataclass(frozen=True)

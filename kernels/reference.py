@@ -109,6 +109,8 @@ def _rope_kv(op: RopeKV, step: Step) -> None:
         k = rms_norm(k, op.k_norm, op.eps)
     positions = step.positions.long()
     k = rotate(k, op.cosine[positions], op.sine[positions])
+    if op.k_center is not None:
+        k = k - op.k_center
     row[:, : op.heads] = rotate(q, op.cosine[positions], op.sine[positions])
     row[:, op.heads : op.heads + op.kv_heads] = k
     block, offset = step.slots.long() // BLOCK_SIZE, step.slots.long() % BLOCK_SIZE

@@ -34,7 +34,7 @@ class QuantizeJob:
                      makes up for what earlier layers lost; best learns the rounding after that (SignRound), and in the
                      end the scales of the whole model
     head_bits        of the output head, 0 keeps it; embedding_bits likewise
-    kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head
+    kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key
     target_bits      mixed precision: stored bits per quantized weight at most, scales included
     max_kl           mixed precision: the smallest checkpoint within this divergence (nats)
     calibration      a SOURCE of ``load_text`` or None (every input counts the same)

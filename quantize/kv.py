@@ -1,13 +1,15 @@
-"""The static scales with which keys and values are cached.
+"""The static numbers with which keys and values are cached: scales, and what keys are centred by.
 
 Knows magnitudes and their names; does not know models, caches or formats.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qserve.calibration.kv import KVRecorder
+from qserve.checkpoint.kv import KEY_CENTER
 from qserve.checkpoint.spec import KVScheme
 from qserve.quantize.layer import static_scales
 
@@ -21,10 +23,21 @@ def kv_scale(absmax: Tensor, scheme: KVScheme) -> Tensor:
     return static_scales(absmax if scheme.granularity == "head" else absmax.amax().reshape(1), scheme.dtype)
 
 
-def recorded_scales(recorder: KVRecorder, block: str, scheme: KVScheme) -> dict[str, Tensor]:
-    """The scales of the attention inside ``block``, under the names of a checkpoint."""
-    found = {}
-    for letter, absmax in zip("kv", recorder.absmax(), strict=True):
+def recorded(recorder: KVRecorder, block: str, scheme: KVScheme) -> dict[str, Tensor]:
+    """The scales of the attention inside ``block`` and the centre of its keys, under the names of a checkpoint.
+
+    The centre is the mean key of each head: some channels of a key hardly change from token to token, and what is
+    common to all keys moves all scores of a query alike, which its softmax does not see. Without that part the rest
+    keeps more of its bits. e4m3 scales are made for keys as they are, since other readers use them without the centre.
+    """
+    keys, values = recorder.absmax()
+    mean, spread = recorder.key_mean(), recorder.key_spread()
+    if not bool(spread.isfinite().all()):
+        mean = torch.zeros_like(mean)
+    elif scheme.dtype == "int8":
+        keys = spread
+    found = {f"{block}.{recorder.attention}.{KEY_CENTER}": mean}
+    for letter, absmax in zip("kv", (keys, values), strict=True):
         scale = kv_scale(absmax, scheme)
         # Per head: a scale for each of [heads, tokens, head_dim], as other readers expect.
         shaped = scale[:, None, None] if scheme.granularity == "head" else scale

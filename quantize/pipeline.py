@@ -26,6 +26,7 @@ from qserve.calibration.text import load_text
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import GateFailed, UsageError
+from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import KVScheme
@@ -34,7 +35,7 @@ from qserve.kernels import native
 from qserve.quantize import distill
 from qserve.quantize.forecast import peak_bytes, require_memory
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
-from qserve.quantize.kv import recorded_scales
+from qserve.quantize.kv import recorded
 from qserve.quantize.layer import LayerReport
 from qserve.quantize.mixed import Choice, Mixed
 from qserve.quantize.prepare import Preparation, arrange, narrow, prepare
@@ -190,8 +191,8 @@ def _commit(
     for module, packed in result.packed.items():
         writer.put_linear(module, packed)
     for name, tensor in result.dense.items():
-        # Scales of the KV cache are float32 in every format.
-        kept = tensor if name.endswith("_scale") else narrow(name, tensor, prepared.dtype)
+        # What belongs to the KV cache is float32 in every format.
+        kept = tensor if is_kv(name) else narrow(name, tensor, prepared.dtype)
         writer.put(name, kept)
     writer.commit(visit.name, {
         "reports": [report.to_json() for report in result.reports],
@@ -239,8 +240,8 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
         for module, weight in tuned.weights.items():
             writer.replace_linear(module, packed[module], weight)
         if prepared.spec.kv_cache is not None:
-            for name, scales in _kv_scales(skeleton, windows, prepared.spec.kv_cache).items():
-                writer.put(name, scales, replace=True)
+            for name, numbers in _kv_numbers(skeleton, windows, prepared.spec.kv_cache).items():
+                writer.put(name, numbers, replace=True)
         writer.commit(_SCALES, {"before": tuned.before, "after": tuned.after})
     found = writer.part(_SCALES)[1]
     before, after = found["before"], found["after"]
@@ -253,7 +254,7 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
 
 
 @torch.no_grad()
-def _kv_scales(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[str, Tensor]:
+def _kv_numbers(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[str, Tensor]:
     """Of every block's cache, as the model in memory fills it."""
     with ExitStack() as stack, fast_products():
         recorders = [stack.enter_context(KVRecorder(skeleton.block(i))) for i in range(len(skeleton.blocks))]
@@ -261,7 +262,7 @@ def _kv_scales(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[st
             skeleton.model.base_model(input_ids=part, use_cache=False)
     found: dict[str, Tensor] = {}
     for name, recorder in zip(skeleton.blocks, recorders, strict=True):
-        found |= recorded_scales(recorder, name, scheme)
+        found |= recorded(recorder, name, scheme)
     return found
 
 

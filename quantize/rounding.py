@@ -20,7 +20,7 @@ from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize import awq, fp8, gptq, rtn, signround, smoothquant
 from qserve.quantize.job import QuantizeJob
-from qserve.quantize.kv import recorded_scales
+from qserve.quantize.kv import recorded
 from qserve.quantize.layer import LayerReport, Quantized, with_activations
 from qserve.quantize.scales import storable
 
@@ -186,7 +186,7 @@ class BlockQuantizer:
         visit.changed()  # recorded on the weights as they are now
         with KVRecorder(visit.block) as recorder:
             visit.finish()
-        self._result.dense |= recorded_scales(recorder, visit.name, self.spec.kv_cache)
+        self._result.dense |= recorded(recorder, visit.name, self.spec.kv_cache)
 
     def _narrow(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype).to(torch.float32)

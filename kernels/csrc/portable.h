@@ -299,8 +299,10 @@ static void QS_NAME(rope_kv)(const qs_rope_kv *op, float *row, int32_t position,
     }
     int64_t block = slot / QS_LANES, offset = slot % QS_LANES;
     for (int32_t head = 0; head < op->kv_heads; head++) {
-        const float *k = row + (int64_t)(op->heads + head) * dim;
+        float *k = row + (int64_t)(op->heads + head) * dim;
         const float *v = k + (int64_t)op->kv_heads * dim;
+        for (int32_t j = 0; op->k_center && j < dim; j++)
+            k[j] -= op->k_center[(int64_t)head * dim + j];
         int64_t base = (block * op->kv_heads + head) * dim * QS_LANES;
         if (op->kv_dtype == QS_F32) {
             float *keys = (float *)op->k_cache + base, *values = (float *)op->v_cache + base + offset * dim;

@@ -92,10 +92,10 @@ typedef struct {
  * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32, f16, i8 or f8.
  * i8 and f8 hold k / k_scale and v / v_scale, scales f32 [kv_heads]: i8 rounded half to even and saturated at
  * -127 .. 127, f8 rounded to the nearest, ties to even, and saturated at 448. What is not finite becomes NaN, which
- * i8 writes as -128. */
+ * i8 writes as -128. k_center f32 [kv_heads, head_dim] or NULL is taken from each rotated key. */
 typedef struct {
     float *qkv;
-    const float *cosine, *sine, *q_norm, *k_norm, *k_scale, *v_scale;
+    const float *cosine, *sine, *q_norm, *k_norm, *k_scale, *v_scale, *k_center;
     void *k_cache, *v_cache;
     int32_t heads, kv_heads, head_dim, rotary_dim, kv_dtype;
     float eps;

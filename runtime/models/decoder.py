@@ -34,7 +34,7 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig
-from qserve.runtime.models.kv_cache import cache_scales
+from qserve.runtime.models.kv_cache import cache_center, cache_scales
 from qserve.runtime.models.rope import rope_tables
 
 Weight = Tensor | PackedWeight
@@ -142,6 +142,7 @@ class Decoder:
         q_norm = self._tensor(f"{attention}.q_norm.weight", dim) if config.qk_norm else None
         k_norm = self._tensor(f"{attention}.k_norm.weight", dim) if config.qk_norm else None
         k_scale, v_scale = cache_scales(self._source, attention, kv_heads, self.kv.dtype)
+        k_center = cache_center(self._source, attention, kv_heads, dim, self.kv.dtype)
         qkv = [
             (f"{attention}.q_proj", config.q_size),
             (f"{attention}.k_proj", config.kv_size),
@@ -153,7 +154,7 @@ class Decoder:
             *self._fused(qkv, self._normed, self._qkv),
             RopeKV(
                 self._qkv, self._cosine, self._sine, k_cache, v_cache, heads, kv_heads, dim,
-                q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale,
+                q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale, k_center,
             ),
             Attention(
                 self._qkv, self._attended, k_cache, v_cache, heads, kv_heads, dim, dim**-0.5, config.windows[i],

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.kv import kv_scales
+from qserve.checkpoint.kv import key_center, kv_scales
 from qserve.checkpoint.source import ModelSource
+from qserve.kernels.ops import SCALED_KV
 
 _DTYPES = {
     "fp16": torch.float16,
@@ -44,7 +45,7 @@ def cache_scales(
 
     Raises ``CheckpointError`` where int8 scales are missing, or there are neither one nor ``kv_heads`` of them.
     """
-    if dtype.is_floating_point and dtype != torch.float8_e4m3fn:
+    if dtype not in SCALED_KV:
         return None, None
     calibrated = source.spec.kv_cache if source.spec is not None else None
     stored = None
@@ -61,3 +62,16 @@ def cache_scales(
             )
     k, v = (scale.float().reshape(-1).expand(kv_heads).contiguous() for scale in stored)
     return k, v
+
+
+def cache_center(
+    source: ModelSource, attention: str, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> Tensor | None:
+    """float32 [kv_heads, head_dim], which the module ``attention`` takes from its keys; None for a float cache, and
+    where the checkpoint has none. Raises ``CheckpointError`` where it has another shape."""
+    center = key_center(source, attention) if dtype in SCALED_KV else None
+    if center is not None and center.shape != (kv_heads, head_dim):
+        raise CheckpointError(
+            f"{source.name}: {attention} centres keys of shape {tuple(center.shape)}, not {(kv_heads, head_dim)}"
+        )
+    return center

@@ -21,7 +21,7 @@ from qserve.checkpoint.source import open_model
 def test_recorded_is_what_the_cache_holds(family: str, saved_model: Callable[[str], Path], tokens: torch.Tensor
 ) -> None:  # fmt: skip
     path = saved_model(family)
-    tokens = tokens[:, :8]  # a sliding window of 8 keeps no more
+    tokens = tokens[:, :7]  # a sliding window of 8 keeps no more
     with torch.no_grad():
         cache = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(tokens).past_key_values
     skeleton = Skeleton(open_model(path))
@@ -32,6 +32,10 @@ def test_recorded_is_what_the_cache_holds(family: str, saved_model: Callable[[st
         layer = cache.layers[visit.index]
         torch.testing.assert_close(keys, layer.keys.abs().amax(dim=(0, 2, 3)), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(values, layer.values.abs().amax(dim=(0, 2, 3)), atol=1e-4, rtol=1e-4)
+        mean = layer.keys.mean(dim=(0, 2))
+        torch.testing.assert_close(recorder.key_mean(), mean, atol=1e-4, rtol=1e-4)
+        spread = (layer.keys - mean[:, None]).abs().amax(dim=(0, 2, 3))
+        torch.testing.assert_close(recorder.key_spread(), spread, atol=1e-4, rtol=1e-4)
         assert len(keys) == (4 if family in ("opt", "gpt_neox") else 2)
         assert recorder.attention == ("attention" if family == "gpt_neox" else "self_attn")
     assert not {"sdpa", "eager"} & ALL_ATTENTION_FUNCTIONS._local_mapping.keys()

@@ -15,7 +15,7 @@ from qserve.checkpoint.convert import convert
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
-from qserve.checkpoint.kv import kv_scales
+from qserve.checkpoint.kv import is_kv, kv_scales
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.summary import summarize
 from qserve.checkpoint.writer import CheckpointWriter
@@ -112,6 +112,7 @@ def test_overrides_embeddings_and_kv_scales_survive(packed_model, tmp_path) -> N
                      overrides={"model.embed_tokens": WeightScheme(8, -1),
                                 "model.layers.0.mlp.down_proj": WeightScheme(3, 64)})
     scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.5, 2.0]) for i in range(2) for x in "kv"}
+    scales |= {f"model.layers.{i}.self_attn.k_center": torch.ones(2, 8) for i in range(2)}
     source = packed_model(spec, "compressed-tensors", extra=scales)
     assert source.spec == spec and "model.embed_tokens" in source.linears()
     assert source.shape("model.embed_tokens") == (96, 64)
@@ -122,7 +123,7 @@ def test_overrides_embeddings_and_kv_scales_survive(packed_model, tmp_path) -> N
         convert(source, tmp_path / "out", "gptq")
     report = convert(source, tmp_path / "dense", "hf")
     dense = HFDirectory(tmp_path / "dense")
-    assert len(report.notes) == 2 and not any("_scale" in name for name in dense.names())
+    assert len(report.notes) == 2 and not any(is_kv(name) for name in dense.names())
     assert dense.shape("model.embed_tokens.weight") == (96, 64)
 
 

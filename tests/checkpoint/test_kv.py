@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.hf import HFDirectory
-from qserve.checkpoint.kv import kv_scales
+from qserve.checkpoint.kv import key_center, kv_scales
 
 ATTENTION = "model.layers.1.self_attn"
 
@@ -32,6 +32,21 @@ def test_both_names_and_every_shape(tiny_llama) -> None:
 def test_names_of_modelopt(tiny_llama) -> None:
     source = with_tensors(tiny_llama, k_proj__k_scale=torch.tensor(0.5), v_proj__v_scale=torch.tensor([3.0]))
     assert [scale.tolist() for scale in kv_scales(source, ATTENTION)] == [[0.5], [3.0]]
+
+
+def test_a_center_lies_in_a_file_of_its_own_that_other_loaders_do_not_open(tiny_llama) -> None:
+    assert key_center(HFDirectory(tiny_llama), ATTENTION) is None
+    center = torch.randn(2, 8)
+    save_file({f"{ATTENTION}.k_center": center}, tiny_llama / "kv_cache.qserve")
+    source = HFDirectory(tiny_llama)
+    assert torch.equal(key_center(source, ATTENTION), center) and source.has(f"{ATTENTION}.k_center")
+    before = source.sha256()
+    save_file({f"{ATTENTION}.k_center": center + 1}, tiny_llama / "kv_cache.qserve")
+    assert HFDirectory(tiny_llama).sha256() != before
+    for wrong in (torch.tensor([[1.0, float("nan")]]), torch.ones(3)):
+        save_file({f"{ATTENTION}.k_center": wrong}, tiny_llama / "kv_cache.qserve")
+        with pytest.raises(CheckpointError, match="k_center is no finite"):
+            key_center(HFDirectory(tiny_llama), ATTENTION)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

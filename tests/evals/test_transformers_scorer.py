@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Mixtr
 
 from qserve.calibration.text import Text, load_text
 from qserve.checkpoint.errors import CapacityError, UsageError
+from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.evals import quality, transformers_scorer
 from qserve.evals.quality import EvalJob
@@ -101,7 +102,7 @@ def rebuilt(dense: Path, result: ModelSource) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
     with torch.no_grad():
         for name in result.names():
-            if not name.endswith(("k_scale", "v_scale")):
+            if not is_kv(name):
                 model.get_parameter(name).copy_(result.tensor(name))
         for name in result.linears():
             packed, module = result.linear(name), model.get_submodule(name)
@@ -143,10 +144,14 @@ def test_keys_and_values_are_rounded_as_the_cache_would_be(
             rounded = []
             for states, letter in ((keys, "k"), (values, "v")):
                 scale = result.tensor(f"model.layers.{layer}.self_attn.{letter}_scale").reshape(1, -1, 1, 1)
-                scaled = states / scale
+                center = torch.zeros(())
+                if letter == "k":
+                    center = result.tensor(f"model.layers.{layer}.self_attn.k_center")[None, :, None]
+                    assert float(center.abs().max()) > 0.01
+                scaled = (states - center) / scale
                 codes = scaled.round().clamp(-127, 127) if dtype == "int8" else scaled.clamp(-448, 448).to(
                     torch.float8_e4m3fn).float()  # fmt: skip
-                rounded.append(codes * scale)
+                rounded.append(codes * scale + center)
             return super().update(*rounded, layer, *args, **kwargs)
 
     model = rebuilt(gemma, result)

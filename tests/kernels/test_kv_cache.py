@@ -29,7 +29,9 @@ def ints(values: object) -> torch.Tensor:
 class Cache:
     """Caches of a few blocks and the two operations over them. Blocks hold the code of NaN until they are written."""
 
-    def __init__(self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int = 0) -> None:
+    def __init__(
+        self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int = 0, center: float | None = None
+    ) -> None:
         nan = -128 if dtype == torch.int8 else 0x7F
         self.heads, self.kv_heads, self.dim, self.window = heads, kv_heads, dim, window
         self.k = torch.full((12, kv_heads, dim, 16), nan, dtype=torch.int8).view(dtype)
@@ -38,13 +40,15 @@ class Cache:
         # Some values saturate.
         self.k_scale = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
         self.v_scale = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
+        self.center = None if center is None else torch.randn(kv_heads, dim, generator=generator) * center
         angles = torch.rand(128, dim // 2, generator=generator) * 6
         self.cosine, self.sine = angles.cos(), angles.sin()
 
     def run(self, executor: Executor, qkv: torch.Tensor, step: Step, *, store: bool = True) -> torch.Tensor:
         out = torch.empty(len(qkv), self.heads * self.dim)
         shape = (self.heads, self.kv_heads, self.dim)
-        rope = RopeKV(qkv, self.cosine, self.sine, self.k, self.v, *shape, k_scale=self.k_scale, v_scale=self.v_scale)
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale, "k_center": self.center}
+        rope = RopeKV(qkv, self.cosine, self.sine, self.k, self.v, *shape, **scales)
         attention = Attention(qkv, out, self.k, self.v, *shape, self.dim**-0.5, self.window, self.k_scale, self.v_scale)
         program = executor.program(len(qkv))
         for op in (rope, attention):
@@ -73,6 +77,7 @@ def test_every_code_is_decoded_and_every_tie_rounded(dtype: torch.dtype) -> None
     assert got[:3].isnan().all() and got[3:].tolist() == [LIMITS[dtype], -LIMITS[dtype]]
 
 
+@pytest.mark.parametrize("center", [None, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window", "chunks"),
@@ -85,11 +90,12 @@ def test_every_code_is_decoded_and_every_tie_rounded(dtype: torch.dtype) -> None
     ],
 )
 def test_store_and_attend(
-    isa: native.Isa, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int, chunks: list[int]
-) -> None:
+    isa: native.Isa, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int, chunks: list[int],
+    center: float | None,
+) -> None:  # fmt: skip
     torch.manual_seed(4)
     executor, twin = native.NativeExecutor(2, isa), ReferenceExecutor()
-    mine, other = (Cache(dtype, heads, kv_heads, dim, window) for _ in range(2))
+    mine, other = (Cache(dtype, heads, kv_heads, dim, window, center) for _ in range(2))
     done = 0
     for size in chunks:
         qkv = torch.randn(size, (heads + 2 * kv_heads) * dim)
@@ -103,9 +109,36 @@ def test_store_and_attend(
             assert (ahead != 0).float().mean() < 1e-3
         other.k.view(torch.int8).copy_(mine.k.view(torch.int8))
         other.v.view(torch.int8).copy_(mine.v.view(torch.int8))
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
         want = other.run(twin, first.clone(), step, store=False)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         done += size
+
+
+def test_what_all_keys_share_costs_no_precision_once_it_is_taken_off(isa: native.Isa) -> None:
+    """Keys far from zero: softmax does not see the centre, and e4m3 keeps more of what differs."""
+    torch.manual_seed(8)
+    heads, kv_heads, dim, total, dtype = 6, 2, 32, 40, torch.float8_e4m3fn
+    qkv = torch.randn(total, (heads + 2 * kv_heads) * dim)
+    outs = {}
+    for name, center, kind in (("exact", None, torch.float32), ("centred", 1.0, dtype), ("plain", None, dtype)):
+        cache = Cache(dtype, heads, kv_heads, dim, center=center)
+        if kind == torch.float32:
+            cache.k, cache.v = torch.zeros(cache.k.shape), torch.zeros(cache.v.shape)
+            cache.k_scale = cache.v_scale = None
+        else:
+            cache.v_scale = torch.ones(kv_heads)
+        offset = Cache(dtype, heads, kv_heads, dim, center=1.0).center
+        cache.cosine, cache.sine = torch.ones(128, dim // 2), torch.zeros(128, dim // 2)
+        mine = qkv.clone()
+        keys = mine.view(total, -1, dim)[:, heads : heads + kv_heads]
+        keys *= 0.3
+        keys += offset
+        values = mine.view(total, -1, dim)[:, heads + kv_heads :]
+        values.copy_(values.sign())  # which e4m3 holds exactly
+        outs[name] = cache.run(native.NativeExecutor(2, isa), mine, one_sequence(0, total, [4, 6, 2]))
+    error = {name: float((out - outs["exact"]).abs().mean()) for name, out in outs.items()}
+    assert error["centred"] < 0.6 * error["plain"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,6 +19,7 @@ from qserve.calibration.windows import evaluation_windows
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CapacityError, CheckpointError, DataError, GateFailed, UsageError
 from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.kv import key_center
 from qserve.evals.transformers_scorer import TransformersScorer
 from qserve.quantize import forecast, pipeline, rounding
 from qserve.quantize.job import QuantizeJob
@@ -317,6 +318,11 @@ def test_every_method_is_installed_written_and_read_alike(options, installed, ll
         assert (stored.input_scale is not None) == (job.scheme == "fp8-static")
     assert read.spec.weights == job.weights and read.spec.kv_cache == job.kv_scheme
     assert not any(layer.fallback for layer in report.layers)
+    if job.kv_cache:
+        others = load_file(tmp_path / "out/model.safetensors").keys()  # what loaders without the centre see
+        assert not any(name.endswith("k_center") for name in others) and "model.layers.1.self_attn.k_scale" in others
+        center = key_center(read, "model.layers.1.self_attn")
+        assert center.shape == (2, 16) and center.dtype == torch.float32 and float(center.abs().max()) > 0
     if job.mixed:
         sizes = {module: read.shape(module) for module in read.linears()}
         bits = sum(read.spec.scheme_of(module).storage_bits(*shape) for module, shape in sizes.items())
@@ -363,7 +369,8 @@ def test_best_effort_tunes_the_scales_of_the_whole_model(model, options, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(pipeline.distill, "distill", lambda *_, **__: pytest.fail("the scales were tuned again"))
         pipeline.run(source, tmp_path / "again", job)
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+    for name in ("model.safetensors", *(["kv_cache.qserve"] if job.kv_cache else [])):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
 def test_a_model_too_large_to_be_tuned_says_so_before_it_starts(llama, tmp_path, monkeypatch):
@@ -418,6 +425,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.kv import key_center
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import pipeline
 from qserve.quantize.job import QuantizeJob

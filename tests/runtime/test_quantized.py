@@ -197,7 +197,7 @@ class _Recorder:
 
 
 def with_kv_scales(tiny_model: Path, dtype: str, granularity: str) -> dict[str, torch.Tensor]:
-    """The scales of the keys and values that ``TOKENS`` leave in a float cache."""
+    """The scales of the keys and values that ``TOKENS`` leave in a float cache, and the mean of the keys."""
     decoder = decoder_of(tiny_model, "reference")
     decoder.kv.zero_()
     run(decoder, [(0, TOKENS, TABLE)])
@@ -206,7 +206,10 @@ def with_kv_scales(tiny_model: Path, dtype: str, granularity: str) -> dict[str, 
     absmax = blocks.abs().amax((2, 4)) / (127 if dtype == "int8" else 448)
     if granularity == "tensor":
         absmax = absmax.amax(-1, keepdim=True)
-    return {
+    shape = (config.num_hidden_layers, -1, config.num_key_value_heads, config.head_dim, 16)
+    mean = decoder.kv[:, 0].reshape(shape).sum((1, 4)) / len(TOKENS)  # the rest of the cache is zero
+    found = {f"model.layers.{i}.self_attn.k_center": mean[i].clone() for i in range(config.num_hidden_layers)}
+    return found | {
         f"model.layers.{i}.self_attn.{'kv'[j]}_scale": absmax[i, j].clone()
         for i in range(config.num_hidden_layers)
         for j in range(2)
@@ -292,13 +295,14 @@ def test_a_byte_per_element_holds_twice_the_tokens(tiny_model: Path) -> None:
     assert blocks["fp8"] == 2 * blocks["fp16"]
 
 
-@pytest.mark.parametrize("change", ["missing", "three"])
+@pytest.mark.parametrize("change", ["missing", "three", "center"])
 def test_damaged_kv_scales_are_refused(tiny_model: Path, tmp_path: Path, change: str) -> None:
     scales = with_kv_scales(tiny_model, "int8", "head")
     if change == "missing":
         scales = {name: scale for name, scale in scales.items() if ".layers.1." not in name}
     else:
-        scales["model.layers.1.self_attn.k_scale"] = torch.ones(3)
+        name = "k_scale" if change == "three" else "k_center"
+        scales[f"model.layers.1.self_attn.{name}"] = torch.ones(3, 1)
     case = Case(spec(FP8_CHANNEL, None, kv_cache=KVScheme("int8", "head")), kv=scales)
     path = save(HFDirectory(tiny_model), case, tmp_path / "damaged")
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn") as raised:
