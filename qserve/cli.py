@@ -381,7 +381,7 @@ def run(
     if any(not key or key != key.strip() or not key.isascii() for key in api_key or ()):
         raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
     from qserve import steps
-    from qserve.runtime.server.app import ServerConfig
+    from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve
 
     sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once

@@ -17,7 +17,7 @@ from qserve.evals.gate import Gate, GateReport, enforce, judge
 from qserve.evals.quality import EvalJob
 from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
-from qserve.runtime.server.app import ServerConfig
+from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle, claim_socket
 
 QUESTION = "What is the capital of France?"

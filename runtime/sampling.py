@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qserve.runtime.constraint import Constraint
+
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024
@@ -49,6 +51,7 @@ class SamplingParams:
         prompt_logprobs: deliver the log-probabilities at every prompt position, of the whole vocabulary to
             ``Engine.score`` and of ``logprobs`` alternatives with an ordinary request. Such a request computes
             each of its prompt positions and never reads the prefix cache.
+        constraint: what the output must look like; None leaves it free.
     """
 
     n: int = 1
@@ -68,6 +71,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_CHOICES)

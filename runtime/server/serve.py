@@ -18,7 +18,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qserve.checkpoint.errors import QServeError
-from qserve.runtime.server.app import ServerConfig, Service, create_app
+from qserve.runtime.server.app import create_app
+from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.service import Service
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine

@@ -13,7 +13,7 @@ import pytest
 from qserve.checkpoint.demo import demo_path
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
-from qserve.runtime.server.app import ServerConfig
+from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
 
 KEYS = ("first-key", "second-key")

@@ -21,7 +21,7 @@ import pytest
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.engine import Engine
 from qserve.runtime.server import serve as serve_module
-from qserve.runtime.server.app import ServerConfig
+from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle, claim_socket
 
 LONG = {"prompt": "the", "max_tokens": 400, "ignore_eos": True}
@@ -187,7 +187,7 @@ SCRIPT = """
     import sys, time
     from qserve.runtime.config import EngineConfig
     from qserve.runtime.engine import Engine
-    from qserve.runtime.server.app import ServerConfig
+    from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve
     sock = claim_socket("127.0.0.1", 0)
     engine = Engine(sys.argv[1], EngineConfig(max_model_len=512, kv_cache_memory=8 << 20))

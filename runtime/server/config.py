@@ -1,0 +1,26 @@
+"""``ServerConfig``: the options of the server, with their defaults. It imports nothing heavy: help must be cheap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the server behaves.
+
+    Attributes:
+        api_keys: callers must show one of these; none means everybody may call.
+        model_name: what the model is called in requests and answers; None takes the engine's name.
+        drain_timeout: seconds that running requests may still take after a first SIGTERM.
+        max_body_bytes: larger request bodies are refused.
+        body_timeout: seconds in which a request body must have arrived.
+        vllm_metrics: ``/metrics`` repeats everything under vLLM's prefix.
+    """
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    model_name: str | None = None
+    drain_timeout: float = 30.0
+    max_body_bytes: int = 8 << 20
+    body_timeout: float = 30.0
+    vllm_metrics: bool = False

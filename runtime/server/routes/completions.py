@@ -1,0 +1,48 @@
+"""``/v1/completions``: a prompt goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from fastapi import APIRouter, Request, Response
+
+from qserve.runtime.server.answers import CompletionAnswer, Echo, Usage
+from qserve.runtime.server.protocol import CompletionRequest, parse
+from qserve.runtime.server.service import Service
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = parse(CompletionRequest, await service.body(request))
+        service.check_model(body.model)
+        params = body.sampling_params()
+        encoder = service.encoder
+        prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt) for prompt in body.prompt])
+        if body.max_tokens is None:  # the default, not the caller, gives way to a prompt that leaves less room
+            room = max(1, service.max_model_len - max(map(len, prompts)))
+            params = replace(params, max_tokens=min(params.max_tokens or room, room))
+        echo = None
+        if body.echo:
+            texts = await asyncio.to_thread(
+                lambda: [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]
+            )
+            firsts = [ids[0] if params.prompt_logprobs else None for ids in prompts]
+            echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(params.n)]
+        generation = await service.submit(request, prompts, params, body.priority)
+        answer = CompletionAnswer(
+            service.model_name,
+            params.n * len(prompts),
+            Usage(generation.prompt_tokens),
+            service.texts,
+            logprobs=params.logprobs is not None,
+            echo=echo,
+        )
+        return await service.answer(
+            request, generation, answer, stream=bool(body.stream), include_usage=body.include_usage
+        )
+
+    return routes

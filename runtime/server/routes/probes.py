@@ -1,0 +1,29 @@
+"""Is it alive, is it ready, how is it doing: for orchestrators and dashboards."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from qserve.runtime.server.service import Service
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> Response:
+        alive = service.thread.alive
+        return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 503)
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        state = "ready" if service.ready else "draining" if service.draining else "failed"
+        return JSONResponse({"status": state}, 200 if service.ready else 503)
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        content = service.metrics.render(service.thread.stats)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return routes
