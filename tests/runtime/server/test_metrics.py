@@ -33,6 +33,8 @@ def samples(server: ServerHandle) -> dict[str, float]:
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if sample.name.startswith("process_"):  # of the process, whatever it serves
+                continue
             assert sample.labels["model_name"] == server.service.model_name
             assert sample.labels["engine"] == "0"
             if "le" not in sample.labels:
