@@ -6,7 +6,6 @@ others may read it at any time and see a moment of it.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,8 +59,3 @@ class Timeline:
     def prefill_start(self) -> float | None:
         """When the first step that held it began."""
         return None if self.queue_seconds is None else self.arrival + self.queue_seconds
-
-
-def wall_clock(moment: float) -> float:
-    """Seconds since the epoch of a moment of ``time.monotonic``, as the clocks stand now."""
-    return time.time() - time.monotonic() + moment

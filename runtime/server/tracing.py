@@ -7,12 +7,13 @@ so nothing is done for them while tokens flow, and a collector that is slow or g
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from qserve.checkpoint.errors import QServeError, UsageError
-from qserve.runtime.server.timeline import Timeline, wall_clock
+from qserve.runtime.server.timeline import Timeline
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -72,6 +73,11 @@ class Tracer:
         """The spans of a request that has ended, continuing the client's trace if it sent one."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
+        epoch = time.time_ns() - time.monotonic_ns()
+
+        def at(moment: float) -> int:
+            return epoch + int(moment * 1e9)
+
         attributes = _attributes(access, model)
         operation = attributes.get("gen_ai.operation.name")
         span = self._tracer.start_span(
@@ -79,7 +85,7 @@ class Tracer:
             context=self._propagator.extract(access.traceparent),
             kind=SpanKind.SERVER,
             attributes=attributes,
-            start_time=_nanoseconds(access.started),
+            start_time=at(access.started),
         )
         failed = "error" in access.finish_reasons
         if failed or (access.status or 0) >= 500:
@@ -88,11 +94,11 @@ class Tracer:
         inside = set_span_in_context(span)
         for timeline in access.timelines:
             if timeline.first_token is not None:
-                span.add_event("gen_ai.first_token", timestamp=_nanoseconds(timeline.first_token))
+                span.add_event("gen_ai.first_token", timestamp=at(timeline.first_token))
             for name, start, end in _phases(timeline, access.ended):
-                child = self._tracer.start_span(name, context=inside, start_time=_nanoseconds(start))
-                child.end(_nanoseconds(end))
-        span.end(_nanoseconds(access.ended))
+                child = self._tracer.start_span(name, context=inside, start_time=at(start))
+                child.end(at(end))
+        span.end(at(access.ended))
 
     def close(self) -> None:
         """Send what is left, within a few seconds."""
@@ -143,7 +149,3 @@ def _phases(timeline: Timeline, ended: float) -> list[tuple[str, float, float]]:
     if first is not None:
         phases.append(("decode", first, max(timeline.last_token.values())))
     return phases
-
-
-def _nanoseconds(moment: float) -> int:
-    return int(wall_clock(moment) * 1e9)
