@@ -388,8 +388,6 @@ def run(
         raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
     from qserve import steps
     from qserve.runtime.server import logs
-
-    say = logs.start(log_format, log_level, console.note)
     from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve
     from qserve.runtime.server.tracing import otlp_exporter
@@ -398,6 +396,7 @@ def run(
         otlp_exporter(otlp_endpoint).shutdown()  # what is wrong with it is known before the model is loaded
     sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
     source = steps.open_source(model)
+    say = logs.start(log_format, log_level, console.note)
     say(f"loading {source.name}")
     engine = steps.load(source, config, quiet=log_format == "json")
     for text in engine.memory.lines():

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds: told at level debug, not traced, not counted
 HEADER = b"x-request-id"
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_HASH = re.compile(r"[0-9a-f]{64}")  # of a key that has no name: its start is enough to tell callers apart
 _STARTS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
@@ -121,7 +122,8 @@ class AccessLog:
         access.ended = time.monotonic()
         access.status = access.status or 499  # the client left before there was an answer
         access.route = getattr(scope.get("route"), "path", access.route)
-        access.tenant = scope.get("qserve.tenant", "")[:12]
+        tenant = scope.get("qserve.tenant", "")
+        access.tenant = tenant[:12] if _HASH.fullmatch(tenant) else tenant
         service, probe = self._service, scope["path"] in PROBES
         if not probe and access.status in REJECTIONS:
             draining = access.status == 503 and service.draining

@@ -69,6 +69,12 @@ def test_the_grace_is_longer_than_the_drain() -> None:
     assert int(unit("TimeoutStopSec")[0]) > drain
 
 
+def test_the_unit_runs_as_nobody_special() -> None:
+    assert unit("User") == ["qserve"]
+    assert unit("NoNewPrivileges") == ["yes"] and unit("ProtectSystem") == ["strict"]
+    assert unit("CapabilityBoundingSet") == [""]
+
+
 def test_the_pod_is_probed_limited_and_unprivileged() -> None:
     spec = container()
     probes = {name: spec[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
@@ -137,27 +143,3 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", copy], capture_output=True, text=True)
     complaints = [line for line in (done.stdout + done.stderr).splitlines() if UNIT.name in line]
     assert not complaints, complaints
-
-
-@pytest.mark.skipif(
-    shutil.which("nginx") is None or shutil.which("openssl") is None, reason="nginx or openssl is not installed"
-)
-def test_nginx_accepts_the_site(tmp_path: Path) -> None:
-    """With a certificate of its own and ports that anybody may listen on."""
-    key, certificate = tmp_path / "site.key", tmp_path / "site.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=llm.example.com",
-         "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    site = SITE.read_text(encoding="utf-8")
-    site = site.replace("/etc/nginx/tls/llm.example.com.pem", str(certificate))
-    site = site.replace("/etc/nginx/tls/llm.example.com.key", str(key))
-    site = re.sub(r"listen (\[::\]:)?(80|443)", r"listen \g<1>1\g<2>8", site)
-    (tmp_path / "site.conf").write_text(site, encoding="utf-8")
-    whole = (
-        f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ access_log off; include {tmp_path}/site.conf; }}"
-    )
-    (tmp_path / "nginx.conf").write_text(whole, encoding="utf-8")
-    done = subprocess.run(["nginx", "-t", "-c", tmp_path / "nginx.conf"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -126,8 +126,9 @@ def test_every_alert_says_how_urgent_it_is_and_what_happened() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed; it comes with Prometheus")
-def test_promtool_accepts_the_alerts() -> None:
-    done = subprocess.run(
-        ["promtool", "check", "rules", DEPLOY / "prometheus/alerts.yaml"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_promtool_accepts_the_alerts_and_they_fire_when_they_should(tmp_path: Path) -> None:
+    for path in (DEPLOY / "prometheus/alerts.yaml", Path(__file__).with_name("alerts_test.yaml")):
+        shutil.copy(path, tmp_path)
+    for command in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
+        done = subprocess.run(["promtool", *command], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -15,8 +15,9 @@ import pytest
 
 from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.runtime.engine import Engine
+from qserve.runtime.server import tracing
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.serve import ServerHandle
+from qserve.runtime.server.serve import ServerHandle, claim_socket
 from qserve.runtime.server.tracing import Tracer, otlp_exporter
 
 pytest.importorskip("opentelemetry.sdk", reason="the tracing extra is not installed")
@@ -137,3 +138,16 @@ def test_nothing_of_opentelemetry_is_imported_without_the_option() -> None:
     code = "import sys, qserve.runtime.server.serve; print([m for m in sys.modules if 'opentelemetry.sdk' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_collector_that_is_away_costs_nobody_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "EXPORT_TIMEOUT", 0.5)
+    with claim_socket("127.0.0.1", 0) as silent:  # connections are taken, and never answered
+        config = ServerConfig(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with ServerHandle(engine, config=config) as server:
+            for _ in range(3):
+                assert httpx.post(f"{server.url}/completions", json=BODY, timeout=20).status_code == 200
+            start = time.monotonic()
+            server.stop()
+            assert not server._thread.is_alive()
+    assert time.monotonic() - start < 20  # a hang is minutes
