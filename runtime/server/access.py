@@ -130,7 +130,8 @@ class AccessLog:
             service.metrics.rejected("draining" if draining else REJECTIONS[access.status])
         if not probe and service.tracer is not None:
             service.tracer.record(access, service.model_name)
-        level = logging.INFO if access.status < 500 else logging.ERROR
+        # A full server or a request that was too slow is worth a look; a failure is worth one now.
+        level = logging.INFO if access.status < 500 else logging.ERROR if access.status == 500 else logging.WARNING
         event(logger, "request", logging.DEBUG if probe else level, **_line(access, service.model_name))
 
 

@@ -56,9 +56,10 @@ _STATUSES = {
     431: "The headers are too large.",
     500: "The server failed on this request.",
     503: "The server is full, or ends; `Retry-After` says when to come back.",
+    504: "The request was not done within the time that it asked for.",
 }
 _EVERYWHERE = (401, 405, 431, 500, 503)
-_WITH_BODY = (400, 404, 408, 413, 429)
+_WITH_BODY = (400, 404, 408, 413, 429, 504)
 
 # Bounds that the models leave to SamplingParams, by field.
 BOUNDS: dict[str, Json] = {
