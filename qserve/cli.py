@@ -364,6 +364,12 @@ def run(
     kernels: Kernels = _ENGINE.kernels,
     threads: Threads = None,
     vllm_metrics: Annotated[bool, typer.Option(help="Repeat the metrics under vLLM's names.")] = False,
+    log_format: Annotated[str, typer.Option(help="Log lines as text or json.")] = "text",
+    log_level: Annotated[str, typer.Option(help="Least level that is logged: debug, info, warning or error.")] = "info",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="OpenTelemetry collector that gets the traces; needs the tracing extra.", metavar="URL"),
+    ] = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains."""
     config = EngineConfig(
@@ -381,18 +387,28 @@ def run(
     if any(not key or key != key.strip() or not key.isascii() for key in api_key or ()):
         raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
     from qserve import steps
+    from qserve.runtime.server import logs
     from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve
+    from qserve.runtime.server.tracing import otlp_exporter
 
+    if otlp_endpoint is not None:
+        otlp_exporter(otlp_endpoint).shutdown()  # what is wrong with it is known before the model is loaded
     sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
-    engine = steps.load(steps.open_source(model), config)
+    source = steps.open_source(model)
+    say = logs.start(log_format, log_level, console.note)
+    say(f"loading {source.name}")
+    engine = steps.load(source, config, quiet=log_format == "json")
     for text in engine.memory.lines():
-        console.note(text)
+        say(text)
     address, number = sock.getsockname()[:2]
     place = f"[{address}]" if ":" in address else address
-    console.note(f"serving {served_model_name or engine.model_name} on http://{place}:{number}/v1")
+    say(f"serving {served_model_name or engine.model_name} on http://{place}:{number}/v1")
     server = ServerConfig(
-        api_keys=tuple(api_key or ()), model_name=served_model_name, vllm_metrics=vllm_metrics
+        api_keys=tuple(api_key or ()),
+        model_name=served_model_name,
+        vllm_metrics=vllm_metrics,
+        otlp_endpoint=otlp_endpoint,
     )
     serve(engine, config=server, sock=sock)
 

@@ -70,6 +70,11 @@ class BlockManager:
         """Blocks that can be found by their digest, in use or not."""
         return len(self._block_of)
 
+    @property
+    def num_table_entries(self) -> int:
+        """Entries of all tables together: a block that several hold counts for each of them."""
+        return sum(map(len, self._tables.values()))
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -69,6 +69,7 @@ class EngineStats:
     prefix_queries: int
     prefix_hits: int
     num_preemptions: int
+    kv_fragmentation: float = 0.0  # share of the allocated KV positions that hold nothing, 0 to 1
 
 
 @dataclass
@@ -143,6 +144,7 @@ class Engine:
         self._arrivals = count()
         self._choices: dict[str, _Choice] = {}  # by the id of the scheduler's request
         self._sinks: dict[str, Callable[[int, Tensor], None]] = {}
+        self.last_plan: StepPlan | None = None  # what the newest step ran, for those who watch
 
     def submit(
         self,
@@ -210,6 +212,7 @@ class Engine:
         plan = self.scheduler.schedule(self._clock())
         if plan is None:
             return []
+        self.last_plan = plan
         try:
             live, sampled = self._run(plan)
             results = dict(zip((choice.sequence.request_id for choice in live), sampled))
@@ -288,6 +291,7 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             num_preemptions=scheduler.num_preemptions,
+            kv_fragmentation=min(1.0, scheduler.num_unused_slots / max(1, blocks.num_used * blocks.block_size)),
         )
 
     def check(self) -> None:

@@ -102,6 +102,12 @@ class Scheduler:
         """Plans made and not committed."""
         return len(self._in_flight)
 
+    @property
+    def num_unused_slots(self) -> int:
+        """KV positions that running requests hold and have not filled: ends of blocks, prompts still to compute."""
+        filled = sum(request.num_computed for request in self._running)
+        return self.blocks.num_table_entries * self.blocks.block_size - filled
+
     def request_ids(self) -> set[str]:
         """Those that have not ended."""
         return set(self._requests)

@@ -9,10 +9,11 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from qserve.runtime.sampling import RequestError
+from qserve.runtime.server.access import AccessLog
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.errors import APIError, ClientGone
 from qserve.runtime.server.guard import Guard
-from qserve.runtime.server.routes import chat, completions, models, probes
+from qserve.runtime.server.routes import chat, completions, models, probes, schema
 from qserve.runtime.server.service import Service
 
 
@@ -20,8 +21,9 @@ def create_app(service: Service) -> FastAPI:
     """The ASGI application. The caller starts and stops ``service.thread``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_keys=service.config.api_keys)
+    app.add_middleware(AccessLog, service=service)  # the last one added is the outermost
     _add_error_handlers(app)
-    for part in (probes, models, completions, chat):
+    for part in (probes, models, completions, chat, schema):
         app.include_router(part.router(service))
     return app
 
@@ -50,7 +52,3 @@ def _add_error_handlers(app: FastAPI) -> None:
         status = error.status_code
         headers = dict(error.headers or {})
         return APIError(status, message.get(status, str(error.detail)), headers=headers).response()
-
-    @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> Response:
-        return APIError(500, "the server failed on this request; its log says why").response()

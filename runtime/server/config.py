@@ -16,6 +16,7 @@ class ServerConfig:
         max_body_bytes: larger request bodies are refused.
         body_timeout: seconds in which a request body must have arrived.
         vllm_metrics: ``/metrics`` repeats everything under vLLM's prefix.
+        otlp_endpoint: URL of an OpenTelemetry collector that gets the traces; None makes none.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -24,3 +25,4 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     body_timeout: float = 30.0
     vllm_metrics: bool = False
+    otlp_endpoint: str | None = None

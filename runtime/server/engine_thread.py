@@ -20,7 +20,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from qserve.runtime.sampling import SamplingParams
-from qserve.runtime.server.metrics import Metrics, Timeline
+from qserve.runtime.server.metrics import Metrics
+from qserve.runtime.server.timeline import Timeline
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine, EngineStats, RequestOutput
@@ -46,6 +47,7 @@ class Generation:
     params: SamplingParams
     loop: asyncio.AbstractEventLoop
     prompt_tokens: int = 0
+    timelines: list[Timeline] = field(default_factory=list)  # one for each prompt
     unfinished: int = 0
     events: asyncio.Queue[list[RequestOutput] | EngineFailure] = field(default_factory=asyncio.Queue)
 
@@ -102,12 +104,19 @@ class EngineThread:
         self._finished: deque[float] = deque(maxlen=10_000)  # times at which requests ended
         self._started = time.monotonic()
         self._ended = False
+        self._step_started: float | None = None
         self._thread = threading.Thread(target=self._run, name="qserve-engine", daemon=True)
         self.stats: EngineStats = engine.stats()
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._ended
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the step that is running began; 0 between steps."""
+        started = self._step_started
+        return 0.0 if started is None else time.monotonic() - started
 
     def start(self) -> None:
         self._thread.start()
@@ -203,7 +212,8 @@ class EngineThread:
         choices = generation.params.n
         generation.unfinished = choices * len(submitted)
         for request_id, prompt in zip(submitted, command.prompts):
-            timeline = Timeline(command.arrival, len(prompt), generation.params.max_tokens)
+            timeline = Timeline(command.arrival, len(prompt), generation.params.max_tokens, choices)
+            generation.timelines.append(timeline)
             self._live[request_id] = _Live(generation, timeline, choices)
         self._answer(command, None)
 
@@ -215,14 +225,20 @@ class EngineThread:
 
     def _step(self) -> None:
         working = bool(self._live)
+        self._step_started = started = time.monotonic()
         try:
             outputs = self._engine.step()
         except Exception:
+            self._metrics.step_failed()
             logger.exception("a step of the engine failed; its requests are ended")
             self._fail_all("the engine failed while it worked on this request")
             if not working:
                 raise
             return
+        finally:
+            self._step_started = None
+        if self._engine.last_plan is not None:
+            self._metrics.step(self._engine.last_plan, time.monotonic() - started)
         self._deliver(outputs)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
@@ -248,6 +264,7 @@ class EngineThread:
             with contextlib.suppress(Exception):
                 self._engine.abort(request_id)
             self._metrics.ended("error")
+            request.timeline.failed()
             generation = request.generation
             self._call(generation.loop, partial(generation.events.put_nowait, EngineFailure(message)))
 

@@ -9,8 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.errors import APIError
@@ -55,6 +64,14 @@ class _Strict(BaseModel):
                     "unsupported_parameter", "'{param}' is not supported by this server", {"param": name}
                 )
         return {name: value for name, value in data.items() if name not in cls.not_done}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With the fields that may be given but must ask for nothing."""
+        schema = handler.resolve_ref_schema(handler(core))
+        idle = {name: {"enum": [None, *values]} for name, values in cls.not_done.items()}
+        schema["properties"] = schema.get("properties", {}) | idle
+        return schema
 
 
 class StreamOptions(_Strict):

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.server.app import create_app
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.logs import event
 from qserve.runtime.server.service import Service
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class _Server(uvicorn.Server):
 
     def drain(self, timeout: float) -> None:
         """Refuse new requests; end when the running ones have, or after ``timeout`` seconds without them."""
+        event(logger, "draining", timeout_seconds=timeout)
         self._service.draining = True
         self._deadline = time.monotonic() + timeout
 
@@ -108,6 +110,11 @@ class _Server(uvicorn.Server):
             self.should_exit = late or not self.server_state.tasks
         return await super().on_tick(counter)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        address, port = self._sock.getsockname()[:2]
+        event(logger, "ready", model=self._service.model_name, address=address, port=port)
+
     def serve_until_stopped(self) -> None:
         self._service.thread.start()
         try:
@@ -115,6 +122,9 @@ class _Server(uvicorn.Server):
         finally:
             self._service.thread.stop()
             self._sock.close()
+            if self._service.tracer is not None:
+                self._service.tracer.close()
+            event(logger, "ended", model=self._service.model_name)
 
 
 def serve(

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import QueueFullError
+from qserve.runtime.server.access import Access
 from qserve.runtime.server.answers import Answer
 from qserve.runtime.server.body import read_json
 from qserve.runtime.server.config import ServerConfig
@@ -22,6 +23,7 @@ from qserve.runtime.server.logprobs import TokenTexts
 from qserve.runtime.server.metrics import Metrics
 from qserve.runtime.server.prompts import PromptEncoder
 from qserve.runtime.server.streaming import EventStream, after_first, while_connected
+from qserve.runtime.server.tracing import Tracer, otlp_exporter
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
@@ -39,7 +41,14 @@ class Service:
         self.stored_bytes = engine.source.stored_bytes()
         self.created = int(time.time())
         self.draining = False
-        self.metrics = Metrics(self.model_name, engine.source.card, vllm_alias=config.vllm_metrics)
+        self.metrics = Metrics(
+            self.model_name,
+            engine.source.card,
+            vllm_alias=config.vllm_metrics,
+            kernels=engine.executor.name,
+            max_waiting=engine.config.max_waiting,
+        )
+        self.tracer = None if config.otlp_endpoint is None else Tracer(otlp_exporter(config.otlp_endpoint))
         self.thread = EngineThread(engine, self.metrics)
         self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
         self.texts = TokenTexts(engine.tokenizer)
@@ -87,12 +96,15 @@ class Service:
                 f"{len(prompts)} prompts with n {params.n} are more than the {self.max_waiting} that may wait here", "n"
             )
         try:
-            return await self.thread.submit(
+            generation = await self.thread.submit(
                 prompts, params, priority=priority or 0, cache_salt=request.scope["qserve.tenant"]
             )
         except QueueFullError as error:
             wait = str(self.thread.retry_after())
             raise APIError(503, str(error), code="queue_full", headers={"Retry-After": wait}) from None
+        access: Access = request.scope["qserve.access"]
+        access.generations.append(generation)
+        return generation
 
     async def answer(
         self, request: Request, generation: Generation, answer: Answer, *, stream: bool, include_usage: bool

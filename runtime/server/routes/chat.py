@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.answers import ChatAnswer, Usage
+from qserve.runtime.server.openapi import described
 from qserve.runtime.server.protocol import ChatRequest, parse
 from qserve.runtime.server.service import Service
 
@@ -15,7 +16,7 @@ from qserve.runtime.server.service import Service
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", **described(ChatRequest, streams=True))
     async def chat_completions(request: Request) -> Response:
         body = parse(ChatRequest, await service.body(request))
         service.check_model(body.model)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from qserve.runtime.server.answers import CompletionAnswer, Echo, Usage
+from qserve.runtime.server.openapi import described
 from qserve.runtime.server.protocol import CompletionRequest, parse
 from qserve.runtime.server.service import Service
 
@@ -15,7 +16,7 @@ from qserve.runtime.server.service import Service
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/completions")
+    @routes.post("/v1/completions", **described(CompletionRequest, streams=True))
     async def completions(request: Request) -> Response:
         body = parse(CompletionRequest, await service.body(request))
         service.check_model(body.model)
