@@ -102,6 +102,14 @@ class Scheduler:
         """Plans made and not committed."""
         return len(self._in_flight)
 
+    def running(self) -> tuple[Request, ...]:
+        """Those that run, in order of rank; to be read only."""
+        return tuple(self._running)
+
+    def waiting(self) -> tuple[Request, ...]:
+        """Those that wait, preempted ones too, in order of rank; to be read only."""
+        return tuple(self._waiting)
+
     def request_ids(self) -> set[str]:
         """Those that have not ended."""
         return set(self._requests)

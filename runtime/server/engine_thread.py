@@ -17,13 +17,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.server.metrics import Metrics, Timeline
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine, EngineStats, RequestOutput
+    from qserve.runtime.snapshot import EngineSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,12 @@ class _Abort:
     request_ids: list[str]
 
 
+@dataclass(frozen=True)
+class _Look:
+    loop: asyncio.AbstractEventLoop
+    seen: asyncio.Future[EngineSnapshot]
+
+
 @dataclass(eq=False)
 class _Live:
     generation: Generation
@@ -96,7 +103,7 @@ class EngineThread:
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._commands: SimpleQueue[_Submit | _Abort | None] = SimpleQueue()
+        self._commands: SimpleQueue[_Submit | _Abort | _Look | None] = SimpleQueue()
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
         self._finished: deque[float] = deque(maxlen=10_000)  # times at which requests ended
@@ -139,6 +146,15 @@ class EngineThread:
         generation.unfinished = 0
         self._commands.put(_Abort(generation.request_ids))
 
+    async def snapshot(self) -> EngineSnapshot:
+        """The engine between two steps. Raises ``EngineFailure`` where the thread has ended."""
+        loop = asyncio.get_running_loop()
+        command = _Look(loop, loop.create_future())
+        self._commands.put(command)
+        if self._ended:
+            raise EngineFailure("the engine has stopped")
+        return await command.seen
+
     def abort_all(self) -> None:
         """End every request with an error that its client gets."""
         self._commands.put(_Abort([]))
@@ -163,8 +179,11 @@ class EngineThread:
         self._fail_all("the server is shutting down")
         with contextlib.suppress(Empty):
             while True:
-                if isinstance(command := self._commands.get_nowait(), _Submit):
-                    self._answer(command, EngineFailure("the server is shutting down"))
+                command, failure = self._commands.get_nowait(), EngineFailure("the server is shutting down")
+                if isinstance(command, _Submit):
+                    self._answer(command, failure)
+                elif isinstance(command, _Look):
+                    self._resolve(command.loop, command.seen, failure)
 
     def _take_commands(self) -> bool:
         """Take all commands there are; wait for one if there is nothing else to do. False ends the thread."""
@@ -177,6 +196,8 @@ class EngineThread:
                     return False
                 if isinstance(command, _Submit):
                     self._submit(command)
+                elif isinstance(command, _Look):
+                    self._resolve(command.loop, command.seen, self._engine.snapshot())
                 elif command.request_ids:
                     self._abort(command.request_ids)
                 else:
@@ -252,11 +273,14 @@ class EngineThread:
             self._call(generation.loop, partial(generation.events.put_nowait, EngineFailure(message)))
 
     def _answer(self, command: _Submit, error: Exception | None) -> None:
-        def answer() -> None:
-            if not command.accepted.done():
-                command.accepted.set_exception(error) if error else command.accepted.set_result(None)
+        self._resolve(command.generation.loop, command.accepted, error)
 
-        self._call(command.generation.loop, answer)
+    def _resolve(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: object) -> None:
+        def resolve() -> None:
+            if not future.done():
+                future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)
+
+        self._call(loop, resolve)
 
     @staticmethod
     def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
