@@ -30,6 +30,7 @@ export function grid(canvas, cells, fills) {
   let pitch = 18;
   while (pitch > 5 && Math.ceil(count / Math.floor(width / pitch)) * pitch > 330) pitch--;
   const columns = Math.max(1, Math.floor(width / pitch));
+  pitch = width / columns;
   const [context] = open(canvas, Math.ceil(count / columns) * pitch);
   const side = pitch - (pitch > 8 ? 2 : 1);
   cells.forEach((cell, i) => {

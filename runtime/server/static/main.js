@@ -45,12 +45,13 @@ async function describe() {
   const [entry] = (await (await call("/v1/models")).json()).data;
   model = entry.id;
   document.title = `${model} · qserve`;
-  $("model-name").textContent = model;
-  const about = entry.qserve;
-  const facts = [about.quantized ? "quantized" : "not quantized", size(about.stored_bytes)];
-  $("model-facts").textContent = [...facts, `context ${entry.max_model_len.toLocaleString("en")}`].join(" · ");
-  const card = about.quality_card;
-  if (!card) return;
+  $("model-name").textContent = $("serving").textContent = model;
+  const { stored_bytes: bytes, quality_card: card } = entry.qserve;
+  $("model-facts").textContent = `${size(bytes)} · context ${entry.max_model_len.toLocaleString("en")}`;
+  if (!card) {
+    $("model-scope").textContent = "It has no quality card: nobody measured what quantization cost.";
+    return;
+  }
   row("KL divergence", `${card.kl_mean.toFixed(4)} nats`);
   row("Perplexity", `${card.perplexity.toFixed(2)} (base ${card.perplexity_base.toFixed(2)})`);
   row("Top-1 agreement", `${(100 * card.top1_agreement).toFixed(1)}%`);
