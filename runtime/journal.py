@@ -17,7 +17,7 @@ FIRST_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step. ``step`` counts plans from 0, ``time`` is in seconds on the engine's clock, the rest in input tokens."""
+    """One step. ``step`` counts plans from 0, ``time`` is in seconds on the engine's clock, the rest are tokens."""
 
     step: int
     time: float

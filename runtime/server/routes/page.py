@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import APIRouter, Response
@@ -39,7 +40,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _sender(content: bytes, media_type: str) -> object:
+def _sender(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
     async def send() -> Response:
         return Response(content, media_type=media_type, headers=_HEADERS)
 

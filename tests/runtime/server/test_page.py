@@ -14,7 +14,7 @@ from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install qserve-llm[browser]")
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 support = pytest.importorskip("selenium.webdriver.support.ui")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
