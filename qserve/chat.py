@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qserve import console
-from qserve.chat_client import Answer, ChatClient, api_url
+from qserve.chat_client import Answer, ChatClient, Piece, api_url
 from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.sampling import RequestError, SamplingParams
@@ -91,19 +91,26 @@ class Chat:
         pieces = self.client.stream([*self.messages(), asked], answer)
         try:
             for piece in pieces:
-                sys.stdout.write(_harmless(piece))  # as it is: a console would change tabs and markup
-                sys.stdout.flush()
+                self._show(piece)
         except KeyboardInterrupt:
             if not self.terminal:
                 raise
             answer.end = "stopped"
         finally:
             pieces.close()  # the connection too: the server stops working
-            if answer.text:
+            if answer.first is not None:
                 console.line()
         if answer.text or answer.end != "stopped":
             self.history += [asked, {"role": "assistant", "content": answer.text}]
         console.note(f"[{answer.speed()}]")
+
+    def _show(self, piece: Piece) -> None:
+        """On a terminal reasoning is dim; what reads a pipe wants the answer."""
+        text = _harmless(piece.text)
+        if piece.is_reasoning:
+            text = f"\x1b[2m{text}\x1b[0m" if self.terminal else ""
+        sys.stdout.write(text)  # as it is: a console would change tabs and markup
+        sys.stdout.flush()
 
     def _command(self, name: str, rest: str = "") -> bool:
         """Do a slash command; False leaves."""

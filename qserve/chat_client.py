@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -32,9 +32,17 @@ def api_url(url: str) -> str:
     return url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
 
 
+class Piece(NamedTuple):
+    """A part of an answer, or of the reasoning before it that some servers split off."""
+
+    text: str
+    is_reasoning: bool
+
+
 @dataclass
 class Answer:
-    """One answer as it comes. Times are seconds; ``tokens`` is None where the server does not count them."""
+    """One answer as it comes; ``text`` is without reasoning, and ``tokens`` None where the server does not count them.
+    Times are seconds since it was asked for."""
 
     text: str = ""
     tokens: int | None = None
@@ -79,7 +87,7 @@ class ChatClient:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def stream(self, messages: list[dict[str, str]], answer: Answer) -> Generator[str, None, None]:
+    def stream(self, messages: list[dict[str, str]], answer: Answer) -> Generator[Piece, None, None]:
         """The answer to ``messages``, piece by piece; ``answer`` is brought up to date with each."""
         body = {"model": self.model, "messages": messages, "stream": True} | self._options
         began = time.monotonic()
@@ -101,7 +109,7 @@ class ChatClient:
                 for piece in _pieces(_object(data), answer):
                     answer.last = time.monotonic() - began
                     answer.first = answer.last if answer.first is None else answer.first
-                    answer.text += piece
+                    answer.text += "" if piece.is_reasoning else piece.text
                     yield piece
         if answer.end is None:
             raise QServeError("the server ended the connection within its answer")
@@ -138,7 +146,7 @@ def _object(data: str) -> dict[str, Any]:
     return content
 
 
-def _pieces(chunk: dict[str, Any], answer: Answer) -> Iterator[str]:
+def _pieces(chunk: dict[str, Any], answer: Answer) -> Iterator[Piece]:
     """The texts in a chunk; notes its usage and finish reason."""
     try:
         if chunk.get("error"):
@@ -147,8 +155,9 @@ def _pieces(chunk: dict[str, Any], answer: Answer) -> Iterator[str]:
             answer.tokens = int(chunk["usage"]["completion_tokens"])
         for choice in chunk.get("choices") or ():
             answer.end = choice.get("finish_reason") or answer.end
-            if text := choice["delta"].get("content"):
-                yield str(text)
+            for name in ("reasoning_content", "content"):
+                if text := choice["delta"].get(name):
+                    yield Piece(str(text), name != "content")
     except (LookupError, TypeError, AttributeError, ValueError):
         raise QServeError("the server's stream does not have the shape of a chat completion") from None
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.server.metrics import Metrics, Timeline
@@ -151,9 +151,11 @@ class EngineThread:
         loop = asyncio.get_running_loop()
         command = _Look(loop, loop.create_future())
         self._commands.put(command)
-        if self._ended:
-            raise EngineFailure("the engine has stopped")
-        return await command.seen
+        while not self._ended:
+            done, _ = await asyncio.wait((command.seen,), timeout=1.0)
+            if done:
+                return command.seen.result()
+        raise EngineFailure("the engine has stopped")
 
     def abort_all(self) -> None:
         """End every request with an error that its client gets."""
@@ -179,11 +181,8 @@ class EngineThread:
         self._fail_all("the server is shutting down")
         with contextlib.suppress(Empty):
             while True:
-                command, failure = self._commands.get_nowait(), EngineFailure("the server is shutting down")
-                if isinstance(command, _Submit):
-                    self._answer(command, failure)
-                elif isinstance(command, _Look):
-                    self._resolve(command.loop, command.seen, failure)
+                if isinstance(command := self._commands.get_nowait(), _Submit):
+                    self._answer(command, EngineFailure("the server is shutting down"))
 
     def _take_commands(self) -> bool:
         """Take all commands there are; wait for one if there is nothing else to do. False ends the thread."""
@@ -197,7 +196,7 @@ class EngineThread:
                 if isinstance(command, _Submit):
                     self._submit(command)
                 elif isinstance(command, _Look):
-                    self._resolve(command.loop, command.seen, self._engine.snapshot())
+                    self._call(command.loop, partial(command.seen.set_result, self._engine.snapshot()))
                 elif command.request_ids:
                     self._abort(command.request_ids)
                 else:
@@ -273,14 +272,11 @@ class EngineThread:
             self._call(generation.loop, partial(generation.events.put_nowait, EngineFailure(message)))
 
     def _answer(self, command: _Submit, error: Exception | None) -> None:
-        self._resolve(command.generation.loop, command.accepted, error)
+        def answer() -> None:
+            if not command.accepted.done():
+                command.accepted.set_exception(error) if error else command.accepted.set_result(None)
 
-    def _resolve(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: object) -> None:
-        def resolve() -> None:
-            if not future.done():
-                future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)
-
-        self._call(loop, resolve)
+        self._call(command.generation.loop, answer)
 
     @staticmethod
     def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

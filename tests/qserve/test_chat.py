@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from qserve.chat import Chat
-from qserve.chat_client import Answer, ChatClient, api_url
+from qserve.chat_client import Answer, ChatClient, Piece, api_url
 from qserve.checkpoint.errors import QServeError, UsageError
 
 Cli = Callable[..., Any]
@@ -144,6 +144,16 @@ def test_what_a_model_writes_does_not_command_the_terminal(
     chat = talk(server, "hello")
     assert capsys.readouterr().out == "�]0;owned��2J[bold]:smile:[/bold]\n\ttab\n"
     assert "\x1b" in chat.history[1]["content"], "it is what it was"
+
+
+def test_reasoning_is_no_part_of_the_answer(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    server.says("Hello")
+    server.events.insert(0, {"choices": [{"delta": {"reasoning_content": "Hm."}}]})
+    chat = talk(server, "hello")
+    assert capsys.readouterr().out == "Hello\n" and chat.history[1]["content"] == "Hello"
+    chat.terminal = True
+    chat._show(Piece("Hm.", True))
+    assert capsys.readouterr().out == "\x1b[2mHm.\x1b[0m"
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,9 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter()
     for path in sorted(path for path in _FOLDER.iterdir() if path.suffix in _TYPES):
         # Each file is a route of its own, read once: no name that a client sends becomes a path.
-        response = _sender(path.read_bytes(), _TYPES[path.suffix])
-        routes.add_api_route("/" if path.name == "index.html" else f"/static/{path.name}", response, methods=["GET"])
+        send = _sender(path.read_bytes(), _TYPES[path.suffix])
+        place = "/" if path.name == "index.html" else f"/static/{path.name}"
+        routes.add_api_route(place, send, methods=["GET"], include_in_schema=False)
     return routes
 
 

@@ -50,7 +50,7 @@ async function answer(model, question) {
   log.scrollTop = log.scrollHeight;
 
   const began = performance.now();
-  const got = { text: "", first: null, last: null, tokens: null, end: null };
+  const got = { text: "", thought: "", first: null, last: null, tokens: null, end: null };
   let failure = null;
   let drawing = 0;
   try {
@@ -60,13 +60,15 @@ async function answer(model, question) {
       if (usage) got.tokens = usage.completion_tokens;
       for (const choice of choices) {
         got.end = choice.finish_reason ?? got.end;
-        if (!choice.delta.content) continue;
+        const { content, reasoning_content: thought } = choice.delta;
+        if (!content && !thought) continue;
         got.last = performance.now();
         got.first ??= got.last;
-        got.text += choice.delta.content;
+        got.text += content ?? "";
+        got.thought += thought ?? "";
         drawing ||= requestAnimationFrame(() => {
           drawing = 0;
-          follow(() => render(shown.body, got.text));
+          follow(() => write(shown, got));
         });
       }
     }
@@ -76,7 +78,7 @@ async function answer(model, question) {
   }
   cancelAnimationFrame(drawing);
   follow(() => {
-    render(shown.body, got.text);
+    write(shown, got);
     shown.note.textContent = speed(got, began);
     if (failure) {
       shown.note.textContent = failure.message;
@@ -93,6 +95,23 @@ async function answer(model, question) {
     message.value = question; // nothing came of it: it may be sent again
     fit();
   }
+}
+
+// Reasoning, where the server splits it off, is folded away as soon as the answer begins.
+function write({ item, body }, { text, thought }) {
+  if (thought) {
+    let folded = item.querySelector("details");
+    if (!folded) {
+      folded = document.createElement("details");
+      folded.open = true;
+      folded.append(document.createElement("summary"), document.createElement("div"));
+      folded.firstChild.textContent = "Reasoning";
+      item.prepend(folded);
+    }
+    render(folded.lastChild, thought);
+    if (text && !body.firstChild) folded.open = false;
+  }
+  render(body, text);
 }
 
 function body(model, messages) {

@@ -52,7 +52,7 @@ def test_the_shell_needs_no_key_and_the_engine_does(base: str) -> None:
 
 @pytest.mark.parametrize("path", ["/static/", "/static/nothing.js", "/static/%2e%2e/app.py", "/static/..%2fapp.py"])
 def test_only_the_files_of_the_page_are_open(base: str, path: str) -> None:
-    assert httpx.get(base + path).status_code == 404
+    assert httpx.get(base + path, headers=KEY).status_code == 404
 
 
 def test_the_page_takes_nothing_from_elsewhere(base: str) -> None:

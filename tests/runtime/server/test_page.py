@@ -174,6 +174,19 @@ def test_a_refusal_is_shown_and_the_message_kept(page: Page) -> None:
     page.driver.get_log("browser")  # a browser reports every 400 as an error
 
 
+def test_reasoning_is_folded_away(page: Page) -> None:
+    page.opened()
+    page.driver.execute_script("""
+        const deltas = [{ reasoning_content: "Hm." }, { content: "Hello" }];
+        const lines = deltas.map((delta) => `data: ${JSON.stringify({ choices: [{ delta }] })}\\n\\n`);
+        window.fetch = async () => new Response(lines.join("") + "data: [DONE]\\n\\n");
+    """)
+    page.say("hello", 10)
+    page.wait(lambda: page.answers() and page.text() == "Hello")
+    folded = page.answers()[-1].find_element("tag name", "details")
+    assert folded.get_attribute("open") is None and "Hm." in folded.get_attribute("textContent")
+
+
 def test_the_files_are_those_that_the_page_loads(page: Page) -> None:
     page.opened()
     loaded = page.driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
