@@ -80,15 +80,16 @@ def to_json(snapshot: EngineSnapshot) -> Json:
     Where there are more than ``MAX_CELLS`` blocks, a cell stands for ``blocks_per_cell`` of them and shows the highest
     of their numbers.
     """
-    blocks = [FREE] * snapshot.num_blocks
-    for block in snapshot.cached_blocks:
-        blocks[block] = CACHED
+    held: dict[int, int] = {}
     for number, request in enumerate(snapshot.running, FIRST_REQUEST):
         for block in request.block_table:
-            blocks[block] = SHARED if blocks[block] >= SHARED else number
-    shared, free = blocks.count(SHARED), blocks.count(FREE)
+            held[block] = SHARED if block in held else number
     per_cell = -(-snapshot.num_blocks // MAX_CELLS)
-    cells = [max(blocks[i : i + per_cell]) for i in range(0, len(blocks), per_cell)] if per_cell > 1 else blocks
+    cells = [FREE] * -(-snapshot.num_blocks // per_cell)
+    for block in snapshot.cached_blocks:
+        cells[block // per_cell] = CACHED
+    for block, what in held.items():
+        cells[block // per_cell] = max(cells[block // per_cell], what)
     return {
         "object": "engine.snapshot",
         "time": snapshot.time,
@@ -102,10 +103,10 @@ def to_json(snapshot: EngineSnapshot) -> Json:
         "kv": {
             "block_size": snapshot.block_size,
             "total": snapshot.num_blocks,
-            "free": free,
+            "free": snapshot.num_blocks - len(held) - len(snapshot.cached_blocks),
             "cached": len(snapshot.cached_blocks),
-            "shared": shared,
-            "used": snapshot.num_blocks - free - len(snapshot.cached_blocks),
+            "shared": sum(what == SHARED for what in held.values()),
+            "used": len(held),
             "blocks_per_cell": per_cell,
             "cells": [[what, sum(1 for _ in run)] for what, run in groupby(cells)],
         },
