@@ -53,7 +53,8 @@ async function describe() {
     return;
   }
   row("KL divergence", `${card.kl_mean.toFixed(4)} nats`);
-  row("Perplexity", `${card.perplexity.toFixed(2)} (base ${card.perplexity_base.toFixed(2)})`);
+  row("Perplexity", card.perplexity.toFixed(2));
+  row("Perplexity, base", card.perplexity_base.toFixed(2));
   row("Top-1 agreement", `${(100 * card.top1_agreement).toFixed(1)}%`);
   $("model-scope").textContent = `Against ${card.base_name}, ${card.tokens.toLocaleString("en")} tokens of ${card.data_name}`;
 }
