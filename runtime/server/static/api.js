@@ -7,6 +7,9 @@ const field = document.getElementById("key");
 const why = document.getElementById("key-why");
 let asking = null;
 
+// Whoever was asked for a key gave none: there is no use in trying again.
+export class NoKey extends Error {}
+
 // The response, if it is one of success; asks for a key as often as the server wants one.
 export async function call(path, options = {}) {
   for (;;) {
@@ -65,7 +68,7 @@ function askForKey(refused) {
         sessionStorage.setItem(KEY, field.value);
         resolve();
       } else {
-        reject(new Error("no API key was given"));
+        reject(new NoKey("no API key was given"));
       }
       field.value = "";
       dialog.returnValue = "";

@@ -1,6 +1,6 @@
 // A live picture of the engine, for as long as it is looked at.
 
-import { events } from "./api.js";
+import { NoKey, events } from "./api.js";
 import { bars, colour, grid, ink, line } from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
@@ -33,12 +33,16 @@ async function watch(control) {
       for await (const picture of events("/v1/engine/events", { signal: control.signal })) {
         if (control.signal.aborted) return;
         $("lost").hidden = true;
+        $("lost").textContent = "";
         take(picture);
         draw();
       }
     } catch (error) {
       if (control.signal.aborted) return;
-      $("lost").textContent = `No picture of the engine: ${error.message}. Trying again.`;
+      const again = error instanceof NoKey ? "" : " Trying again.";
+      $("lost").textContent = `No picture of the engine: ${error.message}.${again}`;
+      $("lost").hidden = false;
+      if (!again) return;
     }
     $("lost").textContent ||= "The server is shutting down.";
     $("lost").hidden = false;

@@ -174,6 +174,20 @@ def test_a_refusal_is_shown_and_the_message_kept(page: Page) -> None:
     page.driver.get_log("browser")  # a browser reports every 400 as an error
 
 
+def test_without_a_key_nobody_is_asked_again_and_again(page: Page) -> None:
+    page.wait(page["key-dialog"].is_displayed)
+    page["key-cancel"].click()
+    page.wait(lambda: "no API key" in page["model-facts"].text)
+    page["tab-engine"].click()
+    page.wait(page["key-dialog"].is_displayed)
+    page["key-cancel"].click()
+    page.wait(lambda: page["lost"].text.endswith("no API key was given."))
+    page["tab-chat"].click()
+    page["tab-engine"].click()  # who comes back is asked
+    page.enter_key()
+    page.wait(lambda: page["running"].text == "0" and not page["lost"].is_displayed())
+
+
 def test_reasoning_is_folded_away(page: Page) -> None:
     page.opened()
     page.driver.execute_script("""
