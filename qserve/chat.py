@@ -63,6 +63,9 @@ class Chat:
                 if not self.terminal:
                     raise
                 console.error(_harmless(str(error)))
+            except KeyboardInterrupt:  # one more, while an answer was being stopped
+                if not self.terminal:
+                    raise
 
     def messages(self) -> list[dict[str, str]]:
         """What a request would hold."""
