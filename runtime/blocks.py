@@ -85,6 +85,10 @@ class BlockManager:
     def tables(self) -> dict[str, tuple[int, ...]]:
         return {request_id: tuple(table) for request_id, table in self._tables.items()}
 
+    def evictable(self) -> tuple[int, ...]:
+        """Blocks that no table holds and that can be found again, the next to be taken first."""
+        return tuple(self._evictable)
+
     def open(self, request_id: str, digests: Sequence[bytes] = ()) -> int:
         """Start a table with the longest cached run of leading ``digests``; returns how many positions."""
         table = self._new_table(request_id)

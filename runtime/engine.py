@@ -20,6 +20,7 @@ from qserve.kernels.threads import torch_threads
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.detokenizer import Detokenizer, StopChecker
+from qserve.runtime.journal import Journal
 from qserve.runtime.memory import MemoryPlan, plan_memory, weight_bytes
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
@@ -31,6 +32,7 @@ from qserve.runtime.runner import DecoderRunner, ModelRunner
 from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs, sample
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from qserve.runtime.snapshot import EngineSnapshot, take
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Engine:
             ),
             BlockManager(self.memory.num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
         )
+        self.journal = Journal()
         self._eos = _eos_token_ids(source)
         self._clock = clock
         self._arrivals = count()
@@ -209,10 +212,12 @@ class Engine:
 
         Where the model raises, every request ends, the engine is as good as new, and the error goes on to the caller.
         """
-        plan = self.scheduler.schedule(self._clock())
+        now = self._clock()
+        plan = self.scheduler.schedule(now)
         if plan is None:
             return []
         self.last_plan = plan
+        self.journal.step(plan, now)
         try:
             live, sampled = self._run(plan)
             results = dict(zip((choice.sequence.request_id for choice in live), sampled))
@@ -294,6 +299,10 @@ class Engine:
             kv_fragmentation=min(1.0, scheduler.num_unused_slots / max(1, blocks.num_used * blocks.block_size)),
         )
 
+    def snapshot(self) -> EngineSnapshot:
+        """Requests, blocks and the last steps as they are between two steps."""
+        return take(self.scheduler, self.journal, self._clock())
+
     def check(self) -> None:
         """Raise ``AssertionError`` where the scheduler, its blocks and the choices disagree."""
         self.scheduler.check()
@@ -314,6 +323,9 @@ class Engine:
         """Turn a new token into text; a stop string in it ends the request."""
         reason, stop_reason = update.finish_reason, update.stop_reason
         tokens = list(update.token_ids)
+        if len(choice.sequence.output_token_ids) == 1 and choice.index == 0:
+            now = self._clock()
+            self.journal.first_token(now, now - choice.sequence.arrival_time)
         # A token that ended the request is not part of the answer's text.
         shown = tokens if reason != "stop" else []
         text = choice.detokenizer.append(shown)

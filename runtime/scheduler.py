@@ -108,6 +108,14 @@ class Scheduler:
         filled = sum(request.num_computed for request in self._running)
         return self.blocks.num_table_entries * self.blocks.block_size - filled
 
+    def running(self) -> tuple[Request, ...]:
+        """Those that run, in order of rank; to be read only."""
+        return tuple(self._running)
+
+    def waiting(self) -> tuple[Request, ...]:
+        """Those that wait, preempted ones too, in order of rank; to be read only."""
+        return tuple(self._waiting)
+
     def request_ids(self) -> set[str]:
         """Those that have not ended."""
         return set(self._requests)

@@ -25,6 +25,7 @@ from qserve.runtime.server.timeline import Timeline
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine, EngineStats, RequestOutput
+    from qserve.runtime.snapshot import EngineSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,12 @@ class _Abort:
     request_ids: list[str]
 
 
+@dataclass(frozen=True)
+class _Look:
+    loop: asyncio.AbstractEventLoop
+    seen: asyncio.Future[EngineSnapshot]
+
+
 @dataclass(eq=False)
 class _Live:
     generation: Generation
@@ -98,7 +105,7 @@ class EngineThread:
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._commands: SimpleQueue[_Submit | _Abort | None] = SimpleQueue()
+        self._commands: SimpleQueue[_Submit | _Abort | _Look | None] = SimpleQueue()
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
         self._finished: deque[float] = deque(maxlen=10_000)  # times at which requests ended
@@ -148,6 +155,17 @@ class EngineThread:
         generation.unfinished = 0
         self._commands.put(_Abort(generation.request_ids))
 
+    async def snapshot(self) -> EngineSnapshot:
+        """The engine between two steps. Raises ``EngineFailure`` where the thread has ended."""
+        loop = asyncio.get_running_loop()
+        command = _Look(loop, loop.create_future())
+        self._commands.put(command)
+        while not self._ended:
+            done, _ = await asyncio.wait((command.seen,), timeout=1.0)
+            if done:
+                return command.seen.result()
+        raise EngineFailure("the engine has stopped")
+
     def abort_all(self) -> None:
         """End every request with an error that its client gets."""
         self._commands.put(_Abort([]))
@@ -186,6 +204,8 @@ class EngineThread:
                     return False
                 if isinstance(command, _Submit):
                     self._submit(command)
+                elif isinstance(command, _Look):
+                    self._call(command.loop, partial(command.seen.set_result, self._engine.snapshot()))
                 elif command.request_ids:
                     self._abort(command.request_ids)
                 else:

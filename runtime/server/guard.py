@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.runtime.server.errors import APIError
 
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ready", "/")
+OPEN_FOLDER = "/static/"  # the shell of the page
 MAX_HEADER_BYTES = 32 << 10
 
 
@@ -42,7 +43,7 @@ class Guard:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             raise APIError(431, f"the request headers have more than {MAX_HEADER_BYTES:,} bytes")
-        if not self._digests or scope["path"] in OPEN_PATHS:
+        if not self._digests or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER):
             return ""
         authorization = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = authorization.partition(b" ")
