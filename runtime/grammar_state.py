@@ -1,0 +1,63 @@
+"""``GrammarState``: where the output of one choice stands in its grammar, and ``MaskPool``, masks beside a forward pass.
+
+Knows tokens and masks; does not know requests, nor how a token is chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from torch import Tensor
+
+from qserve.runtime.grammar import one_line
+
+
+class GrammarState:
+    """Follows one output. After an error, as a limit of the matcher, nothing is allowed any more.
+
+    ``param``: the field of the request that the grammar came from.
+    """
+
+    def __init__(self, matcher: LLMatcher, param: str) -> None:
+        self._matcher = matcher
+        self.param = param
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        """bool [vocab_size]: what may come next, an end-of-sequence token where the text may end.
+
+        Without any True after an error. Leaves the interpreter lock for nearly all of its time.
+        """
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            return torch.zeros(vocab_size, dtype=torch.bool)
+        return torch.from_numpy(np.unpackbits(packed, bitorder="little")[:vocab_size].view(np.bool_))
+
+    def consume(self, token_id: int) -> None:
+        """Take the token that was chosen, once."""
+        self._matcher.consume_token(token_id)
+
+    @property
+    def is_complete(self) -> bool:
+        """The text is in the language and cannot go on, or an end-of-sequence token has ended it."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """Why the output cannot go on though it is not complete."""
+        return one_line(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+class MaskPool:
+    """Computes masks in a few threads while the model computes logits. The threads start with the first mask."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "qserve-masks")
+
+    def start(self, states: Mapping[str, GrammarState]) -> dict[str, Future[Tensor]]:
+        return {key: self._pool.submit(state.allowed, self._vocab_size) for key, state in states.items()}
