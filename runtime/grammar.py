@@ -64,7 +64,6 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = vocabulary
-        self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -72,6 +71,10 @@ class GrammarCompiler:
     def vocabulary(self) -> Vocabulary:
         """Made with the first constraint: a server without any never pays for it."""
         return self._make_vocabulary()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        return self.vocabulary.for_matchers()
 
     def __contains__(self, constraint: Constraint) -> bool:
         return (constraint.kind, constraint.text) in self._compiled
@@ -86,14 +89,14 @@ class GrammarCompiler:
         key = constraint.kind, constraint.text
         with self._lock:
             compiled = self._compiled.get(key)
-            if compiled is None:
-                self._tokenizer = self._tokenizer or self.vocabulary.for_matchers()
-                compiled = compile_matcher(self._tokenizer, constraint, grammar or grammar_text(constraint))
-                self._compiled[key] = compiled
-                if len(self._compiled) > _COMPILED:
-                    self._compiled.popitem(last=False)
+        if compiled is None:  # not under the lock: others need what is already there
+            compiled = compile_matcher(self._tokenizer, constraint, grammar or grammar_text(constraint))
+        with self._lock:
+            self._compiled[key] = compiled
             self._compiled.move_to_end(key)
-            return compiled.deep_copy()
+            if len(self._compiled) > _COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled.deep_copy()
 
 
 def compile_matcher(tokenizer: LLTokenizer, constraint: Constraint, grammar: str) -> LLMatcher:

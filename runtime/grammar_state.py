@@ -1,4 +1,4 @@
-"""``GrammarState``: where the output of one choice stands in its grammar, and ``MaskPool``, masks beside a forward pass.
+"""``GrammarState``: where one output stands in its grammar; ``MaskPool``: masks made beside a forward pass.
 
 Knows tokens and masks; does not know requests, nor how a token is chosen.
 """
@@ -26,6 +26,7 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, param: str) -> None:
         self._matcher = matcher
         self.param = param
+        self._stuck = False
 
     def allowed(self, vocab_size: int) -> Tensor:
         """bool [vocab_size]: what may come next, an end-of-sequence token where the text may end.
@@ -33,9 +34,11 @@ class GrammarState:
         Without any True after an error. Leaves the interpreter lock for nearly all of its time.
         """
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(packed, bitorder="little")[:vocab_size].view(np.bool_)
         if self._matcher.is_error():
-            return torch.zeros(vocab_size, dtype=torch.bool)
-        return torch.from_numpy(np.unpackbits(packed, bitorder="little")[:vocab_size].view(np.bool_))
+            mask[:] = False
+        self._stuck = not mask.any()
+        return torch.from_numpy(mask)
 
     def consume(self, token_id: int) -> None:
         """Take the token that was chosen, once."""
@@ -49,7 +52,9 @@ class GrammarState:
     @property
     def error(self) -> str | None:
         """Why the output cannot go on though it is not complete."""
-        return one_line(self._matcher.get_error()) if self._matcher.is_error() else None
+        if self._matcher.is_error():
+            return one_line(self._matcher.get_error())
+        return "the model has no token for it" if self._stuck else None
 
 
 class MaskPool:

@@ -19,7 +19,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.metrics import Metrics, Timeline
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class EngineFailure(Exception):
 class Generation:
     """The prompts of one HTTP request in the engine. Iterating yields ``(choice, output)`` until all ended.
 
-    Choice ``prompt * n + index`` is answer number ``index`` to that prompt. Raises ``EngineFailure``.
+    Choice ``prompt * n + index`` is answer number ``index`` to that prompt. Raises ``EngineFailure``, or
+    ``RequestError`` where the request itself is why it cannot go on.
     """
 
     request_ids: list[str]
@@ -57,6 +58,8 @@ class Generation:
                 self.unfinished = 0
                 raise event
             for output in event:
+                if output.error_param is not None:
+                    raise RequestError(output.error or "", output.error_param)
                 if output.finish_reason in ("abort", "error"):
                     raise EngineFailure(output.error or "the request was aborted")
                 self.unfinished -= output.finish_reason is not None

@@ -114,6 +114,7 @@ class _Server(uvicorn.Server):
             self.run(sockets=[self._sock])
         finally:
             self._service.thread.stop()
+            self._service.constraints.close()
             self._sock.close()
 
 

@@ -16,6 +16,7 @@ from qserve.runtime.scheduler import QueueFullError
 from qserve.runtime.server.answers import Answer
 from qserve.runtime.server.body import read_json
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.constraints import ConstraintChecker
 from qserve.runtime.server.engine_thread import EngineThread, Generation
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.logprobs import TokenTexts
@@ -41,6 +42,7 @@ class Service:
         self.draining = False
         self.metrics = Metrics(self.model_name, engine.source.card, vllm_alias=config.vllm_metrics)
         self.thread = EngineThread(engine, self.metrics)
+        self.constraints = ConstraintChecker(engine.grammars)
         self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
         self.texts = TokenTexts(engine.tokenizer)
 
@@ -87,6 +89,8 @@ class Service:
                 f"{len(prompts)} prompts with n {params.n} are more than the {self.max_waiting} that may wait here", "n"
             )
         try:
+            if params.constraint is not None:
+                await self.constraints.check(params.constraint)
             return await self.thread.submit(
                 prompts, params, priority=priority or 0, cache_salt=request.scope["qserve.tenant"]
             )

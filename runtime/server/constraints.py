@@ -1,0 +1,172 @@
+"""``ConstraintChecker``: has every new constraint tried out by a worker that can be killed, before the engine sees it.
+
+Knows processes, pipes and deadlines; does not know HTTP, nor what is inside a constraint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from qserve.runtime.constraint import Constraint
+from qserve.runtime.grammar import GrammarCompiler
+from qserve.runtime.sampling import RequestError
+from qserve.runtime.scheduler import QueueFullError
+from qserve.runtime.server.engine_thread import EngineFailure
+
+COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds
+START_SECONDS = 60.0  # for a new worker, on a machine that has other things to do
+MAX_PENDING = 32
+MAX_REFUSALS = 256  # remembered, so that sending one again and again costs nothing
+REMEMBER_SECONDS = 60.0
+
+
+class ConstraintChecker:
+    """Awaiting ``check`` leaves both the event loop and the engine's thread free. One check runs at a time."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._worker = Worker(compiler)
+        self._refusals: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()  # and when
+        self._thread = ThreadPoolExecutor(1, "qserve-constraints")
+        self._pending = 0
+
+    async def check(self, constraint: Constraint) -> None:
+        """Return when the compiler has it. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``."""
+        if constraint in self._compiler:
+            return
+        if self._pending >= MAX_PENDING:
+            raise QueueFullError(f"{self._pending} constraints wait to be compiled, the limit; try again later")
+        self._pending += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._check, constraint)
+        finally:
+            self._pending -= 1
+
+    def close(self) -> None:
+        """End the worker, also if it is in the middle of something."""
+        self._worker.close()
+        self._thread.shutdown()
+
+    def _check(self, constraint: Constraint) -> None:
+        key, now = (constraint.kind, constraint.text), time.monotonic()
+        if constraint in self._compiler:
+            return
+        refusal, moment = self._refusals.get(key, ("", -REMEMBER_SECONDS))
+        if now - moment >= REMEMBER_SECONDS:
+            answer = self._worker.ask(constraint)
+            if "grammar" in answer:
+                self._compiler.matcher(constraint, answer["grammar"])
+                return
+            refusal = answer["error"]
+            self._refusals[key] = refusal, now
+            self._refusals.move_to_end(key)
+            if len(self._refusals) > MAX_REFUSALS:
+                self._refusals.popitem(last=False)
+        raise RequestError(refusal, constraint.param)
+
+
+class Worker:
+    """The process ``grammar_worker``: started with the first question, and again after it died or was killed.
+
+    Questions come from one thread; ``close`` may come from another.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._closed = False
+        self._changing = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def ask(self, constraint: Constraint) -> dict[str, str]:
+        """``{"grammar": ...}`` or ``{"error": ...}``, within about ``COMPILE_SECONDS`` of a running worker."""
+        question = {"kind": constraint.kind, "text": constraint.text}
+        for _ in range(2):  # that somebody killed the worker is no reason to refuse
+            process = self._running()
+            start = time.monotonic()
+            answer = _exchange(process, question, COMPILE_SECONDS)
+            if answer is not None:
+                return answer
+            self._end(process)
+            if time.monotonic() - start >= COMPILE_SECONDS:
+                return {"error": f"the constraint is refused: it takes more than {COMPILE_SECONDS:g} s to compile"}
+        return {"error": "the constraint is refused: compiling it takes more memory than is allowed"}
+
+    def close(self) -> None:
+        with self._changing:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()  # whoever waits for its answer sees it end
+                self._process.wait()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        process = self._process or self._spawn()
+        if not self._ready:
+            if _exchange(process, asdict(self._compiler.vocabulary), START_SECONDS) is None:
+                self._end(process)
+                raise EngineFailure("the worker that compiles constraints does not start")
+            self._ready = True
+        return process
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self._changing:
+            if self._closed:
+                raise EngineFailure("the server is shutting down")
+            # -P: a folder here that is named like a module must not take its place.
+            command = [sys.executable, "-P", "-m", "qserve.runtime.grammar_worker"]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+            return self._process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        with self._changing:
+            self._process, self._ready = None, False
+
+
+def _exchange(process: subprocess.Popen[bytes], message: dict[str, Any], seconds: float) -> dict[str, str] | None:
+    """Send a line and read one. None if the process is gone or late."""
+    assert process.stdin is not None and process.stdout is not None
+    deadline = time.monotonic() + seconds
+    given, taken = process.stdin.fileno(), process.stdout.fileno()
+    os.set_blocking(given, False)
+    left = memoryview(json.dumps(message).encode() + b"\n")
+    line = bytearray()
+    try:
+        while left and _wait(given, select.POLLOUT, deadline):
+            left = left[os.write(given, left) :]
+        while not line.endswith(b"\n") and _wait(taken, select.POLLIN, deadline):
+            if not (part := os.read(taken, 1 << 16)):
+                return None
+            line += part
+    except BrokenPipeError:
+        return None
+    return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
