@@ -200,7 +200,7 @@ class Engine:
                 (seed + index + 2**63) % 2**64 - 2**63,
                 Detokenizer(self.tokenizer, tokens),
                 StopChecker(params.stop, params.include_stop_str_in_output),
-                GrammarState(grammars[index], constraint.param) if constraint else None,
+                GrammarState(grammars[index], self.grammars.tokenizer, constraint.param) if constraint else None,
             )
             self.scheduler.add(request)  # the first is refused where any would be
             self._choices[request.request_id] = choice

@@ -73,7 +73,7 @@ class GrammarCompiler:
         return self._make_vocabulary()
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
+    def tokenizer(self) -> LLTokenizer:
         return self.vocabulary.for_matchers()
 
     def __contains__(self, constraint: Constraint) -> bool:
@@ -90,7 +90,7 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._compiled.get(key)
         if compiled is None:  # not under the lock: others need what is already there
-            compiled = compile_matcher(self._tokenizer, constraint, grammar or grammar_text(constraint))
+            compiled = compile_matcher(self.tokenizer, constraint, grammar or grammar_text(constraint))
         with self._lock:
             self._compiled[key] = compiled
             self._compiled.move_to_end(key)
@@ -124,8 +124,9 @@ def grammar_text(constraint: Constraint) -> str:
     _check_size(constraint, MAX_SCHEMA)
     schema = _json(constraint)
     _check_schema(constraint, schema)
-    if isinstance(schema, dict):
-        schema.pop("x-guidance", None)  # options of llguidance that could turn the promise off
+    if isinstance(schema, bool):
+        schema = {"allOf": [schema]}  # options go with objects only
+    schema.pop("x-guidance", None)  # options of llguidance that could turn the promise off
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from qserve.runtime.grammar import one_line
 
+_SPECIAL = b"\xff"  # begins the name of a special token in what llguidance calls bytes
 
 class GrammarState:
     """Follows one output. After an error, as a limit of the matcher, nothing is allowed any more.
@@ -23,8 +25,9 @@ class GrammarState:
     ``param``: the field of the request that the grammar came from.
     """
 
-    def __init__(self, matcher: LLMatcher, param: str) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, param: str) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self.param = param
         self._stuck = False
 
@@ -37,8 +40,23 @@ class GrammarState:
         mask = np.unpackbits(packed, bitorder="little")[:vocab_size].view(np.bool_)
         if self._matcher.is_error():
             mask[:] = False
-        self._stuck = not mask.any()
+        choices = np.count_nonzero(mask)
+        self._stuck = choices == 0
+        if choices == 1:
+            self._spell_out(mask)
         return torch.from_numpy(mask)
+
+    def _spell_out(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """Correct the token of a text that must come now and looks like a special token.
+
+        llguidance has the tokenizer cut such a text, and then means the special token, which it would not accept.
+        """
+        only = int(mask.argmax())
+        if self._tokenizer.is_special_token(only):
+            text = self._matcher.compute_ff_bytes()
+            if text and not text.startswith(_SPECIAL):
+                mask[only] = False
+                mask[self._tokenizer.greedy_tokenize(text.decode("utf-8", "replace"))[0]] = True
 
     def consume(self, token_id: int) -> None:
         """Take the token that was chosen, once."""
