@@ -153,7 +153,8 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
 def check_json(answer: Completion, schema: Any) -> None:
     assert answer.finish_reason in ("stop", "length"), answer.error
     if answer.finish_reason == "stop":
-        Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(answer.text))
+        validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+        validator.validate(json.loads(answer.text))
 
 
 def test_a_hundred_schemas(engine: Engine) -> None:
@@ -164,7 +165,7 @@ def test_a_hundred_schemas(engine: Engine) -> None:
     for schema, answer in zip(SCHEMAS, answers, strict=True):
         check_json(answer, schema)
     assert sum(answer.finish_reason == "stop" for answer in answers) > 60
-    for index in range(0, len(SCHEMAS), 20):  # the same alone
+    for index in range(0, len(SCHEMAS), 30):  # the same alone
         assert one(engine, params[index]).token_ids == answers[index].token_ids
 
 
@@ -192,7 +193,7 @@ CHOICES = ["red", "re", "", 'a "b"', "a\\b", "two\nlines", "é😀", "<|im_end|>
 
 
 def test_choices_are_taken_literally(engine: Engine) -> None:
-    seen = {one(engine, held("choice", json.dumps(CHOICES), temperature=30.0, seed=seed)).text for seed in range(30)}
+    seen = {one(engine, held("choice", json.dumps(CHOICES), temperature=30.0, seed=seed)).text for seed in range(12)}
     assert seen <= set(CHOICES) and len(seen) > 1
     for choice in CHOICES:
         answer = one(engine, held("choice", json.dumps([choice])))
