@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
+from llguidance import LLMatcher
 from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource, open_model
@@ -160,9 +161,11 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        matcher: LLMatcher | None = None,
     ) -> int:
         """Queue a request and return the number of its prompt tokens.
 
+        ``matcher``: of the constraint, where ``grammars`` has compiled it already.
         Raises ``RequestError``, naming the field, for what can never run; ``QueueFullError`` for what may be sent
         again later. Either all of its n choices are queued or none.
         """
@@ -178,7 +181,8 @@ class Engine:
         if self.scheduler.num_waiting + params.n > self.config.max_waiting:
             raise QueueFullError(f"{self.scheduler.num_waiting} requests are waiting, the limit; try again later")
         constraint = params.constraint
-        grammars = [self.grammars.matcher(constraint) for _ in range(params.n)] if constraint else []
+        if constraint is not None:
+            matcher = matcher or self.grammars.matcher(constraint)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         parent: Request | None = None
         for index in range(params.n):
@@ -200,7 +204,9 @@ class Engine:
                 (seed + index + 2**63) % 2**64 - 2**63,
                 Detokenizer(self.tokenizer, tokens),
                 StopChecker(params.stop, params.include_stop_str_in_output),
-                GrammarState(grammars[index], self.grammars.tokenizer, constraint.param) if constraint else None,
+                GrammarState(matcher.deep_copy(), self.grammars.tokenizer, constraint.param)
+                if constraint is not None and matcher is not None
+                else None,
             )
             self.scheduler.add(request)  # the first is refused where any would be
             self._choices[request.request_id] = choice

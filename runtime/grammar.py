@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from copy import copy
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ MAX_GRAMMAR = 128 << 10
 MAX_PATTERN = 4096  # the work for one mask grows with the length of a regular expression
 MAX_CHOICES = 1000
 MAX_DEPTH = 64
-_COMPILED = 64  # constraints kept compiled
 _MAX_ERROR = 300
 
 # A lexer state takes 1 to 2 kB, so one request grows by 40 MB at most.
@@ -60,12 +57,10 @@ class Vocabulary:
 
 
 class GrammarCompiler:
-    """Compiles constraints for one vocabulary and keeps the last ones. Safe to be used by several threads."""
+    """Compiles constraints for one vocabulary. Safe to be used by several threads."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = vocabulary
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -76,37 +71,22 @@ class GrammarCompiler:
     def tokenizer(self) -> LLTokenizer:
         return self.vocabulary.for_matchers()
 
-    def __contains__(self, constraint: Constraint) -> bool:
-        return (constraint.kind, constraint.text) in self._compiled
-
     def matcher(self, constraint: Constraint, grammar: str | None = None) -> LLMatcher:
-        """A matcher of one's own, at the beginning of the output.
+        """A matcher at the beginning of the output, for one request.
 
-        ``grammar``: the constraint's ``grammar_text``, where it is known. Raises ``RequestError`` with the constraint's
-        ``param`` where it does not compile. The first constraint pays for the tokenizer, and any one may take long:
-        where strangers send them, ask the worker first.
+        Copies of it share what the lexer learns and the limits to that, so another request gets another matcher,
+        though it takes a millisecond or more. Raises ``RequestError`` with the constraint's ``param`` where it does not
+        compile. That may take long: where strangers send constraints, ask the worker first.
+
+        ``grammar``: the constraint's ``grammar_text``, where it is known.
         """
-        key = constraint.kind, constraint.text
-        with self._lock:
-            compiled = self._compiled.get(key)
-        if compiled is None:  # not under the lock: others need what is already there
-            compiled = compile_matcher(self.tokenizer, constraint, grammar or grammar_text(constraint))
-        with self._lock:
-            self._compiled[key] = compiled
-            self._compiled.move_to_end(key)
-            if len(self._compiled) > _COMPILED:
-                self._compiled.popitem(last=False)
-        return compiled.deep_copy()
-
-
-def compile_matcher(tokenizer: LLTokenizer, constraint: Constraint, grammar: str) -> LLMatcher:
-    """Compile, once, with no output yet. ``grammar`` is the constraint's ``grammar_text``. Raises ``RequestError``."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
-    trial = matcher.deep_copy()
-    trial.compute_bitmask()  # that nothing may begin a text is found only here
-    if trial.is_error():
-        raise _refused(constraint, one_line(trial.get_error()))
-    return matcher
+        grammar = grammar or grammar_text(constraint)
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_LIMITS)
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()  # that nothing may begin a text is found only here
+        if trial.is_error():
+            raise _refused(constraint, one_line(trial.get_error()))
+        return matcher
 
 
 def grammar_text(constraint: Constraint) -> str:

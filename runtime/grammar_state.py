@@ -19,6 +19,7 @@ from qserve.runtime.grammar import one_line
 
 _SPECIAL = b"\xff"  # begins the name of a special token in what llguidance calls bytes
 
+
 class GrammarState:
     """Follows one output. After an error, as a limit of the matcher, nothing is allowed any more.
 

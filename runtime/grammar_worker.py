@@ -18,10 +18,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from llguidance import LLTokenizer
-
 from qserve.runtime.constraint import Constraint
-from qserve.runtime.grammar import Vocabulary, compile_matcher, grammar_text
+from qserve.runtime.grammar import GrammarCompiler, Vocabulary, grammar_text
 from qserve.runtime.sampling import RequestError
 
 EXTRA_MEMORY = 512 << 20  # bytes that compiling may take
@@ -42,20 +40,21 @@ def _serve() -> None:
     if content is None:
         return
     vocabulary = Vocabulary(content["tokenizer"], content["size"], tuple(content["eos_token_ids"]))
-    tokenizer = vocabulary.for_matchers()
+    compiler = GrammarCompiler(lambda: vocabulary)
+    compiler.matcher(Constraint("regex", "a"))  # loads the tokenizer
     _limit_memory()
     _answer({})
     while line := sys.stdin.buffer.readline():
         signal.alarm(ORPHAN_SECONDS)
         content = json.loads(line)
-        _answer(_tried(tokenizer, Constraint(content["kind"], content["text"])))
+        _answer(_tried(compiler, Constraint(content["kind"], content["text"])))
         signal.alarm(0)
 
 
-def _tried(tokenizer: LLTokenizer, constraint: Constraint) -> dict[str, str]:
+def _tried(compiler: GrammarCompiler, constraint: Constraint) -> dict[str, str]:
     try:
         grammar = grammar_text(constraint)
-        compile_matcher(tokenizer, constraint, grammar)
+        compiler.matcher(constraint, grammar)
     except RequestError as error:
         return {"error": str(error)}
     return {"grammar": grammar}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import select
 import subprocess
@@ -15,8 +16,10 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from llguidance import LLMatcher
 
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.grammar import GrammarCompiler
@@ -27,53 +30,68 @@ from qserve.runtime.server.engine_thread import EngineFailure
 COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds
 START_SECONDS = 60.0  # for a new worker, on a machine that has other things to do
 MAX_PENDING = 32
-MAX_REFUSALS = 256  # remembered, so that sending one again and again costs nothing
-REMEMBER_SECONDS = 60.0
+MAX_VERDICTS = 256  # remembered, so that the same one again costs no trial
+REMEMBER_SECONDS = 60.0  # a refusal, which may be due to a busy moment
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """``grammar``: the constraint in llguidance's format, known to compile in time. ``error``: why it is refused."""
+
+    grammar: str = ""
+    error: str = ""
+    until: float = math.inf  # as time.monotonic()
 
 
 class ConstraintChecker:
-    """Awaiting ``check`` leaves both the event loop and the engine's thread free. One check runs at a time."""
+    """Awaiting ``matcher`` leaves both the event loop and the engine's thread free. One new one is tried at a time."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._worker = Worker(compiler)
-        self._refusals: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()  # and when
-        self._thread = ThreadPoolExecutor(1, "qserve-constraints")
+        self._verdicts: OrderedDict[tuple[str, str], _Verdict] = OrderedDict()
+        self._trying = ThreadPoolExecutor(1, "qserve-constraints")
+        self._compiling = ThreadPoolExecutor(2, "qserve-compile")  # what is known to be good waits for no trial
         self._pending = 0
 
-    async def check(self, constraint: Constraint) -> None:
-        """Return when the compiler has it. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``."""
-        if constraint in self._compiler:
-            return
+    async def matcher(self, constraint: Constraint) -> LLMatcher:
+        """The constraint, compiled. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``."""
         if self._pending >= MAX_PENDING:
             raise QueueFullError(f"{self._pending} constraints wait to be compiled, the limit; try again later")
         self._pending += 1
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._check, constraint)
+            loop = asyncio.get_running_loop()
+            verdict = self._known(constraint)
+            if verdict is None:
+                verdict = await loop.run_in_executor(self._trying, self._try, constraint)
+            if verdict.error:
+                raise RequestError(verdict.error, constraint.param)
+            return await loop.run_in_executor(self._compiling, self._compiler.matcher, constraint, verdict.grammar)
         finally:
             self._pending -= 1
 
     def close(self) -> None:
         """End the worker, also if it is in the middle of something."""
         self._worker.close()
-        self._thread.shutdown()
+        self._trying.shutdown()
+        self._compiling.shutdown()
 
-    def _check(self, constraint: Constraint) -> None:
-        key, now = (constraint.kind, constraint.text), time.monotonic()
-        if constraint in self._compiler:
-            return
-        refusal, moment = self._refusals.get(key, ("", -REMEMBER_SECONDS))
-        if now - moment >= REMEMBER_SECONDS:
+    def _known(self, constraint: Constraint) -> _Verdict | None:
+        verdict = self._verdicts.get((constraint.kind, constraint.text))
+        return verdict if verdict is not None and time.monotonic() < verdict.until else None
+
+    def _try(self, constraint: Constraint) -> _Verdict:
+        verdict = self._known(constraint)  # the same one may have been tried while this waited
+        if verdict is None:
             answer = self._worker.ask(constraint)
             if "grammar" in answer:
-                self._compiler.matcher(constraint, answer["grammar"])
-                return
-            refusal = answer["error"]
-            self._refusals[key] = refusal, now
-            self._refusals.move_to_end(key)
-            if len(self._refusals) > MAX_REFUSALS:
-                self._refusals.popitem(last=False)
-        raise RequestError(refusal, constraint.param)
+                verdict = _Verdict(grammar=answer["grammar"])
+            else:
+                verdict = _Verdict(error=answer["error"], until=time.monotonic() + REMEMBER_SECONDS)
+            self._verdicts[constraint.kind, constraint.text] = verdict
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return verdict
 
 
 class Worker:

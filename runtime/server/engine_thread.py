@@ -23,6 +23,8 @@ from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.metrics import Metrics, Timeline
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from qserve.runtime.engine import Engine, EngineStats, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class _Submit:
     cache_salt: str
     arrival: float
     accepted: asyncio.Future[None]
+    matcher: LLMatcher | None
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,19 @@ class EngineThread:
         self._thread.join(timeout)
 
     async def submit(
-        self, prompts: list[list[int]], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        matcher: LLMatcher | None = None,
     ) -> Generation:
         """Queue all prompts or none. Raises ``RequestError``, ``QueueFullError`` or ``EngineFailure``."""
         loop = asyncio.get_running_loop()
         generation = Generation([f"r{next(self._ids)}" for _ in prompts], params, loop)
-        command = _Submit(generation, prompts, priority, cache_salt, time.monotonic(), loop.create_future())
+        arrival, accepted = time.monotonic(), loop.create_future()
+        command = _Submit(generation, prompts, priority, cache_salt, arrival, accepted, matcher)
         self._commands.put(command)
         if self._ended:
             raise EngineFailure("the engine has stopped")
@@ -196,6 +206,7 @@ class EngineThread:
                     generation.params,
                     priority=command.priority,
                     cache_salt=command.cache_salt,
+                    matcher=command.matcher,
                 )
                 submitted.append(request_id)
         except Exception as error:  # RequestError, or a bug that must not end the thread

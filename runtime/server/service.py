@@ -89,10 +89,9 @@ class Service:
                 f"{len(prompts)} prompts with n {params.n} are more than the {self.max_waiting} that may wait here", "n"
             )
         try:
-            if params.constraint is not None:
-                await self.constraints.check(params.constraint)
+            matcher = None if params.constraint is None else await self.constraints.matcher(params.constraint)
             return await self.thread.submit(
-                prompts, params, priority=priority or 0, cache_salt=request.scope["qserve.tenant"]
+                prompts, params, priority=priority or 0, cache_salt=request.scope["qserve.tenant"], matcher=matcher
             )
         except QueueFullError as error:
             wait = str(self.thread.retry_after())

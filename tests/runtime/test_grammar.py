@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher
+from llguidance import LLParserLimits
 
 from qserve.checkpoint.demo import demo_path
 from qserve.runtime.config import EngineConfig
@@ -347,8 +348,6 @@ def test_options_of_the_library_are_not_open_to_a_schema(engine: Engine) -> None
 def test_an_output_that_cannot_go_on_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     hard = held("regex", "x(.*a.{3000}.*){300}", max_tokens=400, temperature=5.0)
     with monkeypatch.context() as patch:
-        from llguidance import LLParserLimits
-
         patch.setattr("qserve.runtime.grammar._LIMITS", LLParserLimits(max_lexer_states=60, verbose_errors=False))
         failed, neighbour = generate(engine, [hard, held("regex", "[ab]{8}")])
     assert failed.finish_reason == "error" and "too many states" in (failed.error or "")
@@ -362,8 +361,8 @@ def test_offline(tiny_model: Path) -> None:
     assert {answer.text for result in results for answer in result.outputs} <= {"left", "right"}
 
 
-def test_what_was_compiled_is_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    constraint = Constraint("regex", "kept once", "a")
-    engine.grammars.matcher(constraint)
-    monkeypatch.setattr("qserve.runtime.grammar.compile_matcher", None)
-    assert isinstance(engine.grammars.matcher(Constraint("regex", "kept once", "b")), LLMatcher)
+def test_what_one_request_uses_up_is_its_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qserve.runtime.grammar._LIMITS", LLParserLimits(max_lexer_states=60, verbose_errors=False))
+    hungry = held("regex", "x(.*a.{3000}.*){301}", temperature=5.0, max_tokens=400)
+    assert one(engine, hungry).finish_reason == "error"
+    assert one(engine, replace(hungry, max_tokens=1)).finish_reason == "length"
