@@ -9,8 +9,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
+from llguidance import LLMatcher
 from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource, open_model
@@ -20,6 +22,8 @@ from qserve.kernels.threads import torch_threads
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.detokenizer import Detokenizer, StopChecker
+from qserve.runtime.grammar import GrammarCompiler, Vocabulary
+from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
 from qserve.runtime.memory import MemoryPlan, plan_memory, weight_bytes
 from qserve.runtime.models.config import decoder_config
@@ -43,6 +47,7 @@ class RequestOutput:
     token that ended it. ``queue_seconds``: from arrival to the first step that held it.
     ``prompt_logprobs``: of the prompt's tokens from the second on, with the first output of a request that asked for
     both ``prompt_logprobs`` and ``logprobs``.
+    ``error_param``: the field of the request that is at fault for the error, where one is.
     """
 
     request_id: str
@@ -58,6 +63,7 @@ class RequestOutput:
     queue_seconds: float
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    error_param: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class _Choice:
     seed: int
     detokenizer: Detokenizer
     stops: StopChecker
+    grammar: GrammarState | None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -143,6 +150,8 @@ class Engine:
         )
         self.journal = Journal()
         self._eos = _eos_token_ids(source)
+        self.grammars = GrammarCompiler(partial(Vocabulary.of, self.tokenizer, self.vocab_size, self._eos))
+        self._masks = MaskPool(self.vocab_size)
         self._clock = clock
         self._arrivals = count()
         self._choices: dict[str, _Choice] = {}  # by the id of the scheduler's request
@@ -157,9 +166,11 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        matcher: LLMatcher | None = None,
     ) -> int:
         """Queue a request and return the number of its prompt tokens.
 
+        ``matcher``: of the constraint, where ``grammars`` has compiled it already.
         Raises ``RequestError``, naming the field, for what can never run; ``QueueFullError`` for what may be sent
         again later. Either all of its n choices are queued or none.
         """
@@ -174,6 +185,9 @@ class Engine:
             )
         if self.scheduler.num_waiting + params.n > self.config.max_waiting:
             raise QueueFullError(f"{self.scheduler.num_waiting} requests are waiting, the limit; try again later")
+        constraint = params.constraint
+        if constraint is not None:
+            matcher = matcher or self.grammars.matcher(constraint)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         parent: Request | None = None
         for index in range(params.n):
@@ -195,6 +209,9 @@ class Engine:
                 (seed + index + 2**63) % 2**64 - 2**63,
                 Detokenizer(self.tokenizer, tokens),
                 StopChecker(params.stop, params.include_stop_str_in_output),
+                GrammarState(matcher.deep_copy(), self.grammars.tokenizer, constraint.param)
+                if constraint is not None and matcher is not None
+                else None,
             )
             self.scheduler.add(request)  # the first is refused where any would be
             self._choices[request.request_id] = choice
@@ -222,7 +239,7 @@ class Engine:
             live, sampled = self._run(plan)
             results = dict(zip((choice.sequence.request_id for choice in live), sampled))
             broken = [choice for choice, token in zip(live, sampled) if token.token_id is None]
-            outputs = [self._fail(choice, "the model computed NaN for this request") for choice in broken]
+            outputs = [self._fail(choice) for choice in broken]
             tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
             updates = self.scheduler.commit(plan, tokens)
             return outputs + [self._advance(self._choices[u.request_id], u, results[u.request_id]) for u in updates]
@@ -236,11 +253,19 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> tuple[list[_Choice], list[Sampled]]:
         """Who gets a token from this plan, and which."""
+        masks = self._masks.start(
+            {
+                planned.request_id: grammar
+                for planned in plan.sequences
+                if planned.num_sampled and (grammar := self._choices[planned.request_id].grammar)
+            }
+        )
         with torch_threads(1):
             output = self.runner.run(plan, self._deliver)
             live = [self._choices[key] for key in output.request_ids]
             sequences, seeds = [choice.sequence for choice in live], [choice.seed for choice in live]
-            return live, sample(output.logits, output.greedy, sequences, seeds)
+            allowed = [masks[key].result() if key in masks else None for key in output.request_ids]
+            return live, sample(output.logits, output.greedy, sequences, seeds, allowed)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -328,6 +353,11 @@ class Engine:
             self.journal.first_token(now, now - choice.sequence.arrival_time)
         # A token that ended the request is not part of the answer's text.
         shown = tokens if reason != "stop" else []
+        if choice.grammar is not None and reason != "stop":
+            choice.grammar.consume(tokens[-1])
+            if choice.grammar.is_complete:  # also by an ending that the request itself would have passed over
+                self.scheduler.finish(update.request_id, "stop")
+                reason, shown = "stop", [token for token in tokens if token not in self._eos]
         text = choice.detokenizer.append(shown)
         # Stop strings count from the first token after ``min_tokens`` on.
         if len(choice.sequence.output_token_ids) > choice.sequence.params.min_tokens:
@@ -344,10 +374,13 @@ class Engine:
         logprobs = None if sampled.logprobs is None else [sampled.logprobs]
         return self._output(choice, text, tokens, logprobs, reason, stop_reason)
 
-    def _fail(self, choice: _Choice, error: str) -> RequestOutput:
+    def _fail(self, choice: _Choice) -> RequestOutput:
         self.scheduler.finish(choice.sequence.request_id, "error")
         self._forget(choice.sequence.request_id)
-        return self._output(choice, "", [], None, "error", None, error)
+        if choice.grammar is not None and choice.grammar.error is not None:
+            error = f"the output cannot go on within its constraint: {choice.grammar.error}"
+            return self._output(choice, "", [], None, "error", None, error, choice.grammar.param)
+        return self._output(choice, "", [], None, "error", None, "the model computed NaN for this request")
 
     def _forget(self, key: str) -> None:
         self._choices.pop(key, None)
@@ -362,6 +395,7 @@ class Engine:
         reason: str | None,
         stop_reason: str | int | None,
         error: str | None = None,
+        error_param: str | None = None,
     ) -> RequestOutput:
         sequence = choice.sequence
         scored, choice.prompt_logprobs = choice.prompt_logprobs, []
@@ -379,6 +413,7 @@ class Engine:
             queue_seconds=(sequence.scheduled_time or sequence.arrival_time) - sequence.arrival_time,
             error=error,
             prompt_logprobs=scored or None,
+            error_param=error_param,
         )
 
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds: told at level debug, not traced, not counted
+# Asked every few seconds, or part of a page: told at level debug, not traced, not counted.
+PROBES = ("/health", "/ready", "/metrics", "/", "/v1/engine", "/v1/engine/events")
 HEADER = b"x-request-id"
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _HASH = re.compile(r"[0-9a-f]{64}")  # of a key that has no name: its start is enough to tell callers apart
@@ -124,7 +125,7 @@ class AccessLog:
         access.route = getattr(scope.get("route"), "path", access.route)
         tenant = scope.get("qserve.tenant", "")
         access.tenant = tenant[:12] if _HASH.fullmatch(tenant) else tenant
-        service, probe = self._service, scope["path"] in PROBES
+        service, probe = self._service, scope["path"] in PROBES or scope["path"].startswith("/static/")
         if not probe and access.status in REJECTIONS:
             draining = access.status == 503 and service.draining
             service.metrics.rejected("draining" if draining else REJECTIONS[access.status])

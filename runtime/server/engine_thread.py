@@ -19,11 +19,13 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.metrics import Metrics
 from qserve.runtime.server.timeline import Timeline
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from qserve.runtime.engine import Engine, EngineStats, RequestOutput
     from qserve.runtime.snapshot import EngineSnapshot
 
@@ -41,7 +43,8 @@ class EngineFailure(Exception):
 class Generation:
     """The prompts of one HTTP request in the engine. Iterating yields ``(choice, output)`` until all ended.
 
-    Choice ``prompt * n + index`` is answer number ``index`` to that prompt. Raises ``EngineFailure``.
+    Choice ``prompt * n + index`` is answer number ``index`` to that prompt. Raises ``EngineFailure``, or
+    ``RequestError`` where the request itself is why it cannot go on.
     """
 
     request_ids: list[str]
@@ -60,6 +63,8 @@ class Generation:
                 self.unfinished = 0
                 raise event
             for output in event:
+                if output.error_param is not None:
+                    raise RequestError(output.error or "", output.error_param)
                 if output.finish_reason in ("abort", "error"):
                     raise EngineFailure(output.error or "the request was aborted")
                 self.unfinished -= output.finish_reason is not None
@@ -74,6 +79,7 @@ class _Submit:
     cache_salt: str
     arrival: float
     accepted: asyncio.Future[None]
+    matcher: LLMatcher | None
 
 
 @dataclass(frozen=True)
@@ -134,12 +140,19 @@ class EngineThread:
         self._thread.join(timeout)
 
     async def submit(
-        self, prompts: list[list[int]], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        matcher: LLMatcher | None = None,
     ) -> Generation:
         """Queue all prompts or none. Raises ``RequestError``, ``QueueFullError`` or ``EngineFailure``."""
         loop = asyncio.get_running_loop()
         generation = Generation([f"r{next(self._ids)}" for _ in prompts], params, loop)
-        command = _Submit(generation, prompts, priority, cache_salt, time.monotonic(), loop.create_future())
+        arrival, accepted = time.monotonic(), loop.create_future()
+        command = _Submit(generation, prompts, priority, cache_salt, arrival, accepted, matcher)
         self._commands.put(command)
         if self._ended:
             raise EngineFailure("the engine has stopped")
@@ -222,6 +235,7 @@ class EngineThread:
                     generation.params,
                     priority=command.priority,
                     cache_salt=command.cache_salt,
+                    matcher=command.matcher,
                 )
                 submitted.append(request_id)
         except Exception as error:  # RequestError, or a bug that must not end the thread

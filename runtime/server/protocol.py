@@ -23,6 +23,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.structured import StructuredFields
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
@@ -79,7 +80,7 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
-class _Generation(_Strict):
+class _Generation(_Strict, StructuredFields):
     """What both kinds of request share. ``user`` and ``safety_identifier`` change nothing."""
 
     model: str | None = None
@@ -113,7 +114,7 @@ class _Generation(_Strict):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for requests with stream true", "stream_options")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return SamplingParams(**given | more)
+        return SamplingParams(**{"constraint": self.constraint()} | given | more)
 
 
 class CompletionRequest(_Generation):
@@ -205,7 +206,6 @@ class ChatRequest(_Generation):
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
         "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "tool_choice": ("none",),

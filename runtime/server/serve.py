@@ -121,6 +121,7 @@ class _Server(uvicorn.Server):
             self.run(sockets=[self._sock])
         finally:
             self._service.thread.stop()
+            self._service.constraints.close()
             self._sock.close()
             if self._service.tracer is not None:
                 self._service.tracer.close()

@@ -17,6 +17,7 @@ from qserve.runtime.server.access import Access
 from qserve.runtime.server.answers import Answer
 from qserve.runtime.server.body import read_json
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.constraints import ConstraintChecker
 from qserve.runtime.server.engine_thread import EngineThread, Generation
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.logprobs import TokenTexts
@@ -50,6 +51,7 @@ class Service:
         )
         self.tracer = None if config.otlp_endpoint is None else Tracer(otlp_exporter(config.otlp_endpoint))
         self.thread = EngineThread(engine, self.metrics)
+        self.constraints = ConstraintChecker(engine.grammars)
         self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
         self.texts = TokenTexts(engine.tokenizer)
 
@@ -96,8 +98,9 @@ class Service:
                 f"{len(prompts)} prompts with n {params.n} are more than the {self.max_waiting} that may wait here", "n"
             )
         try:
+            matcher = None if params.constraint is None else await self.constraints.matcher(params.constraint)
             generation = await self.thread.submit(
-                prompts, params, priority=priority or 0, cache_salt=request.scope["qserve.tenant"]
+                prompts, params, priority=priority or 0, cache_salt=request.scope["qserve.tenant"], matcher=matcher
             )
         except QueueFullError as error:
             wait = str(self.thread.retry_after())

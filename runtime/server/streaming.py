@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.errors import APIError, ClientGone
 
@@ -46,6 +47,9 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
             yield _event(chunk)
     except EngineFailure as error:  # the status was sent long ago: the error is the last event
         yield _event(APIError(500, str(error)).body())
+        return
+    except RequestError as error:
+        yield _event(APIError(400, str(error), param=error.param, code="invalid_value").body())
         return
     except Exception:  # a defect; the client still learns that this is the end
         logger.exception("a stream failed")

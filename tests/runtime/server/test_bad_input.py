@@ -96,7 +96,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"messages": [USER], "tool_choice": "auto"}, "tool_choice"),
     (CHAT, {"messages": [USER], "functions": [{}]}, "functions"),
-    (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": [USER], "response_format": {"type": "xml"}}, "response_format"),
     (CHAT, {"messages": [USER], "logit_bias": {"5": -100}}, "logit_bias"),
     (CHAT, {"messages": [USER], "chat_template": "{{ 1 }}"}, "chat_template"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
