@@ -188,7 +188,7 @@ class Engine:
                 index,
                 request,
                 (seed + index + 2**63) % 2**64 - 2**63,
-                Detokenizer(self.tokenizer, tokens),
+                Detokenizer(self.tokenizer, tokens, visible=params.visible_tokens),
                 StopChecker(params.stop, params.include_stop_str_in_output),
             )
             self.scheduler.add(request)  # the first is refused where any would be

@@ -15,6 +15,9 @@ class ServerConfig:
         drain_timeout: seconds that running requests may still take after a first SIGTERM.
         max_body_bytes: larger request bodies are refused.
         body_timeout: seconds in which a request body must have arrived.
+        tool_format: how the model writes tool calls, a name of ``tool_formats.TOOL_FORMATS``; auto goes by its chat
+            template, none refuses tools.
+        reasoning: auto splits reasoning off the answers of models whose chat template marks it; none does not.
         vllm_metrics: ``/metrics`` repeats everything under vLLM's prefix.
     """
 
@@ -24,3 +27,5 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     body_timeout: float = 30.0
     vllm_metrics: bool = False
+    tool_format: str = "auto"
+    reasoning: str = "auto"

@@ -16,6 +16,7 @@ from qserve.runtime.scheduler import QueueFullError
 from qserve.runtime.server.answers import Answer
 from qserve.runtime.server.body import read_json
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.dialect import Dialect
 from qserve.runtime.server.engine_thread import EngineThread, Generation
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.logprobs import TokenTexts
@@ -43,6 +44,7 @@ class Service:
         self.thread = EngineThread(engine, self.metrics)
         self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
         self.texts = TokenTexts(engine.tokenizer)
+        self.dialect = Dialect(engine.tokenizer, config.tool_format, config.reasoning)
 
     @property
     def ready(self) -> bool:
