@@ -55,7 +55,7 @@ def converse(
         constraint = tool_constraint(
             format,
             use.callable,
-            dialect.special,
+            dialect.token_of,
             required=use.required,
             parallel=use.parallel,
             reasoning=tags,

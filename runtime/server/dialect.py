@@ -25,21 +25,21 @@ class Dialect:
         """``tool_format``: a row's name, auto or none. ``reasoning``: auto or none."""
         given = tokenizer.chat_template or ""
         template = "\n".join(given.values()) if isinstance(given, dict) else str(given)
-        special = special_ids(tokenizer)
-        self._special = {str(tokenizer.added_tokens_decoder[token]): token for token in special}
+        self._added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._special = special_ids(tokenizer)
         self.tools: ToolFormat | None = find_format(tool_format, template)
         self.reasoning: ReasoningTags | None = find_tags(template) if reasoning == "auto" else None
 
-    def special(self, text: str) -> int | None:
-        """The id of a special token, None for any other text."""
-        return self._special.get(text)
+    def token_of(self, text: str) -> int | None:
+        """The id of one of the tokens that were added to the vocabulary, None for any other text."""
+        return self._added.get(text)
 
     def visible_tokens(self, *, tools: bool, reasoning: bool) -> tuple[int, ...]:
         """Special tokens that the parser of such an output must see."""
         markers = [*(self.tools.markers if tools and self.tools else ())]
         if reasoning and self.reasoning:
             markers += [self.reasoning.begin, self.reasoning.end]
-        return tuple(token for marker in markers if (token := self.special(marker)) is not None)
+        return tuple(token for marker in markers if (token := self.token_of(marker)) in self._special)
 
 
 class OutputParser:

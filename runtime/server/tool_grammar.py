@@ -6,6 +6,7 @@ Knows the Lark dialect of llguidance as text; does not compile it. Schemas are e
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 
 from qserve.runtime.constraint import Constraint
@@ -21,7 +22,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 def tool_constraint(
     format: ToolFormat,
     tools: Sequence[OfferedTool],
-    special: Callable[[str], int | None],
+    token_of: Callable[[str], int | None],
     *,
     required: bool,
     parallel: bool,
@@ -31,14 +32,14 @@ def tool_constraint(
     """What an output of calls looks like.
 
     Args:
-        special: the id of a text that is a special token of the tokenizer, None for others: only such a token can
-            stand for it, and only in a grammar that names it by its id.
+        token_of: the id of a text that is one of the tokenizer's added tokens, None for others. llguidance does not
+            take such a token for its text where it is special or in angle brackets, so it is named by its id too.
         required: there must be a call; otherwise any text may stand before calls or instead of them.
         parallel: there may be several calls.
         reasoning: these tags may come first; they must where ``opened``, since the prompt ends inside them.
     """
-    grammar = _Grammar(format, tools, special)
-    start = grammar.required(parallel) if required else grammar.free(parallel)
+    grammar = _Grammar(format, tools, token_of)
+    start = grammar.required(parallel) if required else grammar.free(parallel, reasoning)
     if reasoning is not None:
         start = f"{grammar.thought(reasoning, opened)} ({start})"
     return Constraint("lark", "\n".join([f"start: {start}", *grammar.rules]) + "\n", "tools")
@@ -48,10 +49,10 @@ class _Grammar:
     """Collects rules; its methods return expressions."""
 
     def __init__(
-        self, format: ToolFormat, tools: Sequence[OfferedTool], special: Callable[[str], int | None]
+        self, format: ToolFormat, tools: Sequence[OfferedTool], token_of: Callable[[str], int | None]
     ) -> None:
         self._format = format
-        self._special = special
+        self._token_of = token_of
         self.rules = [f"TEXT: {_TEXT}"]
         for index, tool in enumerate(tools):
             name = json.dumps(tool.name, ensure_ascii=False)
@@ -68,8 +69,8 @@ class _Grammar:
         begin = self._marker(self._format.begin)
         match self._format.layout:
             case "bare":
-                # A marker that is no special token of this tokenizer was never learned.
-                begin = f"({begin})?" if self._special(self._format.begin) is not None else ""
+                # A marker that is no token of this tokenizer was never learned.
+                begin = f"({begin})?" if self._token_of(self._format.begin) is not None else ""
                 return f"{begin} " + self._several("tool", '";" " "?', parallel)
             case "tagged":
                 return self._several(f"{begin} {self._tagged()}", '"\\n"', parallel)
@@ -78,26 +79,27 @@ class _Grammar:
             case "named":
                 return self._several(f"{begin} tool", "", parallel)
 
-    def free(self, parallel: bool) -> str:
+    def free(self, parallel: bool, reasoning: ReasoningTags | None) -> str:
         if self._format.layout == "bare":
-            self.rules.append(r"PLAIN: /\s*[^{\s](.|\n)*/")
+            # Were a thought plain text too, so were the call after it.
+            thought = "" if reasoning is None else rf" & ~/\s*{re.escape(reasoning.begin)}(.|\n)*/"
+            self.rules.append(rf"PLAIN: /\s*[^{{\s](.|\n)*/{thought}")
             return f"({self.required(parallel)} | PLAIN)?"
         inside = {"tagged": self._tagged(), "named": "tool"}.get(self._format.layout) or self._listed(parallel)
-        if self._special(self._format.begin) is None:
-            # Lazy: as soon as the marker stands there, what comes next must be a call.
-            self.rules.append(f"lead[lazy]: TEXT {_literal(self._format.begin)}")
-        else:
-            self.rules.append(f"lead: TEXT {self._marker(self._format.begin)}")
+        self._text_until("lead", self._format.begin)
         several = parallel and self._format.layout != "list"
         return f"TEXT | (lead {inside}){'+' if several else ''}"
 
     def thought(self, tags: ReasoningTags, opened: bool) -> str:
-        if self._special(tags.end) is None:
-            self.rules.append(f"thought[lazy]: TEXT {_literal(tags.end)}")
-        else:
-            self.rules.append(f"thought: TEXT {self._marker(tags.end)}")
+        self._text_until("thought", tags.end)
         self.rules.append(r"GAP: /\n{0,2}/")
         return "thought GAP" if opened else f"({self._marker(tags.begin)} thought GAP)?"
+
+    def _text_until(self, name: str, marker: str) -> None:
+        """A rule for any text up to its first marker. It is lazy: what follows a marker must be what the rules say."""
+        self.rules.append(f"{name}_text[lazy]: TEXT {_literal(marker)}")
+        token = self._token_of(marker)
+        self.rules.append(f"{name}: {name}_text" + ("" if token is None else f" | TEXT <[{token}]>"))
 
     def _tagged(self) -> str:
         return f'"\\n" tool "\\n" {self._marker(self._format.end)}'
@@ -109,8 +111,8 @@ class _Grammar:
         return f"{call} ({separator} {call})*" if parallel else call
 
     def _marker(self, text: str) -> str:
-        token = self._special(text)
-        return _literal(text) if token is None else f"<[{token}]>"
+        token = self._token_of(text)
+        return _literal(text) if token is None else f"({_literal(text)} | <[{token}]>)"
 
 
 def _literal(text: str) -> str:
