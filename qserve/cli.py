@@ -364,6 +364,12 @@ def run(
     kernels: Kernels = _ENGINE.kernels,
     threads: Threads = None,
     vllm_metrics: Annotated[bool, typer.Option(help="Repeat the metrics under vLLM's names.")] = False,
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes tool calls: auto, none, hermes, llama, mistral or mistral-named.")
+    ] = "auto",
+    reasoning: Annotated[
+        str, typer.Option(help="Split reasoning off answers: auto (where the chat template marks it) or none.")
+    ] = "auto",
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains."""
     config = EngineConfig(
@@ -384,6 +390,13 @@ def run(
     from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve
 
+    server = ServerConfig(
+        api_keys=tuple(api_key or ()),
+        model_name=served_model_name,
+        vllm_metrics=vllm_metrics,
+        tool_format=tool_format,
+        reasoning=reasoning,
+    )
     sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
     engine = steps.load(steps.open_source(model), config)
     for text in engine.memory.lines():
@@ -391,9 +404,6 @@ def run(
     address, number = sock.getsockname()[:2]
     place = f"[{address}]" if ":" in address else address
     console.note(f"serving {served_model_name or engine.model_name} on http://{place}:{number}/v1")
-    server = ServerConfig(
-        api_keys=tuple(api_key or ()), model_name=served_model_name, vllm_metrics=vllm_metrics
-    )
     serve(engine, config=server, sock=sock)
 
 

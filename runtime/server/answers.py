@@ -63,6 +63,7 @@ class Answer(ABC):
     prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    named_events: ClassVar[bool] = False
 
     def __init__(self, model: str, choices: int, usage: Usage, texts: TokenTexts, *, logprobs: bool) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"

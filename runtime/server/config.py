@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from qserve.checkpoint.errors import UsageError
+from qserve.runtime.server.tool_formats import NAMES
+
+TOOL_FORMAT_CHOICES = ("auto", "none", *NAMES)
+REASONING_CHOICES = ("auto", "none")
+
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How the server behaves.
+    """How the server behaves. Raises ``UsageError`` for a choice that there is not.
 
     Attributes:
         api_keys: callers must show one of these; none means everybody may call.
@@ -29,3 +35,8 @@ class ServerConfig:
     vllm_metrics: bool = False
     tool_format: str = "auto"
     reasoning: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, choices in (("tool_format", TOOL_FORMAT_CHOICES), ("reasoning", REASONING_CHOICES)):
+            if (value := getattr(self, name)) not in choices:
+                raise UsageError(f"unknown --{name.replace('_', '-')} {value!r}: choose from {', '.join(choices)}")

@@ -176,18 +176,19 @@ class ChatRequest(_Generation):
         return {"prompt": "messages", "logprobs": "top_logprobs"}.get(param or "", param)
 
 
-R = TypeVar("R", bound=_Generation)
+R = TypeVar("R", bound=Strict)
 
 
-def parse(kind: type[R], content: dict[str, Any]) -> R:
-    """Validate a body. Raises ``APIError`` 400 that names the first bad field."""
+def parse(kind: type[R], content: Any, within: str = "") -> R:
+    """Validate a body, or what is ``within`` a field of one. Raises ``APIError`` 400 that names the first bad field."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     inner = first.get("ctx", {}).get("param")  # where a check of the whole found a part of it at fault
     where = [*first["loc"], *([] if inner is None else [inner])]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
+    param = (within + path).lstrip(".")[:200]
     code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(first["type"])
     message = {
         "extra_forbidden": f"unknown parameter: '{param}'",

@@ -22,6 +22,7 @@ from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.logprobs import TokenTexts
 from qserve.runtime.server.metrics import Metrics
 from qserve.runtime.server.prompts import PromptEncoder
+from qserve.runtime.server.response_answer import ResponseAnswer
 from qserve.runtime.server.streaming import EventStream, after_first, while_connected
 
 if TYPE_CHECKING:
@@ -97,7 +98,13 @@ class Service:
             raise APIError(503, str(error), code="queue_full", headers={"Retry-After": wait}) from None
 
     async def answer(
-        self, request: Request, generation: Generation, answer: Answer, *, stream: bool, include_usage: bool
+        self,
+        request: Request,
+        generation: Generation,
+        answer: Answer | ResponseAnswer,
+        *,
+        stream: bool,
+        include_usage: bool,
     ) -> Response:
         """The response, once its first token is there. A client that leaves takes its generation with it."""
         streaming = False
@@ -106,7 +113,9 @@ class Service:
                 return JSONResponse(await while_connected(request, answer.whole(aiter(generation))))
             chunks = answer.chunks(aiter(generation), include_usage=include_usage)
             response = EventStream(
-                await while_connected(request, after_first(chunks)), lambda: self.thread.abort(generation)
+                await while_connected(request, after_first(chunks)),
+                lambda: self.thread.abort(generation),
+                named=answer.named_events,
             )
             streaming = True
             return response

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import openai
 import torch
 
 from qserve.runtime.engine import Engine
@@ -28,6 +30,9 @@ MISTRAL = "{# [TOOL_CALLS] #}" + _TOOLS + PLAIN
 MISTRAL_NAMED = "{# [TOOL_CALLS] [ARGS] #}" + _TOOLS + PLAIN
 THINKING = HERMES + "{# <think> </think> #}"
 THOUGHT_OPENED = HERMES + "<think>\n{% if enable_thinking is false %}</think>{% endif %}"
+
+Start = Callable[..., openai.OpenAI]
+"""Takes a chat template and options of ``ServerConfig``; a client of a server that runs until the test ends."""
 
 
 class Scripted:

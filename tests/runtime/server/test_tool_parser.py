@@ -9,6 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from qserve.checkpoint.errors import UsageError
+from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.dialect import OutputParser
 from qserve.runtime.server.parts import CallArguments, CallStart, Part, Text, Thought
 from qserve.runtime.server.reasoning import REASONING_TAGS, ReasoningParser, find_tags
@@ -183,7 +185,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), fragments=st.lists(FRAGMENTS, max_size=14))
 def test_the_result_does_not_depend_on_how_the_text_is_cut(data: st.DataObject, fragments: list[str]) -> None:
     text = "".join(fragments)
@@ -199,7 +201,7 @@ def test_the_result_does_not_depend_on_how_the_text_is_cut(data: st.DataObject, 
     assert results[0] == results[1] == results[2]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=st.text(alphabet="ab <tool_call>/{}\n🦊", max_size=60))
 @example("a <tool_cal")
 def test_text_without_calls_is_untouched(text: str) -> None:
@@ -207,7 +209,7 @@ def test_text_without_calls_is_untouched(text: str) -> None:
         assert parse(row, list(text)) == ("", text, [])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     arguments=st.dictionaries(
         st.text(max_size=5),
@@ -296,3 +298,9 @@ def test_tags_by_template() -> None:
 def test_ids_are_as_templates_want_them() -> None:
     assert len(FORMATS["mistral"].call_id()) == 9 and FORMATS["mistral"].call_id().isalnum()
     assert FORMATS["hermes"].call_id() != FORMATS["hermes"].call_id()
+
+
+@pytest.mark.parametrize("options", [{"tool_format": "xml"}, {"reasoning": "always"}])
+def test_a_choice_that_there_is_not(options: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="choose from auto, none"):
+        ServerConfig(**options)  # type: ignore[arg-type]
