@@ -5,12 +5,13 @@ Knows field names and types; does not know templates or tokens.
 
 from __future__ import annotations
 
-import json
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from qserve.runtime.server.body import parse_object
+from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.strict import NotDone, Strict
 
 MAX_CALLS = 128
@@ -26,7 +27,7 @@ def check_name(value: str) -> str:
 
 
 class CalledFunction(Strict):
-    """``arguments`` is JSON in a string; what is none, since a model wrote it, stays a string."""
+    """``arguments`` is JSON in a string. A model wrote it, so what is no object of sound JSON just stays a string."""
 
     name: str
     arguments: str
@@ -35,11 +36,10 @@ class CalledFunction(Strict):
 
     def for_template(self) -> dict[str, Any]:
         try:
-            arguments = json.loads(self.arguments or "{}")
-            json.dumps(arguments, ensure_ascii=False).encode()  # half a surrogate pair is no text
-        except (ValueError, RecursionError):
-            arguments = None
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+            arguments: Any = parse_object((self.arguments or "{}").encode())
+        except APIError:
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
 
 
 class ToolCall(Strict):

@@ -14,6 +14,7 @@ from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.conversation import Conversation, converse
 from qserve.runtime.server.dialect import Dialect
+from qserve.runtime.server.messages import CalledFunction
 from qserve.runtime.server.prompts import PromptEncoder
 from qserve.runtime.server.tools import Function, Named, tool_use
 
@@ -169,6 +170,13 @@ def test_the_sdk_parses_arguments(start: Start, script: Scripted) -> None:
     )
     (call,) = answer.choices[0].message.tool_calls or ()
     assert call.function.parsed_arguments == f(**ARGUMENTS)
+    tools = [openai.pydantic_function_tool(f)]
+    with client.chat.completions.stream(model="tools", messages=USER, tools=tools) as stream:
+        names = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.delta" in names and final.finish_reason == "tool_calls"
+    (call,) = final.message.tool_calls or ()
+    assert call.function.parsed_arguments == f(**ARGUMENTS)
 
 
 def test_a_conversation_goes_on_with_results(start: Start, script: Scripted) -> None:
@@ -186,6 +194,19 @@ def test_a_conversation_goes_on_with_results(start: Start, script: Scripted) -> 
         answer = client.chat.completions.create(model="tools", messages=messages, tools=TOOLS)
         assert answer.choices[0].message.content == "done"
         assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "no json", "[1]", '{"a": "\\ud800"}', '{"a":' * 200 + "1" + "}" * 200, '{"a": NaN}']
+)
+def test_any_arguments_of_former_calls_are_taken(start: Start, script: Scripted, arguments: str) -> None:
+    script.say("done")
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    messages: list[Any] = [*USER, {"role": "assistant", "content": None, "tool_calls": calls}]
+    answer = start(HERMES).chat.completions.create(model="tools", messages=messages)
+    assert answer.choices[0].message.content == "done"
+    deep = '{"a":' * 100_000
+    assert CalledFunction(name="f", arguments=deep).for_template()["arguments"] == deep
 
 
 @pytest.mark.parametrize("opened", [False, True])
