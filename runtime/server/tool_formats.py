@@ -59,7 +59,9 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "hermes", "tagged", "<tool_call>", "</tool_call>", "arguments", ("<tool_call>",), ("<function=", "<arg_key>")
     ),
-    ToolFormat("llama", "bare", "<|python_tag|>", "", "parameters", ("<|python_tag|>", '"parameters":')),
+    ToolFormat(
+        "llama", "bare", "<|python_tag|>", "", "parameters", ("<|python_tag|>", '{"name": function name, "parameters":')
+    ),
 )
 NAMES = tuple(row.name for row in TOOL_FORMATS)
 

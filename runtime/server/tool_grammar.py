@@ -105,7 +105,7 @@ class _Grammar:
         return f'"\\n" tool "\\n" {self._marker(self._format.end)}'
 
     def _listed(self, parallel: bool) -> str:
-        return '"[" ' + self._several("tool", '"," " "?', parallel) + ' "]"'
+        return '" "? "[" ' + self._several("tool", '"," " "?', parallel) + ' "]"'
 
     def _several(self, call: str, separator: str, parallel: bool) -> str:
         return f"{call} ({separator} {call})*" if parallel else call

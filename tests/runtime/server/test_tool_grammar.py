@@ -139,6 +139,12 @@ def test_llama_marker_only_where_it_is_a_token(checker: Checker) -> None:
     assert checker.accepts(grammar, text) == (checker.token_of("<|python_tag|>") is not None)
 
 
+def test_mistral_with_a_space_after_its_marker(checker: Checker) -> None:
+    text = written(FORMATS["mistral"], [GOOD]).replace("[TOOL_CALLS][", "[TOOL_CALLS] [")
+    for required in (True, False):
+        assert checker.accepts(checker.constraint(FORMATS["mistral"], [WEATHER], required=required), text)
+
+
 def test_schemas_that_a_grammar_cannot_express(checker: Checker) -> None:
     schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     loose = checker.constraint(FORMATS["hermes"], [OfferedTool("f", schema)])
