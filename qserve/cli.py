@@ -370,6 +370,12 @@ def run(
         str | None,
         typer.Option(help="OpenTelemetry collector that gets the traces; needs the tracing extra.", metavar="URL"),
     ] = None,
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes tool calls: auto, none, hermes, llama, mistral or mistral-named.")
+    ] = "auto",
+    reasoning: Annotated[
+        str, typer.Option(help="Split reasoning off answers: auto (where the chat template marks it) or none.")
+    ] = "auto",
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains."""
     config = EngineConfig(
@@ -392,6 +398,14 @@ def run(
     from qserve.runtime.server.serve import claim_socket, serve
     from qserve.runtime.server.tracing import otlp_exporter
 
+    server = ServerConfig(
+        api_keys=tuple(api_key or ()),
+        model_name=served_model_name,
+        vllm_metrics=vllm_metrics,
+        otlp_endpoint=otlp_endpoint,
+        tool_format=tool_format,
+        reasoning=reasoning,
+    )
     if otlp_endpoint is not None:
         otlp_exporter(otlp_endpoint).shutdown()  # what is wrong with it is known before the model is loaded
     sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
@@ -404,12 +418,6 @@ def run(
     address, number = sock.getsockname()[:2]
     place = f"[{address}]" if ":" in address else address
     say(f"serving {served_model_name or engine.model_name} on http://{place}:{number}/v1")
-    server = ServerConfig(
-        api_keys=tuple(api_key or ()),
-        model_name=served_model_name,
-        vllm_metrics=vllm_metrics,
-        otlp_endpoint=otlp_endpoint,
-    )
     serve(engine, config=server, sock=sock)
 
 

@@ -207,7 +207,7 @@ class Engine:
                 index,
                 request,
                 (seed + index + 2**63) % 2**64 - 2**63,
-                Detokenizer(self.tokenizer, tokens),
+                Detokenizer(self.tokenizer, tokens, visible=params.visible_tokens),
                 StopChecker(params.stop, params.include_stop_str_in_output),
                 GrammarState(matcher.deep_copy(), self.grammars.tokenizer, constraint.param)
                 if constraint is not None and matcher is not None

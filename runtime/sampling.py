@@ -52,6 +52,8 @@ class SamplingParams:
             ``Engine.score`` and of ``logprobs`` alternatives with an ordinary request. Such a request computes
             each of its prompt positions and never reads the prefix cache.
         constraint: what the output must look like; None leaves it free.
+        visible_tokens: special tokens that have a place in the text all the same, where a parser must see them. Not
+            for clients, so not checked.
     """
 
     n: int = 1
@@ -72,6 +74,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     constraint: Constraint | None = None
+    visible_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_CHOICES)

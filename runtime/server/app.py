@@ -13,7 +13,7 @@ from qserve.runtime.server.access import AccessLog
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.errors import APIError, ClientGone
 from qserve.runtime.server.guard import Guard
-from qserve.runtime.server.routes import chat, completions, engine, models, page, probes, schema
+from qserve.runtime.server.routes import chat, completions, engine, models, page, probes, responses, schema
 from qserve.runtime.server.service import Service
 
 
@@ -23,7 +23,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(Guard, api_keys=service.config.api_keys)
     app.add_middleware(AccessLog, service=service)  # the last one added is the outermost
     _add_error_handlers(app)
-    for part in (probes, models, completions, chat, engine, page, schema):
+    for part in (probes, models, completions, chat, responses, engine, page, schema):
         app.include_router(part.router(service))
     return app
 

@@ -18,11 +18,13 @@ from qserve.runtime.server.answers import Answer
 from qserve.runtime.server.body import read_json
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.constraints import ConstraintChecker
+from qserve.runtime.server.dialect import Dialect
 from qserve.runtime.server.engine_thread import EngineThread, Generation
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.logprobs import TokenTexts
 from qserve.runtime.server.metrics import Metrics
 from qserve.runtime.server.prompts import PromptEncoder
+from qserve.runtime.server.response_answer import ResponseAnswer
 from qserve.runtime.server.streaming import EventStream, after_first, while_connected
 from qserve.runtime.server.tracing import Tracer, otlp_exporter
 
@@ -54,6 +56,7 @@ class Service:
         self.constraints = ConstraintChecker(engine.grammars)
         self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
         self.texts = TokenTexts(engine.tokenizer)
+        self.dialect = Dialect(engine.tokenizer, config.tool_format, config.reasoning)
 
     @property
     def ready(self) -> bool:
@@ -110,7 +113,13 @@ class Service:
         return generation
 
     async def answer(
-        self, request: Request, generation: Generation, answer: Answer, *, stream: bool, include_usage: bool
+        self,
+        request: Request,
+        generation: Generation,
+        answer: Answer | ResponseAnswer,
+        *,
+        stream: bool,
+        include_usage: bool,
     ) -> Response:
         """The response, once its first token is there. A client that leaves takes its generation with it."""
         streaming = False
@@ -119,7 +128,9 @@ class Service:
                 return JSONResponse(await while_connected(request, answer.whole(aiter(generation))))
             chunks = answer.chunks(aiter(generation), include_usage=include_usage)
             response = EventStream(
-                await while_connected(request, after_first(chunks)), lambda: self.thread.abort(generation)
+                await while_connected(request, after_first(chunks)),
+                lambda: self.thread.abort(generation),
+                named=answer.named_events,
             )
             streaming = True
             return response
