@@ -37,7 +37,6 @@ from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError
 
-
 CONTEXTS_WAITING = 32
 
 
@@ -316,8 +315,11 @@ class Scheduler:
                     continue
                 # One that was just preempted must get its tokens in flight first.
                 if request.num_plans or not self._enter(request, now, planned):
-                    running = {tenant: deque(r for r in q if r.status is Status.RUNNING) for tenant, q in queues.items()}
-                    queues = {tenant: queue for tenant, queue in running.items() if queue}
+                    queues = {
+                        tenant: running
+                        for tenant, queue in queues.items()
+                        if (running := deque(r for r in queue if r.status is Status.RUNNING))
+                    }
                     continue
             planned.append((request, self._advance(request, budget)))
             budget -= len(planned[-1][1].token_ids)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.engine_thread import EngineFailure
@@ -19,7 +20,15 @@ from qserve.runtime.server.service import Service
 def create_app(service: Service) -> FastAPI:
     """The ASGI application. The caller starts and stops ``service.thread``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, api_keys=service.config.api_keys)
+    app.add_middleware(Guard, keys=service.keys)
+    if service.config.cors_origins:  # outside of the guard: a browser asks without a key whether it may
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+            expose_headers=["Retry-After"],
+        )
     _add_error_handlers(app)
     for part in (probes, models, completions, chat):
         app.include_router(part.router(service))

@@ -17,6 +17,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
+        service.admit(request)
         body = parse(CompletionRequest, await service.body(request))
         service.check_model(body.model)
         params = body.sampling_params()
