@@ -30,7 +30,7 @@ from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner
 from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs, sample
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from qserve.runtime.scheduler import Scheduler, SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,7 @@ class Engine:
             raise RequestError(
                 f"n {params.n} exceeds the {self.config.max_waiting} that may wait; raise --max-waiting", "n"
             )
-        if not self.scheduler.has_room(params.n, len(tokens)):
-            scheduler = self.scheduler
-            raise QueueFullError(
-                f"{scheduler.num_waiting} requests are waiting with {scheduler.waiting_tokens} prompt tokens, "
-                "the limit; try again later"
-            )
+        self.scheduler.require_room(tenant, params.n, len(tokens))
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         parent: Request | None = None
         for index in range(params.n):
@@ -285,7 +280,7 @@ class Engine:
 
     def _has_room(self, choices: int, prompt_tokens: int) -> bool:
         """Whether as many more may wait; what never may is let through, to be refused."""
-        return choices > self.config.max_waiting or self.scheduler.has_room(choices, prompt_tokens)
+        return choices > self.config.max_waiting or self.scheduler.backlog.has_room("", choices, prompt_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the model expects around it."""
@@ -301,7 +296,7 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             num_preemptions=scheduler.num_preemptions,
-            waiting_tokens=scheduler.waiting_tokens,
+            waiting_tokens=scheduler.backlog.tokens,
         )
 
     def check(self) -> None:

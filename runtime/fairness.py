@@ -16,9 +16,13 @@ PRIORITY_TOKENS = 1000.0  # between tenants one level of priority weighs like as
 
 
 class FairShares:
-    """The counters of the tenants that have requests. Not thread-safe."""
+    """The counters of the tenants that have requests. Not thread-safe.
 
-    def __init__(self) -> None:
+    ``credit``: tokens that a tenant may be served ahead of the others after it had nothing to do.
+    """
+
+    def __init__(self, credit: float) -> None:
+        self._credit = credit
         self._served: dict[str, float] = {}
         self._requests: Counter[str] = Counter()
 
@@ -28,13 +32,15 @@ class FairShares:
         return len(self._requests)
 
     def join(self, tenant: str) -> None:
-        """One more request. A tenant that had none is lifted to the least served of the others.
+        """One more request. A tenant that had none is lifted to the least served of the others, less the credit.
 
-        What it left unused while it had nothing to do is gone: it cannot be saved up and then spent at once.
+        What else it left unused while it had nothing to do is gone: it cannot be saved up and then spent at once.
+        The credit is what lets the prompt of a light user through in one piece, where strict turns would double the
+        time to its first token.
         """
         if tenant not in self._requests:
             least = min((self._served[other] for other in self._requests), default=0.0)
-            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least - self._credit)
         self._requests[tenant] += 1
 
     def leave(self, tenant: str) -> None:

@@ -31,6 +31,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qserve.runtime.backlog import Backlog
 from qserve.runtime.blocks import BlockManager, chain_digests
 from qserve.runtime.fairness import FairShares
 from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
@@ -96,13 +97,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.config = config
         self.blocks = blocks
+        self.backlog = Backlog(config.max_waiting, config.waiting_tokens_limit)
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._step = 0
-        self._shares = FairShares()
+        self._shares = FairShares(credit=config.max_model_len)
         self._places: Counter[str] = Counter()  # by tenant, requests running
-        self._waiting_tokens = 0
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # both queues in order of rank
         self._running: list[Request] = []
@@ -118,16 +119,13 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens of the requests that never ran; choices that share a prompt count it once."""
-        return self._waiting_tokens
-
-    def has_room(self, choices: int, prompt_tokens: int) -> bool:
-        """Whether ``add`` would queue as many choices of a prompt of this length."""
-        limit = self.config.waiting_tokens_limit
-        fits = self._waiting_tokens + prompt_tokens <= limit or not self._waiting_tokens
-        return fits and self.num_waiting + choices <= self.config.max_waiting
+    def require_room(self, tenant: str, choices: int, prompt_tokens: int) -> None:
+        """Raise ``QueueFullError`` where ``add`` would not queue as many choices of a prompt of this length."""
+        if not self.backlog.has_room(tenant, choices, prompt_tokens):
+            raise QueueFullError(
+                f"{self.backlog.requests} requests are waiting with {self.backlog.tokens} prompt tokens, the limit; "
+                "try again later"
+            )
 
     @property
     def num_in_flight(self) -> int:
@@ -149,14 +147,10 @@ class Scheduler:
         parent = request.parent
         if parent and not parent.is_finished and self._requests.get(parent.request_id) is not parent:
             raise RequestError(f"parent {parent.request_id} was not added to this scheduler", "parent")
-        if not self.has_room(1, request.num_queued):
-            raise QueueFullError(
-                f"{self.num_waiting} requests are waiting with {self.waiting_tokens} prompt tokens, the limit; "
-                "try again later"
-            )
+        self.require_room(request.tenant, 1, request.num_queued)
         self._fit(request)
         self._requests[request.request_id] = request
-        self._waiting_tokens += request.num_queued
+        self.backlog.add(request.tenant, request.num_queued)
         self._shares.join(request.tenant)
         insort(self._waiting, request, key=self._rank)
 
@@ -227,7 +221,10 @@ class Scheduler:
         self._shares.check(Counter(r.tenant for r in self._requests.values()))
         assert self._places == Counter(r.tenant for r in self._running), "places are miscounted"
         new = [r for r in self._waiting if r.status is Status.WAITING]
-        assert self._waiting_tokens == sum(r.num_queued for r in new), "waiting tokens are miscounted"
+        tokens: Counter[str] = Counter()
+        for request in new:
+            tokens[request.tenant] += request.num_queued
+        self.backlog.check(Counter(r.tenant for r in new), tokens)
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
         assert len(self._running) <= self.config.max_num_seqs
@@ -361,7 +358,7 @@ class Scheduler:
             return False
         self._copies += self.blocks.allocate(request_id, total, write_from=cached)
         if request.status is Status.WAITING:
-            self._waiting_tokens -= request.num_queued
+            self.backlog.remove(request.tenant, request.num_queued)
             request.num_cached, request.scheduled_time = cached, now
             if not request.params.prompt_logprobs:
                 self.prefix_queries += total
@@ -465,7 +462,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
             if request.status is Status.WAITING:
-                self._waiting_tokens -= request.num_queued
+                self.backlog.remove(request.tenant, request.num_queued)
         del self._requests[request.request_id]
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason, request.parent = reason, stop_reason, None

@@ -20,7 +20,6 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from qserve.runtime.sampling import SamplingParams
-from qserve.runtime.scheduler import QueueFullError
 from qserve.runtime.server.keys import ApiKey
 from qserve.runtime.server.metrics import Metrics, Timeline
 from qserve.runtime.server.quota import Quotas
@@ -168,13 +167,8 @@ class EngineThread:
         self._commands.put(_Abort([]))
 
     def check_room(self, key: ApiKey | None) -> None:
-        """Raise ``QueueFullError`` or ``QuotaError`` where not even one more request has room, as of the last step."""
-        stats, limits = self.stats, self._engine.scheduler.config
-        if stats.num_waiting >= limits.max_waiting or stats.waiting_tokens >= limits.waiting_tokens_limit:
-            raise QueueFullError(
-                f"{stats.num_waiting} requests are waiting with {stats.waiting_tokens} prompt tokens, the limit; "
-                "try again later"
-            )
+        """Raise ``QueueFullError`` or ``QuotaError`` where not even one more request has room."""
+        self._engine.scheduler.require_room(key.name if key else "", 1, 1)
         if key is not None:
             self._quotas.check(key, 1, time.monotonic(), self._backlog_seconds)
 

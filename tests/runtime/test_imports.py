@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
-PURE = ("constraint", "sampling", "request", "plan", "blocks", "fairness", "scheduler")
+PURE = ("constraint", "sampling", "request", "plan", "blocks", "backlog", "fairness", "scheduler")
 
 
 def imported_modules(source: str) -> set[str]:

@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.add(request)
             except QueueFullError:
                 scheduler = self.scheduler
-                assert scheduler.num_waiting >= 12 or scheduler.waiting_tokens + len(prompt) > 150
+                assert scheduler.num_waiting >= 12 or scheduler.backlog.tokens + len(prompt) > 150
                 return
             except RequestError as error:
                 pool = self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
