@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard
     from qserve.evals.gate import Gate, GateReport
     from qserve.evals.quality import EvalJob
+    from qserve.runtime.engine import Engine
 
 _JOB = QuantizeJob()
 _ENGINE = EngineConfig()
@@ -340,6 +341,18 @@ def run(
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that callers must show; may be given several times.", metavar="KEY")
     ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of hashed keys with limits, see qserve key; SIGHUP reads it again.", metavar="FILE"
+        ),
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM), for HTTPS.", metavar="FILE")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).", metavar="FILE")] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web origin whose pages may call; may be given several times.", metavar="URL"),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What requests call the model. [default: its name]")
     ] = None,
@@ -349,6 +362,12 @@ def run(
     max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = _ENGINE.max_num_seqs,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = _ENGINE.max_num_batched_tokens,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get a 503.")] = _ENGINE.max_waiting,
+    max_waiting_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens that may wait; more get a 503. [default: 32 contexts]")
+    ] = None,
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a stuck step of the model ends the server; 0 for never.")
+    ] = 120.0,
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(help="Size of the KV cache, as 512MiB or 4GB. [default: half of what is free]", metavar="SIZE"),
@@ -383,6 +402,7 @@ def run(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
         kv_cache_memory=None if kv_cache_memory is None else _bytes(kv_cache_memory),
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=prefix_caching,
@@ -390,8 +410,6 @@ def run(
         threads=threads,
         head=head,
     )
-    if any(not key or key != key.strip() or not key.isascii() for key in api_key or ()):
-        raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
     from qserve import steps
     from qserve.runtime.server import logs
     from qserve.runtime.server.config import ServerConfig
@@ -400,6 +418,11 @@ def run(
 
     server = ServerConfig(
         api_keys=tuple(api_key or ()),
+        api_keys_file=api_keys,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        cors_origins=tuple(cors_origin or ()),
+        step_timeout=step_timeout,
         model_name=served_model_name,
         vllm_metrics=vllm_metrics,
         otlp_endpoint=otlp_endpoint,
@@ -408,17 +431,36 @@ def run(
     )
     if otlp_endpoint is not None:
         otlp_exporter(otlp_endpoint).shutdown()  # what is wrong with it is known before the model is loaded
-    sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
     source = steps.open_source(model)
     say = logs.start(log_format, log_level, console.note)
-    say(f"loading {source.name}")
-    engine = steps.load(source, config, quiet=log_format == "json")
-    for text in engine.memory.lines():
-        say(text)
-    address, number = sock.getsockname()[:2]
-    place = f"[{address}]" if ":" in address else address
-    say(f"serving {served_model_name or engine.model_name} on http://{place}:{number}/v1")
-    serve(engine, config=server, sock=sock)
+    sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
+
+    def load() -> Engine:
+        say(f"loading {source.name}")
+        engine = steps.load(source, config, quiet=log_format == "json")
+        for text in engine.memory.lines():
+            say(text)
+        address, number = sock.getsockname()[:2]
+        place = f"[{address}]" if ":" in address else address
+        scheme = "http" if tls_cert is None else "https"
+        say(f"serving {served_model_name or engine.model_name} on {scheme}://{place}:{number}/v1")
+        return engine
+
+    serve(load, config=server, sock=sock)
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.")],
+    file: Annotated[Path, typer.Option(help="Where its hash goes, for run --api-keys.", metavar="FILE")] = Path(
+        "keys.toml"
+    ),
+) -> None:
+    """Make an API key: its hash is added to FILE, the key itself is printed once and kept nowhere."""
+    from qserve.runtime.server.keys import add_key
+
+    console.line(add_key(name, file))
+    console.note(f"{file} lets it in with 'qserve run --api-keys {file}'; limits are lines of its entry")
 
 
 @app.command()

@@ -35,7 +35,7 @@ from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner
 from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs, sample
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from qserve.runtime.scheduler import Scheduler, SchedulerConfig
 from qserve.runtime.snapshot import EngineSnapshot, take
 
 
@@ -77,6 +77,7 @@ class EngineStats:
     prefix_queries: int
     prefix_hits: int
     num_preemptions: int
+    waiting_tokens: int
     kv_fragmentation: float = 0.0  # share of the allocated KV positions that hold nothing, 0 to 1
 
 
@@ -145,6 +146,7 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_waiting=config.max_waiting,
+                max_waiting_tokens=config.max_waiting_tokens,
             ),
             BlockManager(self.memory.num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
         )
@@ -166,11 +168,15 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        weight: float = 1.0,
         matcher: LLMatcher | None = None,
     ) -> int:
         """Queue a request and return the number of its prompt tokens.
 
+        ``tenant`` is whose it is; where work waits, tenants are served in proportion to their ``weight``.
         ``matcher``: of the constraint, where ``grammars`` has compiled it already.
+
         Raises ``RequestError``, naming the field, for what can never run; ``QueueFullError`` for what may be sent
         again later. Either all of its n choices are queued or none.
         """
@@ -183,8 +189,7 @@ class Engine:
             raise RequestError(
                 f"n {params.n} exceeds the {self.config.max_waiting} that may wait; raise --max-waiting", "n"
             )
-        if self.scheduler.num_waiting + params.n > self.config.max_waiting:
-            raise QueueFullError(f"{self.scheduler.num_waiting} requests are waiting, the limit; try again later")
+        self.scheduler.require_room(tenant, params.n, len(tokens))
         constraint = params.constraint
         if constraint is not None:
             matcher = matcher or self.grammars.matcher(constraint)
@@ -198,6 +203,8 @@ class Engine:
                 eos_token_ids=self._eos,
                 priority=priority,
                 cache_salt=cache_salt,
+                tenant=tenant,
+                weight=weight,
                 arrival=next(self._arrivals),
                 arrival_time=self._clock(),
                 parent=parent,
@@ -275,10 +282,11 @@ class Engine:
 
         For an engine that serves nobody else. Prompts beyond the queue's limit wait outside it.
         """
-        todo = list(zip(map(str, count()), prompts, params))[::-1]
+        tokens = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        todo = list(zip(map(str, count()), tokens, params))[::-1]
         try:
             while todo or self.has_work():
-                while todo and self._has_room(todo[-1][2].n):
+                while todo and self._has_room(todo[-1][2].n, len(todo[-1][1])):
                     self.submit(*todo.pop())
                 yield from self.step()
         finally:
@@ -303,9 +311,9 @@ class Engine:
             self._sinks.clear()
             self.abort("score")
 
-    def _has_room(self, choices: int) -> bool:
+    def _has_room(self, choices: int, prompt_tokens: int) -> bool:
         """Whether as many more may wait; what never may is let through, to be refused."""
-        return choices > self.config.max_waiting or self.scheduler.num_waiting + choices <= self.config.max_waiting
+        return choices > self.config.max_waiting or self.scheduler.backlog.has_room("", choices, prompt_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the model expects around it."""
@@ -321,6 +329,7 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             num_preemptions=scheduler.num_preemptions,
+            waiting_tokens=scheduler.backlog.tokens,
             kv_fragmentation=min(1.0, scheduler.num_unused_slots / max(1, blocks.num_used * blocks.block_size)),
         )
 

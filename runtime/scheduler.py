@@ -7,8 +7,14 @@ placeholders.
 
 Order. Requests are ranked by ``priority + arrival_time / priority_aging``, then by arrival. Seconds of
 waiting thus weigh like priority, and only the finitely many that arrive soon enough can ever go before a
-request. A rank never changes: the first in rank is never preempted, and what it needs was checked to fit in
-the pool when it was added, so it always progresses, ends, and makes another one the first.
+request. A rank never changes: the first in rank that runs is never preempted, and what it needs was checked
+to fit in the pool when it was added, so it always progresses, ends, and makes another one the first.
+
+Tenants. Rank orders the requests of one tenant; between tenants the least served goes first (``FairShares``),
+when prompts are admitted and when they share the budget of a step. A decode that needs a block takes it from
+the tenant served most. A tenant that was served less than another and has fewer requests running takes
+a place from it, so that it need not wait for long answers to end. A tenant is charged where
+tokens are computed for the first time: neither cached prompts nor what a preemption computes again cost.
 
 Reuse of blocks. The blocks of a request that ends or is preempted may be given away at once, even while a
 plan in flight still reads or writes them, because plans run one after another in the order they were made:
@@ -25,10 +31,14 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qserve.runtime.backlog import Backlog
 from qserve.runtime.blocks import BlockManager, chain_digests
+from qserve.runtime.fairness import FairShares
 from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError
+
+CONTEXTS_WAITING = 32
 
 
 class QueueFullError(RequestError):
@@ -44,6 +54,8 @@ class SchedulerConfig:
         max_num_seqs: requests running at once at most.
         max_num_batched_tokens: input tokens of one step at most, prefill chunks and decodes together.
         max_waiting: new requests are refused while this many wait.
+        max_waiting_tokens: they are refused too where more prompt tokens would wait, unless none wait; None
+            allows 32 contexts.
         priority_aging: seconds of waiting that weigh as much as one level of priority.
     """
 
@@ -51,6 +63,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_waiting: int = 1024
+    max_waiting_tokens: int | None = None
     priority_aging: float = 10.0
 
     def __post_init__(self) -> None:
@@ -66,6 +79,12 @@ class SchedulerConfig:
             raise ValueError(
                 f"priority_aging must be a positive number of seconds, not {self.priority_aging}"
             )
+        if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
+            raise ValueError(f"max_waiting_tokens must be at least 1, not {self.max_waiting_tokens}")
+
+    @property
+    def waiting_tokens_limit(self) -> int:
+        return self.max_waiting_tokens or CONTEXTS_WAITING * self.max_model_len
 
 
 class Scheduler:
@@ -78,10 +97,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.config = config
         self.blocks = blocks
+        self.backlog = Backlog(config.max_waiting, config.waiting_tokens_limit)
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._step = 0
+        self._shares = FairShares(credit=config.max_model_len)
+        self._places: Counter[str] = Counter()  # by tenant, requests running
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # both queues in order of rank
         self._running: list[Request] = []
@@ -96,6 +118,14 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    def require_room(self, tenant: str, choices: int, prompt_tokens: int) -> None:
+        """Raise ``QueueFullError`` where ``add`` would not queue as many choices of a prompt of this length."""
+        if not self.backlog.has_room(tenant, choices, prompt_tokens):
+            raise QueueFullError(
+                f"{self.backlog.requests} requests are waiting with {self.backlog.tokens} prompt tokens, the limit; "
+                "try again later"
+            )
 
     @property
     def num_in_flight(self) -> int:
@@ -131,10 +161,11 @@ class Scheduler:
         parent = request.parent
         if parent and not parent.is_finished and self._requests.get(parent.request_id) is not parent:
             raise RequestError(f"parent {parent.request_id} was not added to this scheduler", "parent")
-        if len(self._waiting) >= self.config.max_waiting:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting, the limit; try again later")
+        self.require_room(request.tenant, 1, request.num_queued)
         self._fit(request)
         self._requests[request.request_id] = request
+        self.backlog.add(request.tenant, request.num_queued)
+        self._shares.join(request.tenant)
         insort(self._waiting, request, key=self._rank)
 
     def abort(self, request_id: str) -> bool:
@@ -151,31 +182,19 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; None when nothing can run before a commit or a new request.
 
-        Running requests first, in order of rank: each decode gets its one token (it was set aside from the
-        budget, so no prompt crowds it out), each prefill a chunk of what is left. A decode that needs a block
-        takes it from the last in rank. Then waiting requests are admitted in order, none past one that must
-        wait for room; ``now`` (seconds) becomes their ``scheduled_time``.
+        Each decode gets its one token, set aside from the budget, so that no prompt crowds it out; if it needs
+        a block, somebody may be preempted for it. The rest of the budget goes to prompts: the least served
+        tenant is next, with its running prefills and then with its waiting requests, by rank. Nobody is
+        admitted past one that must wait for room; ``now`` (seconds) becomes the ``scheduled_time``.
         """
-        active = [request for request in self._running if not request.is_fully_sampled]
-        budget = self.config.max_num_batched_tokens - sum(request.is_decoding for request in active)
-        planned: list[tuple[Request, ScheduledSequence]] = []
-        for request in active:
-            if request.is_decoding:
-                if self._grow(request):
-                    planned.append((request, self._advance(request, 1)))
-            elif budget and request.status is Status.RUNNING:
-                planned.append((request, self._advance(request, budget)))
-                budget -= len(planned[-1][1].token_ids)
-        for request in tuple(self._waiting):
-            if not budget or self.num_running == self.config.max_num_seqs:
-                break
-            if self._awaits_parent(request):
-                continue
-            # One that was just preempted must get its tokens in flight first.
-            if request.num_plans or not self._admit(request, now):
-                break
-            planned.append((request, self._advance(request, budget)))
-            budget -= len(planned[-1][1].token_ids)
+        decodes = [request for request in self._running if request.is_decoding and not request.is_fully_sampled]
+        for request in decodes:
+            if request.status is Status.RUNNING:
+                self._grow(request)
+        decodes = [request for request in decodes if request.status is Status.RUNNING]
+        # Prompts first: to admit one may preempt a decode, for which nothing must be planned by then.
+        planned = self._prefill(self.config.max_num_batched_tokens - len(decodes), now)
+        planned += [(request, self._advance(request, 1)) for request in decodes if request.status is Status.RUNNING]
         return self._plan(planned) if planned else None
 
     def commit(self, plan: StepPlan, results: Mapping[str, int]) -> list[RequestUpdate]:
@@ -213,6 +232,13 @@ class Scheduler:
         assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *self._running)}
         assert len(self._requests) == len(self._waiting) + len(self._running), "a request is in two queues"
         assert all(request_id == r.request_id for request_id, r in self._requests.items())
+        self._shares.check(Counter(r.tenant for r in self._requests.values()))
+        assert self._places == Counter(r.tenant for r in self._running), "places are miscounted"
+        new = [r for r in self._waiting if r.status is Status.WAITING]
+        tokens: Counter[str] = Counter()
+        for request in new:
+            tokens[request.tenant] += request.num_queued
+        self.backlog.check(Counter(r.tenant for r in new), tokens)
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
         assert len(self._running) <= self.config.max_num_seqs
@@ -239,6 +265,11 @@ class Scheduler:
 
     def _rank(self, request: Request) -> tuple[float, int]:
         return request.priority + request.arrival_time / self.config.priority_aging, request.arrival
+
+    def _turn(self, request: Request) -> tuple[float, int, tuple[float, int]]:
+        """Between the requests of different tenants: the lowest goes first, the highest is preempted first."""
+        score = self._shares.score(request.tenant, request.priority)
+        return score, self._places[request.tenant], self._rank(request)
 
     def _fit(self, request: Request) -> None:
         """Refuse what can never run; lower the token limit to the context, and an open end to the pool."""
@@ -277,6 +308,52 @@ class Scheduler:
             parent = request.parent = None  # its prompt may still be in the prefix cache
         return parent is not None and parent.num_committed < max(request.num_prompt - 1, 1)
 
+    def _prefill(self, budget: int, now: float) -> list[tuple[Request, ScheduledSequence]]:
+        """Plan up to ``budget`` prompt tokens, admitting whom there is room for."""
+        full = self.num_running == self.config.max_num_seqs and self._shares.num_tenants == 1
+        active = [r for r in self._running if not r.is_decoding and not r.is_fully_sampled]
+        queues: dict[str, deque[Request]] = {}
+        for request in active if full else (*active, *self._waiting):
+            queues.setdefault(request.tenant, deque()).append(request)
+        planned: list[tuple[Request, ScheduledSequence]] = []
+        while budget and queues:
+            queue = min(queues.values(), key=lambda queue: self._turn(queue[0]))
+            request = queue.popleft()
+            if not queue:
+                del queues[request.tenant]
+            if request.status is not Status.RUNNING:
+                if self._awaits_parent(request):
+                    continue
+                # One that was just preempted must get its tokens in flight first.
+                if request.num_plans or not self._enter(request, now, planned):
+                    queues = {
+                        tenant: running
+                        for tenant, queue in queues.items()
+                        if (running := deque(r for r in queue if r.status is Status.RUNNING))
+                    }
+                    continue
+            planned.append((request, self._advance(request, budget)))
+            budget -= len(planned[-1][1].token_ids)
+        return planned
+
+    def _enter(self, request: Request, now: float, planned: list[tuple[Request, ScheduledSequence]]) -> bool:
+        """Admit a waiting request, if need be in the place of others that hold more than their share."""
+        while self.num_running == self.config.max_num_seqs or not self._admit(request, now):
+            taken = {id(other) for other, _ in planned}
+            mine = (self._places[request.tenant] + 1) / request.weight
+            others = [
+                other
+                for other in self._last_of_tenants()
+                if other.tenant != request.tenant
+                and id(other) not in taken
+                and (self._places[other.tenant] - 1) / other.weight >= mine
+                and self._turn(other) > self._turn(request)
+            ]
+            if not others:
+                return False
+            self._preempt(max(others, key=self._turn))
+        return True
+
     def _admit(self, request: Request, now: float) -> bool:
         """Give a waiting request a table for all of its tokens and let it run, if there is room."""
         request_id, total, parent = request.request_id, request.num_tokens, request.parent
@@ -295,6 +372,7 @@ class Scheduler:
             return False
         self._copies += self.blocks.allocate(request_id, total, write_from=cached)
         if request.status is Status.WAITING:
+            self.backlog.remove(request.tenant, request.num_queued)
             request.num_cached, request.scheduled_time = cached, now
             if not request.params.prompt_logprobs:
                 self.prefix_queries += total
@@ -302,22 +380,26 @@ class Scheduler:
         request.num_computed = request.num_committed = cached
         request.status, request.parent = Status.RUNNING, None
         self._waiting.remove(request)
+        self._places[request.tenant] += 1
         insort(self._running, request, key=self._rank)
         return True
 
-    def _grow(self, request: Request) -> bool:
-        """Make room for one more position, preempting from the end of the rank; False if that hit itself."""
+    def _grow(self, request: Request) -> None:
+        """Make room for one more position of a decode, preempting whom it must, itself too."""
         total, written = request.num_tokens, request.num_computed
         while request.status is Status.RUNNING:
             if self.blocks.can_allocate(request.request_id, total, write_from=written):
                 self._copies += self.blocks.allocate(request.request_id, total, write_from=written)
-                return True
-            self._preempt(self._running[-1])
-        return False
+                return
+            self._preempt(max(self._last_of_tenants(), key=self._turn))
+
+    def _last_of_tenants(self) -> list[Request]:
+        """Who may be preempted: the last in rank of each tenant, but never the first of all."""
+        return list({request.tenant: request for request in self._running[1:]}.values())
 
     def _preempt(self, request: Request) -> None:
         """Take its blocks; its tokens stay, and their KV is computed again (or found in the cache) later."""
-        self._running.remove(request)
+        self._leave_running(request)
         self.blocks.free(request.request_id)
         request.status = Status.PREEMPTED
         request.num_computed = request.num_committed = 0
@@ -343,6 +425,9 @@ class Scheduler:
         )
         if scores:
             request.num_scored = min(stop, request.num_prompt)
+        fresh = max(0, min(stop, request.num_prompt) - max(start, request.num_charged))
+        request.num_charged = max(request.num_charged, min(stop, request.num_prompt))
+        self._shares.charge(request.tenant, fresh, sequence.num_sampled, request.weight)
         request.num_computed = stop
         request.num_in_flight += sequence.num_sampled
         request.num_plans += 1
@@ -377,12 +462,21 @@ class Scheduler:
             for index, digest in enumerate(self._digests(request, num_committed)[first:], first):
                 self.blocks.publish(request.request_id, index, digest)
 
+    def _leave_running(self, request: Request) -> None:
+        self._running.remove(request)
+        self._places[request.tenant] -= 1
+        if not self._places[request.tenant]:
+            del self._places[request.tenant]
+
     def _end(self, request: Request, reason: str, stop_reason: str | int | None) -> None:
+        self._shares.leave(request.tenant)
         if request.status is Status.RUNNING:
-            self._running.remove(request)
+            self._leave_running(request)
             self.blocks.free(request.request_id)
         else:
             self._waiting.remove(request)
+            if request.status is Status.WAITING:
+                self.backlog.remove(request.tenant, request.num_queued)
         del self._requests[request.request_id]
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason, request.parent = reason, stop_reason, None

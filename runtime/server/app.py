@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.access import AccessLog
@@ -20,7 +21,15 @@ from qserve.runtime.server.service import Service
 def create_app(service: Service) -> FastAPI:
     """The ASGI application. The caller starts and stops ``service.thread``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, api_keys=service.config.api_keys)
+    app.add_middleware(Guard, keys=service.keys)
+    if service.config.cors_origins:  # outside of the guard: a browser asks without a key whether it may
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id", "traceparent"],
+            expose_headers=["Retry-After", "X-Request-Id"],
+        )
     app.add_middleware(AccessLog, service=service)  # the last one added is the outermost
     _add_error_handlers(app)
     for part in (probes, models, completions, chat, responses, engine, page, schema):

@@ -12,15 +12,18 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.server.keys import ApiKey
 from qserve.runtime.server.metrics import Metrics
+from qserve.runtime.server.quota import Quotas
+from qserve.runtime.server.rate import ServiceRate
 from qserve.runtime.server.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -31,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RATE_WINDOW = 60.0  # seconds over which the rate of finished requests is measured
-MAX_RETRY_AFTER = 120
+MAX_RETRY_AFTER = 120  # seconds; clients give up on longer ones
+MAX_FAILED_STEPS = 10  # in a row; an engine that fails so often will not recover by itself
 
 
 class EngineFailure(Exception):
@@ -77,6 +80,7 @@ class _Submit:
     prompts: list[list[int]]
     priority: int
     cache_salt: str
+    key: ApiKey | None
     arrival: float
     accepted: asyncio.Future[None]
     matcher: LLMatcher | None
@@ -98,14 +102,15 @@ class _Live:
     generation: Generation
     timeline: Timeline
     unfinished: int
+    key: ApiKey | None
 
 
 class EngineThread:
     """Runs ``engine.step()`` while there is work and sleeps while there is none.
 
-    A step that raises ends every request with an ``EngineFailure``, and the thread goes on. If the engine is
-    then still unable to step, the thread ends and ``alive`` is False. All coroutines that submit share one
-    event loop.
+    A step that raises ends every request with an ``EngineFailure``, and the thread goes on. After
+    ``MAX_FAILED_STEPS`` such steps in a row, or if the engine cannot even step without requests, the thread ends:
+    ``alive`` is False and ``failure`` says why. All coroutines that submit share one event loop.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
@@ -114,10 +119,13 @@ class EngineThread:
         self._commands: SimpleQueue[_Submit | _Abort | _Look | None] = SimpleQueue()
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
-        self._finished: deque[float] = deque(maxlen=10_000)  # times at which requests ended
-        self._started = time.monotonic()
+        self._quotas = Quotas()
+        self._rate = ServiceRate(time.monotonic())
+        self._backlog_seconds = 0.0
+        self._failed_steps = 0
+        self._step_began: float | None = None
         self._ended = False
-        self._step_started: float | None = None
+        self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="qserve-engine", daemon=True)
         self.stats: EngineStats = engine.stats()
 
@@ -125,11 +133,10 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._ended
 
-    @property
-    def step_age(self) -> float:
-        """Seconds since the step that is running began; 0 between steps."""
-        started = self._step_started
-        return 0.0 if started is None else time.monotonic() - started
+    def step_seconds(self) -> float:
+        """For how long the step that runs now has been running; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def start(self) -> None:
         self._thread.start()
@@ -147,12 +154,16 @@ class EngineThread:
         priority: int = 0,
         cache_salt: str = "",
         matcher: LLMatcher | None = None,
+        key: ApiKey | None = None,
     ) -> Generation:
-        """Queue all prompts or none. Raises ``RequestError``, ``QueueFullError`` or ``EngineFailure``."""
+        """Queue all prompts or none, on the account of ``key``.
+
+        Raises ``RequestError``, ``QueueFullError``, ``QuotaError`` or ``EngineFailure``.
+        """
         loop = asyncio.get_running_loop()
         generation = Generation([f"r{next(self._ids)}" for _ in prompts], params, loop)
         arrival, accepted = time.monotonic(), loop.create_future()
-        command = _Submit(generation, prompts, priority, cache_salt, arrival, accepted, matcher)
+        command = _Submit(generation, prompts, priority, cache_salt, key, arrival, accepted, matcher)
         self._commands.put(command)
         if self._ended:
             raise EngineFailure("the engine has stopped")
@@ -183,28 +194,42 @@ class EngineThread:
         """End every request with an error that its client gets."""
         self._commands.put(_Abort([]))
 
+    def check_room(self, key: ApiKey | None) -> None:
+        """Raise ``QueueFullError`` or ``QuotaError`` where not even one more request has room."""
+        self._engine.scheduler.require_room(key.name if key else "", 1, 1)
+        if key is not None:
+            self._quotas.check(key, 1, time.monotonic(), self._backlog_seconds)
+
     def retry_after(self) -> int:
-        """Seconds in which the requests that wait now should be done, at the rate of the last minute."""
-        now = time.monotonic()
-        span = min(now - self._started, RATE_WINDOW)
-        finished = sum(now - moment <= span for moment in tuple(self._finished))
-        seconds = self.stats.num_waiting * span / (finished + 1)
-        return max(1, min(MAX_RETRY_AFTER, round(seconds + 0.5)))
+        """Seconds in which what waits now should be done, at the rate of the last minute; 1..120."""
+        return max(1, min(MAX_RETRY_AFTER, ceil(self._backlog_seconds)))
+
+    def give_up(self, failure: str) -> None:
+        """End every request with an error although the engine does not answer; its thread is left behind."""
+        self.failure, self._ended = failure, True
+        for request in tuple(self._live.values()):
+            self._metrics.ended("error")
+            self._tell(request.generation, "the engine is stuck; the server restarts")
+        self._refuse_commands("the engine is stuck; the server restarts")
 
     def _run(self) -> None:
         try:
             while self._take_commands():
                 if self._engine.has_work():
                     self._step()
-                self.stats = self._engine.stats()
-        except Exception:
+                self._observe()
+        except Exception as error:
             logger.exception("the engine thread ends")
+            self.failure = self.failure or f"the engine cannot go on: {type(error).__name__}"
         self._ended = True
         self._fail_all("the server is shutting down")
+        self._refuse_commands("the server is shutting down")
+
+    def _refuse_commands(self, message: str) -> None:
         with contextlib.suppress(Empty):
             while True:
                 if isinstance(command := self._commands.get_nowait(), _Submit):
-                    self._answer(command, EngineFailure("the server is shutting down"))
+                    self._answer(command, EngineFailure(message))
 
     def _take_commands(self) -> bool:
         """Take all commands there are; wait for one if there is nothing else to do. False ends the thread."""
@@ -227,7 +252,10 @@ class EngineThread:
 
     def _submit(self, command: _Submit) -> None:
         generation, submitted = command.generation, []
+        key, choices, now = command.key, generation.params.n, time.monotonic()
         try:
+            if key is not None:
+                self._quotas.check(key, choices * len(command.prompts), now, self._backlog_seconds)
             for request_id, prompt in zip(generation.request_ids, command.prompts, strict=True):
                 generation.prompt_tokens += self._engine.submit(
                     request_id,
@@ -236,44 +264,57 @@ class EngineThread:
                     priority=command.priority,
                     cache_salt=command.cache_salt,
                     matcher=command.matcher,
+                    tenant=key.name if key else "",
+                    weight=key.weight if key else 1.0,
                 )
                 submitted.append(request_id)
-        except Exception as error:  # RequestError, or a bug that must not end the thread
+        except Exception as error:  # RequestError, QuotaError, or a bug that must not end the thread
             for request_id in submitted:
                 self._engine.abort(request_id)
             self._answer(command, error)
             return
-        choices = generation.params.n
         generation.unfinished = choices * len(submitted)
+        if key is not None:
+            self._quotas.began(key, generation.unfinished)
+            self._quotas.spend(key, generation.prompt_tokens, now)
         for request_id, prompt in zip(submitted, command.prompts):
             timeline = Timeline(command.arrival, len(prompt), generation.params.max_tokens, choices)
             generation.timelines.append(timeline)
-            self._live[request_id] = _Live(generation, timeline, choices)
+            self._live[request_id] = _Live(generation, timeline, choices, key)
         self._answer(command, None)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            if self._live.pop(request_id, None):
+            if live := self._live.pop(request_id, None):
                 self._engine.abort(request_id)
+                self._release(live, live.unfinished)
                 self._metrics.ended("abort")
 
     def _step(self) -> None:
         working = bool(self._live)
-        self._step_started = started = time.monotonic()
+        self._step_began = started = time.monotonic()
         try:
             outputs = self._engine.step()
         except Exception:
             self._metrics.step_failed()
             logger.exception("a step of the engine failed; its requests are ended")
             self._fail_all("the engine failed while it worked on this request")
-            if not working:
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                self.failure = f"{self._failed_steps} steps of the engine in a row failed; the log says why"
+            if self.failure or not working:
                 raise
             return
         finally:
-            self._step_started = None
+            self._step_began = None
+        self._failed_steps = 0
         if self._engine.last_plan is not None:
             self._metrics.step(self._engine.last_plan, time.monotonic() - started)
         self._deliver(outputs)
+
+    def _observe(self) -> None:
+        self.stats = stats = self._engine.stats()
+        self._backlog_seconds = self._rate.backlog_seconds(stats.num_waiting, stats.waiting_tokens, time.monotonic())
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         now = time.monotonic()
@@ -284,23 +325,42 @@ class EngineThread:
                 continue
             batches.setdefault(live.generation, []).append(output)
             self._metrics.observe(live.timeline, output, now)
+            self._account(live, output, now)
             if output.finish_reason is not None:
                 live.unfinished -= 1
                 if not live.unfinished:
                     del self._live[output.request_id]
-                    self._finished.append(now)
         if batches:
             self._call(next(iter(batches)).loop, partial(_hand_out, batches))
+
+    def _account(self, live: _Live, output: RequestOutput, now: float) -> None:
+        """Count an output for the rate of the server and for its key."""
+        tokens = len(output.token_ids)
+        if live.key is not None:
+            self._quotas.spend(live.key, tokens, now)
+        if tokens and output.output_tokens == tokens and output.index == 0:  # the first: its prompt was computed
+            tokens += output.prompt_tokens - output.cached_tokens
+        self._rate.computed(tokens, now)
+        if output.finish_reason is not None:
+            self._rate.finished(output.output_tokens, now)
+            self._release(live, 1)
+
+    def _release(self, live: _Live, choices: int) -> None:
+        if live.key is not None:
+            self._quotas.ended(live.key, choices)
 
     def _fail_all(self, message: str) -> None:
         live, self._live = self._live, {}
         for request_id, request in live.items():
             with contextlib.suppress(Exception):
                 self._engine.abort(request_id)
+            self._release(request, request.unfinished)
             self._metrics.ended("error")
             request.timeline.failed()
-            generation = request.generation
-            self._call(generation.loop, partial(generation.events.put_nowait, EngineFailure(message)))
+            self._tell(request.generation, message)
+
+    def _tell(self, generation: Generation, message: str) -> None:
+        self._call(generation.loop, partial(generation.events.put_nowait, EngineFailure(message)))
 
     def _answer(self, command: _Submit, error: Exception | None) -> None:
         def answer() -> None:

@@ -9,7 +9,13 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
 
 
 class APIError(Exception):

@@ -19,6 +19,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/chat/completions", **described(ChatRequest, streams=True))
     async def chat_completions(request: Request) -> Response:
+        service.admit(request)
         body = parse(ChatRequest, await service.body(request))
         service.check_model(body.model)
         try:

@@ -18,6 +18,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions", **described(CompletionRequest, streams=True))
     async def completions(request: Request) -> Response:
+        service.admit(request)
         body = parse(CompletionRequest, await service.body(request))
         service.check_model(body.model)
         params = body.sampling_params()

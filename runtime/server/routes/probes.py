@@ -25,7 +25,7 @@ def router(service: Service) -> APIRouter:
     async def metrics() -> Response:
         thread = service.thread
         content = service.metrics.render(
-            thread.stats, up=thread.alive, ready=service.ready, step_age=thread.step_age
+            thread.stats, up=thread.alive, ready=service.ready, step_age=thread.step_seconds()
         )
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -230,7 +230,7 @@ def test_unknown_route_method_and_model(server: ServerHandle) -> None:
 @pytest.mark.parametrize(
     "authorization", [None, "", "Bearer", "Bearer wrong", "Basic second-key", "second-key", "Bearer é"]
 )
-def test_every_route_but_two_wants_a_key(server: ServerHandle, authorization: str | None) -> None:
+def test_every_route_but_the_open_ones_wants_a_key(server: ServerHandle, authorization: str | None) -> None:
     headers = {} if authorization is None else {"Authorization": authorization.encode()}
     base = server.url.removesuffix("/v1")
     for path in (
@@ -239,7 +239,7 @@ def test_every_route_but_two_wants_a_key(server: ServerHandle, authorization: st
         "/metrics",
         "/docs",
         "/openapi.json",
-        "/",
+        "/static",
         "/nothing",
         "//health",
     ):
