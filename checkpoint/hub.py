@@ -59,7 +59,13 @@ def hub_errors(text: str) -> Iterator[None]:
         raise CheckpointError(f"{text} is neither a local path nor a model on the hub") from None
     except (hub.HfHubHTTPError, hub.HFValidationError) as error:
         raise CheckpointError(f"{text} cannot be fetched from the hub: {_first_line(error)}") from None
-    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, hub.HTTPError, ConnectionError, TimeoutError):
+    except (
+        hub.LocalEntryNotFoundError,
+        hub.OfflineModeIsEnabled,
+        hub.HTTPError,  # type: ignore[attr-defined]  # of the HTTP library, whichever it is
+        ConnectionError,
+        TimeoutError,
+    ):
         raise CheckpointError(
             f"{text} is no local path, is not in the hub cache, and the hub cannot be reached; "
             "give a local directory, or try again with a network"

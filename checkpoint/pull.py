@@ -71,7 +71,7 @@ class RemoteModel:
         self._require_space(sum(file.bytes for file in missing))
         fetched = done = 0
         for file in self.files:
-            with hub_errors(self.text), self._watched(lambda partial, begun=done: progress(begun + partial, self.bytes)):
+            with hub_errors(self.text), self._watched(progress, done):
                 path = Path(hf_hub_download(model_id, file.name, revision=self.commit))
                 came = file in missing
                 if not file.matches(path):
@@ -107,15 +107,16 @@ class RemoteModel:
             )
 
     @contextmanager
-    def _watched(self, update: Callable[[int], None]) -> Iterator[None]:
-        """Report the bytes of files in the making: the hub's own library has a bar of its own, or none."""
+    def _watched(self, progress: Progress, done: int) -> Iterator[None]:
+        """Report ``done`` and the bytes of a file in the making, which the hub's library shows only by its own bar."""
         blobs = _cache() / f"models--{split_hub_id(self.text)[0].replace('/', '--')}" / "blobs"
         left_over = set(blobs.glob("*.incomplete"))
         ended = threading.Event()
 
         def watch() -> None:
             while not ended.wait(POLL_SECONDS):
-                update(sum(_size(path) for path in blobs.glob("*.incomplete") if path not in left_over))
+                new = sum(_size(path) for path in blobs.glob("*.incomplete") if path not in left_over)
+                progress(min(done + new, self.bytes), self.bytes)
 
         thread = threading.Thread(target=watch, name="qserve-pull", daemon=True)
         thread.start()
