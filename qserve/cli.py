@@ -518,6 +518,103 @@ def chat(
 
 
 @app.command()
+def batch(
+    lines: Annotated[Path, typer.Argument(metavar="IN", help="Requests in the format of OpenAI's batches, JSONL.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Answers, JSONL; what it holds is not done again.")],
+    model: Annotated[str, typer.Option(help="The model that answers.", metavar="MODEL")] = "demo",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call the model. [default: its name]")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and output. [default: what model and memory allow]")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = _ENGINE.max_num_seqs,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = _ENGINE.max_num_batched_tokens,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(help="Size of the KV cache, as 512MiB or 4GB. [default: half of what is free]", metavar="SIZE"),
+    ] = None,
+    kernels: Kernels = _ENGINE.kernels,
+    threads: Threads = None,
+) -> None:
+    """Answer the requests of a file at full throughput, as the server would, without a server.
+
+    A line that cannot be answered gets an error and the rest goes on. A run that was interrupted goes on where it
+    stopped when it is called again.
+    """
+    config = EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory=None if kv_cache_memory is None else _bytes(kv_cache_memory),
+        kernels=kernels,
+        threads=threads,
+    )
+    if out.exists() and lines.exists() and out.samefile(lines):
+        raise UsageError("IN and OUT are the same file")
+    from qserve import steps
+    from qserve.answer_file import AnswerFile
+    from qserve.batch import check_lines, is_done, run_batch
+
+    check_lines(lines)  # before the model is loaded
+    with AnswerFile(out) as answers:
+        if is_done(lines, answers):
+            console.line(f"{out} holds the answer to every line already")
+            return
+        engine = steps.load(steps.open_source(model), config)
+        with console.progress("batch") as update:
+            report = run_batch(engine, lines, answers, model_name=served_model_name, update=update)
+    for text in report.summary():
+        console.line(text)
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(metavar="ID", help="A hub id, as org/name or org/name@revision, or demo.")],
+    file: Annotated[str | None, typer.Option(help="Which one of several GGUF files.", metavar="NAME.gguf")] = None,
+) -> None:
+    """Fetch a model into the cache of the Hugging Face hub, and check every file against its hash there.
+
+    Only safetensors, GGUF, JSON and tokenizer files: never pickles, never code. Called again after an interruption it
+    goes on with the file it was at; called on a model that is there it checks it, and repairs it.
+    """
+    from qserve import store
+
+    for text in store.pull(model, file):
+        console.line(text)
+
+
+@app.command("list")
+def list_models(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="DIR", help="Where to look, two levels deep. [default: the current directory]"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the whole quality cards.")] = False,
+) -> None:
+    """List the models in directories and in the hub's cache, with their sizes and what their quality cards say."""
+    from qserve import store
+
+    store.show(directories or [Path()], as_json=as_json)
+
+
+@app.command()
+def rm(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory, a cached hub id, or demo.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove a checkpoint that qserve wrote, a model in the hub's cache, or the demo model, after asking."""
+    from qserve.checkpoint.removal import find_removal
+
+    removal = find_removal(model)
+    size = console.size(removal.bytes)
+    if not yes:
+        typer.confirm(f"Remove {removal.what}: {size}?", abort=True)
+    removal.run()
+    console.line(f"removed {removal.what}: {size} are free")
+
+
+@app.command()
 def inspect(
     model: Model,
     layers: Annotated[bool, typer.Option(help="List every linear.")] = False,

@@ -21,6 +21,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/responses", **described(ResponseRequest, streams=True))
     async def responses(request: Request) -> Response:
+        service.admit(request)
         body = parse(ResponseRequest, await service.body(request))
         service.check_model(body.model)
         messages = body.messages()
