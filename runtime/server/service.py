@@ -95,14 +95,23 @@ class Service:
             raise APIError(503, str(error), code="queue_full", headers={"Retry-After": wait}) from None
 
     async def answer(
-        self, request: Request, generation: Generation, answer: Answer, *, stream: bool, include_usage: bool
+        self,
+        request: Request,
+        generation: Generation,
+        answer: Answer,
+        *,
+        stream: bool,
+        include_usage: bool,
+        continuous_usage: bool = False,
     ) -> Response:
         """The response, once its first token is there. A client that leaves takes its generation with it."""
         streaming = False
         try:
             if not stream:
                 return JSONResponse(await while_connected(request, answer.whole(aiter(generation))))
-            chunks = answer.chunks(aiter(generation), include_usage=include_usage)
+            chunks = answer.chunks(
+                aiter(generation), include_usage=include_usage, continuous_usage=continuous_usage
+            )
             response = EventStream(
                 await while_connected(request, after_first(chunks)), lambda: self.thread.abort(generation)
             )

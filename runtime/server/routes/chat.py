@@ -34,7 +34,12 @@ def router(service: Service) -> APIRouter:
             logprobs=params.logprobs is not None,
         )
         return await service.answer(
-            request, generation, answer, stream=bool(body.stream), include_usage=body.include_usage
+            request,
+            generation,
+            answer,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
         )
 
     return routes
