@@ -154,13 +154,16 @@ class Service:
         *,
         stream: bool,
         include_usage: bool,
+        continuous_usage: bool = False,
     ) -> Response:
         """The response, once its first token is there. A client that leaves takes its generation with it."""
         streaming = False
         try:
             if not stream:
                 return JSONResponse(await while_connected(request, answer.whole(aiter(generation))))
-            chunks = answer.chunks(aiter(generation), include_usage=include_usage)
+            chunks = answer.chunks(
+                aiter(generation), include_usage=include_usage, continuous_usage=continuous_usage
+            )
             response = EventStream(
                 await while_connected(request, after_first(chunks)),
                 lambda: self.thread.abort(generation),
