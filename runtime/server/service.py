@@ -135,7 +135,8 @@ class Service:
         Raises ``APIError`` 503 for the whole server's sake and 429 for the key's.
         """
         if not self.ready:
-            raise APIError(503, "the server is shutting down", headers={"Retry-After": "5"})
+            reason = "the engine has failed" if self.thread.failure else "the server is shutting down"
+            raise APIError(503, reason, headers={"Retry-After": "5"})
         try:
             self.thread.check_room(request.scope["qserve.key"])
         except QueueFullError as error:
