@@ -37,6 +37,8 @@ class Request:
         arrival_time: seconds on the clock that ``Scheduler.schedule`` is given.
         parent: a request with the same prompt and salt (an earlier choice of ``n``): this one waits until
             that prompt is computed and shares its blocks. None once it is admitted.
+        beams: the live beams of the search that it belongs to, one list for all of them, which the scheduler keeps;
+            none where it is no beam. Beams run, wait and are preempted together.
         num_computed: leading tokens whose KV exists or is written by plans in flight.
         num_committed: leading tokens whose KV was written by committed plans.
         num_in_flight: tokens being sampled by plans in flight; they follow the known tokens as placeholders.
@@ -69,6 +71,7 @@ class Request:
     num_cached: int = field(default=0, init=False)
     num_scored: int = field(default=0, init=False)
     digests: list[bytes] = field(default_factory=list, init=False, repr=False)
+    beams: list[Request] = field(default_factory=list, init=False, repr=False)
     scheduled_time: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -112,6 +115,21 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def members(self) -> tuple[Request, ...]:
+        """Who runs, waits and is preempted with it: it alone, or all beams of its search."""
+        return tuple(self.beams) or (self,)
+
+    @property
+    def is_scored(self) -> bool:
+        """Something is wanted of each of its prompt positions, so all of them are computed."""
+        return self.params.prompt_logprobs or self.params.prompt_states
+
+    @property
+    def num_plannable(self) -> int:
+        """Tokens that can be computed by itself: the last of several beams waits for those of the others."""
+        return self.num_tokens - (len(self.beams) > 1)
 
     @property
     def is_decoding(self) -> bool:

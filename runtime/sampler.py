@@ -21,7 +21,7 @@ _CANDIDATES = 512  # enough for nearly every top-p; sorting a whole vocabulary c
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """``logprob`` in nats, under the model before any penalty or temperature; ``rank`` 1 is the most likely."""
+    """``logprob`` in nats, under the model before any bias, penalty or temperature; ``rank`` 1 is the most likely."""
 
     token_id: int
     logprob: float
@@ -69,8 +69,11 @@ def _sample_row(row: Tensor, best: int, request: Request, seed: int) -> Sampled:
 
 
 def _adjust(row: Tensor, request: Request) -> Tensor:
-    """The row with penalties and forbidden endings applied; the row itself where there are none."""
+    """The row with biases, penalties and forbidden endings applied; the row itself where there are none."""
     params, outputs = request.params, request.output_token_ids
+    if params.logit_bias:
+        biases = dict(params.logit_bias)
+        row = row.index_add(0, torch.tensor([*biases]), torch.tensor([*biases.values()]))
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*request.prompt_token_ids, *outputs}))
         picked = row[seen]

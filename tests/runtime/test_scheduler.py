@@ -94,6 +94,7 @@ def test_plan_is_plain_data() -> None:
                 "num_sampled": 1,
                 "is_prefill": True,
                 "wants_prompt_logprobs": True,
+                "wants_prompt_states": False,
             }
         ],
         "preempted": [],
