@@ -363,6 +363,9 @@ def run(
     head: Annotated[str, typer.Option(help="Output head of a quantized model: auto (int8) or dense.")] = _ENGINE.head,
     kernels: Kernels = _ENGINE.kernels,
     threads: Threads = None,
+    stream_interval: Annotated[
+        int, typer.Option(help="Tokens of one event of a stream, after the first.", min=1, max=1024)
+    ] = 1,
     vllm_metrics: Annotated[bool, typer.Option(help="Repeat the metrics under vLLM's names.")] = False,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains."""
@@ -392,7 +395,10 @@ def run(
     place = f"[{address}]" if ":" in address else address
     console.note(f"serving {served_model_name or engine.model_name} on http://{place}:{number}/v1")
     server = ServerConfig(
-        api_keys=tuple(api_key or ()), model_name=served_model_name, vllm_metrics=vllm_metrics
+        api_keys=tuple(api_key or ()),
+        model_name=served_model_name,
+        stream_interval=stream_interval,
+        vllm_metrics=vllm_metrics,
     )
     serve(engine, config=server, sock=sock)
 

@@ -5,9 +5,10 @@ Owned by one thread. Knows requests and text; does not know HTTP, nor how a step
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -17,6 +18,7 @@ from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.kernels.threads import torch_threads
+from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.detokenizer import Detokenizer, StopChecker
@@ -26,6 +28,7 @@ from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_cache import cache_dtype
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.plan import RequestUpdate, StepPlan
+from qserve.runtime.pooling import Pool
 from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner
 from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs, sample
@@ -37,10 +40,11 @@ from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
 class RequestOutput:
     """What one step added to one choice of a request. ``text`` and ``token_ids`` are the new part only.
 
-    ``finish_reason``: stop, length, abort or error; None while it goes on. ``stop_reason``: the stop string or
+    ``finish_reason``: stop, length, abort, timeout or error; None while it goes on. ``stop_reason``: the stop string or
     token that ended it. ``queue_seconds``: from arrival to the first step that held it.
     ``prompt_logprobs``: of the prompt's tokens from the second on, with the first output of a request that asked for
-    both ``prompt_logprobs`` and ``logprobs``.
+    ``prompt_logprobs`` and for ``num_prompt_logprobs`` or ``logprobs``. ``embedding``: where ``pooling`` was asked for.
+    A beam search outputs each of its n choices once, whole, when it is over.
     """
 
     request_id: str
@@ -56,6 +60,7 @@ class RequestOutput:
     queue_seconds: float
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,9 @@ class _Choice:
     seed: int
     detokenizer: Detokenizer
     stops: StopChecker
+    deadline: float = math.inf
+    search: BeamSearch | None = None
+    pool: Pool | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -161,6 +169,7 @@ class Engine:
         tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
         if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
             raise RequestError(f"a token id is outside 0..{self.vocab_size - 1}", "prompt")
+        self._check_vocabulary(params)
         if any(choice.request_id == request_id for choice in self._choices.values()):
             raise RequestError(f"request id {request_id} is in use", "request_id")
         if params.n > self.config.max_waiting:
@@ -171,7 +180,8 @@ class Engine:
             raise QueueFullError(f"{self.scheduler.num_waiting} requests are waiting, the limit; try again later")
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         parent: Request | None = None
-        for index in range(params.n):
+        now = self._clock()
+        for index in range(1 if params.use_beam_search else params.n):
             request = Request(
                 _key(request_id, index),
                 tuple(tokens),
@@ -180,7 +190,7 @@ class Engine:
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival=next(self._arrivals),
-                arrival_time=self._clock(),
+                arrival_time=now,
                 parent=parent,
             )
             choice = _Choice(
@@ -190,8 +200,14 @@ class Engine:
                 (seed + index + 2**63) % 2**64 - 2**63,
                 Detokenizer(self.tokenizer, tokens),
                 StopChecker(params.stop, params.include_stop_str_in_output),
+                deadline=math.inf if params.timeout is None else now + params.timeout,
+                pool=None if params.pooling is None else Pool(params.pooling),
             )
             self.scheduler.add(request)  # the first is refused where any would be
+            if params.use_beam_search:
+                choice.search = BeamSearch(
+                    params, request.endings, request.max_output_tokens, {request.request_id: Beam()}
+                )
             self._choices[request.request_id] = choice
             parent = parent or request
         return len(tokens)
@@ -207,17 +223,30 @@ class Engine:
 
         Where the model raises, every request ends, the engine is as good as new, and the error goes on to the caller.
         """
-        plan = self.scheduler.schedule(self._clock())
+        now = self._clock()
+        outputs = self._end_late(now)
+        plan = self.scheduler.schedule(now)
         if plan is None:
-            return []
+            return outputs
         try:
             live, sampled = self._run(plan)
             results = dict(zip((choice.sequence.request_id for choice in live), sampled))
-            broken = [choice for choice, token in zip(live, sampled) if token.token_id is None]
-            outputs = [self._fail(choice, "the model computed NaN for this request") for choice in broken]
+            for choice, token in zip(live, sampled):
+                if token.token_id is None and not choice.sequence.is_finished:
+                    outputs += self._fail(choice, "error", "the model computed NaN for this request")
             tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
+            forks: list[tuple[_Choice, str, Beam]] = []
+            searching = {id(c.search): c for c in live if c.search and not c.sequence.is_finished}  # one for all beams
+            for choice in searching.values():
+                outputs += self._search(choice, results, tokens, forks)
             updates = self.scheduler.commit(plan, tokens)
-            return outputs + [self._advance(self._choices[u.request_id], u, results[u.request_id]) for u in updates]
+            for choice, parent, beam in forks:
+                self._fork(choice, parent, beam)
+            for update in updates:
+                choice = self._choices[update.request_id]
+                if not choice.search:
+                    outputs.append(self._advance(choice, update, results[update.request_id]))
+            return outputs
         except BaseException:  # Ctrl-C too: whoever catches it may go on with this engine
             for key in list(self._choices):
                 self.scheduler.finish(key, "error")
@@ -302,12 +331,20 @@ class Engine:
         rows = rows[: len(prompt) - start]
         if key in self._sinks:
             self._sinks[key](start, rows)
-        elif choice.sequence.params.logprobs is not None:
+            return
+        if choice.pool is not None:
+            choice.pool.add(rows)
+            return
+        params = choice.sequence.params
+        count = params.logprobs if params.num_prompt_logprobs is None else params.num_prompt_logprobs
+        if count is not None:
             following = prompt[start + 1 : start + 1 + len(rows)]
-            choice.prompt_logprobs += prompt_logprobs(rows, following, choice.sequence.params.logprobs)
+            choice.prompt_logprobs += prompt_logprobs(rows, following, count)
 
     def _advance(self, choice: _Choice, update: RequestUpdate, sampled: Sampled) -> RequestOutput:
         """Turn a new token into text; a stop string in it ends the request."""
+        if choice.pool is not None:
+            return self._pooled(choice, choice.pool)
         reason, stop_reason = update.finish_reason, update.stop_reason
         tokens = list(update.token_ids)
         # A token that ended the request is not part of the answer's text.
@@ -328,10 +365,91 @@ class Engine:
         logprobs = None if sampled.logprobs is None else [sampled.logprobs]
         return self._output(choice, text, tokens, logprobs, reason, stop_reason)
 
-    def _fail(self, choice: _Choice, error: str) -> RequestOutput:
-        self.scheduler.finish(choice.sequence.request_id, "error")
+    def _search(
+        self,
+        choice: _Choice,
+        results: Mapping[str, Sampled],
+        tokens: dict[str, int],
+        forks: list[tuple[_Choice, str, Beam]],
+    ) -> list[RequestOutput]:
+        """One round: ``tokens`` of the beams that go on are set, others end, and ``forks`` are to follow the commit."""
+        search = choice.search
+        assert search is not None
+        going = search.advance({key: results[key].candidates for key in search.beams})
+        if not going:
+            best = [self._whole(choice, index, beam) for index, beam in enumerate(search.finished)]
+            self._drop(list(search.beams))
+            return best
+        first: dict[str, Beam] = {}
+        for parent, beam in going:
+            if parent in first:
+                forks.append((choice, parent, beam))
+            else:
+                first[parent] = beam
+                tokens[parent] = beam.token_ids[-1]
+        self._drop([key for key in search.beams if key not in first])
+        search.beams = first
+        return []
+
+    def _fork(self, choice: _Choice, parent: str, beam: Beam) -> None:
+        key = f"{choice.request_id}#beam{next(self._arrivals)}"
+        sequence = self.scheduler.fork(parent, key, beam.token_ids[-1])
+        assert choice.search is not None
+        choice.search.beams[key] = beam
+        self._choices[key] = replace(choice, sequence=sequence)
+
+    def _pooled(self, choice: _Choice, pool: Pool) -> RequestOutput:
+        """The end of a request for an embedding; the token it sampled is nobody's."""
         self._forget(choice.sequence.request_id)
-        return self._output(choice, "", [], None, "error", None, error)
+        try:
+            output = self._output(choice, "", [], None, "stop", None)
+            return replace(output, embedding=pool.vector(), output_tokens=0)
+        except ValueError as error:
+            return self._output(choice, "", [], None, "error", None, str(error))
+
+    def _whole(self, choice: _Choice, index: int, beam: Beam) -> RequestOutput:
+        """A finished output of a beam search."""
+        tokens, params = list(beam.token_ids), choice.sequence.params
+        detokenizer = Detokenizer(self.tokenizer, choice.sequence.prompt_token_ids)
+        text = detokenizer.append(tokens if beam.stop_token is None else tokens[:-1]) + detokenizer.flush()
+        ended = beam.stop_token is not None
+        shown = beam.stop_token if ended and (params.ignore_eos or beam.stop_token not in self._eos) else None
+        logprobs = list(beam.logprobs) if params.logprobs is not None else None
+        output = self._output(choice, text, tokens, logprobs, "stop" if ended else "length", shown)
+        return replace(output, index=index, output_tokens=len(tokens))
+
+    def _end_late(self, now: float) -> list[RequestOutput]:
+        """End what is past its deadline, waiting or running."""
+        outputs: list[RequestOutput] = []
+        for choice in [choice for choice in self._choices.values() if choice.deadline <= now]:
+            if not choice.sequence.is_finished:  # with another beam
+                limit = choice.sequence.params.timeout
+                outputs += self._fail(choice, "timeout", f"the request was not done within its timeout of {limit:g} s")
+        return outputs
+
+    def _fail(self, choice: _Choice, reason: str, error: str) -> list[RequestOutput]:
+        """End a choice, or a whole beam search, without a further token."""
+        beams = list(choice.search.beams) if choice.search else [choice.sequence.request_id]
+        for key in beams:
+            self.scheduler.finish(key, reason)
+            self._forget(key)
+        output = self._output(choice, "", [], None, reason, None, error)
+        return [replace(output, index=i) for i in range(choice.search.params.n)] if choice.search else [output]
+
+    def _drop(self, keys: list[str]) -> None:
+        """End beams that do not go on."""
+        for key in keys:
+            self.scheduler.finish(key, "stop")
+            self._forget(key)
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        for token, _ in params.biases:
+            if token >= self.vocab_size:
+                raise RequestError(
+                    f"logit_bias holds token {token}, the ids are 0..{self.vocab_size - 1}", "logit_bias"
+                )
+        if params.use_beam_search and params.n + len(self._eos) + len(params.stop_token_ids) > self.vocab_size:
+            raise RequestError(f"a beam search of width {params.n} needs a larger vocabulary", "n")
 
     def _forget(self, key: str) -> None:
         self._choices.pop(key, None)

@@ -117,6 +117,11 @@ class Request:
         return self.status is Status.FINISHED
 
     @property
+    def endings(self) -> frozenset[int]:
+        """Tokens that end it."""
+        return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos_token_ids)
+
+    @property
     def members(self) -> tuple[Request, ...]:
         """Who runs, waits and is preempted with it: it alone, or all beams of its search."""
         return tuple(self.beams) or (self,)
@@ -124,7 +129,7 @@ class Request:
     @property
     def is_scored(self) -> bool:
         """Something is wanted of each of its prompt positions, so all of them are computed."""
-        return self.params.prompt_logprobs or self.params.prompt_states
+        return self.params.prompt_logprobs or self.params.pooling is not None
 
     @property
     def num_plannable(self) -> int:
@@ -157,7 +162,8 @@ class Request:
         Neither ends the request among the first ``min_tokens`` outputs, where the sampler should mask them.
         """
         self.output_token_ids.append(token_id)
-        if len(self.output_token_ids) > self.params.min_tokens:
+        # Where a beam ends is for its search to say.
+        if len(self.output_token_ids) > self.params.min_tokens and not self.params.use_beam_search:
             if token_id in self.eos_token_ids and not self.params.ignore_eos:
                 return "stop"
             if token_id in self.params.stop_token_ids:

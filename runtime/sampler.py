@@ -37,11 +37,23 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A token that may continue a beam. ``logprob`` is under what the request makes of the logits; ``logprobs`` what
+    is reported."""
+
+    token_id: int
+    logprob: float
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True)
 class Sampled:
-    """``token_id`` is None where the logits held a NaN: there is nothing to choose."""
+    """``token_id`` is None where the logits held a NaN: there is nothing to choose. ``candidates``: of a beam, the
+    likeliest in order, as many as its search is wide and one for each token that may end it."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
+    candidates: tuple[Candidate, ...] = ()
 
 
 def sample(logits: Tensor, greedy: Tensor, requests: Sequence[Request], seeds: Sequence[int]) -> list[Sampled]:
@@ -61,6 +73,8 @@ def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[
 def _sample_row(row: Tensor, best: int, request: Request, seed: int) -> Sampled:
     params = request.params
     adjusted = _adjust(row, request)
+    if params.use_beam_search:
+        return Sampled(best, candidates=_candidates(row, adjusted, request))
     if params.greedy:
         token = best if adjusted is row else int(adjusted.argmax())
     else:
@@ -71,9 +85,9 @@ def _sample_row(row: Tensor, best: int, request: Request, seed: int) -> Sampled:
 def _adjust(row: Tensor, request: Request) -> Tensor:
     """The row with biases, penalties and forbidden endings applied; the row itself where there are none."""
     params, outputs = request.params, request.output_token_ids
-    if params.logit_bias:
-        biases = dict(params.logit_bias)
-        row = row.index_add(0, torch.tensor([*biases]), torch.tensor([*biases.values()]))
+    if params.biases:
+        tokens, biases = zip(*params.biases)
+        row = row.index_add(0, torch.tensor(tokens), torch.tensor(biases))
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*request.prompt_token_ids, *outputs}))
         picked = row[seen]
@@ -83,10 +97,19 @@ def _adjust(row: Tensor, request: Request) -> Tensor:
         tokens, counts = torch.tensor(outputs).unique(return_counts=True)
         row = row.index_add(0, tokens, -(params.presence_penalty + params.frequency_penalty * counts))
     if len(outputs) < params.min_tokens:
-        endings = [*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)]
-        endings = [token for token in endings if token < len(row)]
+        endings = [token for token in request.endings if token < len(row)]
         row = row.index_fill(0, torch.tensor(endings, dtype=torch.int64), -torch.inf)
     return row
+
+
+def _candidates(row: Tensor, adjusted: Tensor, request: Request) -> tuple[Candidate, ...]:
+    count = request.params.logprobs
+    values, tokens = adjusted.log_softmax(-1).topk(min(request.params.n + len(request.endings), len(row)))
+    return tuple(
+        Candidate(token, value, None if count is None else _logprobs(row, token, count))
+        for token, value in zip(tokens.tolist(), values.tolist())
+        if value > -torch.inf
+    )
 
 
 def _draw(row: Tensor, params: SamplingParams, point: float) -> int:

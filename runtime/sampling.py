@@ -18,12 +18,12 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_TIMEOUT = 3600.0
 INT31 = 2**31 - 1
+POOLINGS = ("mean", "last")
 GREEDY_BELOW = 1e-5
 _SWITCHES = (
     "ignore_eos",
     "include_stop_str_in_output",
     "prompt_logprobs",
-    "prompt_states",
     "use_beam_search",
     "early_stopping",
 )
@@ -64,8 +64,8 @@ class SamplingParams:
             ``Engine.score`` and of ``logprobs`` alternatives with an ordinary request. Such a request computes
             each of its prompt positions and never reads the prefix cache.
         num_prompt_logprobs: alternatives to report at each prompt position, 0..20; None takes ``logprobs``.
-        prompt_states: deliver the model's last hidden states at every prompt position, for ``Engine.embed``; like
-            ``prompt_logprobs`` in everything else.
+        pooling: mean or last: deliver the model's last hidden states at the prompt's positions as one vector, beside
+            the output. Such a request, too, computes each of its prompt positions.
         timeout: seconds from its arrival after which the request is ended, waiting or running, above 0 and at most
             3600; None never.
         use_beam_search: return the ``n`` best outputs of a beam search of width ``n`` instead of samples.
@@ -95,7 +95,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     num_prompt_logprobs: int | None = None
-    prompt_states: bool = False
+    pooling: str | None = None
     timeout: float | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
@@ -129,8 +129,18 @@ class SamplingParams:
                 raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("num_prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        if self.pooling not in (None, *POOLINGS):
+            raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, not {_shown(self.pooling)}", "pooling")
+        if self.pooling is not None and self.max_tokens != 1:
+            raise RequestError("pooling is for requests with max_tokens 1", "pooling")
         if self.use_beam_search:
             self._check_beam_search()
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` as it is kept."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
 
     @property
     def greedy(self) -> bool:
@@ -160,7 +170,7 @@ class SamplingParams:
         """Nothing is drawn in a beam search, and an output is known when all of it is."""
         if self.temperature not in (0.0, 1.0):
             raise RequestError("temperature does nothing in a beam search; leave it out", "temperature")
-        for name in ("top_k", "top_p", "min_p", "seed", "stop", "prompt_logprobs", "prompt_states", "constraint"):
+        for name in ("top_k", "top_p", "min_p", "seed", "stop", "prompt_logprobs", "pooling", "constraint"):
             if getattr(self, name) != getattr(SamplingParams, name):
                 raise RequestError(f"{name} cannot be used with use_beam_search", name)
 

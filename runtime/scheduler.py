@@ -368,7 +368,7 @@ class Scheduler:
         return self.blocks.open(request.request_id, self._digests(request, request.num_tokens - 1))
 
     def _grow(self, members: tuple[Request, ...]) -> bool:
-        """Make room for one more position of each, preempting from the end of the rank; False if that hit themselves."""
+        """Make room for one more position of each, preempting from the end of the rank; False if that hit them."""
         for request in members:
             total, written = request.num_tokens, request.num_computed
             while request.status is Status.RUNNING:
@@ -406,7 +406,7 @@ class Scheduler:
             num_sampled=int(stop == request.num_tokens),
             is_prefill=not request.is_decoding,
             wants_prompt_logprobs=scores and request.params.prompt_logprobs,
-            wants_prompt_states=scores and request.params.prompt_states,
+            wants_prompt_states=scores and request.params.pooling is not None,
         )
         if scores:
             request.num_scored = min(stop, request.num_prompt)

@@ -12,7 +12,7 @@ from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.errors import APIError, ClientGone
 from qserve.runtime.server.guard import Guard
-from qserve.runtime.server.routes import chat, completions, models, probes
+from qserve.runtime.server.routes import chat, completions, embeddings, models, probes, tokens, websocket
 from qserve.runtime.server.service import Service
 
 
@@ -21,7 +21,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_keys=service.config.api_keys)
     _add_error_handlers(app)
-    for part in (probes, models, completions, chat):
+    for part in (probes, models, completions, chat, embeddings, tokens, websocket):
         app.include_router(part.router(service))
     return app
 
@@ -37,7 +37,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(EngineFailure)
     async def engine_failure(_: Request, error: EngineFailure) -> Response:
-        return APIError(500, str(error)).response()
+        return error.as_api_error().response()
 
     @app.exception_handler(ClientGone)
     async def client_gone(_: Request, error: ClientGone) -> Response:

@@ -14,12 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.metrics import Metrics, Timeline
 
 if TYPE_CHECKING:
@@ -33,6 +34,17 @@ MAX_RETRY_AFTER = 120
 
 class EngineFailure(Exception):
     """The engine could not go on with this generation. ``str(error)`` may be shown to the client."""
+
+    def as_api_error(self) -> APIError:
+        return APIError(500, str(self))
+
+
+class DeadlineExceeded(EngineFailure):
+    """The request was not done within its ``timeout``."""
+
+    def as_api_error(self) -> APIError:
+        # Clients send a failed request again by default; its time is over.
+        return APIError(504, str(self), param="timeout", code="timeout", headers={"x-should-retry": "false"})
 
 
 @dataclass(eq=False)
@@ -57,6 +69,8 @@ class Generation:
                 self.unfinished = 0
                 raise event
             for output in event:
+                if output.finish_reason == "timeout":
+                    raise DeadlineExceeded(output.error)
                 if output.finish_reason in ("abort", "error"):
                     raise EngineFailure(output.error or "the request was aborted")
                 self.unfinished -= output.finish_reason is not None
@@ -83,6 +97,19 @@ class _Live:
     generation: Generation
     timeline: Timeline
     unfinished: int
+    gathered: dict[int, list[RequestOutput]] = field(default_factory=dict)  # by choice, after its first
+
+    def gather(self, output: RequestOutput, interval: int) -> list[RequestOutput]:
+        """What is to be handed out now: the first output at once, then ``interval`` tokens at a time, all at an end."""
+        waiting = self.gathered.setdefault(output.index, [])
+        opened = output.output_tokens > len(output.token_ids)
+        failed = output.finish_reason in ("abort", "error", "timeout")
+        if not failed:
+            waiting.append(output)
+        if opened and output.finish_reason is None and sum(len(each.token_ids) for each in waiting) < interval:
+            return []
+        self.gathered[output.index] = []
+        return ([_merge(waiting)] if waiting else []) + ([output] if failed else [])
 
 
 class EngineThread:
@@ -90,11 +117,12 @@ class EngineThread:
 
     A step that raises ends every request with an ``EngineFailure``, and the thread goes on. If the engine is
     then still unable to step, the thread ends and ``alive`` is False. All coroutines that submit share one
-    event loop.
+    event loop, which hears of a choice's first token at once and then of ``stream_interval`` tokens at a time.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, stream_interval: int = 1) -> None:
         self._engine = engine
+        self._stream_interval = stream_interval
         self._metrics = metrics
         self._commands: SimpleQueue[_Submit | _Abort | None] = SimpleQueue()
         self._live: dict[str, _Live] = {}
@@ -232,7 +260,8 @@ class EngineThread:
             live = self._live.get(output.request_id)
             if live is None:
                 continue
-            batches.setdefault(live.generation, []).append(output)
+            if ready := live.gather(output, self._stream_interval):
+                batches.setdefault(live.generation, []).extend(ready)
             self._metrics.observe(live.timeline, output, now)
             if output.finish_reason is not None:
                 live.unfinished -= 1
@@ -249,6 +278,8 @@ class EngineThread:
                 self._engine.abort(request_id)
             self._metrics.ended("error")
             generation = request.generation
+            if gathered := [_merge(waiting) for waiting in request.gathered.values() if waiting]:
+                self._call(generation.loop, partial(generation.events.put_nowait, gathered))
             self._call(generation.loop, partial(generation.events.put_nowait, EngineFailure(message)))
 
     def _answer(self, command: _Submit, error: Exception | None) -> None:
@@ -262,6 +293,19 @@ class EngineThread:
     def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(function)
+
+
+def _merge(outputs: list[RequestOutput]) -> RequestOutput:
+    """Successive outputs of one choice as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    logprobs = [token for output in outputs for token in output.logprobs or []]
+    return replace(
+        outputs[-1],
+        text="".join(output.text for output in outputs),
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=logprobs or None,
+    )
 
 
 def _hand_out(batches: dict[Generation, list[RequestOutput]]) -> None:

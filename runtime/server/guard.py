@@ -28,7 +28,7 @@ class Guard:
         self._digests = [sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):  # a refused WebSocket is answered like a request
             await self._app(scope, receive, send)
             return
         try:

@@ -34,13 +34,14 @@ class Service:
         self.config = config
         self.model_name = config.model_name or engine.model_name
         self.max_model_len = engine.max_model_len
+        self.embedding_size = engine.model_config.hidden_size
         self.max_waiting = engine.config.max_waiting
         self.source = engine.source
         self.stored_bytes = engine.source.stored_bytes()
         self.created = int(time.time())
         self.draining = False
         self.metrics = Metrics(self.model_name, engine.source.card, vllm_alias=config.vllm_metrics)
-        self.thread = EngineThread(engine, self.metrics)
+        self.thread = EngineThread(engine, self.metrics, config.stream_interval)
         self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
         self.texts = TokenTexts(engine.tokenizer)
 

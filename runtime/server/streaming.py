@@ -45,7 +45,7 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
         async for chunk in chunks:
             yield _event(chunk)
     except EngineFailure as error:  # the status was sent long ago: the error is the last event
-        yield _event(APIError(500, str(error)).body())
+        yield _event(error.as_api_error().body())
         return
     except Exception:  # a defect; the client still learns that this is the end
         logger.exception("a stream failed")

@@ -32,6 +32,7 @@ def router(service: Service) -> APIRouter:
             Usage(generation.prompt_tokens),
             service.texts,
             logprobs=params.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
         )
         return await service.answer(
             request, generation, answer, stream=bool(body.stream), include_usage=body.include_usage
