@@ -364,8 +364,8 @@ class Scheduler:
             # All but the last token, whose logits choose the first output, and which is written into a copy.
             self.blocks.fork(request.parent.request_id, request.request_id, request.num_prompt - 1)
             return request.num_prompt - 1
-        # At least the last token is computed: its logits are needed.
-        return self.blocks.open(request.request_id, self._digests(request, request.num_tokens - 1))
+        # At least one token is left to be computed at once: the last, whose logits are needed, or one before a beam's.
+        return self.blocks.open(request.request_id, self._digests(request, request.num_plannable - 1))
 
     def _grow(self, members: tuple[Request, ...]) -> bool:
         """Make room for one more position of each, preempting from the end of the rank; False if that hit them."""

@@ -115,7 +115,7 @@ class _Generation(_Strict):
         return SamplingParams(**given | more)
 
 
-def prompt_list(value: Any) -> list[Any]:
+def prompt_list(value: Any) -> Any:
     """A text, texts, token ids or lists of token ids, as a list of texts or of lists of token ids."""
     if isinstance(value, str):
         value = [value]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -16,7 +18,7 @@ from qserve.runtime.server.service import Service
 class TokenizeRequest(_Strict):
     """``prompt``, or ``messages`` as the chat template writes them."""
 
-    not_done = {
+    not_done: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "chat_template": (),
