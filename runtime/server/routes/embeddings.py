@@ -1,6 +1,6 @@
 """``/v1/embeddings``: texts as vectors, the pooled hidden states of the model that is served.
 
-They are computed as prompts beside everything else that runs, and cached for nobody.
+They are computed as prompts are, beside everything else that runs, and never read from the prefix cache.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-from array import array
+import struct
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -83,4 +83,4 @@ def _shape(vector: list[float], dimensions: int | None, as_base64: bool) -> list
         vector = [value / length for value in vector[:dimensions]]
     if not as_base64:
         return vector
-    return base64.b64encode(array("f", vector).tobytes()).decode()
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
