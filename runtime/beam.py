@@ -34,6 +34,18 @@ class Beam:
         return _score(self.total, len(self.token_ids), length_penalty)
 
 
+@dataclass(frozen=True)
+class Round:
+    """What becomes of the beams: the next tokens of those that go on, more of the same parents, and those that end.
+
+    ``forks`` are beams beside the one that goes on under the parent's name. Without tokens the search is over.
+    """
+
+    tokens: dict[str, int]
+    forks: list[tuple[str, Beam]]
+    ended: list[str]
+
+
 @dataclass
 class BeamSearch:
     """The search of one request.
@@ -42,7 +54,7 @@ class BeamSearch:
         params: ``n`` is the width.
         endings: tokens that end an output, once ``params.min_tokens`` came before.
         max_tokens: of an output.
-        beams: what goes on, by name; whoever advances the search gives the names.
+        beams: what goes on, by name; whoever advances the search adds the forks, with names of their own.
         finished: the best outputs that ended, the best first, ``n`` at most; all ``n`` when the search is over.
     """
 
@@ -52,11 +64,21 @@ class BeamSearch:
     beams: dict[str, Beam]
     finished: list[Beam] = field(default_factory=list)
 
-    def advance(self, candidates: Mapping[str, Sequence[Candidate]]) -> list[tuple[str, Beam]]:
-        """Take the likeliest next tokens of every beam, at least ``n`` and one for each ending.
+    def advance(self, candidates: Mapping[str, Sequence[Candidate]]) -> Round:
+        """Take the likeliest next tokens of every beam, at least ``n`` and one for each ending."""
+        first: dict[str, Beam] = {}
+        forks: list[tuple[str, Beam]] = []
+        for parent, beam in self._choose(candidates):
+            if parent in first:
+                forks.append((parent, beam))
+            else:
+                first[parent] = beam
+        ended = [name for name in self.beams if name not in first]
+        self.beams = first
+        return Round({name: beam.token_ids[-1] for name, beam in first.items()}, forks, ended)
 
-        Returns what goes on, each with the name of the beam that it continues; nothing when the search is over.
-        """
+    def _choose(self, candidates: Mapping[str, Sequence[Candidate]]) -> list[tuple[str, Beam]]:
+        """What goes on, each with the name of the beam that it continues."""
         ranked = sorted(
             ((name, candidate) for name in self.beams for candidate in candidates[name]),
             key=lambda pair: -(self.beams[pair[0]].total + pair[1].logprob),  # of equals the earlier beam's comes first

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -235,13 +235,16 @@ class Engine:
                 if token.token_id is None and not choice.sequence.is_finished:
                     outputs += self._fail(choice, "error", "the model computed NaN for this request")
             tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
-            forks: list[tuple[_Choice, str, Beam]] = []
-            searching = {id(c.search): c for c in live if c.search and not c.sequence.is_finished}  # one for all beams
-            for choice in searching.values():
-                outputs += self._search(choice, results, tokens, forks)
+            forks = []
+            for choice, search in _searches(live):
+                turn = search.advance({key: results[key].candidates for key in search.beams})
+                tokens |= turn.tokens
+                forks += [(choice, search, *fork) for fork in turn.forks]
+                outputs += [] if turn.tokens else self._found(choice, search)
+                self._drop(turn.ended)
             updates = self.scheduler.commit(plan, tokens)
-            for choice, parent, beam in forks:
-                self._fork(choice, parent, beam)
+            for fork in forks:
+                self._fork(*fork)
             for update in updates:
                 choice = self._choices[update.request_id]
                 if not choice.search:
@@ -365,39 +368,6 @@ class Engine:
         logprobs = None if sampled.logprobs is None else [sampled.logprobs]
         return self._output(choice, text, tokens, logprobs, reason, stop_reason)
 
-    def _search(
-        self,
-        choice: _Choice,
-        results: Mapping[str, Sampled],
-        tokens: dict[str, int],
-        forks: list[tuple[_Choice, str, Beam]],
-    ) -> list[RequestOutput]:
-        """One round: ``tokens`` of the beams that go on are set, others end, and ``forks`` are to follow the commit."""
-        search = choice.search
-        assert search is not None
-        going = search.advance({key: results[key].candidates for key in search.beams})
-        if not going:
-            best = [self._whole(choice, index, beam) for index, beam in enumerate(search.finished)]
-            self._drop(list(search.beams))
-            return best
-        first: dict[str, Beam] = {}
-        for parent, beam in going:
-            if parent in first:
-                forks.append((choice, parent, beam))
-            else:
-                first[parent] = beam
-                tokens[parent] = beam.token_ids[-1]
-        self._drop([key for key in search.beams if key not in first])
-        search.beams = first
-        return []
-
-    def _fork(self, choice: _Choice, parent: str, beam: Beam) -> None:
-        key = f"{choice.request_id}#beam{next(self._arrivals)}"
-        sequence = self.scheduler.fork(parent, key, beam.token_ids[-1])
-        assert choice.search is not None
-        choice.search.beams[key] = beam
-        self._choices[key] = replace(choice, sequence=sequence)
-
     def _pooled(self, choice: _Choice, pool: Pool) -> RequestOutput:
         """The end of a request for an embedding; the token it sampled is nobody's."""
         self._forget(choice.sequence.request_id)
@@ -407,16 +377,24 @@ class Engine:
         except ValueError as error:
             return self._output(choice, "", [], None, "error", None, str(error))
 
-    def _whole(self, choice: _Choice, index: int, beam: Beam) -> RequestOutput:
-        """A finished output of a beam search."""
-        tokens, params = list(beam.token_ids), choice.sequence.params
-        detokenizer = Detokenizer(self.tokenizer, choice.sequence.prompt_token_ids)
-        text = detokenizer.append(tokens if beam.stop_token is None else tokens[:-1]) + detokenizer.flush()
-        ended = beam.stop_token is not None
-        shown = beam.stop_token if ended and (params.ignore_eos or beam.stop_token not in self._eos) else None
-        logprobs = list(beam.logprobs) if params.logprobs is not None else None
-        output = self._output(choice, text, tokens, logprobs, "stop" if ended else "length", shown)
-        return replace(output, index=index, output_tokens=len(tokens))
+    def _fork(self, choice: _Choice, search: BeamSearch, parent: str, beam: Beam) -> None:
+        key = f"{choice.request_id}#beam{next(self._arrivals)}"
+        sequence = self.scheduler.fork(parent, key, beam.token_ids[-1])
+        search.beams[key] = beam
+        self._choices[key] = replace(choice, sequence=sequence)
+
+    def _found(self, choice: _Choice, search: BeamSearch) -> list[RequestOutput]:
+        """The outputs of a beam search that is over."""
+        params, outputs = search.params, []
+        for index, beam in enumerate(search.finished):
+            tokens, end = list(beam.token_ids), beam.stop_token
+            detokenizer = Detokenizer(self.tokenizer, choice.sequence.prompt_token_ids)
+            text = detokenizer.append(tokens if end is None else tokens[:-1]) + detokenizer.flush()
+            logprobs = None if params.logprobs is None else list(beam.logprobs)
+            shown = end if params.ignore_eos or end not in self._eos else None
+            output = self._output(choice, text, tokens, logprobs, "length" if end is None else "stop", shown)
+            outputs.append(replace(output, index=index, output_tokens=len(tokens)))
+        return outputs
 
     def _end_late(self, now: float) -> list[RequestOutput]:
         """End what is past its deadline, waiting or running."""
@@ -482,6 +460,12 @@ class Engine:
             error=error,
             prompt_logprobs=scored or None,
         )
+
+
+def _searches(live: list[_Choice]) -> list[tuple[_Choice, BeamSearch]]:
+    """The beam searches among those that ran, all beams of which did, each with one of its beams."""
+    found = {id(each.search): (each, each.search) for each in live if each.search and not each.sequence.is_finished}
+    return list(found.values())
 
 
 def _key(request_id: str, index: int) -> str:

@@ -148,7 +148,7 @@ def test_what_ends_a_connection(own: ServerHandle, slow: None, messages: list[An
 
 
 def test_a_client_that_never_reads_holds_nobody_up(own: ServerHandle) -> None:
-    with dial(own, "/completions") as connection:
+    with dial(own, "/completions", close_timeout=0.2) as connection:
         connection.send(json.dumps(COMPLETION | {"max_tokens": 150, "n": 4, "logprobs": 20}))
         answer = httpx.post(f"{own.url}/completions", json=COMPLETION, timeout=60)
         assert answer.status_code == 200
