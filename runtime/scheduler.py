@@ -152,7 +152,7 @@ class Scheduler:
             arrival_time=parent.arrival_time,
         )
         child.output_token_ids = [*parent.output_token_ids[:-1], token]
-        child.digests = parent.digests[: (parent.num_tokens - 1) // self.blocks.block_size]
+        child.digests = list(parent.digests)  # of blocks computed by now, which they share
         child.num_cached, child.scheduled_time = parent.num_cached, parent.scheduled_time
         child.status, child.beams = parent.status, parent.beams
         child.num_computed = child.num_committed = parent.num_computed
