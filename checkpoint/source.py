@@ -112,7 +112,7 @@ class ModelSource(Protocol):
 def open_model(
     model: str | Path, *, offline: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> ModelSource:
-    """Open ``model``: a Hugging Face directory, a ``*.gguf`` file, ``demo``, or a hub id.
+    """Open ``model``: a Hugging Face directory, a ``*.gguf`` file, ``demo``, or a hub id with or without ``@revision``.
 
     ``offline`` forbids the network: the demo model and hub ids must then be in the cache already.
     ``progress(done, total)`` counts the bytes of a download of the demo model.
@@ -126,7 +126,15 @@ def open_model(
     if path.suffix.lower() == ".gguf" or path.is_file():
         return GGUFFile(path)
     if isinstance(model, str) and is_hub_id(text):
-        return HFDirectory(fetch_snapshot(text, offline=offline), name=text)
+        return _open_snapshot(fetch_snapshot(text, offline=offline), text)
     raise CheckpointError(
         f"{text} does not exist; give a model directory, a .gguf file, a hub id such as org/name, or demo"
     )
+
+
+def _open_snapshot(path: Path, name: str) -> ModelSource:
+    """A model in the hub's cache: a directory of safetensors, or one GGUF file."""
+    ggufs = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if len(ggufs) > 1:
+        raise CheckpointError(f"{name} is {len(ggufs)} GGUF files in the hub cache; give the path of one: {ggufs[0]}")
+    return GGUFFile(ggufs[0], name=name) if ggufs else HFDirectory(path, name=name)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard
     from qserve.evals.gate import Gate, GateReport
     from qserve.evals.quality import EvalJob
+    from qserve.runtime.engine import Engine
 
 _JOB = QuantizeJob()
 _ENGINE = EngineConfig()
@@ -340,6 +341,18 @@ def run(
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that callers must show; may be given several times.", metavar="KEY")
     ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of hashed keys with limits, see qserve key; SIGHUP reads it again.", metavar="FILE"
+        ),
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM), for HTTPS.", metavar="FILE")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).", metavar="FILE")] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web origin whose pages may call; may be given several times.", metavar="URL"),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What requests call the model. [default: its name]")
     ] = None,
@@ -349,6 +362,12 @@ def run(
     max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = _ENGINE.max_num_seqs,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = _ENGINE.max_num_batched_tokens,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get a 503.")] = _ENGINE.max_waiting,
+    max_waiting_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens that may wait; more get a 503. [default: 32 contexts]")
+    ] = None,
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a stuck step of the model ends the server; 0 for never.")
+    ] = 120.0,
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(help="Size of the KV cache, as 512MiB or 4GB. [default: half of what is free]", metavar="SIZE"),
@@ -367,6 +386,18 @@ def run(
         int, typer.Option(help="Tokens of one event of a stream, after the first.", min=1, max=1024)
     ] = 1,
     vllm_metrics: Annotated[bool, typer.Option(help="Repeat the metrics under vLLM's names.")] = False,
+    log_format: Annotated[str, typer.Option(help="Log lines as text or json.")] = "text",
+    log_level: Annotated[str, typer.Option(help="Least level that is logged: debug, info, warning or error.")] = "info",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="OpenTelemetry collector that gets the traces; needs the tracing extra.", metavar="URL"),
+    ] = None,
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes tool calls: auto, none, hermes, llama, mistral or mistral-named.")
+    ] = "auto",
+    reasoning: Annotated[
+        str, typer.Option(help="Split reasoning off answers: auto (where the chat template marks it) or none.")
+    ] = "auto",
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains."""
     config = EngineConfig(
@@ -374,6 +405,7 @@ def run(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
         kv_cache_memory=None if kv_cache_memory is None else _bytes(kv_cache_memory),
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=prefix_caching,
@@ -381,26 +413,209 @@ def run(
         threads=threads,
         head=head,
     )
-    if any(not key or key != key.strip() or not key.isascii() for key in api_key or ()):
-        raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
     from qserve import steps
+    from qserve.runtime.server import logs
     from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve
+    from qserve.runtime.server.tracing import otlp_exporter
 
-    sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
-    engine = steps.load(steps.open_source(model), config)
-    for text in engine.memory.lines():
-        console.note(text)
-    address, number = sock.getsockname()[:2]
-    place = f"[{address}]" if ":" in address else address
-    console.note(f"serving {served_model_name or engine.model_name} on http://{place}:{number}/v1")
     server = ServerConfig(
         api_keys=tuple(api_key or ()),
+        api_keys_file=api_keys,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        cors_origins=tuple(cors_origin or ()),
+        step_timeout=step_timeout,
         model_name=served_model_name,
         stream_interval=stream_interval,
         vllm_metrics=vllm_metrics,
+        otlp_endpoint=otlp_endpoint,
+        tool_format=tool_format,
+        reasoning=reasoning,
     )
-    serve(engine, config=server, sock=sock)
+    if otlp_endpoint is not None:
+        otlp_exporter(otlp_endpoint).shutdown()  # what is wrong with it is known before the model is loaded
+    source = steps.open_source(model)
+    say = logs.start(log_format, log_level, console.note)
+    sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
+
+    def load() -> Engine:
+        say(f"loading {source.name}")
+        engine = steps.load(source, config, quiet=log_format == "json")
+        for text in engine.memory.lines():
+            say(text)
+        address, number = sock.getsockname()[:2]
+        place = f"[{address}]" if ":" in address else address
+        scheme = "http" if tls_cert is None else "https"
+        say(f"serving {served_model_name or engine.model_name} on {scheme}://{place}:{number}/v1")
+        return engine
+
+    serve(load, config=server, sock=sock)
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.")],
+    file: Annotated[Path, typer.Option(help="Where its hash goes, for run --api-keys.", metavar="FILE")] = Path(
+        "keys.toml"
+    ),
+) -> None:
+    """Make an API key: its hash is added to FILE, the key itself is printed once and kept nowhere."""
+    from qserve.runtime.server.keys import add_key
+
+    console.line(add_key(name, file))
+    console.note(f"{file} lets it in with 'qserve run --api-keys {file}'; limits are lines of its entry")
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face directory, a hub id, a .gguf file, demo, or the URL of a server."
+        ),
+    ] = "demo",
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The key that a server wants; OPENAI_API_KEY of the environment where it is not given.",
+            metavar="KEY",
+            envvar="OPENAI_API_KEY",
+            show_envvar=False,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--model", help="Which model of a server. [default: the first that it lists]", metavar="NAME"),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely tokens. [default: 0.7; a server's own]")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this share of the probability.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same answers.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of the conversation. [default: what model and memory allow]")
+    ] = None,
+    kernels: Kernels = _ENGINE.kernels,
+    threads: Threads = None,
+) -> None:
+    """Talk to MODEL in the terminal: loaded into this process, or behind the URL of any OpenAI-compatible server.
+
+    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. Where the input is no terminal, each line of it is
+    a message.
+    """
+    asked = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    options = {key: value for key, value in asked.items() if value is not None}
+    from qserve import chat as conversation
+
+    if "://" in model:
+        if (max_model_len, kernels, threads) != (None, _ENGINE.kernels, None):
+            raise UsageError("--max-model-len, --kernels and --threads are for a model in this process")
+        conversation.with_server(model, api_key, name, system, options)
+    else:
+        if name is not None:
+            raise UsageError("--model is for a server that has several")
+        engine = EngineConfig(max_model_len=max_model_len, max_num_seqs=1, kernels=kernels, threads=threads)
+        conversation.with_model(model, engine, system, {"temperature": 0.7} | options)
+
+
+@app.command()
+def batch(
+    lines: Annotated[Path, typer.Argument(metavar="IN", help="Requests in the format of OpenAI's batches, JSONL.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Answers, JSONL; what it holds is not done again.")],
+    model: Annotated[str, typer.Option(help="The model that answers.", metavar="MODEL")] = "demo",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call the model. [default: its name]")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and output. [default: what model and memory allow]")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = _ENGINE.max_num_seqs,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = _ENGINE.max_num_batched_tokens,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(help="Size of the KV cache, as 512MiB or 4GB. [default: half of what is free]", metavar="SIZE"),
+    ] = None,
+    kernels: Kernels = _ENGINE.kernels,
+    threads: Threads = None,
+) -> None:
+    """Answer the requests of a file at full throughput, as the server would, without a server.
+
+    A line that cannot be answered gets an error and the rest goes on. A run that was interrupted goes on where it
+    stopped when it is called again.
+    """
+    config = EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory=None if kv_cache_memory is None else _bytes(kv_cache_memory),
+        kernels=kernels,
+        threads=threads,
+    )
+    if out.exists() and lines.exists() and out.samefile(lines):
+        raise UsageError("IN and OUT are the same file")
+    from qserve import steps
+    from qserve.answer_file import AnswerFile
+    from qserve.batch import check_lines, is_done, run_batch
+
+    check_lines(lines)  # before the model is loaded
+    with AnswerFile(out) as answers:
+        if is_done(lines, answers):
+            console.line(f"{out} holds the answer to every line already")
+            return
+        engine = steps.load(steps.open_source(model), config)
+        with console.progress("batch") as update:
+            report = run_batch(engine, lines, answers, model_name=served_model_name, update=update)
+    for text in report.summary():
+        console.line(text)
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(metavar="ID", help="A hub id, as org/name or org/name@revision, or demo.")],
+    file: Annotated[str | None, typer.Option(help="Which one of several GGUF files.", metavar="NAME.gguf")] = None,
+) -> None:
+    """Fetch a model into the cache of the Hugging Face hub, and check every file against its hash there.
+
+    Only safetensors, GGUF, JSON and tokenizer files: never pickles, never code. Called again after an interruption it
+    goes on with the file it was at; called on a model that is there it checks it, and repairs it.
+    """
+    from qserve import store
+
+    for text in store.pull(model, file):
+        console.line(text)
+
+
+@app.command("list")
+def list_models(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="DIR", help="Where to look, two levels deep. [default: the current directory]"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the whole quality cards.")] = False,
+) -> None:
+    """List the models in directories and in the hub's cache, with their sizes and what their quality cards say."""
+    from qserve import store
+
+    store.show(directories or [Path()], as_json=as_json)
+
+
+@app.command()
+def rm(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory, a cached hub id, or demo.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove a checkpoint that qserve wrote, a model in the hub's cache, or the demo model, after asking."""
+    from qserve.checkpoint.removal import find_removal
+
+    removal = find_removal(model)
+    size = console.size(removal.bytes)
+    if not yes:
+        typer.confirm(f"Remove {removal.what}: {size}?", abort=True)
+    removal.run()
+    console.line(f"removed {removal.what}: {size} are free")
 
 
 @app.command()

@@ -78,7 +78,10 @@ def convert(source: ModelSource, out: Path, format: str, loaders: Sequence[str],
     ]
 
 
-def load(source: ModelSource, config: EngineConfig) -> Engine:
+def load(source: ModelSource, config: EngineConfig, *, quiet: bool = False) -> Engine:
+    """``quiet``: without a progress bar, where every line must be one for machines."""
+    if quiet:
+        return Engine(source, config)
     with console.progress("load") as update:
         return Engine(source, config, progress=update)
 

@@ -70,6 +70,11 @@ class BlockManager:
         """Blocks that can be found by their digest, in use or not."""
         return len(self._block_of)
 
+    @property
+    def num_table_entries(self) -> int:
+        """Entries of all tables together: a block that several hold counts for each of them."""
+        return sum(map(len, self._tables.values()))
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -79,6 +84,10 @@ class BlockManager:
 
     def tables(self) -> dict[str, tuple[int, ...]]:
         return {request_id: tuple(table) for request_id, table in self._tables.items()}
+
+    def evictable(self) -> tuple[int, ...]:
+        """Blocks that no table holds and that can be found again, the next to be taken first."""
+        return tuple(self._evictable)
 
     def open(self, request_id: str, digests: Sequence[bytes] = ()) -> int:
         """Start a table with the longest cached run of leading ``digests``; returns how many positions."""

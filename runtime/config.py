@@ -19,6 +19,7 @@ class EngineConfig:
         max_num_seqs: requests running at once.
         max_num_batched_tokens: tokens of one step, prefill chunks and decodes together.
         max_waiting: queued choices at most; more are refused.
+        max_waiting_tokens: their prompt tokens at most; None allows 32 contexts (``max_model_len``).
         kv_cache_memory: bytes of the KV cache; None takes half of the memory that weights leave free.
         kv_cache_dtype: auto (what the checkpoint was calibrated for, else fp16), fp16, fp32, int8 or fp8.
         enable_prefix_caching: reuse the KV of equal prompt beginnings.
@@ -31,6 +32,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_waiting: int = 1024
+    max_waiting_tokens: int | None = None
     kv_cache_memory: int | None = None
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
@@ -43,7 +45,14 @@ class EngineConfig:
             raise UsageError(f"unknown KV cache dtype {self.kv_cache_dtype!r}: choose from {', '.join(KV_DTYPES)}")
         if self.head not in HEADS:
             raise UsageError(f"unknown head {self.head!r}: choose from {', '.join(HEADS)}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "threads"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_waiting",
+            "max_waiting_tokens",
+            "threads",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")

@@ -16,7 +16,7 @@ class Constraint:
     Attributes:
         kind: json_schema (any JSON object where the schema is ``{"type": "object"}``), regex, choice or lark.
         text: the schema as JSON, the regular expression, a JSON list of strings, or a grammar in the Lark dialect of
-            llguidance, which can embed ``%json`` schemas and regular expressions.
+            llguidance, which can embed ``%json`` schemas and regular expressions, or in the GBNF of llama.cpp.
         param: the field of the request that it came from, to be named where it is refused.
     """
 

@@ -36,10 +36,12 @@ class Detokenizer:
         tokenizer: PreTrainedTokenizerBase,
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        visible: Sequence[int] = (),
     ) -> None:
+        """``visible``: special tokens that are not skipped."""
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._skipped = special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._skipped = special_ids(tokenizer).difference(visible) if skip_special_tokens else frozenset()
+        self._skip = skip_special_tokens and not visible  # the window never holds those that are skipped
         self._bytes = _byte_tokens(tokenizer)
         self._size = len(tokenizer)
         kept = self._kept(prompt_token_ids[-4 * CONTEXT :])
@@ -133,7 +135,7 @@ class StopChecker:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._include else start]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -174,7 +176,7 @@ def _is_unfinished(data: bytes) -> bool:
     return False
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):

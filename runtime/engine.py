@@ -10,8 +10,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
+from llguidance import LLMatcher
 from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource, open_model
@@ -22,6 +24,9 @@ from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.detokenizer import Detokenizer, StopChecker
+from qserve.runtime.grammar import GrammarCompiler, Vocabulary
+from qserve.runtime.grammar_state import GrammarState, MaskPool
+from qserve.runtime.journal import Journal
 from qserve.runtime.memory import MemoryPlan, plan_memory, weight_bytes
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
@@ -33,7 +38,8 @@ from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner
 from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs, sample
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from qserve.runtime.scheduler import Scheduler, SchedulerConfig
+from qserve.runtime.snapshot import EngineSnapshot, take
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class RequestOutput:
     token that ended it. ``queue_seconds``: from arrival to the first step that held it.
     ``prompt_logprobs``: of the prompt's tokens from the second on, with the first output of a request that asked for
     ``prompt_logprobs`` and for ``num_prompt_logprobs`` or ``logprobs``. ``embedding``: where ``pooling`` was asked for.
+    ``error_param``: the field of the request that is at fault for the error, where one is.
     A beam search outputs each of its n choices once, whole, when it is over.
     """
 
@@ -61,6 +68,7 @@ class RequestOutput:
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: list[float] | None = None
+    error_param: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,8 @@ class EngineStats:
     prefix_queries: int
     prefix_hits: int
     num_preemptions: int
+    waiting_tokens: int
+    kv_fragmentation: float = 0.0  # share of the allocated KV positions that hold nothing, 0 to 1
 
 
 @dataclass
@@ -86,6 +96,7 @@ class _Choice:
     seed: int
     detokenizer: Detokenizer
     stops: StopChecker
+    grammar: GrammarState | None
     deadline: float = math.inf
     search: BeamSearch | None = None
     pool: Pool | None = None
@@ -143,14 +154,19 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_waiting=config.max_waiting,
+                max_waiting_tokens=config.max_waiting_tokens,
             ),
             BlockManager(self.memory.num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
         )
+        self.journal = Journal()
         self._eos = _eos_token_ids(source)
+        self.grammars = GrammarCompiler(partial(Vocabulary.of, self.tokenizer, self.vocab_size, self._eos))
+        self._masks = MaskPool(self.vocab_size)
         self._clock = clock
         self._arrivals = count()
         self._choices: dict[str, _Choice] = {}  # by the id of the scheduler's request
         self._sinks: dict[str, Callable[[int, Tensor], None]] = {}
+        self.last_plan: StepPlan | None = None  # what the newest step ran, for those who watch
 
     def submit(
         self,
@@ -160,8 +176,14 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        weight: float = 1.0,
+        matcher: LLMatcher | None = None,
     ) -> int:
         """Queue a request and return the number of its prompt tokens.
+
+        ``tenant`` is whose it is; where work waits, tenants are served in proportion to their ``weight``.
+        ``matcher``: of the constraint, where ``grammars`` has compiled it already.
 
         Raises ``RequestError``, naming the field, for what can never run; ``QueueFullError`` for what may be sent
         again later. Either all of its n choices are queued or none.
@@ -176,8 +198,10 @@ class Engine:
             raise RequestError(
                 f"n {params.n} exceeds the {self.config.max_waiting} that may wait; raise --max-waiting", "n"
             )
-        if self.scheduler.num_waiting + params.n > self.config.max_waiting:
-            raise QueueFullError(f"{self.scheduler.num_waiting} requests are waiting, the limit; try again later")
+        self.scheduler.require_room(tenant, params.n, len(tokens))
+        constraint = params.constraint
+        if constraint is not None:
+            matcher = matcher or self.grammars.matcher(constraint)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         parent: Request | None = None
         now = self._clock()
@@ -189,6 +213,8 @@ class Engine:
                 eos_token_ids=self._eos,
                 priority=priority,
                 cache_salt=cache_salt,
+                tenant=tenant,
+                weight=weight,
                 arrival=next(self._arrivals),
                 arrival_time=now,
                 parent=parent,
@@ -198,8 +224,11 @@ class Engine:
                 index,
                 request,
                 (seed + index + 2**63) % 2**64 - 2**63,
-                Detokenizer(self.tokenizer, tokens),
+                Detokenizer(self.tokenizer, tokens, visible=params.visible_tokens),
                 StopChecker(params.stop, params.include_stop_str_in_output),
+                GrammarState(matcher.deep_copy(), self.grammars.tokenizer, constraint.param)
+                if constraint is not None and matcher is not None
+                else None,
                 deadline=math.inf if params.timeout is None else now + params.timeout,
                 pool=None if params.pooling is None else Pool(params.pooling),
             )
@@ -225,15 +254,16 @@ class Engine:
         """
         now = self._clock()
         outputs = self._end_late(now)
-        plan = self.scheduler.schedule(now)
+        self.last_plan = plan = self.scheduler.schedule(now)
         if plan is None:
             return outputs
+        self.journal.step(plan, now)
         try:
             live, sampled = self._run(plan)
             results = dict(zip((choice.sequence.request_id for choice in live), sampled))
             for choice, token in zip(live, sampled):
-                if token.token_id is None and not choice.sequence.is_finished:
-                    outputs += self._fail(choice, "error", "the model computed NaN for this request")
+                if token.token_id is None and not choice.sequence.is_finished:  # beams end together
+                    outputs += self._break_off(choice)
             tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
             forks = []
             for choice, search in _searches(live):
@@ -260,11 +290,19 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> tuple[list[_Choice], list[Sampled]]:
         """Who gets a token from this plan, and which."""
+        masks = self._masks.start(
+            {
+                planned.request_id: grammar
+                for planned in plan.sequences
+                if planned.num_sampled and (grammar := self._choices[planned.request_id].grammar)
+            }
+        )
         with torch_threads(1):
             output = self.runner.run(plan, self._deliver)
             live = [self._choices[key] for key in output.request_ids]
             sequences, seeds = [choice.sequence for choice in live], [choice.seed for choice in live]
-            return live, sample(output.logits, output.greedy, sequences, seeds)
+            allowed = [masks[key].result() if key in masks else None for key in output.request_ids]
+            return live, sample(output.logits, output.greedy, sequences, seeds, allowed)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -274,10 +312,11 @@ class Engine:
 
         For an engine that serves nobody else. Prompts beyond the queue's limit wait outside it.
         """
-        todo = list(zip(map(str, count()), prompts, params))[::-1]
+        tokens = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        todo = list(zip(map(str, count()), tokens, params))[::-1]
         try:
             while todo or self.has_work():
-                while todo and self._has_room(todo[-1][2].n):
+                while todo and self._has_room(todo[-1][2].n, len(todo[-1][1])):
                     self.submit(*todo.pop())
                 yield from self.step()
         finally:
@@ -302,9 +341,9 @@ class Engine:
             self._sinks.clear()
             self.abort("score")
 
-    def _has_room(self, choices: int) -> bool:
+    def _has_room(self, choices: int, prompt_tokens: int) -> bool:
         """Whether as many more may wait; what never may is let through, to be refused."""
-        return choices > self.config.max_waiting or self.scheduler.num_waiting + choices <= self.config.max_waiting
+        return choices > self.config.max_waiting or self.scheduler.backlog.has_room("", choices, prompt_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with the special tokens that the model expects around it."""
@@ -320,7 +359,13 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             num_preemptions=scheduler.num_preemptions,
+            waiting_tokens=scheduler.backlog.tokens,
+            kv_fragmentation=min(1.0, scheduler.num_unused_slots / max(1, blocks.num_used * blocks.block_size)),
         )
+
+    def snapshot(self) -> EngineSnapshot:
+        """Requests, blocks and the last steps as they are between two steps."""
+        return take(self.scheduler, self.journal, self._clock())
 
     def check(self) -> None:
         """Raise ``AssertionError`` where the scheduler, its blocks and the choices disagree."""
@@ -350,8 +395,16 @@ class Engine:
             return self._pooled(choice, choice.pool)
         reason, stop_reason = update.finish_reason, update.stop_reason
         tokens = list(update.token_ids)
+        if len(choice.sequence.output_token_ids) == 1 and choice.index == 0:
+            now = self._clock()
+            self.journal.first_token(now, now - choice.sequence.arrival_time)
         # A token that ended the request is not part of the answer's text.
         shown = tokens if reason != "stop" else []
+        if choice.grammar is not None and reason != "stop":
+            choice.grammar.consume(tokens[-1])
+            if choice.grammar.is_complete:  # also by an ending that the request itself would have passed over
+                self.scheduler.finish(update.request_id, "stop")
+                reason, shown = "stop", [token for token in tokens if token not in self._eos]
         text = choice.detokenizer.append(shown)
         # Stop strings count from the first token after ``min_tokens`` on.
         if len(choice.sequence.output_token_ids) > choice.sequence.params.min_tokens:
@@ -405,13 +458,21 @@ class Engine:
                 outputs += self._fail(choice, "timeout", f"the request was not done within its timeout of {limit:g} s")
         return outputs
 
-    def _fail(self, choice: _Choice, reason: str, error: str) -> list[RequestOutput]:
+    def _break_off(self, choice: _Choice) -> list[RequestOutput]:
+        """End a choice that has no token to choose."""
+        grammar = choice.grammar
+        if grammar is not None and grammar.error is not None:
+            error = f"the output cannot go on within its constraint: {grammar.error}"
+            return self._fail(choice, "error", error, grammar.param)
+        return self._fail(choice, "error", "the model computed NaN for this request")
+
+    def _fail(self, choice: _Choice, reason: str, error: str, param: str | None = None) -> list[RequestOutput]:
         """End a choice, or a whole beam search, without a further token."""
         beams = list(choice.search.beams) if choice.search else [choice.sequence.request_id]
         for key in beams:
             self.scheduler.finish(key, reason)
             self._forget(key)
-        output = self._output(choice, "", [], None, reason, None, error)
+        output = self._output(choice, "", [], None, reason, None, error, param)
         return [replace(output, index=i) for i in range(choice.search.params.n)] if choice.search else [output]
 
     def _drop(self, keys: list[str]) -> None:
@@ -442,6 +503,7 @@ class Engine:
         reason: str | None,
         stop_reason: str | int | None,
         error: str | None = None,
+        error_param: str | None = None,
     ) -> RequestOutput:
         sequence = choice.sequence
         scored, choice.prompt_logprobs = choice.prompt_logprobs, []
@@ -459,6 +521,7 @@ class Engine:
             queue_seconds=(sequence.scheduled_time or sequence.arrival_time) - sequence.arrival_time,
             error=error,
             prompt_logprobs=scored or None,
+            error_param=error_param,
         )
 
 

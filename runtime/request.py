@@ -33,17 +33,21 @@ class Request:
         max_total_tokens: prompt and output tokens at most; ``Scheduler.add`` lowers it to the context.
         priority: lower runs first, -1000..1000.
         cache_salt: only requests of the same salt share cached prefixes.
+        tenant: whose request it is; tenants are served equally, by weight.
+        weight: the share of its tenant, above 0; the same in all of a tenant's requests.
         arrival: number that orders requests which arrived at the same time.
         arrival_time: seconds on the clock that ``Scheduler.schedule`` is given.
         parent: a request with the same prompt and salt (an earlier choice of ``n``): this one waits until
             that prompt is computed and shares its blocks. None once it is admitted.
         beams: the live beams of the search that it belongs to, one list for all of them, which the scheduler keeps;
             none where it is no beam. Beams run, wait and are preempted together.
+        num_queued: prompt tokens that it adds to the queue: none where it shares those of ``parent``.
         num_computed: leading tokens whose KV exists or is written by plans in flight.
         num_committed: leading tokens whose KV was written by committed plans.
         num_in_flight: tokens being sampled by plans in flight; they follow the known tokens as placeholders.
         num_plans: uncommitted plans that hold this request.
         num_cached: prompt tokens that were not computed at first admission (prefix cache, or ``parent``).
+        num_charged: leading prompt tokens that were counted as service to the tenant, or came from the cache.
         num_scored: leading prompt tokens whose log-probabilities are delivered by the plans made so far.
         digests: chained digests of the leading full blocks, a memo of ``blocks.chain_digests``.
         scheduled_time: ``now`` of the first plan that held this request.
@@ -56,6 +60,8 @@ class Request:
     max_total_tokens: int = INT31
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
+    weight: float = 1.0
     arrival: int = 0
     arrival_time: float = 0.0
     parent: Request | None = field(default=None, repr=False)
@@ -64,11 +70,13 @@ class Request:
     status: Status = field(default=Status.WAITING, init=False)
     finish_reason: str | None = field(default=None, init=False)
     stop_reason: str | int | None = field(default=None, init=False)
+    num_queued: int = field(default=0, init=False)
     num_computed: int = field(default=0, init=False)
     num_committed: int = field(default=0, init=False)
     num_in_flight: int = field(default=0, init=False)
     num_plans: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
+    num_charged: int = field(default=0, init=False)
     num_scored: int = field(default=0, init=False)
     digests: list[bytes] = field(default_factory=list, init=False, repr=False)
     beams: list[Request] = field(default_factory=list, init=False, repr=False)
@@ -80,11 +88,14 @@ class Request:
             raise RequestError("the prompt holds no token", "prompt")
         if min(self.prompt_token_ids) < 0:
             raise RequestError(f"token id {min(self.prompt_token_ids)} of the prompt is negative", "prompt")
+        self.num_queued = 0 if self.parent else len(self.prompt_token_ids)
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise RequestError(
                 f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, not {self.priority}",
                 "priority",
             )
+        if not 0 < self.weight < float("inf"):
+            raise RequestError(f"weight must be a positive number, not {self.weight}")
         parent = self.parent
         if parent is not None and (parent.prompt_token_ids, parent.cache_salt) != (
             self.prompt_token_ids,

@@ -6,7 +6,7 @@ batch, and after a preemption. Knows ``Request``; does not know the scheduler or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -48,20 +48,33 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sampled:
-    """``token_id`` is None where the logits held a NaN: there is nothing to choose. ``candidates``: of a beam, the
-    likeliest in order, as many as its search is wide and one for each token that may end it."""
+    """``token_id`` is None where the logits held a NaN or no token is allowed: there is nothing to choose.
+    ``candidates``: of a beam, the likeliest in order, as many as its search is wide and one for each token that may
+    end it."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     candidates: tuple[Candidate, ...] = ()
 
 
-def sample(logits: Tensor, greedy: Tensor, requests: Sequence[Request], seeds: Sequence[int]) -> list[Sampled]:
-    """One token per row. logits float32 [n, vocab], untouched; greedy int32 [n], -1 for a row with a NaN."""
+def sample(
+    logits: Tensor,
+    greedy: Tensor,
+    requests: Sequence[Request],
+    seeds: Sequence[int],
+    allowed: Sequence[Tensor | None] | None = None,
+) -> list[Sampled]:
+    """One token per row. logits float32 [n, vocab], untouched; greedy int32 [n], -1 for a row with a NaN.
+
+    ``allowed``: per row bool [vocab], the tokens that may be chosen, or None for all.
+    """
     best = greedy.tolist()
+    masks = allowed or [None] * len(best)
     return [
-        Sampled(None) if best[i] < 0 else _sample_row(logits[i], best[i], request, seeds[i])
-        for i, request in enumerate(requests)
+        Sampled(None)
+        if best[i] < 0 or (mask is not None and not mask.any())
+        else _sample_row(logits[i], best[i], request, seeds[i], mask)
+        for i, (request, mask) in enumerate(zip(requests, masks, strict=True))
     ]
 
 
@@ -70,9 +83,9 @@ def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[
     return [_logprobs(row, token, count) for row, token in zip(rows, following)]
 
 
-def _sample_row(row: Tensor, best: int, request: Request, seed: int) -> Sampled:
+def _sample_row(row: Tensor, best: int, request: Request, seed: int, allowed: Tensor | None) -> Sampled:
     params = request.params
-    adjusted = _adjust(row, request)
+    adjusted = _adjust(row, request, allowed)
     if params.use_beam_search:
         return Sampled(best, candidates=_candidates(row, adjusted, request))
     if params.greedy:
@@ -82,8 +95,8 @@ def _sample_row(row: Tensor, best: int, request: Request, seed: int) -> Sampled:
     return Sampled(token, None if params.logprobs is None else _logprobs(row, token, params.logprobs))
 
 
-def _adjust(row: Tensor, request: Request) -> Tensor:
-    """The row with biases, penalties and forbidden endings applied; the row itself where there are none."""
+def _adjust(row: Tensor, request: Request, allowed: Tensor | None) -> Tensor:
+    """The row with biases, penalties, forbidden endings and forbidden tokens applied; the row itself without any."""
     params, outputs = request.params, request.output_token_ids
     if params.biases:
         tokens, biases = zip(*params.biases)
@@ -96,9 +109,10 @@ def _adjust(row: Tensor, request: Request) -> Tensor:
     if outputs and (params.presence_penalty or params.frequency_penalty):
         tokens, counts = torch.tensor(outputs).unique(return_counts=True)
         row = row.index_add(0, tokens, -(params.presence_penalty + params.frequency_penalty * counts))
+    if allowed is not None:
+        return row.masked_fill(~_without_endings(allowed, request), -torch.inf)
     if len(outputs) < params.min_tokens:
-        endings = [token for token in request.endings if token < len(row)]
-        row = row.index_fill(0, torch.tensor(endings, dtype=torch.int64), -torch.inf)
+        row = row.index_fill(0, _indices(request.endings, len(row)), -torch.inf)
     return row
 
 
@@ -110,6 +124,23 @@ def _candidates(row: Tensor, adjusted: Tensor, request: Request) -> tuple[Candid
         for token, value in zip(tokens.tolist(), values.tolist())
         if value > -torch.inf
     )
+
+
+def _without_endings(allowed: Tensor, request: Request) -> Tensor:
+    """``allowed`` without the endings that the request does not want yet, unless nothing else is left."""
+    early = len(request.output_token_ids) < request.params.min_tokens
+    endings = [
+        *(request.params.stop_token_ids if early else ()),
+        *(request.eos_token_ids if early or request.params.ignore_eos else ()),
+    ]
+    if not endings:
+        return allowed
+    kept = allowed.index_fill(0, _indices(endings, len(allowed)), False)
+    return kept if kept.any() else allowed
+
+
+def _indices(tokens: Iterable[int], vocab_size: int) -> Tensor:
+    return torch.tensor([token for token in tokens if token < vocab_size], dtype=torch.int64)
 
 
 def _draw(row: Tensor, params: SamplingParams, point: float) -> int:

@@ -74,6 +74,8 @@ class SamplingParams:
         early_stopping: a beam search ends with the first ``n`` outputs that end; else it goes on while a better one
             may still come.
         constraint: what the output must look like; None leaves it free.
+        visible_tokens: special tokens that have a place in the text all the same, where a parser must see them. Not
+            for clients, so not checked.
     """
 
     n: int = 1
@@ -101,6 +103,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool = False
     constraint: Constraint | None = None
+    visible_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_CHOICES)

@@ -7,8 +7,14 @@ placeholders.
 
 Order. Requests are ranked by ``priority + arrival_time / priority_aging``, then by arrival. Seconds of
 waiting thus weigh like priority, and only the finitely many that arrive soon enough can ever go before a
-request. A rank never changes: the first in rank is never preempted, and what it needs was checked to fit in
-the pool when it was added, so it always progresses, ends, and makes another one the first.
+request. A rank never changes: the first in rank that runs is never preempted, and what it needs was checked
+to fit in the pool when it was added, so it always progresses, ends, and makes another one the first.
+
+Tenants. Rank orders the requests of one tenant; between tenants the least served goes first (``FairShares``),
+when prompts are admitted and when they share the budget of a step. A decode that needs a block takes it from
+the tenant served most. A tenant that was served less than another and has fewer requests running takes
+a place from it, so that it need not wait for long answers to end. A tenant is charged where
+tokens are computed for the first time: neither cached prompts nor what a preemption computes again cost.
 
 Reuse of blocks. The blocks of a request that ends or is preempted may be given away at once, even while a
 plan in flight still reads or writes them, because plans run one after another in the order they were made:
@@ -29,10 +35,14 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qserve.runtime.backlog import Backlog
 from qserve.runtime.blocks import BlockManager, chain_digests
+from qserve.runtime.fairness import FairShares
 from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError
+
+CONTEXTS_WAITING = 32
 
 
 class QueueFullError(RequestError):
@@ -48,6 +58,8 @@ class SchedulerConfig:
         max_num_seqs: requests running at once at most.
         max_num_batched_tokens: input tokens of one step at most, prefill chunks and decodes together.
         max_waiting: new requests are refused while this many wait.
+        max_waiting_tokens: they are refused too where more prompt tokens would wait, unless none wait; None
+            allows 32 contexts.
         priority_aging: seconds of waiting that weigh as much as one level of priority.
     """
 
@@ -55,6 +67,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_waiting: int = 1024
+    max_waiting_tokens: int | None = None
     priority_aging: float = 10.0
 
     def __post_init__(self) -> None:
@@ -70,6 +83,12 @@ class SchedulerConfig:
             raise ValueError(
                 f"priority_aging must be a positive number of seconds, not {self.priority_aging}"
             )
+        if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
+            raise ValueError(f"max_waiting_tokens must be at least 1, not {self.max_waiting_tokens}")
+
+    @property
+    def waiting_tokens_limit(self) -> int:
+        return self.max_waiting_tokens or CONTEXTS_WAITING * self.max_model_len
 
 
 class Scheduler:
@@ -82,10 +101,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.config = config
         self.blocks = blocks
+        self.backlog = Backlog(config.max_waiting, config.waiting_tokens_limit)
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._step = 0
+        self._shares = FairShares(credit=config.max_model_len)
+        self._places: Counter[str] = Counter()  # by tenant, requests running
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # both queues in order of rank
         self._running: list[Request] = []
@@ -101,10 +123,32 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def require_room(self, tenant: str, choices: int, prompt_tokens: int) -> None:
+        """Raise ``QueueFullError`` where ``add`` would not queue as many choices of a prompt of this length."""
+        if not self.backlog.has_room(tenant, choices, prompt_tokens):
+            raise QueueFullError(
+                f"{self.backlog.requests} requests are waiting with {self.backlog.tokens} prompt tokens, the limit; "
+                "try again later"
+            )
+
     @property
     def num_in_flight(self) -> int:
         """Plans made and not committed."""
         return len(self._in_flight)
+
+    @property
+    def num_unused_slots(self) -> int:
+        """KV positions that running requests hold and have not filled: ends of blocks, prompts still to compute."""
+        filled = sum(request.num_computed for request in self._running)
+        return self.blocks.num_table_entries * self.blocks.block_size - filled
+
+    def running(self) -> tuple[Request, ...]:
+        """Those that run, in order of rank; to be read only."""
+        return tuple(self._running)
+
+    def waiting(self) -> tuple[Request, ...]:
+        """Those that wait, preempted ones too, in order of rank; to be read only."""
+        return tuple(self._waiting)
 
     def request_ids(self) -> set[str]:
         """Those that have not ended."""
@@ -121,12 +165,13 @@ class Scheduler:
         parent = request.parent
         if parent and not parent.is_finished and self._requests.get(parent.request_id) is not parent:
             raise RequestError(f"parent {parent.request_id} was not added to this scheduler", "parent")
-        if len(self._waiting) >= self.config.max_waiting:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting, the limit; try again later")
+        self.require_room(request.tenant, 1, request.num_queued)
         self._fit(request)
         if request.params.use_beam_search:
             request.beams = [request]
         self._requests[request.request_id] = request
+        self.backlog.add(request.tenant, request.num_queued)
+        self._shares.join(request.tenant)
         insort(self._waiting, request, key=self._rank)
 
     def fork(self, parent_id: str, child_id: str, token: int) -> Request:
@@ -139,7 +184,7 @@ class Scheduler:
         if not parent.beams or parent.num_plans or not parent.output_token_ids or child_id in self._requests:
             raise ValueError(f"{parent_id} cannot be forked as {child_id}")
         while parent.status is Status.RUNNING and self.num_running == self.config.max_num_seqs:
-            self._preempt(self._running[-1])
+            self._preempt_last()
         child = Request(
             child_id,
             parent.prompt_token_ids,
@@ -148,17 +193,22 @@ class Scheduler:
             max_total_tokens=parent.max_total_tokens,
             priority=parent.priority,
             cache_salt=parent.cache_salt,
+            tenant=parent.tenant,
+            weight=parent.weight,
             arrival=parent.arrival,
             arrival_time=parent.arrival_time,
         )
         child.output_token_ids = [*parent.output_token_ids[:-1], token]
         child.digests = list(parent.digests)  # of blocks computed by now, which they share
         child.num_cached, child.scheduled_time = parent.num_cached, parent.scheduled_time
+        child.num_charged = parent.num_charged
         child.status, child.beams = parent.status, parent.beams
         child.num_computed = child.num_committed = parent.num_computed
         if parent.status is Status.RUNNING:
             self.blocks.fork(parent_id, child_id, parent.num_computed)
+            self._places[child.tenant] += 1
         insort(self._running if parent.status is Status.RUNNING else self._waiting, child, key=self._rank)
+        self._shares.join(child.tenant)
         self._requests[child_id] = child
         child.beams.append(child)
         return child
@@ -177,36 +227,19 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; None when nothing can run before a commit or a new request.
 
-        Running requests first, in order of rank: each decode gets its one token (it was set aside from the
-        budget, so no prompt crowds it out), each prefill a chunk of what is left. A decode that needs a block
-        takes it from the last in rank. Then waiting requests are admitted in order, none past one that must
-        wait for room; ``now`` (seconds) becomes their ``scheduled_time``.
+        Each decode gets its one token, set aside from the budget, so that no prompt crowds it out; if it needs
+        a block, somebody may be preempted for it. The rest of the budget goes to prompts: the least served
+        tenant is next, with its running prefills and then with its waiting requests, by rank. Nobody is
+        admitted past one that must wait for room; ``now`` (seconds) becomes the ``scheduled_time``.
         """
-        active = [request for request in self._running if not request.is_fully_sampled]
-        budget = self.config.max_num_batched_tokens - sum(request.is_decoding for request in active)
-        planned: list[tuple[Request, ScheduledSequence]] = []
-        for request in active:
-            if request.is_decoding:
-                if self._is_turn_of(request) and self._grow(request.members):
-                    planned += [(member, self._advance(member, 1)) for member in request.members]
-            elif budget and request.status is Status.RUNNING:
-                planned.append((request, self._advance(request, budget)))
-                budget -= len(planned[-1][1].token_ids)
-        for request in tuple(self._waiting):
+        decodes = [request for request in self._running if _can_decode(request)]
+        for request in decodes:
             if request.status is Status.RUNNING:
-                continue  # it came in with a beam before it
-            members = request.members
-            if not budget or self.num_running + len(members) > self.config.max_num_seqs:
-                break
-            if self._awaits_parent(request):
-                continue
-            # One that was just preempted must get its tokens in flight first.
-            if any(member.num_plans for member in members) or not self._admit(members, now):
-                break
-            for member in members:
-                if budget and member.num_computed < member.num_plannable:
-                    planned.append((member, self._advance(member, budget)))
-                    budget -= len(planned[-1][1].token_ids)
+                self._grow(request)
+        decodes = [request for request in decodes if request.status is Status.RUNNING]
+        # Prompts first: to admit one may preempt a decode, for which nothing must be planned by then.
+        planned = self._prefill(self.config.max_num_batched_tokens - len(decodes), now)
+        planned += [(request, self._advance(request, 1)) for request in decodes if request.status is Status.RUNNING]
         return self._plan(planned) if planned else None
 
     def commit(self, plan: StepPlan, results: Mapping[str, int]) -> list[RequestUpdate]:
@@ -244,6 +277,13 @@ class Scheduler:
         assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *self._running)}
         assert len(self._requests) == len(self._waiting) + len(self._running), "a request is in two queues"
         assert all(request_id == r.request_id for request_id, r in self._requests.items())
+        self._shares.check(Counter(r.tenant for r in self._requests.values()))
+        assert self._places == Counter(r.tenant for r in self._running), "places are miscounted"
+        new = [r for r in self._waiting if r.status is Status.WAITING]
+        tokens: Counter[str] = Counter()
+        for request in new:
+            tokens[request.tenant] += request.num_queued
+        self.backlog.check(Counter(r.tenant for r in new), tokens)
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
         assert len(self._running) <= self.config.max_num_seqs
@@ -272,6 +312,11 @@ class Scheduler:
 
     def _rank(self, request: Request) -> tuple[float, int]:
         return request.priority + request.arrival_time / self.config.priority_aging, request.arrival
+
+    def _turn(self, request: Request) -> tuple[float, int, tuple[float, int]]:
+        """Between the requests of different tenants: the lowest goes first, the highest is preempted first."""
+        score = self._shares.score(request.tenant, request.priority)
+        return score, self._places[request.tenant], self._rank(request)
 
     def _fit(self, request: Request) -> None:
         """Refuse what can never run; lower the token limit to the context, and an open end to the pool."""
@@ -324,12 +369,55 @@ class Scheduler:
             parent = request.parent = None  # its prompt may still be in the prefix cache
         return parent is not None and parent.num_committed < max(request.num_prompt - 1, 1)
 
-    def _is_turn_of(self, request: Request) -> bool:
-        """It decodes in this step: always where it is alone; of beams the first for all, when all of them can."""
-        members = request.members
-        return not request.beams or (
-            request is members[0] and all(each.is_decoding and not each.num_in_flight for each in members)
-        )
+    def _prefill(self, budget: int, now: float) -> list[tuple[Request, ScheduledSequence]]:
+        """Plan up to ``budget`` prompt tokens, admitting whom there is room for."""
+        full = self.num_running == self.config.max_num_seqs and self._shares.num_tenants == 1
+        active = [r for r in self._running if not r.is_decoding and not r.is_fully_sampled]
+        queues: dict[str, deque[Request]] = {}
+        for request in active if full else (*active, *self._waiting):
+            queues.setdefault(request.tenant, deque()).append(request)
+        planned: list[tuple[Request, ScheduledSequence]] = []
+        while budget and queues:
+            queue = min(queues.values(), key=lambda queue: self._turn(queue[0]))
+            request = queue.popleft()
+            if not queue:
+                del queues[request.tenant]
+            if request.status is not Status.RUNNING:
+                if self._awaits_parent(request):
+                    continue
+                # One that was just preempted must get its tokens in flight first.
+                waits = any(member.num_plans for member in request.members)
+                if waits or not self._enter(request.members, now, planned):
+                    queues = {
+                        tenant: running
+                        for tenant, queue in queues.items()
+                        if (running := deque(r for r in queue if r.status is Status.RUNNING))
+                    }
+                    continue
+            planned.append((request, self._advance(request, budget)))
+            budget -= len(planned[-1][1].token_ids)
+        return planned
+
+    def _enter(
+        self, members: tuple[Request, ...], now: float, planned: list[tuple[Request, ScheduledSequence]]
+    ) -> bool:
+        """Admit who waits together, if need be in the place of others that hold more than their share."""
+        request, count = members[0], len(members)
+        while self.num_running + count > self.config.max_num_seqs or not self._admit(members, now):
+            taken = {id(other) for other, _ in planned}
+            mine = (self._places[request.tenant] + count) / request.weight
+            others = [
+                other
+                for other in self._last_of_tenants()
+                if other.tenant != request.tenant
+                and not any(id(member) in taken for member in other.members)
+                and (self._places[other.tenant] - len(other.members)) / other.weight >= mine
+                and self._turn(other) > self._turn(request)
+            ]
+            if not others:
+                return False
+            self._preempt(max(others, key=self._turn))
+        return True
 
     def _admit(self, members: tuple[Request, ...], now: float) -> bool:
         """Give waiting requests tables for all of their tokens and let them run, if there is room for all."""
@@ -346,6 +434,7 @@ class Scheduler:
         for request, start in zip(members, cached, strict=True):
             self._copies += self.blocks.allocate(request.request_id, request.num_tokens, write_from=start)
             if request.status is Status.WAITING:
+                self.backlog.remove(request.tenant, request.num_queued)
                 request.num_cached, request.scheduled_time = start, now
                 if not request.is_scored:
                     self.prefix_queries += request.num_tokens
@@ -353,6 +442,7 @@ class Scheduler:
             request.num_computed = request.num_committed = start
             request.status, request.parent = Status.RUNNING, None
             self._waiting.remove(request)
+            self._places[request.tenant] += 1
             insort(self._running, request, key=self._rank)
         return True
 
@@ -367,23 +457,28 @@ class Scheduler:
         # At least one token is left to be computed at once: the last, whose logits are needed, or one before a beam's.
         return self.blocks.open(request.request_id, self._digests(request, request.num_plannable - 1))
 
-    def _grow(self, members: tuple[Request, ...]) -> bool:
-        """Make room for one more position of each, preempting from the end of the rank; False if that hit them."""
-        for request in members:
-            total, written = request.num_tokens, request.num_computed
-            while request.status is Status.RUNNING:
-                if self.blocks.can_allocate(request.request_id, total, write_from=written):
-                    self._copies += self.blocks.allocate(request.request_id, total, write_from=written)
-                    break
-                self._preempt(self._running[-1])
-            else:
-                return False
-        return True
+    def _grow(self, request: Request) -> None:
+        """Make room for one more position of a decode, preempting whom it must, itself too."""
+        total, written = request.num_tokens, request.num_computed
+        while request.status is Status.RUNNING:
+            if self.blocks.can_allocate(request.request_id, total, write_from=written):
+                self._copies += self.blocks.allocate(request.request_id, total, write_from=written)
+                return
+            self._preempt_last()
+
+    def _last_of_tenants(self) -> list[Request]:
+        """Who may be preempted: the last in rank of each tenant, but never the first of all, nor a beam beside it."""
+        safe = len(self._running[0].members)  # beams follow each other in rank
+        return list({request.tenant: request for request in self._running[safe:]}.values())
+
+    def _preempt_last(self) -> None:
+        """Preempt a request of the tenant that was served most."""
+        self._preempt(max(self._last_of_tenants(), key=self._turn))
 
     def _preempt(self, request: Request) -> None:
         """Take its blocks; its tokens stay, and their KV is computed again (or found in the cache) later."""
         for member in request.members:
-            self._running.remove(member)
+            self._leave_running(member)
             self.blocks.free(member.request_id)
             member.status = Status.PREEMPTED
             member.num_computed = member.num_committed = 0
@@ -410,6 +505,9 @@ class Scheduler:
         )
         if scores:
             request.num_scored = min(stop, request.num_prompt)
+        fresh = max(0, min(stop, request.num_prompt) - max(start, request.num_charged))
+        request.num_charged = max(request.num_charged, min(stop, request.num_prompt))
+        self._shares.charge(request.tenant, fresh, sequence.num_sampled, request.weight)
         request.num_computed = stop
         request.num_in_flight += sequence.num_sampled
         request.num_plans += 1
@@ -444,14 +542,31 @@ class Scheduler:
             for index, digest in enumerate(self._digests(request, num_committed)[first:], first):
                 self.blocks.publish(request.request_id, index, digest)
 
+    def _leave_running(self, request: Request) -> None:
+        self._running.remove(request)
+        self._places[request.tenant] -= 1
+        if not self._places[request.tenant]:
+            del self._places[request.tenant]
+
     def _end(self, request: Request, reason: str, stop_reason: str | int | None) -> None:
+        self._shares.leave(request.tenant)
         if request.status is Status.RUNNING:
-            self._running.remove(request)
+            self._leave_running(request)
             self.blocks.free(request.request_id)
         else:
             self._waiting.remove(request)
+            if request.status is Status.WAITING:
+                self.backlog.remove(request.tenant, request.num_queued)
         del self._requests[request.request_id]
         if request.beams:
             request.beams.remove(request)
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason, request.parent = reason, stop_reason, None
+
+
+def _can_decode(request: Request) -> bool:
+    """Its newest token is all that is to be computed. Beams wait until that is so, and the token known, of each."""
+    return all(
+        member.is_decoding and not member.is_fully_sampled and not (member.beams and member.num_in_flight)
+        for member in request.members
+    )

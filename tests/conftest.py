@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,12 @@ TEMPLATE = (
 )
 
 
-def save_tiny_model(out: Path) -> Path:
+def save_tiny_model(out: Path, more_special: Sequence[str] = (), context: int = 512) -> Path:
     """Two random llama layers and a byte-level BPE tokenizer of about 320 tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *more_special]
     backend.train_from_iterator(
         ["the quick brown fox and the lazy dog, system user assistant hello world"],
         trainers.BpeTrainer(
@@ -33,7 +34,7 @@ def save_tiny_model(out: Path) -> Path:
         ),
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=special[:2]
+        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=[*special[:2], *more_special]
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(out)
@@ -45,7 +46,7 @@ def save_tiny_model(out: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         initializer_range=0.3,

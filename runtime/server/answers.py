@@ -8,15 +8,17 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from qserve.runtime.server.chat_parts import chat_delta, chat_message
 from qserve.runtime.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import RequestOutput
     from qserve.runtime.sampler import TokenLogprobs
+    from qserve.runtime.server.dialect import OutputParser
 
 Json = dict[str, Any]
 Outputs = AsyncIterator[tuple[int, "RequestOutput"]]
@@ -62,6 +64,7 @@ class Answer(ABC):
     prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    named_events: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Answer(ABC):
                 "index": index,
                 **self._content(index, choice.text),
                 "logprobs": self._logprobs_json(index, choice.logprobs) if self._logprobs else None,
-                "finish_reason": choice.finish_reason,
+                "finish_reason": self._finish_reason(index, choice.finish_reason),
                 "stop_reason": choice.stop_reason,
             }
             for index, choice in enumerate(choices)
@@ -125,11 +128,14 @@ class Answer(ABC):
                 opened.add(index)
                 for first in self._first(index):
                     yield self._chunk(index, first) | usage
-            if output.text or output.logprobs:
-                logprobs = self._logprobs_json(index, _logprobs(output)) if output.logprobs else None
-                yield self._chunk(index, self._delta(output.text), logprobs) | usage
+            logprobs = self._logprobs_json(index, _logprobs(output)) if output.logprobs else None
+            deltas = self._deltas(index, output.text, last=output.finish_reason is not None)
+            for delta in deltas or ([self._delta("")] if logprobs else []):
+                yield self._chunk(index, delta, logprobs) | usage
+                logprobs = None
             if output.finish_reason is not None:
-                ending = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+                reason = self._finish_reason(index, output.finish_reason)
+                ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
                 yield self._chunk(index, self._delta(""), None, ending) | usage
         if include_usage:
             yield self._envelope([]) | {"usage": self._usage.to_json()}
@@ -140,6 +146,13 @@ class Answer(ABC):
 
     def _envelope(self, choices: list[Json]) -> Json:
         return {"id": self.id, "object": self.chunk_kind, **self._head, "choices": choices}
+
+    def _deltas(self, index: int, text: str, *, last: bool) -> list[Json]:
+        """What more text adds to a choice; ``last``: there will be no more."""
+        return [self._delta(text)] if text else []
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        return reason
 
     @abstractmethod
     def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
@@ -162,11 +175,39 @@ class Answer(ABC):
 class ChatAnswer(Answer):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self,
+        model: str,
+        choices: int,
+        usage: Usage,
+        texts: TokenTexts,
+        *,
+        logprobs: bool,
+        prompt_logprobs: bool = False,
+        parser: Callable[[], OutputParser] | None = None,
+    ) -> None:
+        """``parser`` makes what finds reasoning and tool calls in the text of a choice."""
+        super().__init__(model, choices, usage, texts, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        self._parsers = [parser() for _ in range(choices)] if parser else None
+
     def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
         answer["prompt_logprobs"] = scored[0]
 
     def _content(self, index: int, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        if self._parsers is None:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"message": chat_message(self._parsers[index].feed(text) + self._parsers[index].finish())}
+
+    def _deltas(self, index: int, text: str, *, last: bool) -> list[Json]:
+        if self._parsers is None:
+            return super()._deltas(index, text, last=last)
+        parser = self._parsers[index]
+        parts = parser.feed(text) + (parser.finish() if last else [])
+        return [{"delta": chat_delta(part)} for part in parts]
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        called = self._parsers is not None and self._parsers[index].num_calls > 0
+        return "tool_calls" if called and reason == "stop" else reason
 
     def _first(self, index: int) -> list[Json]:
         return [{"delta": {"role": "assistant", "content": ""}}]

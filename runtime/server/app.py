@@ -7,21 +7,44 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from qserve.runtime.sampling import RequestError
+from qserve.runtime.server.access import AccessLog
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.errors import APIError, ClientGone
 from qserve.runtime.server.guard import Guard
-from qserve.runtime.server.routes import chat, completions, embeddings, models, probes, tokens, websocket
+from qserve.runtime.server.routes import (
+    chat,
+    completions,
+    embeddings,
+    engine,
+    models,
+    page,
+    probes,
+    responses,
+    schema,
+    tokens,
+    websocket,
+)
 from qserve.runtime.server.service import Service
 
 
 def create_app(service: Service) -> FastAPI:
     """The ASGI application. The caller starts and stops ``service.thread``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, api_keys=service.config.api_keys)
+    app.add_middleware(Guard, keys=service.keys)
+    if service.config.cors_origins:  # outside of the guard: a browser asks without a key whether it may
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id", "traceparent"],
+            expose_headers=["Retry-After", "X-Request-Id"],
+        )
+    app.add_middleware(AccessLog, service=service)  # the last one added is the outermost
     _add_error_handlers(app)
-    for part in (probes, models, completions, chat, embeddings, tokens, websocket):
+    for part in (probes, models, completions, chat, responses, embeddings, tokens, websocket, engine, page, schema):
         app.include_router(part.router(service))
     return app
 
@@ -50,7 +73,3 @@ def _add_error_handlers(app: FastAPI) -> None:
         status = error.status_code
         headers = dict(error.headers or {})
         return APIError(status, message.get(status, str(error.detail)), headers=headers).response()
-
-    @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> Response:
-        return APIError(500, "the server failed on this request; its log says why").response()

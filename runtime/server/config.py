@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from qserve.checkpoint.errors import UsageError
+from qserve.runtime.server.tool_formats import NAMES
 
+_ORIGIN = re.compile(r"https?://[^/\s?#@]+")
+TOOL_FORMAT_CHOICES = ("auto", "none", *NAMES)
+REASONING_CHOICES = ("auto", "none")
 MAX_STREAM_INTERVAL = 1024
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How the server behaves.
+    """How the server behaves. Raises ``UsageError`` for a choice that there is not.
 
     Attributes:
         api_keys: callers must show one of these; none means everybody may call.
+        api_keys_file: a TOML file of hashed keys with limits, see ``keys.py``; it is read again on SIGHUP.
+        tls_cert, tls_key: PEM files; with both the server speaks HTTPS.
+        cors_origins: web pages of these origins may call from a browser, none by default.
+        step_timeout: seconds after which a step of the model counts as stuck and the server ends; 0 waits for ever.
         model_name: what the model is called in requests and answers; None takes the engine's name.
         drain_timeout: seconds that running requests may still take after a first SIGTERM.
         max_body_bytes: larger request bodies are refused.
         body_timeout: seconds in which a request body must have arrived.
         stream_interval: tokens that are gathered for one event of a stream; the first goes out at once.
+        tool_format: how the model writes tool calls, a name of ``tool_formats.TOOL_FORMATS``; auto goes by its chat
+            template, none refuses tools.
+        reasoning: auto splits reasoning off the answers of models whose chat template marks it; none does not.
         vllm_metrics: ``/metrics`` repeats everything under vLLM's prefix.
+        otlp_endpoint: URL of an OpenTelemetry collector that gets the traces; None makes none.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    cors_origins: tuple[str, ...] = ()
+    step_timeout: float = 120.0
     model_name: str | None = None
     drain_timeout: float = 30.0
     max_body_bytes: int = 8 << 20
     body_timeout: float = 30.0
     stream_interval: int = 1
     vllm_metrics: bool = False
+    otlp_endpoint: str | None = None
+    tool_format: str = "auto"
+    reasoning: str = "auto"
 
     def __post_init__(self) -> None:
         if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
             raise UsageError(
                 f"--stream-interval must be between 1 and {MAX_STREAM_INTERVAL}, not {self.stream_interval}"
             )
+        if any(not key or key != key.strip() or not key.isascii() for key in self.api_keys):
+            raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UsageError("--tls-cert and --tls-key are given together or not at all")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise UsageError(f"--cors-origin must be like https://chat.example.org or *, not {origin!r:.100}")
+        if not 0 <= self.step_timeout < float("inf"):
+            raise UsageError(f"--step-timeout must be a number of seconds, 0 for none, not {self.step_timeout}")
+        for name, choices in (("tool_format", TOOL_FORMAT_CHOICES), ("reasoning", REASONING_CHOICES)):
+            if (value := getattr(self, name)) not in choices:
+                raise UsageError(f"unknown --{name.replace('_', '-')} {value!r}: choose from {', '.join(choices)}")

@@ -9,7 +9,14 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error", 504: "timeout"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout",
+}
 
 
 class APIError(Exception):

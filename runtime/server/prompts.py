@@ -9,8 +9,8 @@ import copy
 import re
 import secrets
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -19,6 +19,8 @@ from qserve.runtime.sampling import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_TAIL = 32  # tokens; more than any tag and the white space around it
 
 
 class PromptEncoder:
@@ -56,13 +58,24 @@ class PromptEncoder:
         with self._lock:
             return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def tail(self, token_ids: Sequence[int]) -> str:
+        """The end of a prompt, special tokens too."""
+        with self._lock:
+            return decode(self._tokenizer, token_ids[-_TAIL:], skip_special_tokens=False)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The messages through the chat template, with the beginning of the answer.
 
-        Special tokens of the template are special; what looks like one in a message is plain text. Raises
-        ``RequestError`` where there is no template or it refuses the messages.
+        Special tokens of the template are special; what looks like one in a message or a tool is plain text.
+        ``options``: more variables of the template, never text of strangers. Raises ``RequestError`` where there is no
+        template, it refuses the messages, or it does not tell the model of the tools.
         """
-        self._check_length(sum(len(text) for message in messages for text in message.values()), self._longest)
+        self._check_length(sum(map(len, _texts([messages, tools]))), self._longest)
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         # What looks special is hidden from the tokenizer behind a word nobody can guess, and tokenized apart.
@@ -73,14 +86,13 @@ class PromptEncoder:
             hidden.append(match[0])
             return f"{mark}n{len(hidden) - 1}x"
 
-        safe = [{key: self._special.sub(hide, text) for key, text in message.items()} for message in messages]
+        safe = _map_texts([messages, tools], lambda text: self._special.sub(hide, text))
         with self._lock:
-            try:
-                text = self._tokenizer.apply_chat_template(safe, add_generation_prompt=True, tokenize=False)
-            except (TemplateError, TypeError, ValueError) as error:
-                raise RequestError(f"the chat template refuses these messages: {error}", "messages") from None
+            text = self._render(safe[0], safe[1], options or {})
+            if tools and text == self._render(safe[0], [], options or {}):
+                raise RequestError("the chat template of this model does not know tools", "tools")
             ids: list[int] = []
-            for place, piece in enumerate(re.split(rf"{mark}n(\d+)x", str(text))):
+            for place, piece in enumerate(re.split(rf"{mark}n(\d+)x", text)):
                 plain = place % 2 == 1
                 ids += self._tokenizer(
                     hidden[int(piece)] if plain else piece,
@@ -89,9 +101,43 @@ class PromptEncoder:
                 )["input_ids"]
         return ids
 
+    def _render(self, messages: list[Any], tools: list[Any], options: Mapping[str, Any]) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
+                )
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", "messages") from None
+
     def _check_length(self, length: int, per_token: int) -> None:
         at_least = -(-length // per_token)
         if at_least > self._max_model_len:
             raise RequestError(
                 f"the prompt has at least {at_least:,} tokens, the context {self._max_model_len:,}", "prompt"
             )
+
+
+def _map_texts(node: Any, change: Callable[[str], str]) -> Any:
+    """A copy of JSON data with every string changed, keys of objects too."""
+    if isinstance(node, str):
+        return change(node)
+    if isinstance(node, Mapping):
+        return {change(key): _map_texts(value, change) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_map_texts(item, change) for item in node]
+    return node
+
+
+def _texts(node: Any) -> Iterator[str]:
+    """Every string of JSON data, keys of objects too."""
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, Mapping):
+        yield from node
+        for value in node.values():
+            yield from _texts(value)
+    elif isinstance(node, list | tuple):
+        for item in node:
+            yield from _texts(item)

@@ -6,14 +6,17 @@ tokenizers. A field of OpenAI's that this server does not do is refused by name,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from qserve.runtime.sampling import MAX_CHOICES, MAX_LOGPROBS, RequestError, SamplingParams
 from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.messages import Message
+from qserve.runtime.server.strict import NotDone, Strict
+from qserve.runtime.server.structured import StructuredFields
+from qserve.runtime.server.tools import MAX_TOOLS, Tool, ToolUse, chat_choice, tool_use
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
@@ -43,31 +46,12 @@ _SAMPLING = (
 )
 
 
-class _Strict(BaseModel):
-    """Unknown fields are errors; those in ``not_done`` too, unless they hold null or a value listed there."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
-    not_done: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in cls.not_done.keys() & data.keys():
-            if data[name] is not None and data[name] not in cls.not_done[name]:
-                raise PydanticCustomError(
-                    "unsupported_parameter", "'{param}' is not supported by this server", {"param": name}
-                )
-        return {name: value for name, value in data.items() if name not in cls.not_done}
-
-
-class StreamOptions(_Strict):
-    not_done = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+class StreamOptions(Strict):
+    not_done: ClassVar[NotDone] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
     include_usage: bool | None = None
 
 
-class _Generation(_Strict):
+class _Generation(Strict, StructuredFields):
     """What both kinds of request share. ``user`` and ``safety_identifier`` change nothing."""
 
     model: str | None = None
@@ -112,7 +96,7 @@ class _Generation(_Strict):
         if self.prompt_logprobs is not None:
             more |= {"prompt_logprobs": True, "num_prompt_logprobs": self.prompt_logprobs}
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return SamplingParams(**given | more)
+        return SamplingParams(**{"constraint": self.constraint()} | given | more)
 
 
 def prompt_list(value: Any) -> Any:
@@ -139,7 +123,7 @@ def prompt_list(value: Any) -> Any:
 class CompletionRequest(_Generation):
     """``prompt`` becomes a list: of texts, or of lists of token ids."""
 
-    not_done = {"suffix": ()}
+    not_done: ClassVar[NotDone] = {"suffix": ()}
 
     prompt: Any
     echo: bool | None = None
@@ -160,65 +144,31 @@ class CompletionRequest(_Generation):
         return self._params(logprobs=logprobs, prompt_logprobs=scored, **choices)
 
 
-class Message(_Strict):
-    """One message; ``content`` becomes a string. The role ``developer`` is today's name of ``system``."""
+class TemplateOptions(Strict):
+    """The variables of chat templates that a client may set; any other could be one that a template trusts."""
 
-    not_done = {
-        "tool_calls": ([],),
-        "function_call": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "tool_call_id": (),
-    }
+    enable_thinking: bool | None = None
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Any
-    name: str | None = None
-
-    @field_validator("content")
-    @classmethod
-    def _text(cls, value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list) or not value:
-            raise PydanticCustomError("content", "must be a string or a list of text parts")
-        for part in value:
-            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-                raise PydanticCustomError("content", "must be a string or a list of text parts")
-            if part["type"] != "text":
-                kind = part["type"][:40]
-                raise PydanticCustomError("content", f"holds a part of type '{kind}'; only text is supported")
-            if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-                raise PydanticCustomError("content", "holds a text part with other fields than type and text")
-        return "".join(part["text"] for part in value)
-
-    def for_template(self) -> dict[str, str]:
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        return message if self.name is None else message | {"name": self.name}
+    def given(self) -> dict[str, bool]:
+        return self.model_dump(exclude_none=True)
 
 
 class ChatRequest(_Generation):
-    not_done = {
+    not_done: ClassVar[NotDone] = {
         "audio": (),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "function_call": ("none",),
         "functions": ([],),
         "metadata": ({},),
         "modalities": (["text"],),
         "moderation": (),
-        "parallel_tool_calls": (),
         "prediction": (),
         "prompt_cache_key": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
         "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "tool_choice": ("none",),
-        "tools": ([],),
         "verbosity": (),
         "web_search_options": (),
     }
@@ -227,6 +177,15 @@ class ChatRequest(_Generation):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    _choice = field_validator("tool_choice")(chat_choice)
+
+    def tool_use(self) -> ToolUse:
+        return tool_use([tool.function for tool in self.tools or ()], self.tool_choice, self.parallel_tool_calls)
 
     def sampling_params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -243,17 +202,19 @@ class ChatRequest(_Generation):
         return {"prompt": "messages", "logprobs": "top_logprobs"}.get(param or "", param)
 
 
-R = TypeVar("R", bound=_Strict)
+R = TypeVar("R", bound=Strict)
 
 
-def parse(kind: type[R], content: dict[str, Any]) -> R:
-    """Validate a body. Raises ``APIError`` 400 that names the first bad field."""
+def parse(kind: type[R], content: Any, within: str = "") -> R:
+    """Validate a body, or what is ``within`` a field of one. Raises ``APIError`` 400 that names the first bad field."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-    where = [*first["loc"], *([first["ctx"]["param"]] if first["type"] == "unsupported_parameter" else [])]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200]
+    inner = first.get("ctx", {}).get("param")  # where a check of the whole found a part of it at fault
+    where = [*first["loc"], *([] if inner is None else [inner])]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
+    param = (within + path).lstrip(".")[:200]
     code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(first["type"])
     message = {
         "extra_forbidden": f"unknown parameter: '{param}'",

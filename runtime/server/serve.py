@@ -6,11 +6,17 @@ Knows sockets, signals and the order of starting and stopping; does not know rou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import faulthandler
 import logging
+import os
+import signal
 import socket
+import ssl
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -21,6 +27,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.server.app import create_app
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.entrance import Entrance
+from qserve.runtime.server.keys import KeyRing
+from qserve.runtime.server.logs import event
 from qserve.runtime.server.service import Service
 
 if TYPE_CHECKING:
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEADER_TIMEOUT = 30.0  # seconds in which the headers of a connection's first request must have come
+FAILURE_GRACE = 2.0  # seconds in which clients read that the engine failed, and probes see it, before the server ends
 
 
 def claim_socket(host: str, port: int) -> socket.socket:
@@ -78,62 +88,158 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that the first signal drains and the second ends what is left at once."""
+    """uvicorn, except that it answers before there is an engine, that the first signal drains and the second ends what
+    is left at once, and that it ends by itself when the engine failed or a step is stuck.
+    """
 
-    def __init__(self, service: Service, sock: socket.socket) -> None:
+    def __init__(self, config: ServerConfig, sock: socket.socket) -> None:
+        self._entrance = Entrance()
         super().__init__(
             uvicorn.Config(
-                create_app(service),
+                self._entrance,
                 http=_Protocol,
                 ws="websockets-sansio",
-                ws_max_size=service.config.max_body_bytes,
+                ws_max_size=config.max_body_bytes,
                 ws_per_message_deflate=False,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=5,
                 timeout_keep_alive=75,  # longer than clients keep theirs: they close, and no request meets a closing
+                ssl_certfile=config.tls_cert,
+                ssl_keyfile=config.tls_key,
             )
         )
-        self._service = service
+        self.keys = KeyRing(config.api_keys, config.api_keys_file)
+        self.stuck = False
+        self._options = config
+        self._service: Service | None = None
         self._sock = sock
         self._deadline: float | None = None
+        try:
+            self.config.load()
+        except (OSError, ssl.SSLError) as error:
+            raise QServeError(f"cannot use the TLS files {config.tls_cert} and {config.tls_key}: {error}") from None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine ended, if it did."""
+        return self._service.thread.failure if self._service else None
+
+    def open(self, service: Service) -> None:
+        """The engine is there: start its thread and let requests in."""
+        service.thread.start()
+        self._service = service
+        self._entrance.app = create_app(service)
+        address, port = self._sock.getsockname()[:2]
+        event(logger, "ready", model=service.model_name, address=address, port=port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.drain(0.0 if self._service.draining else self._service.config.drain_timeout)
+        self.drain(self._options.drain_timeout if self._deadline is None else 0.0)
 
     def drain(self, timeout: float) -> None:
         """Refuse new requests; end when the running ones have, or after ``timeout`` seconds without them."""
-        self._service.draining = True
+        event(logger, "draining", timeout_seconds=timeout)
+        if self._service is not None:
+            self._service.draining = True
         self._deadline = time.monotonic() + timeout
 
     async def on_tick(self, counter: int) -> bool:
+        self._watch()
         if self._deadline is not None:
             late = time.monotonic() >= self._deadline
-            if late:
+            if late and self._service is not None:
                 self._service.thread.abort_all()
-            self.should_exit = late or not self.server_state.tasks
+            lingers = self.failure is not None and not late
+            self.should_exit = late or not (self.server_state.tasks or lingers)
         return await super().on_tick(counter)
 
+    def _watch(self) -> None:
+        """Notice a failed engine or a stuck step; what is in flight learns of it, and the server ends soon."""
+        service, limit = self._service, self._options.step_timeout
+        if service is None:
+            return
+        if limit and not self.stuck and (seconds := service.thread.step_seconds()) > limit:
+            self.stuck = True
+            logger.critical("a step of the engine has been running for %.0f s; the server ends", seconds)
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr that is a file
+                faulthandler.dump_traceback(all_threads=True)
+            service.thread.give_up(f"a step of the engine did not end in {limit:g} seconds")
+        if service.thread.failure is not None and not service.draining:
+            self.drain(FAILURE_GRACE)
+
     def serve_until_stopped(self) -> None:
-        self._service.thread.start()
         try:
             self.run(sockets=[self._sock])
         finally:
-            self._service.thread.stop()
+            if self._service is not None:
+                self._service.thread.stop(0.0 if self.stuck else 10.0)
+                self._service.constraints.close()
+                if self._service.tracer is not None:
+                    self._service.tracer.close()
             self._sock.close()
+            event(logger, "ended")
 
 
 def serve(
-    engine: Engine,
+    engine: Engine | Callable[[], Engine],
     host: str = "127.0.0.1",
     port: int = 8000,
     config: ServerConfig | None = None,
     *,
     sock: socket.socket | None = None,
 ) -> None:
-    """Serve until a signal ends it. ``sock``, from ``claim_socket``, takes the place of host and port."""
-    _Server(Service(engine, config or ServerConfig()), sock or claim_socket(host, port)).serve_until_stopped()
+    """Serve until a signal ends it. ``sock``, from ``claim_socket``, takes the place of host and port.
+
+    Where ``engine`` is a function that loads one, the probes answer while it does. Raises ``QServeError`` when the
+    engine fails for good. A step that is stuck cannot be ended, so it ends the process, with exit code 1.
+    """
+    config = config or ServerConfig()
+    server = _Server(config, sock or claim_socket(host, port))
+    thread = _start(server)
+    try:
+        loaded = engine() if callable(engine) else engine
+        server.open(Service(loaded, config, server.keys))
+        with _signals(server):
+            thread.join()
+    finally:
+        server.drain(0.0)
+        thread.join()
+    if server.stuck:
+        logging.shutdown()
+        os._exit(1)
+    if server.failure is not None:
+        raise QServeError(server.failure)
+
+
+@contextlib.contextmanager
+def _signals(server: _Server) -> Iterator[None]:
+    """SIGTERM and Ctrl-C drain, SIGHUP reads the API keys again. Only a main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], object]] = {
+        signal.SIGTERM: server.handle_exit,
+        signal.SIGINT: server.handle_exit,
+        signal.SIGHUP: lambda *_: server.keys.reload(),
+    }
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _start(server: _Server) -> threading.Thread:
+    """Run it in a thread of its own; return when it listens. Raises ``QServeError`` if it does not come up."""
+    thread = threading.Thread(target=server.serve_until_stopped, name="qserve-server", daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise QServeError("the server did not start; its log says why")
+        time.sleep(0.01)
+    return thread
 
 
 class ServerHandle:
@@ -148,25 +254,23 @@ class ServerHandle:
         *,
         sock: socket.socket | None = None,
     ) -> None:
+        config = config or ServerConfig()
         sock = sock or claim_socket(host, port)
         self.host, self.port = sock.getsockname()[:2]
-        self.service = Service(engine, config or ServerConfig())
-        self._server = _Server(self.service, sock)
-        self._thread = threading.Thread(target=self._server.serve_until_stopped, name="qserve-server", daemon=True)
+        self._server = _Server(config, sock)
+        self._scheme = "http" if config.tls_cert is None else "https"
+        self.service = Service(engine, config, self._server.keys)
 
     @property
     def url(self) -> str:
         """Where the API is, for a client's ``base_url``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/v1"
+        return f"{self._scheme}://{host}:{self.port}/v1"
 
     def start(self) -> ServerHandle:
         """Return when requests are answered. Raises ``QServeError`` if the server does not come up."""
-        self._thread.start()
-        while not self._server.started:
-            if not self._thread.is_alive():
-                raise QServeError(f"the server on {self.host}:{self.port} did not start; its log says why")
-            time.sleep(0.01)
+        self._thread = _start(self._server)
+        self._server.open(self.service)
         return self
 
     def drain(self, timeout: float) -> None:

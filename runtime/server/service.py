@@ -6,22 +6,31 @@ Knows the engine's thread and what is made once per model; does not know routes.
 from __future__ import annotations
 
 import time
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import HTTPConnection
 
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import QueueFullError
+from qserve.runtime.server.access import Access
 from qserve.runtime.server.answers import Answer
 from qserve.runtime.server.body import read_json
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.engine_thread import EngineThread, Generation
+from qserve.runtime.server.constraints import ConstraintChecker
+from qserve.runtime.server.dialect import Dialect
+from qserve.runtime.server.engine_thread import MAX_RETRY_AFTER, EngineThread, Generation
 from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.keys import ApiKey, KeyRing
 from qserve.runtime.server.logprobs import TokenTexts
 from qserve.runtime.server.metrics import Metrics
 from qserve.runtime.server.prompts import PromptEncoder
+from qserve.runtime.server.quota import QuotaError
+from qserve.runtime.server.response_answer import ResponseAnswer
 from qserve.runtime.server.streaming import EventStream, after_first, while_connected
+from qserve.runtime.server.tracing import Tracer, otlp_exporter
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
@@ -30,8 +39,9 @@ if TYPE_CHECKING:
 class Service:
     """What the routes share: the engine's thread and everything made once per model."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, keys: KeyRing | None = None) -> None:
         self.config = config
+        self.keys = KeyRing(config.api_keys, config.api_keys_file) if keys is None else keys
         self.model_name = config.model_name or engine.model_name
         self.max_model_len = engine.max_model_len
         self.embedding_size = engine.model_config.hidden_size
@@ -40,10 +50,19 @@ class Service:
         self.stored_bytes = engine.source.stored_bytes()
         self.created = int(time.time())
         self.draining = False
-        self.metrics = Metrics(self.model_name, engine.source.card, vllm_alias=config.vllm_metrics)
+        self.metrics = Metrics(
+            self.model_name,
+            engine.source.card,
+            vllm_alias=config.vllm_metrics,
+            kernels=engine.executor.name,
+            max_waiting=engine.config.max_waiting,
+        )
+        self.tracer = None if config.otlp_endpoint is None else Tracer(otlp_exporter(config.otlp_endpoint))
         self.thread = EngineThread(engine, self.metrics, config.stream_interval)
+        self.constraints = ConstraintChecker(engine.grammars)
         self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
         self.texts = TokenTexts(engine.tokenizer)
+        self.dialect = Dialect(engine.tokenizer, config.tool_format, config.reasoning)
 
     @property
     def ready(self) -> bool:
@@ -81,22 +100,61 @@ class Service:
     async def submit(
         self, request: Request, prompts: list[list[int]], params: SamplingParams, priority: int | None
     ) -> Generation:
-        if not self.ready:
-            raise APIError(503, "the server is shutting down", headers={"Retry-After": "5"})
+        self.admit(request)
         if len(prompts) * params.n > self.max_waiting:
             raise RequestError(
                 f"{len(prompts)} prompts with n {params.n} are more than the {self.max_waiting} that may wait here", "n"
             )
+        key: ApiKey | None = request.scope["qserve.key"]
+        if key and key.max_requests is not None and len(prompts) * params.n > key.max_requests:
+            raise RequestError(
+                f"{len(prompts)} prompts with n {params.n} are more than the {key.max_requests} requests that this API "
+                "key may have at once",
+                "n",
+            )
         try:
-            return await self.thread.submit(
-                prompts, params, priority=priority or 0, cache_salt=request.scope["qserve.tenant"]
+            matcher = None if params.constraint is None else await self.constraints.matcher(params.constraint)
+            generation = await self.thread.submit(
+                prompts,
+                params,
+                priority=_priority(key, priority),
+                cache_salt=request.scope["qserve.tenant"],
+                key=key,
+                matcher=matcher,
             )
         except QueueFullError as error:
-            wait = str(self.thread.retry_after())
-            raise APIError(503, str(error), code="queue_full", headers={"Retry-After": wait}) from None
+            raise self._busy(str(error)) from None
+        except QuotaError as error:
+            raise _limited(error) from None
+        access: Access = request.scope["qserve.access"]
+        access.generations.append(generation)
+        return generation
+
+    def admit(self, request: HTTPConnection) -> None:
+        """Refuse at once, before a prompt is read, what would be refused later: nothing is kept for it.
+
+        Raises ``APIError`` 503 for the whole server's sake and 429 for the key's.
+        """
+        if not self.ready:
+            raise APIError(503, "the server is shutting down", headers={"Retry-After": "5"})
+        try:
+            self.thread.check_room(request.scope["qserve.key"])
+        except QueueFullError as error:
+            raise self._busy(str(error)) from None
+        except QuotaError as error:
+            raise _limited(error) from None
+
+    def _busy(self, message: str) -> APIError:
+        return APIError(503, message, code="queue_full", headers={"Retry-After": str(self.thread.retry_after())})
 
     async def answer(
-        self, request: Request, generation: Generation, answer: Answer, *, stream: bool, include_usage: bool
+        self,
+        request: Request,
+        generation: Generation,
+        answer: Answer | ResponseAnswer,
+        *,
+        stream: bool,
+        include_usage: bool,
     ) -> Response:
         """The response, once its first token is there. A client that leaves takes its generation with it."""
         streaming = False
@@ -105,10 +163,32 @@ class Service:
                 return JSONResponse(await while_connected(request, answer.whole(aiter(generation))))
             chunks = answer.chunks(aiter(generation), include_usage=include_usage)
             response = EventStream(
-                await while_connected(request, after_first(chunks)), lambda: self.thread.abort(generation)
+                await while_connected(request, after_first(chunks)),
+                lambda: self.thread.abort(generation),
+                named=answer.named_events,
             )
             streaming = True
             return response
         finally:
             if not streaming:
                 self.thread.abort(generation)
+
+
+def _limited(error: QuotaError) -> APIError:
+    wait = max(1, min(MAX_RETRY_AFTER, ceil(error.retry_after)))
+    return APIError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": str(wait)})
+
+
+def _priority(key: ApiKey | None, asked: int | None) -> int:
+    """Raises ``APIError`` 403 where a request asks for a better priority than its key may have."""
+    best = None if key is None else key.priority
+    if best is None or (asked is not None and asked >= best):
+        return asked or 0
+    if asked is None:
+        return max(best, 0)
+    raise APIError(
+        403,
+        f"this API key may ask for priorities of {best} or more (lower runs first), not {asked}",
+        param="priority",
+        code="priority_not_allowed",
+    )

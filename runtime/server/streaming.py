@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.errors import APIError, ClientGone
 
@@ -23,11 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 class EventStream(StreamingResponse):
-    """Chunks as server-sent events. ``close`` is called at the end, also when the client leaves early."""
+    """Chunks as server-sent events. ``close`` is called at the end, also when the client leaves early.
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
+    ``named``: an event is called by the type that its chunk has, and the last of them, not ``[DONE]``, is the end.
+    """
+
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None], *, named: bool = False
+    ) -> None:
         super().__init__(
-            _events(chunks),
+            _events(chunks, named),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -40,18 +46,22 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+async def _events(chunks: AsyncIterator[dict[str, Any]], named: bool) -> AsyncIterator[bytes]:
     try:
         async for chunk in chunks:
-            yield _event(chunk)
+            yield (f"event: {chunk['type']}\n".encode() if named else b"") + _event(chunk)
     except EngineFailure as error:  # the status was sent long ago: the error is the last event
         yield _event(error.as_api_error().body())
+        return
+    except RequestError as error:
+        yield _event(APIError(400, str(error), param=error.param, code="invalid_value").body())
         return
     except Exception:  # a defect; the client still learns that this is the end
         logger.exception("a stream failed")
         yield _event(APIError(500, "the server failed; its log says why").body())
         return
-    yield b"data: [DONE]\n\n"
+    if not named:
+        yield b"data: [DONE]\n\n"
 
 
 def _event(content: dict[str, Any]) -> bytes:

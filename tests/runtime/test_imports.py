@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
-PURE = ("constraint", "sampling", "request", "plan", "blocks", "scheduler")
+PURE = (
+    "constraint", "sampling", "request", "plan", "blocks", "backlog", "fairness", "scheduler", "journal", "snapshot"
+)  # fmt: skip
 
 
 def imported_modules(source: str) -> set[str]:

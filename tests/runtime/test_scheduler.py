@@ -22,7 +22,8 @@ def scheduler(blocks: int = 32, *, caching: bool = True, **config: Any) -> Sched
 
 
 def request(name: str, prompt: Iterable[int], *, eos: Iterable[int] = (), **kwargs: Any) -> Request:
-    fields = {k: kwargs.pop(k) for k in ("priority", "cache_salt", "arrival_time", "parent") if k in kwargs}
+    names = ("priority", "cache_salt", "arrival_time", "parent", "tenant", "weight")
+    fields = {k: kwargs.pop(k) for k in names if k in kwargs}
     return Request(
         name, tuple(prompt), SamplingParams(**kwargs), frozenset(eos), arrival=next(ARRIVALS), **fields
     )

@@ -145,6 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
             max_waiting=12,
+            max_waiting_tokens=150,
             priority_aging=4.0,
         )
         self.scheduler = Scheduler(config, BlockManager(positions // block_size, block_size, caching))
@@ -167,6 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scored=st.sampled_from((False, False, False, True)),
         priority=st.sampled_from((0, 0, 0, -2, 3)),
         salt=st.sampled_from(("", "", "tenant")),
+        tenant=st.sampled_from((("", 1.0), ("", 1.0), ("light", 0.5), ("heavy", 3.0))),
         count=st.sampled_from((1, 1, 2, 3)),
         siblings=st.booleans(),
         width=st.sampled_from((1, 1, 1, 2, 2, 3, 4)),
@@ -183,6 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scored: bool,
         priority: int,
         salt: str,
+        tenant: tuple[str, float],
         count: int,
         siblings: bool,
         width: int,
@@ -211,6 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 eos_token_ids=frozenset({EOS}),
                 priority=priority,
                 cache_salt=salt,
+                tenant=tenant[0],
+                weight=tenant[1],
                 arrival=len(self.oracles),
                 arrival_time=self.now,
                 parent=parent,
@@ -218,7 +223,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             try:
                 self.scheduler.add(request)
             except QueueFullError:
-                assert self.scheduler.num_waiting >= 12
+                scheduler = self.scheduler
+                assert scheduler.num_waiting >= 12 or scheduler.backlog.tokens + len(prompt) > 150
                 return
             except RequestError as error:
                 pool = self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from qserve.runtime.server.answers import CompletionAnswer, Echo, Usage
 from qserve.runtime.server.best_of import BestOfAnswer
+from qserve.runtime.server.openapi import described
 from qserve.runtime.server.protocol import CompletionRequest, parse
 from qserve.runtime.server.service import Service
 
@@ -16,8 +17,9 @@ from qserve.runtime.server.service import Service
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/completions")
+    @routes.post("/v1/completions", **described(CompletionRequest, streams=True))
     async def completions(request: Request) -> Response:
+        service.admit(request)
         body = parse(CompletionRequest, await service.body(request))
         service.check_model(body.model)
         params, choices = body.sampling_params(), body.n or 1

@@ -9,24 +9,26 @@ import asyncio
 import base64
 import math
 import struct
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.engine_thread import Generation
-from qserve.runtime.server.protocol import _Strict, parse, prompt_list
+from qserve.runtime.server.openapi import PROMPT, described
+from qserve.runtime.server.protocol import parse, prompt_list
 from qserve.runtime.server.service import Service
 from qserve.runtime.server.streaming import while_connected
+from qserve.runtime.server.strict import Strict
 
 
-class EmbeddingRequest(_Strict):
+class EmbeddingRequest(Strict):
     """``input`` becomes a list: of texts, or of lists of token ids."""
 
     model: str | None = None
-    input: Any
+    input: Annotated[Any, WithJsonSchema({"anyOf": PROMPT})]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1)
     pooling: Literal["mean", "last"] | None = None
@@ -40,8 +42,9 @@ class EmbeddingRequest(_Strict):
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/embeddings")
+    @routes.post("/v1/embeddings", **described(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
+        service.admit(request)
         body = parse(EmbeddingRequest, await service.body(request))
         service.check_model(body.model)
         if body.dimensions is not None and body.dimensions > service.embedding_size:

@@ -23,7 +23,10 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        content = service.metrics.render(service.thread.stats)
+        thread = service.thread
+        content = service.metrics.render(
+            thread.stats, up=thread.alive, ready=service.ready, step_age=thread.step_seconds()
+        )
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return routes

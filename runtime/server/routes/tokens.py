@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.protocol import MAX_MESSAGES, Message, _Strict, parse
+from qserve.runtime.server.messages import Message
+from qserve.runtime.server.openapi import described
+from qserve.runtime.server.protocol import MAX_MESSAGES, parse
 from qserve.runtime.server.service import Service
+from qserve.runtime.server.strict import NotDone, Strict
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """``prompt``, or ``messages`` as the chat template writes them."""
 
-    not_done: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    not_done: ClassVar[NotDone] = {
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "chat_template": (),
@@ -34,7 +36,7 @@ class TokenizeRequest(_Strict):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: list[int] = Field(fail_fast=True)
 
@@ -51,8 +53,9 @@ def router(service: Service) -> APIRouter:
             raise RequestError("the chat template puts special tokens where they belong", "add_special_tokens")
         return service.encoder.chat([message.for_template() for message in body.messages or ()])
 
-    @routes.post("/tokenize")
+    @routes.post("/tokenize", **described(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
+        service.admit(request)
         body = parse(TokenizeRequest, await service.body(request))
         service.check_model(body.model)
         tokens = await asyncio.to_thread(encode, body)
@@ -61,8 +64,9 @@ def router(service: Service) -> APIRouter:
             {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": pieces}
         )
 
-    @routes.post("/detokenize")
+    @routes.post("/detokenize", **described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
+        service.admit(request)
         body = parse(DetokenizeRequest, await service.body(request))
         service.check_model(body.model)
         tokens = body.tokens

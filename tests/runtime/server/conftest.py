@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
+
+from ...conftest import save_tiny_model
+from .scripted import MARKERS, Scripted, Start
 
 KEYS = ("first-key", "second-key")
 @pytest.fixture(
@@ -63,3 +67,32 @@ def client(server: ServerHandle) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def model(server: ServerHandle) -> str:
     return server.service.model_name
+
+
+@pytest.fixture(scope="session")
+def scripted_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """It writes what its runner is told. The markers of tool calls are special tokens of its tokenizer."""
+    path = save_tiny_model(tmp_path_factory.mktemp("models") / "tools", MARKERS, context=2048)
+    config = EngineConfig(max_model_len=2048, max_num_seqs=8, kv_cache_memory=64 << 20, threads=2)
+    engine = Engine(str(path), config)
+    engine.runner = Scripted(engine)
+    return engine
+
+
+@pytest.fixture
+def script(scripted_engine: Engine) -> Scripted:
+    assert isinstance(scripted_engine.runner, Scripted)
+    return scripted_engine.runner
+
+
+@pytest.fixture
+def start(scripted_engine: Engine) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start(template: str, **config: Any) -> openai.OpenAI:
+            scripted_engine.tokenizer.chat_template = template
+            server = stack.enter_context(ServerHandle(scripted_engine, config=ServerConfig(**config)))
+            return stack.enter_context(openai.OpenAI(base_url=server.url, api_key="x", max_retries=0, timeout=60))
+
+        yield start
+    scripted_engine.check()

@@ -1,0 +1,160 @@
+"""``ServerProcess``: a server in a process of its own, which can be asked how it is, signalled and killed.
+
+Knows processes and the tiny model; does not know what is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from qserve.checkpoint.errors import QServeError
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.serve import claim_socket, serve
+
+CONTEXT = 512
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class State:
+    """What a server says of itself. ``lost``: why its blocks and requests are not in order, if they are not."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    rss: int
+    lost: str | None
+
+    @property
+    def idle(self) -> bool:
+        return self.running == self.waiting == self.blocks_used == 0
+
+
+class ServerProcess:
+    """Serves until it is stopped. Raises ``QServeError`` where it does not come up."""
+
+    def __init__(self, model: str, engine: EngineConfig, server: ServerConfig, port: int = 0) -> None:
+        self._control, theirs = _SPAWN.Pipe()
+        self._process: SpawnProcess = _SPAWN.Process(target=_serve, args=(model, engine, server, port, theirs))
+        self._process.start()
+        theirs.close()
+        try:
+            self.port: int = self._control.recv()
+        except EOFError:
+            raise QServeError(f"the server of {model} did not start; its log says why") from None
+        ready = f"http://127.0.0.1:{self.port}/ready"
+        while httpx.get(ready, timeout=20).status_code != 200:
+            time.sleep(0.01)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.exitcode
+
+    def state(self) -> State:
+        self._control.send("state")
+        return State(**self._control.recv())
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it ended in time."""
+        self._process.join(timeout)
+        return self._process.exitcode is not None
+
+    def children(self) -> int:
+        """Processes that it started and that live."""
+        return len(psutil.Process(self._process.pid).children(recursive=True))
+
+    def until_idle(self, timeout: float) -> float:
+        """Seconds until nothing runs, waits or holds a block; ``timeout`` if it takes longer."""
+        began = time.monotonic()
+        while not self.state().idle and time.monotonic() - began < timeout:
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(model: str, engine: EngineConfig, server: ServerConfig, port: int, control: Connection) -> None:
+    sock = claim_socket("127.0.0.1", port)
+    made = Engine(model, engine)
+    threading.Thread(target=_report, args=(made, control, sock.getsockname()[1]), daemon=True).start()
+    serve(made, config=server, sock=sock)
+
+
+def _report(engine: Engine, control: Connection, port: int) -> None:
+    control.send(port)
+    process = psutil.Process()
+    with contextlib.suppress(EOFError, OSError):
+        while control.recv():
+            stats = engine.stats()
+            answer: dict[str, Any] = {
+                "running": stats.num_running,
+                "waiting": stats.num_waiting,
+                "blocks_used": stats.kv_blocks_used,
+                "rss": process.memory_info().rss,
+                "lost": None,
+            }
+            if not engine.has_work():  # only then does nobody else look at it
+                try:
+                    engine.check()
+                except AssertionError as error:
+                    answer["lost"] = str(error) or "the engine's state is not in order"
+            control.send(answer)
+
+
+@contextlib.contextmanager
+def tiny_model() -> Iterator[Path]:
+    """A directory with two random llama layers and a byte-level tokenizer: as small as a model can be."""
+    with tempfile.TemporaryDirectory(prefix="qserve-tiny-") as folder:
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|end|>"])
+        backend.train_from_iterator(["the quick brown fox jumps over the lazy dog"], trainer)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+        tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+        tokenizer.save_pretrained(folder)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=CONTEXT,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            initializer_range=0.3,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+        yield Path(folder)

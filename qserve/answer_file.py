@@ -1,0 +1,98 @@
+"""``AnswerFile``: the OUT of ``qserve batch``, a line for each answer, appended so that a crash loses next to nothing.
+
+Knows lines, locks and the disk; does not know how answers come about.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from qserve.checkpoint.errors import DataError
+from qserve.checkpoint.files import sync, write_error
+
+SYNC_SECONDS = 2.0
+ID = "batch_req_"
+Key = tuple[str, str]
+_BEGINNING = f'{{"id": "{ID}'.encode()
+
+
+class AnswerFile:
+    """Opening it takes a lock, reads what an earlier run left, and drops its last line if that was cut short.
+
+    A context manager; on leaving, what was written is on the disk. Raises ``DataError`` where the file holds
+    something else or another process writes it, ``CheckpointError`` where it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.done: set[Key] = set()
+        """What is answered already."""
+        if path.exists() and not path.is_file():  # a device has no end to append to
+            raise DataError(f"{path} is no file; choose another OUT")
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise write_error(path, error) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read()
+            sync(path.absolute().parent)
+        except BlockingIOError:
+            self._file.close()
+            raise DataError(f"another process is writing {path}; wait for it or choose another file") from None
+        except BaseException:
+            self._file.close()
+            raise
+        self._synced = time.monotonic()
+
+    def append(self, answer: dict[str, Any]) -> None:
+        """Write one line. It survives the end of this process at once, and that of the machine soon."""
+        self.done.add(key_of(answer))
+        try:
+            self._file.write(json.dumps(answer, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+            if time.monotonic() - self._synced > SYNC_SECONDS:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()
+        except OSError as error:
+            raise write_error(self._path, error) from None
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with self._file:
+                os.fsync(self._file.fileno())
+        except OSError as failure:
+            if kind is None:  # a disk that is full was the first error already
+                raise write_error(self._path, failure) from None
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+                self._file.truncate(self._file.tell() - len(line))
+                return
+            try:
+                answer = json.loads(line)
+                complete = {"id", "custom_id", "response", "error"} <= answer.keys() and line.endswith(b"\n")
+                self.done.add(key_of(answer))
+            except (ValueError, KeyError, AttributeError, RecursionError):
+                complete = False
+            if not complete:  # and so no file of ours: nothing in it is touched
+                raise DataError(f"{self._path} line {number} is no answer of a batch; choose another OUT")
+
+
+def key_of(answer: dict[str, Any]) -> Key:
+    """What tells the answers of a batch apart: the custom id, or the place of a line that has none."""
+    custom_id = answer["custom_id"]
+    return ("id", str(answer["id"])) if custom_id is None else ("custom_id", str(custom_id))

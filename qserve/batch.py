@@ -1,0 +1,244 @@
+"""``run_batch``: the requests of a file through the server's own routes, in this process and without a socket.
+
+The format is that of OpenAI's batches. Knows lines and how many are in flight; does not know what a request means
+(the routes do, so an answer is the server's), nor how answers are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qserve.answer_file import ID, AnswerFile, Key, key_of
+from qserve.checkpoint.errors import DataError, QServeError
+from qserve.runtime.server.app import create_app
+from qserve.runtime.server.body import parse_object
+from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.inprocess import post
+from qserve.runtime.server.service import Service
+
+if TYPE_CHECKING:
+    from qserve.runtime.engine import Engine
+
+MAX_LINE = 9 << 20  # bytes: the largest body that the server takes, and room for what is around it
+MAX_CUSTOM_ID = 512
+_FIELDS = {"custom_id", "method", "url", "body"}
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request of a batch; ``problem`` says why it is none, and then ``url`` and ``body`` mean nothing."""
+
+    number: int
+    custom_id: str | None = None
+    url: str = ""
+    body: bytes = b""
+    problem: str | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{ID}{self.number:08d}"
+
+    def answer(self, response: Json | None, error: Json | None = None) -> Json:
+        return {"id": self.id, "custom_id": self.custom_id, "response": response, "error": error}
+
+
+@dataclass
+class BatchReport:
+    """``lines`` of IN: ``skipped`` were answered by an earlier run, ``failed`` are among the ``answered``."""
+
+    lines: int = 0
+    skipped: int = 0
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+    def summary(self) -> list[str]:
+        earlier = f", {self.skipped:,} were answered before" if self.skipped else ""
+        speed = self.completion_tokens / self.seconds if self.seconds else 0.0
+        return [
+            f"{self.lines:,} lines: {self.answered - self.failed:,} answered, {self.failed:,} failed{earlier}",
+            f"{self.prompt_tokens:,} prompt and {self.completion_tokens:,} output tokens in {self.seconds:.1f} s: "
+            f"{speed:.1f} output tokens/s",
+        ]
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The requests of IN; blank lines are left out. A line that is no request has its ``problem``."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while text := file.readline(MAX_LINE):
+                number += 1
+                long = len(text) == MAX_LINE and not text.endswith(b"\n")
+                while long and (rest := file.readline(MAX_LINE)) and not rest.endswith(b"\n"):
+                    pass
+                if long:
+                    yield Line(number, problem=f"the line has more than {MAX_LINE:,} bytes")
+                elif text.strip():
+                    yield _parse(number, text)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def check_lines(path: Path) -> int:
+    """The number of lines. Raises ``DataError`` where there is none, or a custom id stands twice."""
+    seen: dict[str, int] = {}
+    count = 0
+    for line in read_lines(path):
+        count += 1
+        if line.custom_id is None:
+            continue
+        if (first := seen.setdefault(line.custom_id, line.number)) != line.number:
+            raise DataError(f"{path}: lines {first} and {line.number} both have the custom_id {line.custom_id!r:.80}")
+    if not count:
+        raise DataError(f"{path} holds no request")
+    return count
+
+
+def is_done(path: Path, out: AnswerFile) -> bool:
+    """Whether every line has its answer."""
+    return all(_key(line) in out.done for line in read_lines(path))
+
+
+def run_batch(
+    engine: Engine,
+    lines_path: Path,
+    out: AnswerFile,
+    *,
+    model_name: str | None = None,
+    update: Callable[[int, int], None] = lambda done, total: None,
+) -> BatchReport:
+    """Answer every line that ``out`` has no answer to. ``update(done, total)`` counts lines.
+
+    Raises ``QServeError`` where the engine cannot go on; what was answered until then is kept.
+    """
+    return asyncio.run(_Run(engine, lines_path, out, model_name, update).run())
+
+
+class _Run:
+    """As many lines in flight as may wait in the engine's queue, each answer written as it ends."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        path: Path,
+        out: AnswerFile,
+        model_name: str | None,
+        update: Callable[[int, int], None],
+    ) -> None:
+        self._service = Service(engine, ServerConfig(model_name=model_name))
+        self._app = create_app(self._service)
+        self._path = path
+        self._out = out
+        self._update = update
+        self._report = BatchReport(lines=check_lines(path))
+        self._lines = self._open_lines()
+        self._refused: deque[asyncio.Future[None]] = deque()  # lines that the full queue sent back
+        self._in_flight = 0
+
+    async def run(self) -> BatchReport:
+        began = time.perf_counter()
+        self._service.thread.start()
+        try:
+            workers = min(self._service.max_waiting, self._report.lines)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(workers):
+                    group.create_task(self._work())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            await asyncio.to_thread(self._service.thread.stop)
+        self._report.seconds = time.perf_counter() - began
+        return self._report
+
+    def _open_lines(self) -> Iterator[Line]:
+        for line in read_lines(self._path):
+            if _key(line) in self._out.done:
+                self._report.skipped += 1
+                self._tell()
+            else:
+                yield line
+
+    async def _work(self) -> None:
+        for line in self._lines:
+            if line.problem is not None:
+                self._write(line.answer(None, {"code": "invalid_request", "message": line.problem}), failed=True)
+            else:
+                await self._answer(line)
+
+    async def _answer(self, line: Line) -> None:
+        while True:
+            self._in_flight += 1
+            try:
+                status, content = await post(self._app, line.url, line.body)
+            finally:
+                self._in_flight -= 1
+            if not self._service.thread.alive:
+                raise QServeError("the engine has stopped; its log says why. Run this again to go on")
+            if status not in (429, 503) or not self._in_flight:
+                break
+            place = asyncio.get_running_loop().create_future()
+            self._refused.append(place)
+            await place
+        if self._refused:  # what this one took is free again, and enough for one of them
+            self._refused.popleft().set_result(None)
+        response = {"status_code": status, "request_id": f"req_{secrets.token_hex(16)}", "body": json.loads(content)}
+        usage = response["body"].get("usage") or {}
+        self._report.prompt_tokens += usage.get("prompt_tokens") or 0
+        self._report.completion_tokens += usage.get("completion_tokens") or 0
+        self._write(line.answer(response), failed=status != 200)
+
+    def _write(self, answer: Json, *, failed: bool) -> None:
+        self._out.append(answer)
+        self._report.answered += 1
+        self._report.failed += failed
+        self._tell()
+
+    def _tell(self) -> None:
+        self._update(self._report.skipped + self._report.answered, self._report.lines)
+
+
+def _parse(number: int, text: bytes) -> Line:
+    try:
+        content = parse_object(text)
+    except APIError as error:
+        return Line(number, problem=str(error).replace("the request body", f"line {number}"))
+    custom_id = content.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        return Line(number, problem=f"line {number} needs a custom_id: a string of 1 to {MAX_CUSTOM_ID} characters")
+    problem = _problem(content)
+    if problem is not None:
+        return Line(number, custom_id, problem=f"line {number}: {problem}")
+    return Line(number, custom_id, content["url"], json.dumps(content["body"]).encode())
+
+
+def _problem(content: Json) -> str | None:
+    if unknown := sorted(content.keys() - _FIELDS):
+        return f"unknown field {unknown[0]!r:.80}"
+    if content.get("method") != "POST":
+        return "method must be POST"
+    url = content.get("url")
+    if not isinstance(url, str) or not url.startswith("/v1/") or not url.isascii():
+        return "url must be that of a route, as /v1/chat/completions"
+    if not isinstance(content.get("body"), dict):
+        return "body must be an object"
+    if content["body"].get("stream"):
+        return "stream is not for batches: leave it out"
+    return None
+
+
+def _key(line: Line) -> Key:
+    return key_of(line.answer(None))

@@ -1,0 +1,57 @@
+"""``Backlog``: how many requests and prompt tokens wait for their first step, by tenant, and who may add to them.
+
+Knows counts and limits; does not know requests, order or time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Backlog:
+    """A queue's counts, bounded by requests and by tokens. Not thread-safe; a look from another thread is harmless."""
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self._requests: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    @property
+    def requests(self) -> int:
+        return self._requests.total()
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens; choices that share a prompt count it once."""
+        return self._tokens.total()
+
+    def add(self, tenant: str, tokens: int) -> None:
+        self._requests[tenant] += 1
+        self._tokens[tenant] += tokens
+
+    def remove(self, tenant: str, tokens: int) -> None:
+        self._requests[tenant] -= 1
+        self._tokens[tenant] -= tokens
+        if not self._requests[tenant]:
+            del self._requests[tenant], self._tokens[tenant]
+
+    def has_room(self, tenant: str, choices: int, tokens: int) -> bool:
+        """Whether a prompt of so many tokens may wait, with as many choices.
+
+        In a full queue a tenant may still have its equal part, that its neighbours' backlog does not lock it out;
+        with k tenants no more than 1 + 1/2 + ... + 1/k times the limits can wait then. Where no prompt token
+        waits, one prompt of any length may.
+        """
+        parts = len(self._requests.keys() | {tenant})
+        return all(
+            total + more <= limit or (parts > 1 and own + more <= limit // parts)
+            for total, own, more, limit in (
+                (self.requests, self._requests[tenant], choices, self.max_requests),
+                (self.tokens, self._tokens[tenant], tokens if self.tokens else 0, self.max_tokens),
+            )
+        )
+
+    def check(self, requests: Counter[str], tokens: Counter[str]) -> None:
+        """Raise ``AssertionError`` unless these are the counts, by tenant."""
+        assert self._requests == requests and self._tokens == tokens, f"the backlog {self._requests} is miscounted"

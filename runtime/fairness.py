@@ -1,0 +1,65 @@
+"""``FairShares``: how much service each tenant had, so that the one that had least goes next.
+
+A virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024): every tenant has a
+counter of the tokens it was served, divided by its weight, and whoever has waiting work and the lowest counter
+is served next. Two tenants that always have work thus get equal (weighted) service, whatever either asks for.
+
+Knows tenants by name and tokens as numbers; does not know queues, blocks or clocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+OUTPUT_COST = 2.0  # what an output token counts: it takes a sequence's turn in a whole step, a prompt token does not
+PRIORITY_TOKENS = 1000.0  # between tenants one level of priority weighs like as many served tokens
+
+
+class FairShares:
+    """The counters of the tenants that have requests. Not thread-safe.
+
+    ``credit``: tokens that a tenant may be served ahead of the others after it had nothing to do.
+    """
+
+    def __init__(self, credit: float) -> None:
+        self._credit = credit
+        self._served: dict[str, float] = {}
+        self._requests: Counter[str] = Counter()
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that have requests."""
+        return len(self._requests)
+
+    def join(self, tenant: str) -> None:
+        """One more request. A tenant that had none is lifted to the least served of the others, less the credit.
+
+        What else it left unused while it had nothing to do is gone: it cannot be saved up and then spent at once.
+        The credit is what lets the prompt of a light user through in one piece, where strict turns would double the
+        time to its first token.
+        """
+        if tenant not in self._requests:
+            least = min((self._served[other] for other in self._requests), default=0.0)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least - self._credit)
+        self._requests[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        """One request less. When nobody is left all counters begin anew: nobody waited for anything."""
+        self._requests[tenant] -= 1
+        if not self._requests[tenant]:
+            del self._requests[tenant]
+        if not self._requests:
+            self._served.clear()
+
+    def charge(self, tenant: str, prompt_tokens: int, output_tokens: int, weight: float) -> None:
+        """Count service to a tenant that has requests; ``weight`` 2 makes it count half."""
+        self._served[tenant] += (prompt_tokens + OUTPUT_COST * output_tokens) / weight
+
+    def score(self, tenant: str, priority: int) -> float:
+        """The lowest goes first. Bounded priorities only shift counters that grow, so they delay and never starve."""
+        return self._served[tenant] + PRIORITY_TOKENS * priority
+
+    def check(self, requests: Counter[str]) -> None:
+        """Raise ``AssertionError`` unless ``requests``, by tenant, are those that joined and did not leave."""
+        assert self._requests == requests, f"{self._requests} is not {requests}"
+        assert self._requests.keys() <= self._served.keys()

@@ -1,0 +1,87 @@
+"""``GrammarState``: where one output stands in its grammar; ``MaskPool``: masks made beside a forward pass.
+
+Knows tokens and masks; does not know requests, nor how a token is chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+
+from qserve.runtime.grammar import one_line
+
+_SPECIAL = b"\xff"  # begins the name of a special token in what llguidance calls bytes
+
+
+class GrammarState:
+    """Follows one output. After an error, as a limit of the matcher, nothing is allowed any more.
+
+    ``param``: the field of the request that the grammar came from.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, param: str) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+        self.param = param
+        self._stuck = False
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        """bool [vocab_size]: what may come next, an end-of-sequence token where the text may end.
+
+        Without any True after an error. Leaves the interpreter lock for nearly all of its time.
+        """
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(packed, bitorder="little")[:vocab_size].view(np.bool_)
+        if self._matcher.is_error():
+            mask[:] = False
+        choices = np.count_nonzero(mask)
+        self._stuck = choices == 0
+        if choices == 1:
+            self._spell_out(mask)
+        return torch.from_numpy(mask)
+
+    def _spell_out(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """Correct the token of a text that must come now and looks like a special token.
+
+        llguidance has the tokenizer cut such a text, and then means the special token, which it would not accept.
+        """
+        only = int(mask.argmax())
+        if self._tokenizer.is_special_token(only):
+            text = self._matcher.compute_ff_bytes()
+            if text and not text.startswith(_SPECIAL):
+                mask[only] = False
+                mask[self._tokenizer.greedy_tokenize(text.decode("utf-8", "replace"))[0]] = True
+
+    def consume(self, token_id: int) -> None:
+        """Take the token that was chosen, once."""
+        self._matcher.consume_token(token_id)
+
+    @property
+    def is_complete(self) -> bool:
+        """The text is in the language and cannot go on, or an end-of-sequence token has ended it."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """Why the output cannot go on though it is not complete."""
+        if self._matcher.is_error():
+            return one_line(self._matcher.get_error())
+        return "the model has no token for it" if self._stuck else None
+
+
+class MaskPool:
+    """Computes masks in a few threads while the model computes logits. The threads start with the first mask."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "qserve-masks")
+
+    def start(self, states: Mapping[str, GrammarState]) -> dict[str, Future[Tensor]]:
+        return {key: self._pool.submit(state.allowed, self._vocab_size) for key, state in states.items()}

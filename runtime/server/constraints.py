@@ -1,0 +1,193 @@
+"""``ConstraintChecker``: has every new constraint tried out by a worker that can be killed, before the engine sees it.
+
+Knows processes, pipes and deadlines; does not know HTTP, nor what is inside a constraint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llguidance import LLMatcher
+
+from qserve.runtime.constraint import Constraint
+from qserve.runtime.grammar import GrammarCompiler
+from qserve.runtime.sampling import RequestError
+from qserve.runtime.scheduler import QueueFullError
+from qserve.runtime.server.engine_thread import EngineFailure
+
+COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds
+START_SECONDS = 60.0  # for a new worker, on a machine that has other things to do
+MAX_TRIALS = 32  # different constraints that wait for the worker
+MAX_VERDICTS = 256  # remembered, so that the same one again costs no trial
+REMEMBER_SECONDS = 60.0  # a refusal, which may be due to a busy moment
+
+_Key = tuple[str, str]  # kind and text
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """``grammar``: the constraint in llguidance's format, known to compile in time. ``error``: why it is refused."""
+
+    grammar: str = ""
+    error: str = ""
+    until: float = math.inf  # as time.monotonic()
+
+
+class ConstraintChecker:
+    """Awaiting ``matcher`` leaves both the event loop and the engine's thread free. All who await share one loop."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._worker = Worker(compiler)
+        self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
+        self._trials: dict[_Key, asyncio.Task[_Verdict]] = {}
+        self._trying = ThreadPoolExecutor(1, "qserve-constraints")
+        self._compiling = ThreadPoolExecutor(2, "qserve-compile")  # what is known to be good waits for no trial
+
+    async def matcher(self, constraint: Constraint) -> LLMatcher:
+        """The constraint, compiled. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``."""
+        verdict = await self._verdict(constraint)
+        if verdict.error:
+            raise RequestError(verdict.error, constraint.param)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compiling, self._compiler.matcher, constraint, verdict.grammar)
+
+    def close(self) -> None:
+        """End the worker, also if it is in the middle of something."""
+        self._worker.close()
+        self._trying.shutdown()
+        self._compiling.shutdown()
+
+    async def _verdict(self, constraint: Constraint) -> _Verdict:
+        key = constraint.kind, constraint.text
+        verdict = self._verdicts.get(key)
+        if verdict is not None and time.monotonic() < verdict.until:
+            self._verdicts.move_to_end(key)
+            return verdict
+        if key not in self._trials:
+            if len(self._trials) >= MAX_TRIALS:
+                raise QueueFullError(f"{MAX_TRIALS} constraints wait to be tried out, the limit; try again later")
+            self._trials[key] = asyncio.create_task(self._try(key, constraint))
+        return await asyncio.shield(self._trials[key])  # others may be waiting for it too
+
+    async def _try(self, key: _Key, constraint: Constraint) -> _Verdict:
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._trying, self._worker.ask, constraint)
+        finally:
+            del self._trials[key]
+        if "grammar" in answer:
+            verdict = _Verdict(grammar=answer["grammar"])
+        else:
+            verdict = _Verdict(error=answer["error"], until=time.monotonic() + REMEMBER_SECONDS)
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+
+class Worker:
+    """The process ``grammar_worker``: started with the first question, and again after it died or was killed.
+
+    Questions come from one thread; ``close`` may come from another.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._closed = False
+        self._changing = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def ask(self, constraint: Constraint) -> dict[str, str]:
+        """``{"grammar": ...}`` or ``{"error": ...}``, within about ``COMPILE_SECONDS`` of a running worker."""
+        question = {"kind": constraint.kind, "text": constraint.text}
+        for _ in range(2):  # that somebody killed the worker is no reason to refuse
+            process = self._running()
+            start = time.monotonic()
+            answer = _exchange(process, question, COMPILE_SECONDS)
+            if answer is not None:
+                return answer
+            self._end(process)
+            if time.monotonic() - start >= COMPILE_SECONDS:
+                return {"error": f"the constraint is refused: it takes more than {COMPILE_SECONDS:g} s to compile"}
+        return {"error": "the constraint is refused: compiling it takes more memory than is allowed"}
+
+    def close(self) -> None:
+        with self._changing:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()  # whoever waits for its answer sees it end
+                self._process.wait()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        process = self._process or self._spawn()
+        if not self._ready:
+            if _exchange(process, asdict(self._compiler.vocabulary), START_SECONDS) is None:
+                self._end(process)
+                raise EngineFailure("the worker that compiles constraints does not start")
+            self._ready = True
+        return process
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self._changing:
+            if self._closed:
+                raise EngineFailure("the server is shutting down")
+            # -P: a folder here that is named like a module must not take its place.
+            command = [sys.executable, "-P", "-m", "qserve.runtime.grammar_worker"]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+            return self._process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        with self._changing:
+            self._process, self._ready = None, False
+
+
+def _exchange(process: subprocess.Popen[bytes], message: dict[str, Any], seconds: float) -> dict[str, str] | None:
+    """Send a line and read one. None if the process is gone or late."""
+    assert process.stdin is not None and process.stdout is not None
+    deadline = time.monotonic() + seconds
+    given, taken = process.stdin.fileno(), process.stdout.fileno()
+    os.set_blocking(given, False)
+    left = memoryview(json.dumps(message).encode() + b"\n")
+    line = bytearray()
+    try:
+        while left and _wait(given, select.POLLOUT, deadline):
+            left = left[os.write(given, left) :]
+        while not line.endswith(b"\n") and _wait(taken, select.POLLIN, deadline):
+            if not (part := os.read(taken, 1 << 16)):
+                return None
+            line += part
+    except BrokenPipeError:
+        return None
+    return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -1,0 +1,150 @@
+"""``ApiKey`` and ``KeyRing``: who may call, what each caller may ask for, and the file that says so.
+
+Knows keys as hashes only: a key itself is never stored, shown or logged. Does not know HTTP.
+
+The file is TOML with one ``[[key]]`` table for each key: ``name`` and ``sha256`` (of the key, in hex), and optional
+limits: ``max_requests``, ``max_tokens_per_minute``, ``priority``, ``weight``.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import secrets
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from qserve.checkpoint.errors import UsageError
+from qserve.runtime.request import MAX_PRIORITY
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One caller.
+
+    Attributes:
+        name: whose key it is; requests of equal names share cached prefixes and one share of the server.
+        digest: SHA-256 of the key.
+        max_requests: running and waiting at once, each choice of each prompt counted; None does not limit them.
+        max_tokens_per_minute: prompt and output tokens, as a bucket of that size that refills evenly.
+        priority: the best (lowest) that its requests may ask for, and what they have if they ask for none.
+        weight: its share of the server where others wait too; 2 gets twice the tokens of 1.
+    """
+
+    name: str
+    digest: bytes = field(repr=False)
+    max_requests: int | None = None
+    max_tokens_per_minute: int | None = None
+    priority: int | None = None
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens_per_minute"):
+            if (limit := getattr(self, name)) is not None and not (_is_int(limit) and limit >= 1):
+                raise UsageError(f"{name} must be an integer of at least 1, not {limit!r:.40}")
+        if self.priority is not None and not (_is_int(self.priority) and abs(self.priority) <= MAX_PRIORITY):
+            raise UsageError(f"priority must be an integer of -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0.01 <= self.weight <= 100:
+            raise UsageError(f"weight must be a number of 0.01 to 100, not {self.weight!r:.40}")
+
+
+class KeyRing:
+    """The keys that are valid now: those given as text and those of the file, which can be read again.
+
+    Raises ``UsageError`` for a file that is not as it should be and ``OSError`` for one that cannot be read.
+    """
+
+    def __init__(self, texts: Sequence[str] = (), path: Path | None = None) -> None:
+        digests = [sha256(text.encode()).digest() for text in texts]
+        self._given = [ApiKey(digest.hex(), digest) for digest in digests]
+        self._path = path
+        self._keys = self._given + (read_keys(path) if path else [])
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, presented: bytes) -> ApiKey | None:
+        """Whose key this is. Every key is compared, in constant time: the time says nothing about how nearly."""
+        digest = sha256(presented).digest()
+        found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
+        return found[0] if found else None
+
+    def reload(self) -> bool:
+        """Read the file again. If it is broken the keys stay as they are, and one line of the log says why."""
+        if self._path is None:
+            return False
+        try:
+            self._keys = self._given + read_keys(self._path)
+        except (UsageError, OSError) as error:
+            logger.error("the API keys stay as they were: %s", error)
+            return False
+        logger.info("read %d API keys from %s", len(self._keys) - len(self._given), self._path)
+        return True
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """The keys of a file; at least one, for a server whose file is empty must not be open to all."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    entries = content.pop("key", None)
+    if content or not isinstance(entries, list) or not entries:
+        raise UsageError(f"{path} must hold [[key]] tables and nothing else; 'qserve key NAME --file {path}' adds one")
+    keys: list[ApiKey] = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            keys.append(_key(entry))
+        except UsageError as error:
+            raise UsageError(f"{path}: key {number}: {error}") from None
+    for values, what in (([key.name for key in keys], "name"), ([key.digest for key in keys], "sha256")):
+        if len(set(values)) < len(values):
+            raise UsageError(f"{path}: two keys have the same {what}")
+    return keys
+
+
+def add_key(name: str, path: Path) -> str:
+    """Make a new key, add its hash to the file and return it: it cannot be read from anywhere later.
+
+    The file, if it is new, is its owner's alone.
+    """
+    if path.exists() and any(key.name == name for key in read_keys(path)):
+        raise UsageError(f"{path} has a key of the name {name!r} already")
+    key = f"qs-{secrets.token_urlsafe(32)}"
+    entry = {"name": name, "sha256": sha256(key.encode()).hexdigest()}
+    _key(entry)
+    lines = ["[[key]]", *(f'{field} = "{value}"' for field, value in entry.items())]
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
+        separate = "\n" if file.tell() else ""
+        file.write(separate + "\n".join(lines) + "\n")
+    return key
+
+
+def _key(entry: Any) -> ApiKey:
+    if not isinstance(entry, dict):
+        raise UsageError("it must be a table")
+    known = {"name", "sha256", *(f.name for f in fields(ApiKey))} - {"digest"}
+    if unknown := sorted(entry.keys() - known):
+        raise UsageError(f"unknown field {unknown[0]!r:.80}; there are {', '.join(sorted(known))}")
+    name, digest = entry.get("name"), entry.get("sha256")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError("name must have 1 to 64 letters, digits and . _ @ -, the first a letter or a digit")
+    if not isinstance(digest, str) or not _HASH.fullmatch(digest):
+        raise UsageError("sha256 must be the 64 lower-case hex digits of the key's SHA-256")
+    limits = {limit: value for limit, value in entry.items() if limit not in ("name", "sha256")}
+    return ApiKey(name, bytes.fromhex(digest), **limits)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

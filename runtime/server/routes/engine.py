@@ -1,0 +1,37 @@
+"""``/v1/engine``: the engine at this moment, once or as a stream of events while somebody watches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from qserve.runtime.server.service import Service
+from qserve.runtime.server.streaming import EventStream
+from qserve.runtime.server.watch import Watch
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+    watch = Watch(service.thread)
+
+    @routes.get("/v1/engine")
+    async def engine() -> Response:
+        return JSONResponse(await watch.picture())
+
+    @routes.get("/v1/engine/events")
+    async def events() -> Response:
+        watch.enter()
+        return EventStream(_until_drained(service, watch), watch.leave)
+
+    return routes
+
+
+async def _until_drained(service: Service, watch: Watch) -> AsyncIterator[dict[str, Any]]:
+    """Pictures for as long as requests are taken: who only watches holds no shutdown up."""
+    async for picture in watch.pictures():
+        yield picture
+        if not service.ready:
+            return

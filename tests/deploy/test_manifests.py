@@ -1,0 +1,145 @@
+"""What ``deploy/`` starts: it parses, its commands exist, it leaves time to drain, and no secret or model is in it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from qserve.cli import app
+from qserve.runtime.server.config import ServerConfig
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+UNIT = DEPLOY / "systemd/qserve.service"
+SITE = DEPLOY / "nginx/qserve.conf"
+
+
+def documents() -> list[dict[str, Any]]:
+    return [item for path in MANIFESTS for item in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
+
+
+def kind(name: str) -> dict[str, Any]:
+    (found,) = [document for document in documents() if document["kind"] == name]
+    return found
+
+
+def container() -> dict[str, Any]:
+    (found,) = kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def options(words: list[str]) -> set[str]:
+    return {word.split("=")[0] for word in words if word.startswith("--")}
+
+
+def containerfile() -> list[str]:
+    """Its instructions, each on one line."""
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def unit(name: str) -> list[str]:
+    return re.findall(rf"(?m)^{name}=(.*)$", UNIT.read_text(encoding="utf-8"))
+
+
+def test_every_command_is_one_that_this_version_has() -> None:
+    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    (start,) = unit("ExecStart")
+    (default,) = [line for line in containerfile() if line.startswith("CMD")]
+    for words in (container()["args"], shlex.split(start), re.findall(r'"([^"]*)"', default)):
+        assert "run" in words
+        assert options(words) <= known, options(words) - known
+
+
+def test_the_grace_is_longer_than_the_drain() -> None:
+    drain = ServerConfig().drain_timeout
+    pod = kind("Deployment")["spec"]["template"]["spec"]
+    before = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > drain + before
+    assert int(unit("TimeoutStopSec")[0]) > drain
+
+
+def test_the_unit_runs_as_nobody_special() -> None:
+    assert unit("User") == ["qserve"]
+    assert unit("NoNewPrivileges") == ["yes"] and unit("ProtectSystem") == ["strict"]
+    assert unit("CapabilityBoundingSet") == [""]
+
+
+def test_the_pod_is_probed_limited_and_unprivileged() -> None:
+    spec = container()
+    probes = {name: spec[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert probes == {"startupProbe": "/ready", "livenessProbe": "/health", "readinessProbe": "/ready"}
+    assert spec["resources"]["limits"]["memory"] and spec["resources"]["requests"]["cpu"]
+    assert not spec["securityContext"]["allowPrivilegeEscalation"]
+    assert kind("Deployment")["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
+    assert all(volume["readOnly"] for volume in spec["volumeMounts"] if volume["name"] != "scratch")
+
+
+def test_the_parts_of_the_manifests_name_each_other() -> None:
+    labels = kind("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert kind("Deployment")["spec"]["selector"]["matchLabels"] == labels == kind("Service")["spec"]["selector"]
+    for name in ("PodDisruptionBudget", "ServiceMonitor"):
+        assert kind(name)["spec"]["selector"]["matchLabels"] == labels
+    (endpoint,), (port,) = kind("ServiceMonitor")["spec"]["endpoints"], kind("Service")["spec"]["ports"]
+    assert endpoint["port"] == port["name"]
+    credentials = endpoint["authorization"]["credentials"]
+    assert (
+        credentials["key"] in kind("Secret")["stringData"] and credentials["name"] == kind("Secret")["metadata"]["name"]
+    )
+    assert port["targetPort"] in [item["name"] for item in container()["ports"]]
+
+
+def test_the_image_is_pinned_unprivileged_and_holds_no_model() -> None:
+    lines = containerfile()
+    bases = [line.split()[1] for line in lines if line.startswith("FROM")]
+    assert len(bases) == 2 and all(re.search(r":\d+\.\d+\.\d+-\w+", base) for base in bases)
+    last = lines[max(index for index, line in enumerate(lines) if line.startswith("FROM")) :]
+    (user,) = [line.split()[1] for line in last if line.startswith("USER")]
+    assert user.split(":")[0] not in ("root", "0")
+    assert any(line.startswith("HEALTHCHECK") for line in last)
+    sources = {
+        word for line in lines if line.startswith("COPY") and "--from" not in line for word in line.split()[1:-1]
+    }
+    assert sources == {
+        "pyproject.toml",
+        "README.md",
+        *(path.name for path in ROOT.iterdir() if (path / "__init__.py").exists() and path.name != "tests"),
+    }
+    ignored = (DEPLOY / "Containerfile.containerignore").read_text(encoding="utf-8").splitlines()
+    assert next(line for line in ignored if not line.startswith("#")) == "*"
+    assert {"**/*.safetensors", "**/*.gguf", "**/*.pem", "**/quality_card.json"} <= set(ignored)
+
+
+def test_nothing_under_deploy_is_a_secret() -> None:
+    for path in DEPLOY.rglob("*"):
+        assert path.suffix not in (".pem", ".key", ".crt", ".env", ".safetensors")
+        if path.is_file():
+            assert "PRIVATE KEY" not in path.read_text(encoding="utf-8")
+
+
+def test_the_site_lets_streams_through() -> None:
+    text = SITE.read_text(encoding="utf-8")
+    for line in ("proxy_buffering off", "proxy_http_version 1.1", "gzip off", "proxy_next_upstream   off"):
+        assert line in text
+    limit = re.search(r"client_max_body_size\s+(\d+)m", text)
+    assert limit is not None and int(limit[1]) << 20 == ServerConfig().max_body_bytes
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """With a program that exists in place of the server's: it looks whether there is one."""
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text(encoding="utf-8").replace("/opt/qserve/bin/qserve", "/bin/true"), encoding="utf-8")
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", copy], capture_output=True, text=True)
+    complaints = [line for line in (done.stdout + done.stderr).splitlines() if UNIT.name in line]
+    assert not complaints, complaints

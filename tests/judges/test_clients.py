@@ -1,0 +1,31 @@
+"""Client libraries that others wrote: what they make of our answers is what their users get."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.judges
+
+SCRIPTS = Path(__file__).parent / "scripts"
+UNSUPPORTED = 77
+
+
+def test_the_javascript_sdk(environment, judge, served) -> None:
+    home = environment("javascript")
+    shutil.copy(SCRIPTS / "openai_sdk.mjs", home)  # modules are found from where the script lies
+    done = judge(["node", home / "openai_sdk.mjs", served.url, served.name], cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("script", ["litellm_client.py", "langchain_chat.py", "instructor_client.py"])
+def test_a_python_client(environment, judge, served, script) -> None:
+    python = environment("clients") / "bin" / "python"
+    done = judge([python, script, served.url, served.name])
+    if done.returncode == UNSUPPORTED:
+        pytest.skip(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -1,0 +1,23 @@
+"""Schemathesis finds nothing in the server's interface, over 5,000 requests and more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VARIABLE = "QSERVE_INTEROP"
+
+
+@pytest.mark.judges
+@pytest.mark.timeout(1800)
+def test_no_request_that_fits_or_breaks_the_document_is_a_5xx() -> None:
+    home = os.environ.get(VARIABLE)
+    if not home or not (Path(home) / "schemathesis" / "bin" / "st").exists():
+        pytest.skip(f"set {VARIABLE} to the DIR of tests/interop/environments.py DIR schemathesis")
+    script = Path(__file__).with_name("schemathesis_run.py")
+    done = subprocess.run([sys.executable, script, Path(home) / "schemathesis"], capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-4000:]}"
