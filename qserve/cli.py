@@ -444,13 +444,15 @@ def run(
         engine = steps.load(source, config, quiet=log_format == "json")
         for text in engine.memory.lines():
             say(text)
+        return engine
+
+    def opened(engine: Engine) -> None:
         address, number = sock.getsockname()[:2]
         place = f"[{address}]" if ":" in address else address
         scheme = "http" if tls_cert is None else "https"
         say(f"serving {served_model_name or engine.model_name} on {scheme}://{place}:{number}/v1")
-        return engine
 
-    serve(load, config=server, sock=sock)
+    serve(load, config=server, sock=sock, opened=opened)
 
 
 @app.command()

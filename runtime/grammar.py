@@ -30,7 +30,15 @@ _MAX_ERROR = 300
 # A lexer state takes 1 to 2 kB, so one request grows by 40 MB at most.
 _LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=20_000, verbose_errors=False)
 # A model that may write white space for ever sometimes does; this is enough for indented JSON ten levels deep.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\n\r]{1,40}", "whitespace_flexible": True, "lenient": False}
+# Without escapes of code points a key has one spelling, and no other spelling of a property escapes its schema.
+_JSON_OPTIONS: Any = {
+    "whitespace_pattern": r"[ \t\n\r]{1,40}",
+    "whitespace_flexible": True,
+    "lenient": False,
+    "json_allowed_escapes": '"\\bfnrt',
+}
+# As json.dumps writes them; those with an escape of their own are fine.
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:0[0-7bef]|1[0-9a-f]|7f)")
 _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 
@@ -107,7 +115,10 @@ def grammar_text(constraint: Constraint) -> str:
     if isinstance(schema, bool):
         schema = {"allOf": [schema]}  # options go with objects only
     schema.pop("x-guidance", None)  # options of llguidance that could turn the promise off
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+    text = json.dumps(schema)
+    if _CONTROL.search(text):
+        raise _refused(constraint, "the schema holds a control character, which the output could not")
+    return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
 
 
 def one_line(error: str) -> str:
@@ -171,6 +182,10 @@ def _check_schema(constraint: Constraint, schema: Any) -> None:
 
 def _check_keywords(constraint: Constraint, node: dict[str, Any]) -> None:
     values, properties = node.get("enum"), node.get("patternProperties")
+    least, required = node.get("minProperties"), node.get("required")
+    if isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
+        # Nothing keeps a text from writing a key twice, which counts once.
+        raise _refused(constraint, "minProperties can be at most 1, or the number of required properties")
     if isinstance(values, list) and len(values) > MAX_CHOICES:
         raise _refused(constraint, f"an enum has {len(values):,} values, at most {MAX_CHOICES:,} are allowed")
     for pattern in (node.get("pattern"), *(properties if isinstance(properties, dict) else ())):

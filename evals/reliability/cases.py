@@ -24,7 +24,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.server.config import ServerConfig
 
 HOST = "127.0.0.1"
-LIGHT_SHARE = 0.4  # of the peak rate: what the light key of ``fairness`` asks for, a little less than its half
+LIGHT_SHARE = 0.2  # of the peak rate: what the light key of ``fairness`` asks for
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def fairness(options: Options) -> list[Figure]:
             requests, _ = _peak(options, heavy)
             rate = LIGHT_SHARE * requests
 
-            async def both() -> list[list[Outcome]]:
+            async def both() -> tuple[list[Outcome], list[Outcome]]:
                 crowd = random.Random(4)
                 return await asyncio.gather(
                     opened(rate, options.seconds, draw, light), opened(10 * rate, options.seconds, crowd, heavy)

@@ -118,12 +118,16 @@ class Answer(ABC):
             self._add_prompt_logprobs(answer, scored)
         return answer
 
-    async def chunks(self, outputs: Outputs, *, include_usage: bool) -> AsyncIterator[Json]:
+    async def chunks(
+        self, outputs: Outputs, *, include_usage: bool, continuous_usage: bool = False
+    ) -> AsyncIterator[Json]:
         """Each choice opens with its first chunk and closes with an empty one that has the finish reason."""
         usage: Json = {"usage": None} if include_usage else {}
         opened: set[int] = set()
         async for index, output in outputs:
             self._usage.add(index, output)
+            if continuous_usage:
+                usage = {"usage": self._usage.to_json()}
             if index not in opened:
                 opened.add(index)
                 for first in self._first(index):

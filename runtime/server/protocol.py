@@ -47,8 +47,9 @@ _SAMPLING = (
 
 
 class StreamOptions(Strict):
-    not_done: ClassVar[NotDone] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    not_done: ClassVar[NotDone] = {"include_obfuscation": (False,)}
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _Generation(Strict, StructuredFields):
@@ -86,6 +87,11 @@ class _Generation(Strict, StructuredFields):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk tells the usage so far. As elsewhere it takes ``include_usage`` too."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def _params(self, **more: Any) -> SamplingParams:
         if self.stream_options is not None and not self.stream:

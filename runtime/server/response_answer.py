@@ -49,8 +49,10 @@ class ResponseAnswer:
             raise EngineFailure(response["error"]["message"])
         return response
 
-    async def chunks(self, outputs: Outputs, *, include_usage: bool = True) -> AsyncIterator[Json]:
-        """Numbered events, the last of which has the whole response; usage is always there.
+    async def chunks(
+        self, outputs: Outputs, *, include_usage: bool = True, continuous_usage: bool = False
+    ) -> AsyncIterator[Json]:
+        """Numbered events, the last of which has the whole response; usage is always there, and only there.
 
         What fails before the first output is raised, what fails later is the last event.
         """

@@ -188,10 +188,12 @@ def serve(
     config: ServerConfig | None = None,
     *,
     sock: socket.socket | None = None,
+    opened: Callable[[Engine], None] | None = None,
 ) -> None:
     """Serve until a signal ends it. ``sock``, from ``claim_socket``, takes the place of host and port.
 
-    Where ``engine`` is a function that loads one, the probes answer while it does. Raises ``QServeError`` when the
+    Where ``engine`` is a function that loads one, the probes answer while it does; ``opened`` is called with the engine
+    once requests are let in. Raises ``QServeError`` when the
     engine fails for good. A step that is stuck cannot be ended, so it ends the process, with exit code 1.
     """
     config = config or ServerConfig()
@@ -199,11 +201,14 @@ def serve(
     thread = _start(server)
     try:
         loaded = engine() if callable(engine) else engine
-        server.open(Service(loaded, config, server.keys))
         with _signals(server):
+            server.open(Service(loaded, config, server.keys))
+            if opened is not None:
+                opened(loaded)
             thread.join()
     finally:
-        server.drain(0.0)
+        if thread.is_alive():
+            server.drain(0.0)
         thread.join()
     if server.stuck:
         logging.shutdown()

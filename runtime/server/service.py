@@ -136,7 +136,8 @@ class Service:
         Raises ``APIError`` 503 for the whole server's sake and 429 for the key's.
         """
         if not self.ready:
-            raise APIError(503, "the server is shutting down", headers={"Retry-After": "5"})
+            reason = "the engine has failed" if self.thread.failure else "the server is shutting down"
+            raise APIError(503, reason, headers={"Retry-After": "5"})
         try:
             self.thread.check_room(request.scope["qserve.key"])
         except QueueFullError as error:
@@ -155,13 +156,16 @@ class Service:
         *,
         stream: bool,
         include_usage: bool,
+        continuous_usage: bool = False,
     ) -> Response:
         """The response, once its first token is there. A client that leaves takes its generation with it."""
         streaming = False
         try:
             if not stream:
                 return JSONResponse(await while_connected(request, answer.whole(aiter(generation))))
-            chunks = answer.chunks(aiter(generation), include_usage=include_usage)
+            chunks = answer.chunks(
+                aiter(generation), include_usage=include_usage, continuous_usage=continuous_usage
+            )
             response = EventStream(
                 await while_connected(request, after_first(chunks)),
                 lambda: self.thread.abort(generation),

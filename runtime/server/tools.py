@@ -78,12 +78,13 @@ class OfferedTool:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Attributes:
+    """What a request wants of its tools.
 
-    shown: the tools that the model is told of; none where it may not call any.
-    callable: those of them that it may call.
-    required: it must call one.
-    parallel: it may call several.
+    Attributes:
+        shown: the tools that the model is told of; none where it may not call any.
+        callable: those of them that it may call.
+        required: it must call one.
+        parallel: it may call several.
     """
 
     shown: tuple[OfferedTool, ...] = ()

@@ -44,13 +44,6 @@ ENVIRONMENTS = {
         alone=(),
         imports=("compressed_tensors", "transformers"),
     ),
-    # Judges of the server and of deploy/: tests/judges runs them, also from QSERVE_INTEROP.
-    "schemathesis": Environment(packages=("schemathesis==4.32.5",), alone=(), imports=("schemathesis",)),
-    "deploy": Environment(
-        packages=("kubernetes-validate==1.37.0", "promql-parser==0.12.0"),
-        alone=(),
-        imports=("kubernetes_validate", "promql_parser"),
-    ),
 }
 COMPLETE = "complete.json"
 

@@ -36,6 +36,10 @@ ENVIRONMENTS = {
     ),
     "lm-eval": Environment(("lm-eval[api]==0.4.13", "transformers>=5,<6"), ("lm_eval", "transformers")),
     "giraffe": Environment(("giraffe-llm==0.1.0a1",), ("giraffe",)),
+    "schemathesis": Environment(("schemathesis==4.32.5",), ("schemathesis",)),
+    "deploy": Environment(
+        ("kubernetes-validate==1.37.0", "promql-parser==0.12.0"), ("kubernetes_validate", "promql_parser")
+    ),
     "guidellm": Environment(("guidellm==0.8.1", "torch>=2.11,<2.14"), ("guidellm",)),
 }
 COMPLETE = "complete.json"

@@ -326,6 +326,10 @@ REFUSED: list[tuple[Any, str]] = [
     ("json_schema", '{"$ref": "#/nowhere"}'),
     ("json_schema", '{"$ref": "http://example.com/schema"}'),
     ("json_schema", '{"not": {"type": "string"}}'),
+    ("json_schema", '{"type": "object", "minProperties": 2}'),
+    ("json_schema", '{"const": "\\u0000a"}'),
+    ("json_schema", '{"const": "\\\\\\u001f"}'),
+    ("json_schema", '{"enum": ["a", "\\u007f"]}'),
     ("json_schema", '{"type": "string", "pattern": "' + "a" * 5000 + '"}'),
     ("json_schema", '{"type": "string", "pattern": "(?=a)b"}'),
     ("json_schema", '{"description": "' + "a" * 70_000 + '"}'),
@@ -341,6 +345,21 @@ def test_what_does_not_compile_is_refused(engine: Engine, kind: Any, text: str) 
     assert refused.value.param == "guided_json"
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
     assert not engine.has_work()
+
+
+def test_a_key_has_one_spelling(engine: Engine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for text, taken in (
+        ('{"a":1}', True),
+        ('{"b":"x\\n"}', True),
+        ('{"\\u0061":"x"}', False),
+        ('{"a":1,"a":"x"}', False),
+    ):
+        matcher = engine.grammars.matcher(Constraint("json_schema", json.dumps(schema)))
+        tokens = engine.encode(text)
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) == taken, text
+    special = one(engine, held("json_schema", json.dumps({"const": "\\u0001\n\t\b\f\u2028/\u00e9"})))
+    assert json.loads(special.text) == "\\u0001\n\t\b\f\u2028/\u00e9"
 
 
 def test_options_of_the_library_are_not_open_to_a_schema(engine: Engine) -> None:

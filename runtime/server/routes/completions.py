@@ -46,7 +46,12 @@ def router(service: Service) -> APIRouter:
             echo=echo,
         )
         return await service.answer(
-            request, generation, answer, stream=bool(body.stream), include_usage=body.include_usage
+            request,
+            generation,
+            answer,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
         )
 
     return routes

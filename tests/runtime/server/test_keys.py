@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import stat
 from collections.abc import Iterator
 from hashlib import sha256
@@ -14,6 +16,7 @@ import pytest
 
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.engine import Engine
+from qserve.runtime.server import serve
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.keys import ApiKey, KeyRing, add_key, read_keys
 from qserve.runtime.server.quota import QuotaError, Quotas
@@ -84,6 +87,19 @@ def test_a_reload_takes_a_good_file_and_leaves_a_broken_one(tmp_path: Path, capl
     assert not ring.reload() and ring.find(old.encode())
     new = add_key("new", path)
     assert ring.reload() and ring.find(new.encode()) and not ring.find(old.encode())
+
+
+def test_sighup_reads_the_keys_again(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    add_key("first", path)
+    server = ServerHandle(engine, config=ServerConfig(api_keys_file=path))._server
+    with serve._signals(server):
+        new = add_key("second", path)
+        assert server.keys.find(new.encode()) is None
+        os.kill(os.getpid(), signal.SIGHUP)
+        found = server.keys.find(new.encode())
+    server._sock.close()
+    assert found is not None and found.name == "second"
 
 
 def test_quotas_count_requests_and_refill_evenly() -> None:

@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from qserve.runtime.detokenizer import Detokenizer
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.conversation import Conversation, converse
@@ -147,12 +148,13 @@ def test_max_tokens_inside_a_call_is_length(start: Start, script: Scripted) -> N
 
 def test_choices_of_tools(start: Start, script: Scripted) -> None:
     client = start(HERMES)
-    script.say(HERMES_TWO)
     named = {"type": "function", "function": {"name": "f"}}
-    for choice, count in (("required", 2), ("auto", 2), (named, 1)):
+    for choice, text, count in (("required", HERMES_TWO, 2), ("auto", HERMES_TWO, 2), (named, HERMES_CALL, 1)):
+        script.say(text)
         answer = ask(client, tools=TOOLS, tool_choice=choice).choices[0]
         assert answer.finish_reason == "tool_calls"
         assert len(answer.message.tool_calls) == count
+    script.say(HERMES_TWO)
     answer = ask(client, tools=TOOLS, parallel_tool_calls=False).choices[0]
     assert (len(answer.message.tool_calls), answer.message.content) == (1, None)
     script.say("a <tool_call> b")  # nobody asked for calls: the marker is a special token like any other
@@ -325,6 +327,16 @@ def test_special_tokens_in_tools_and_calls_stay_text(scripted_engine: Engine, en
     assert [i for i in ids if i in special] == [i for i in calm if i in special]
     text = scripted_engine.tokenizer.decode(ids)
     assert text.count("<tool_call>") == scripted_engine.tokenizer.decode(calm).count("quiet")
+
+
+def test_only_visible_special_tokens_have_text(scripted_engine: Engine) -> None:
+    tokenizer = scripted_engine.tokenizer
+    ids = tokenizer.encode("a🦊<tool_call>b</tool_call><|im_start|>🦊<|im_end|>c" * 9, add_special_tokens=False)
+    visible = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+    for prompt in ([], ids):
+        detokenizer = Detokenizer(tokenizer, prompt, visible=visible)
+        text = "".join(detokenizer.append([token]) for token in ids) + detokenizer.flush()
+        assert text == "a🦊<tool_call>b</tool_call>🦊c" * 9
 
 
 def test_long_tools_are_refused_before_they_are_rendered(encoder: PromptEncoder) -> None:
