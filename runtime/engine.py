@@ -441,7 +441,9 @@ class Engine:
         params, outputs = search.params, []
         for index, beam in enumerate(search.finished):
             tokens, end = list(beam.token_ids), beam.stop_token
-            detokenizer = Detokenizer(self.tokenizer, choice.sequence.prompt_token_ids)
+            detokenizer = Detokenizer(
+                self.tokenizer, choice.sequence.prompt_token_ids, visible=params.visible_tokens
+            )
             text = detokenizer.append(tokens if end is None else tokens[:-1]) + detokenizer.flush()
             logprobs = None if params.logprobs is None else list(beam.logprobs)
             shown = end if params.ignore_eos or end not in self._eos else None

@@ -173,9 +173,12 @@ class SamplingParams:
         """Nothing is drawn in a beam search, and an output is known when all of it is."""
         if self.temperature not in (0.0, 1.0):
             raise RequestError("temperature does nothing in a beam search; leave it out", "temperature")
-        for name in ("top_k", "top_p", "min_p", "seed", "stop", "prompt_logprobs", "pooling", "constraint"):
+        for name in ("top_k", "top_p", "min_p", "seed", "stop", "prompt_logprobs", "pooling"):
             if getattr(self, name) != getattr(SamplingParams, name):
                 raise RequestError(f"{name} cannot be used with use_beam_search", name)
+        if self.constraint is not None:
+            field = self.constraint.param
+            raise RequestError(f"{field} cannot be used with use_beam_search", field)
 
     def _normalize_bias(self) -> None:
         given = self.logit_bias

@@ -368,7 +368,8 @@ class EngineThread:
         tokens = len(output.token_ids)
         if live.key is not None:
             self._quotas.spend(live.key, tokens, now)
-        if tokens and output.output_tokens == tokens and output.index == 0:  # the first: its prompt was computed
+        first = output.output_tokens == tokens and output.error is None  # an embedding has no token at all
+        if first and output.index == 0:  # its prompt was computed
             tokens += output.prompt_tokens - output.cached_tokens
         self._rate.computed(tokens, now)
         if output.finish_reason is not None:

@@ -122,6 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     hits = 0
     copies = 0
     forks = 0
+    mixed = 0  # steps with beams and with several tenants
 
     @initialize(
         positions=st.integers(8, 44),
@@ -249,6 +250,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(plan.sequences) <= self.scheduler.config.max_num_seqs
         assert all(s.request_id in self.live for s in plan.sequences), "a request runs that has ended"
         SchedulerMachine.copies += len(plan.copies)
+        planned = [self.live[s.request_id].request for s in plan.sequences]
+        SchedulerMachine.mixed += any(len(r.beams) > 1 for r in planned) and len({r.tenant for r in planned}) > 1
         sampling = {s.request_id for s in plan.sequences if s.num_sampled}
         for name in sampling:
             beams = {beam.request_id for beam in self.live[name].request.beams}
@@ -347,7 +350,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 def drive(steps: int, *, derandomize: bool) -> None:
     """Run and check at least ``steps`` operations, and make sure that they were worth it."""
     machine = SchedulerMachine
-    machine.count = machine.preemptions = machine.hits = machine.copies = machine.forks = 0
+    machine.count = machine.preemptions = machine.hits = machine.copies = machine.forks = machine.mixed = 0
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -363,6 +366,7 @@ def drive(steps: int, *, derandomize: bool) -> None:
     assert machine.preemptions > steps // 200 and machine.hits > steps // 10, "the pool was never tight"
     assert machine.copies > steps // 1000, "siblings hardly shared"
     assert machine.forks > steps // 100, "beams hardly forked"
+    assert machine.mixed > steps // 400, "beams hardly ran beside other tenants"
 
 
 def test_ten_thousand_random_steps() -> None:

@@ -219,6 +219,10 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
 ]
 BEAMS = {"use_beam_search": True, "n": 2, "max_tokens": 4}
 NOT_FOR_BEAMS = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 3, "stop": "a", "n": 17}
+OTHERS += [
+    (CHAT, {"messages": [USER], **BEAMS, "response_format": {"type": "json_object"}}, "response_format"),
+    (COMPLETION, {"prompt": "a", **BEAMS, "guided_regex": "a+"}, "guided_regex"),
+]
 OTHERS += [(COMPLETION, {"prompt": "a", **BEAMS, name: value}, name) for name, value in NOT_FOR_BEAMS.items()]
 OTHERS += [(CHAT, {"messages": [USER], **BEAMS, name: value}, name) for name, value in NOT_FOR_BEAMS.items()]
 
