@@ -1,5 +1,4 @@
-"""instructor: an answer as a pydantic object, by a JSON schema and by a tool. Exits with 77 where the server says
-that it does not do this."""
+"""instructor: an answer as a pydantic object, by a JSON schema and, where the model's template has tools, by a tool."""
 
 import json
 import sys
@@ -7,10 +6,12 @@ from typing import Literal
 
 import instructor
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Animal(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a small model would add properties without end
+
     kind: Literal["cat", "dog", "fox"]
     legs: int = Field(ge=0, le=9)
     quick: bool
@@ -31,9 +32,8 @@ for name, mode in (("json_schema", instructor.Mode.JSON_SCHEMA), ("tools", instr
             temperature=0,
         )
     except Exception as error:
-        if "not supported by this server" in str(error):
-            print(str(error).splitlines()[0][:300])
-            sys.exit(77)
+        if name == "tools" and "is of no known format of tool calls" in str(error):
+            continue
         raise
     assert isinstance(animal, Animal)
     found[name] = animal.model_dump()
