@@ -382,6 +382,9 @@ def run(
     head: Annotated[str, typer.Option(help="Output head of a quantized model: auto (int8) or dense.")] = _ENGINE.head,
     kernels: Kernels = _ENGINE.kernels,
     threads: Threads = None,
+    stream_interval: Annotated[
+        int, typer.Option(help="Tokens of one event of a stream, after the first.", min=1, max=1024)
+    ] = 1,
     vllm_metrics: Annotated[bool, typer.Option(help="Repeat the metrics under vLLM's names.")] = False,
     log_format: Annotated[str, typer.Option(help="Log lines as text or json.")] = "text",
     log_level: Annotated[str, typer.Option(help="Least level that is logged: debug, info, warning or error.")] = "info",
@@ -424,6 +427,7 @@ def run(
         cors_origins=tuple(cors_origin or ()),
         step_timeout=step_timeout,
         model_name=served_model_name,
+        stream_interval=stream_interval,
         vllm_metrics=vllm_metrics,
         otlp_endpoint=otlp_endpoint,
         tool_format=tool_format,

@@ -111,12 +111,14 @@ class BlockManager:
             self._hold(block)
             table.append(block)
 
+    def missing(self, request_id: str, num_tokens: int, *, write_from: int) -> int:
+        """Blocks that ``allocate`` would take."""
+        table = self._tables[request_id]
+        return len(self._unwritable(table, num_tokens, write_from)) + max(self.blocks_for(num_tokens) - len(table), 0)
+
     def can_allocate(self, request_id: str, num_tokens: int, *, write_from: int, spare: int = 0) -> bool:
         """Whether ``allocate`` would succeed and leave ``spare`` blocks."""
-        table = self._tables[request_id]
-        copies = len(self._unwritable(table, num_tokens, write_from))
-        growth = max(self.blocks_for(num_tokens) - len(table), 0)
-        return copies + growth + spare <= self.num_free
+        return self.missing(request_id, num_tokens, write_from=write_from) + spare <= self.num_free
 
     def allocate(self, request_id: str, num_tokens: int, *, write_from: int) -> list[tuple[int, int]]:
         """Make positions ``write_from .. num_tokens - 1`` of a table writable, growing it as needed.

@@ -5,6 +5,7 @@ Owned by one thread. Knows requests and text; does not know HTTP, nor how a step
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.kernels.threads import torch_threads
+from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.detokenizer import Detokenizer, StopChecker
@@ -31,6 +33,7 @@ from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_cache import cache_dtype
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.plan import RequestUpdate, StepPlan
+from qserve.runtime.pooling import Pool
 from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner
 from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs, sample
@@ -43,11 +46,12 @@ from qserve.runtime.snapshot import EngineSnapshot, take
 class RequestOutput:
     """What one step added to one choice of a request. ``text`` and ``token_ids`` are the new part only.
 
-    ``finish_reason``: stop, length, abort or error; None while it goes on. ``stop_reason``: the stop string or
+    ``finish_reason``: stop, length, abort, timeout or error; None while it goes on. ``stop_reason``: the stop string or
     token that ended it. ``queue_seconds``: from arrival to the first step that held it.
     ``prompt_logprobs``: of the prompt's tokens from the second on, with the first output of a request that asked for
-    both ``prompt_logprobs`` and ``logprobs``.
+    ``prompt_logprobs`` and for ``num_prompt_logprobs`` or ``logprobs``. ``embedding``: where ``pooling`` was asked for.
     ``error_param``: the field of the request that is at fault for the error, where one is.
+    A beam search outputs each of its n choices once, whole, when it is over.
     """
 
     request_id: str
@@ -63,6 +67,7 @@ class RequestOutput:
     queue_seconds: float
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: list[float] | None = None
     error_param: str | None = None
 
 
@@ -92,6 +97,9 @@ class _Choice:
     detokenizer: Detokenizer
     stops: StopChecker
     grammar: GrammarState | None
+    deadline: float = math.inf
+    search: BeamSearch | None = None
+    pool: Pool | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -183,6 +191,7 @@ class Engine:
         tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
         if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
             raise RequestError(f"a token id is outside 0..{self.vocab_size - 1}", "prompt")
+        self._check_vocabulary(params)
         if any(choice.request_id == request_id for choice in self._choices.values()):
             raise RequestError(f"request id {request_id} is in use", "request_id")
         if params.n > self.config.max_waiting:
@@ -195,7 +204,8 @@ class Engine:
             matcher = matcher or self.grammars.matcher(constraint)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         parent: Request | None = None
-        for index in range(params.n):
+        now = self._clock()
+        for index in range(1 if params.use_beam_search else params.n):
             request = Request(
                 _key(request_id, index),
                 tuple(tokens),
@@ -206,7 +216,7 @@ class Engine:
                 tenant=tenant,
                 weight=weight,
                 arrival=next(self._arrivals),
-                arrival_time=self._clock(),
+                arrival_time=now,
                 parent=parent,
             )
             choice = _Choice(
@@ -219,8 +229,14 @@ class Engine:
                 GrammarState(matcher.deep_copy(), self.grammars.tokenizer, constraint.param)
                 if constraint is not None and matcher is not None
                 else None,
+                deadline=math.inf if params.timeout is None else now + params.timeout,
+                pool=None if params.pooling is None else Pool(params.pooling),
             )
             self.scheduler.add(request)  # the first is refused where any would be
+            if params.use_beam_search:
+                choice.search = BeamSearch(
+                    params, request.endings, request.max_output_tokens, {request.request_id: Beam()}
+                )
             self._choices[request.request_id] = choice
             parent = parent or request
         return len(tokens)
@@ -237,19 +253,33 @@ class Engine:
         Where the model raises, every request ends, the engine is as good as new, and the error goes on to the caller.
         """
         now = self._clock()
-        plan = self.scheduler.schedule(now)
+        outputs = self._end_late(now)
+        self.last_plan = plan = self.scheduler.schedule(now)
         if plan is None:
-            return []
-        self.last_plan = plan
+            return outputs
         self.journal.step(plan, now)
         try:
             live, sampled = self._run(plan)
             results = dict(zip((choice.sequence.request_id for choice in live), sampled))
-            broken = [choice for choice, token in zip(live, sampled) if token.token_id is None]
-            outputs = [self._fail(choice) for choice in broken]
+            for choice, token in zip(live, sampled):
+                if token.token_id is None and not choice.sequence.is_finished:  # beams end together
+                    outputs += self._break_off(choice)
             tokens = {key: token.token_id for key, token in results.items() if token.token_id is not None}
+            forks = []
+            for choice, search in _searches(live):
+                turn = search.advance({key: results[key].candidates for key in search.beams})
+                tokens |= turn.tokens
+                forks += [(choice, search, *fork) for fork in turn.forks]
+                outputs += [] if turn.tokens else self._found(choice, search)
+                self._drop(turn.ended)
             updates = self.scheduler.commit(plan, tokens)
-            return outputs + [self._advance(self._choices[u.request_id], u, results[u.request_id]) for u in updates]
+            for fork in forks:
+                self._fork(*fork)
+            for update in updates:
+                choice = self._choices[update.request_id]
+                if not choice.search:
+                    outputs.append(self._advance(choice, update, results[update.request_id]))
+            return outputs
         except BaseException:  # Ctrl-C too: whoever catches it may go on with this engine
             for key in list(self._choices):
                 self.scheduler.finish(key, "error")
@@ -349,12 +379,20 @@ class Engine:
         rows = rows[: len(prompt) - start]
         if key in self._sinks:
             self._sinks[key](start, rows)
-        elif choice.sequence.params.logprobs is not None:
+            return
+        if choice.pool is not None:
+            choice.pool.add(rows)
+            return
+        params = choice.sequence.params
+        count = params.logprobs if params.num_prompt_logprobs is None else params.num_prompt_logprobs
+        if count is not None:
             following = prompt[start + 1 : start + 1 + len(rows)]
-            choice.prompt_logprobs += prompt_logprobs(rows, following, choice.sequence.params.logprobs)
+            choice.prompt_logprobs += prompt_logprobs(rows, following, count)
 
     def _advance(self, choice: _Choice, update: RequestUpdate, sampled: Sampled) -> RequestOutput:
         """Turn a new token into text; a stop string in it ends the request."""
+        if choice.pool is not None:
+            return self._pooled(choice, choice.pool)
         reason, stop_reason = update.finish_reason, update.stop_reason
         tokens = list(update.token_ids)
         if len(choice.sequence.output_token_ids) == 1 and choice.index == 0:
@@ -383,13 +421,76 @@ class Engine:
         logprobs = None if sampled.logprobs is None else [sampled.logprobs]
         return self._output(choice, text, tokens, logprobs, reason, stop_reason)
 
-    def _fail(self, choice: _Choice) -> RequestOutput:
-        self.scheduler.finish(choice.sequence.request_id, "error")
+    def _pooled(self, choice: _Choice, pool: Pool) -> RequestOutput:
+        """The end of a request for an embedding; the token it sampled is nobody's."""
         self._forget(choice.sequence.request_id)
-        if choice.grammar is not None and choice.grammar.error is not None:
-            error = f"the output cannot go on within its constraint: {choice.grammar.error}"
-            return self._output(choice, "", [], None, "error", None, error, choice.grammar.param)
-        return self._output(choice, "", [], None, "error", None, "the model computed NaN for this request")
+        try:
+            output = self._output(choice, "", [], None, "stop", None)
+            return replace(output, embedding=pool.vector(), output_tokens=0)
+        except ValueError as error:
+            return self._output(choice, "", [], None, "error", None, str(error))
+
+    def _fork(self, choice: _Choice, search: BeamSearch, parent: str, beam: Beam) -> None:
+        key = f"{choice.request_id}#beam{next(self._arrivals)}"
+        sequence = self.scheduler.fork(parent, key, beam.token_ids[-1])
+        search.beams[key] = beam
+        self._choices[key] = replace(choice, sequence=sequence)
+
+    def _found(self, choice: _Choice, search: BeamSearch) -> list[RequestOutput]:
+        """The outputs of a beam search that is over."""
+        params, outputs = search.params, []
+        for index, beam in enumerate(search.finished):
+            tokens, end = list(beam.token_ids), beam.stop_token
+            detokenizer = Detokenizer(
+                self.tokenizer, choice.sequence.prompt_token_ids, visible=params.visible_tokens
+            )
+            text = detokenizer.append(tokens if end is None else tokens[:-1]) + detokenizer.flush()
+            logprobs = None if params.logprobs is None else list(beam.logprobs)
+            shown = end if params.ignore_eos or end not in self._eos else None
+            output = self._output(choice, text, tokens, logprobs, "length" if end is None else "stop", shown)
+            outputs.append(replace(output, index=index, output_tokens=len(tokens)))
+        return outputs
+
+    def _end_late(self, now: float) -> list[RequestOutput]:
+        """End what is past its deadline, waiting or running."""
+        outputs: list[RequestOutput] = []
+        for choice in [choice for choice in self._choices.values() if choice.deadline <= now]:
+            if not choice.sequence.is_finished:  # with another beam
+                limit = choice.sequence.params.timeout
+                outputs += self._fail(choice, "timeout", f"the request was not done within its timeout of {limit:g} s")
+        return outputs
+
+    def _break_off(self, choice: _Choice) -> list[RequestOutput]:
+        """End a choice that has no token to choose."""
+        grammar = choice.grammar
+        if grammar is not None and grammar.error is not None:
+            error = f"the output cannot go on within its constraint: {grammar.error}"
+            return self._fail(choice, "error", error, grammar.param)
+        return self._fail(choice, "error", "the model computed NaN for this request")
+
+    def _fail(self, choice: _Choice, reason: str, error: str, param: str | None = None) -> list[RequestOutput]:
+        """End a choice, or a whole beam search, without a further token."""
+        beams = list(choice.search.beams) if choice.search else [choice.sequence.request_id]
+        for key in beams:
+            self.scheduler.finish(key, reason)
+            self._forget(key)
+        output = self._output(choice, "", [], None, reason, None, error, param)
+        return [replace(output, index=i) for i in range(choice.search.params.n)] if choice.search else [output]
+
+    def _drop(self, keys: list[str]) -> None:
+        """End beams that do not go on."""
+        for key in keys:
+            self.scheduler.finish(key, "stop")
+            self._forget(key)
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        for token, _ in params.biases:
+            if token >= self.vocab_size:
+                raise RequestError(
+                    f"logit_bias holds token {token}, the ids are 0..{self.vocab_size - 1}", "logit_bias"
+                )
+        if params.use_beam_search and params.n + len(self._eos) + len(params.stop_token_ids) > self.vocab_size:
+            raise RequestError(f"a beam search of width {params.n} needs a larger vocabulary", "n")
 
     def _forget(self, key: str) -> None:
         self._choices.pop(key, None)
@@ -424,6 +525,12 @@ class Engine:
             prompt_logprobs=scored or None,
             error_param=error_param,
         )
+
+
+def _searches(live: list[_Choice]) -> list[tuple[_Choice, BeamSearch]]:
+    """The beam searches among those that ran, all beams of which did, each with one of its beams."""
+    found = {id(each.search): (each, each.search) for each in live if each.search and not each.sequence.is_finished}
+    return list(found.values())
 
 
 def _key(request_id: str, index: int) -> str:

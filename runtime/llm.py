@@ -16,7 +16,7 @@ Prompt = str | list[int]
 
 @dataclass
 class Completion:
-    """One answer. ``finish_reason`` is stop, length or error."""
+    """One answer. ``finish_reason`` is stop, length, timeout or error."""
 
     index: int
     text: str = ""

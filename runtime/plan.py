@@ -22,6 +22,7 @@ class ScheduledSequence:
         is_prefill: False for a decode (the one token sampled last).
         wants_prompt_logprobs: deliver the log-probability rows of the prompt positions in this chunk. Every
             prompt position is asked for exactly once, even if the request is preempted.
+        wants_prompt_states: the same for the model's last hidden states.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class ScheduledSequence:
     num_sampled: int
     is_prefill: bool
     wants_prompt_logprobs: bool = False
+    wants_prompt_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class Request:
         arrival_time: seconds on the clock that ``Scheduler.schedule`` is given.
         parent: a request with the same prompt and salt (an earlier choice of ``n``): this one waits until
             that prompt is computed and shares its blocks. None once it is admitted.
+        beams: the live beams of the search that it belongs to, one list for all of them, which the scheduler keeps;
+            none where it is no beam. Beams run, wait and are preempted together.
         num_queued: prompt tokens that it adds to the queue: none where it shares those of ``parent``.
         num_computed: leading tokens whose KV exists or is written by plans in flight.
         num_committed: leading tokens whose KV was written by committed plans.
@@ -77,6 +79,7 @@ class Request:
     num_charged: int = field(default=0, init=False)
     num_scored: int = field(default=0, init=False)
     digests: list[bytes] = field(default_factory=list, init=False, repr=False)
+    beams: list[Request] = field(default_factory=list, init=False, repr=False)
     scheduled_time: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -125,6 +128,26 @@ class Request:
         return self.status is Status.FINISHED
 
     @property
+    def endings(self) -> frozenset[int]:
+        """Tokens that end it."""
+        return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos_token_ids)
+
+    @property
+    def members(self) -> tuple[Request, ...]:
+        """Who runs, waits and is preempted with it: it alone, or all beams of its search."""
+        return tuple(self.beams) or (self,)
+
+    @property
+    def is_scored(self) -> bool:
+        """Something is wanted of each of its prompt positions, so all of them are computed."""
+        return self.params.prompt_logprobs or self.params.pooling is not None
+
+    @property
+    def num_plannable(self) -> int:
+        """Tokens that can be computed by itself: the last of several beams waits for those of the others."""
+        return self.num_tokens - (len(self.beams) > 1)
+
+    @property
     def is_decoding(self) -> bool:
         """Only its newest sampled token is not yet computed."""
         return self.num_tokens > self.num_prompt and self.num_computed == self.num_tokens - 1
@@ -150,7 +173,8 @@ class Request:
         Neither ends the request among the first ``min_tokens`` outputs, where the sampler should mask them.
         """
         self.output_token_ids.append(token_id)
-        if len(self.output_token_ids) > self.params.min_tokens:
+        # Where a beam ends is for its search to say.
+        if len(self.output_token_ids) > self.params.min_tokens and not self.params.use_beam_search:
             if token_id in self.eos_token_ids and not self.params.ignore_eos:
                 return "stop"
             if token_id in self.params.stop_token_ids:

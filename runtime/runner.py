@@ -15,7 +15,8 @@ from qserve.runtime.plan import StepPlan
 
 PromptSink = Callable[[str, int, Tensor], None]
 """Takes a request's id, a position, and float32 [n, vocab]: the log-probabilities of the tokens that follow that
-position and the next n - 1. The tensor is valid during the call only."""
+position and the next n - 1; or float32 [n, hidden_size]: the last hidden states there, where those are wanted.
+The tensor is valid during the call only."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,13 @@ class DecoderRunner:
         decoder.run(step)
         ends = step.seq_start[1:] - 1
         for index, sequence in enumerate(plan.sequences):
-            if sequence.wants_prompt_logprobs:
+            if sequence.wants_prompt_logprobs or sequence.wants_prompt_states:
                 first = int(step.seq_start[index])
                 rows = torch.arange(first, first + len(sequence.token_ids), dtype=torch.int32)
                 start = sequence.start
                 for part in rows.split(decoder.limits.max_logits):
-                    decoder.head(step, part)
-                    decoder.log_softmax(step, part)
-                    prompt_sink(sequence.request_id, start, decoder.logits[: len(part)])
+                    wanted = self._states(step, part) if sequence.wants_prompt_states else self._logprobs(step, part)
+                    prompt_sink(sequence.request_id, start, wanted)
                     start += len(part)
         sampling = [index for index, sequence in enumerate(plan.sequences) if sequence.num_sampled]
         rows = ends[sampling]
@@ -63,6 +63,15 @@ class DecoderRunner:
             decoder.logits[: len(sampling)],
             decoder.greedy[: len(sampling)],
         )
+
+    def _logprobs(self, step: Step, rows: Tensor) -> Tensor:
+        self.decoder.head(step, rows)
+        self.decoder.log_softmax(step, rows)
+        return self.decoder.logits[: len(rows)]
+
+    def _states(self, step: Step, rows: Tensor) -> Tensor:
+        self.decoder.final_norm(step, rows)
+        return self.decoder.states[: len(rows)]
 
 
 def describe(plan: StepPlan) -> Step:

@@ -6,7 +6,7 @@ batch, and after a preemption. Knows ``Request``; does not know the scheduler or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -21,7 +21,7 @@ _CANDIDATES = 512  # enough for nearly every top-p; sorting a whole vocabulary c
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """``logprob`` in nats, under the model before any penalty or temperature; ``rank`` 1 is the most likely."""
+    """``logprob`` in nats, under the model before any bias, penalty or temperature; ``rank`` 1 is the most likely."""
 
     token_id: int
     logprob: float
@@ -37,11 +37,24 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A token that may continue a beam. ``logprob`` is under what the request makes of the logits; ``logprobs`` what
+    is reported."""
+
+    token_id: int
+    logprob: float
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True)
 class Sampled:
-    """``token_id`` is None where the logits held a NaN or no token is allowed: there is nothing to choose."""
+    """``token_id`` is None where the logits held a NaN or no token is allowed: there is nothing to choose.
+    ``candidates``: of a beam, the likeliest in order, as many as its search is wide and one for each token that may
+    end it."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
+    candidates: tuple[Candidate, ...] = ()
 
 
 def sample(
@@ -73,6 +86,8 @@ def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[
 def _sample_row(row: Tensor, best: int, request: Request, seed: int, allowed: Tensor | None) -> Sampled:
     params = request.params
     adjusted = _adjust(row, request, allowed)
+    if params.use_beam_search:
+        return Sampled(best, candidates=_candidates(row, adjusted, request))
     if params.greedy:
         token = best if adjusted is row else int(adjusted.argmax())
     else:
@@ -81,8 +96,11 @@ def _sample_row(row: Tensor, best: int, request: Request, seed: int, allowed: Te
 
 
 def _adjust(row: Tensor, request: Request, allowed: Tensor | None) -> Tensor:
-    """The row with penalties, forbidden endings and forbidden tokens applied; the row itself where there are none."""
+    """The row with biases, penalties, forbidden endings and forbidden tokens applied; the row itself without any."""
     params, outputs = request.params, request.output_token_ids
+    if params.biases:
+        tokens, biases = zip(*params.biases)
+        row = row.index_add(0, torch.tensor(tokens), torch.tensor(biases))
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*request.prompt_token_ids, *outputs}))
         picked = row[seen]
@@ -94,9 +112,18 @@ def _adjust(row: Tensor, request: Request, allowed: Tensor | None) -> Tensor:
     if allowed is not None:
         return row.masked_fill(~_without_endings(allowed, request), -torch.inf)
     if len(outputs) < params.min_tokens:
-        endings = [*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)]
-        row = row.index_fill(0, _indices(endings, len(row)), -torch.inf)
+        row = row.index_fill(0, _indices(request.endings, len(row)), -torch.inf)
     return row
+
+
+def _candidates(row: Tensor, adjusted: Tensor, request: Request) -> tuple[Candidate, ...]:
+    count = request.params.logprobs
+    values, tokens = adjusted.log_softmax(-1).topk(min(request.params.n + len(request.endings), len(row)))
+    return tuple(
+        Candidate(token, value, None if count is None else _logprobs(row, token, count))
+        for token, value in zip(tokens.tolist(), values.tolist())
+        if value > -torch.inf
+    )
 
 
 def _without_endings(allowed: Tensor, request: Request) -> Tensor:
@@ -112,7 +139,7 @@ def _without_endings(allowed: Tensor, request: Request) -> Tensor:
     return kept if kept.any() else allowed
 
 
-def _indices(tokens: Sequence[int], vocab_size: int) -> Tensor:
+def _indices(tokens: Iterable[int], vocab_size: int) -> Tensor:
     return torch.tensor([token for token in tokens if token < vocab_size], dtype=torch.int64)
 
 

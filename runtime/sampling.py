@@ -5,7 +5,7 @@ Knows names and bounds; does not know vocabularies, context lengths or tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qserve.runtime.constraint import Constraint
@@ -15,8 +15,18 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_TIMEOUT = 3600.0
 INT31 = 2**31 - 1
+POOLINGS = ("mean", "last")
 GREEDY_BELOW = 1e-5
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+    "use_beam_search",
+    "early_stopping",
+)
 
 
 class RequestError(ValueError):
@@ -42,6 +52,8 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of seen tokens, in [0.01, 10].
         presence_penalty: subtracted from the logit of every token already generated, in [-2, 2].
         frequency_penalty: the same, once per occurrence, in [-2, 2].
+        logit_bias: token id -> what is added to its logit before any penalty, each in [-100, 100], at most 1,024;
+            ids may be written as strings, as JSON has them. Kept as sorted pairs.
         seed: int64; the same seed and prompt give the same tokens. None draws one.
         stop: strings that end the output, at most 4; given as a sequence or one string, kept as a tuple.
         stop_token_ids: tokens that end the output, at most 128; kept as a tuple.
@@ -51,6 +63,16 @@ class SamplingParams:
         prompt_logprobs: deliver the log-probabilities at every prompt position, of the whole vocabulary to
             ``Engine.score`` and of ``logprobs`` alternatives with an ordinary request. Such a request computes
             each of its prompt positions and never reads the prefix cache.
+        num_prompt_logprobs: alternatives to report at each prompt position, 0..20; None takes ``logprobs``.
+        pooling: mean or last: deliver the model's last hidden states at the prompt's positions as one vector, beside
+            the output. Such a request, too, computes each of its prompt positions.
+        timeout: seconds from its arrival after which the request is ended, waiting or running, above 0 and at most
+            3600; None never.
+        use_beam_search: return the ``n`` best outputs of a beam search of width ``n`` instead of samples.
+        length_penalty: an output of a beam search scores the sum of its log-probabilities, divided by the number of
+            its tokens to this power, in [-10, 10]; above 0 prefers longer ones.
+        early_stopping: a beam search ends with the first ``n`` outputs that end; else it goes on while a better one
+            may still come.
         constraint: what the output must look like; None leaves it free.
         visible_tokens: special tokens that have a place in the text all the same, where a parser must see them. Not
             for clients, so not checked.
@@ -66,6 +88,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[str, float] | Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -73,6 +96,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    num_prompt_logprobs: int | None = None
+    pooling: str | None = None
+    timeout: float | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     constraint: Constraint | None = None
     visible_tokens: tuple[int, ...] = ()
 
@@ -94,10 +123,27 @@ class SamplingParams:
         self._number("frequency_penalty", -2.0, 2.0)
         self._integer("seed", -(2**63), 2**63 - 1, optional=True)
         self._normalize_stops()
-        for name in ("ignore_eos", "include_stop_str_in_output", "prompt_logprobs"):
+        self._normalize_bias()
+        if self.timeout is not None:
+            self._number("timeout", 0.0, MAX_TIMEOUT, above=True)
+        self._number("length_penalty", -10.0, 10.0)
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._integer("num_prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        if self.pooling not in (None, *POOLINGS):
+            raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, not {_shown(self.pooling)}", "pooling")
+        if self.pooling is not None and self.max_tokens != 1:
+            raise RequestError("pooling is for requests with max_tokens 1", "pooling")
+        if self.use_beam_search:
+            self._check_beam_search()
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` as it is kept."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
 
     @property
     def greedy(self) -> bool:
@@ -122,6 +168,37 @@ class SamplingParams:
             bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
             raise RequestError(f"{name} must be {bounds}, not {_shown(value)}", name)
         object.__setattr__(self, name, float(value))
+
+    def _check_beam_search(self) -> None:
+        """Nothing is drawn in a beam search, and an output is known when all of it is."""
+        if self.temperature not in (0.0, 1.0):
+            raise RequestError("temperature does nothing in a beam search; leave it out", "temperature")
+        for name in ("top_k", "top_p", "min_p", "seed", "stop", "prompt_logprobs", "pooling"):
+            if getattr(self, name) != getattr(SamplingParams, name):
+                raise RequestError(f"{name} cannot be used with use_beam_search", name)
+        if self.constraint is not None:
+            field = self.constraint.param
+            raise RequestError(f"{field} cannot be used with use_beam_search", field)
+
+    def _normalize_bias(self) -> None:
+        given = self.logit_bias
+        pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise RequestError(f"logit_bias must map token ids to numbers, not be {_shown(given)}", "logit_bias")
+        if len(pairs) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias may hold at most {MAX_LOGIT_BIAS} tokens, not {len(pairs)}", "logit_bias")
+        kept: dict[int, float] = {}
+        for token, bias in pairs:
+            number = int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 11 else token
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= INT31:
+                raise RequestError(f"logit_bias holds {_shown(token)}, which is no token id", "logit_bias")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise RequestError(
+                    f"logit_bias of token {number} must be a number between -100 and 100, not {_shown(bias)}",
+                    "logit_bias",
+                )
+            kept[number] = float(bias)
+        object.__setattr__(self, "logit_bias", tuple(sorted(kept.items())))
 
     def _normalize_stops(self) -> None:
         given = (self.stop,) if isinstance(self.stop, str) else self.stop

@@ -22,6 +22,10 @@ the next holder writes them in a later plan, and reads only what it wrote itself
 cache. A block can be found only after a committed plan completed it, and plans in flight write past a
 request's committed positions, so they never touch it. The runner's part: plans in order; within a plan
 first the copies, then the rest.
+
+Beams. The beams of one search are ranked together and decode in the same step or not at all, so that whoever
+chooses among them sees all of them at once; they are admitted and preempted together, so that none holds
+blocks while it waits for another. After a commit, ``finish`` drops a beam and ``fork`` adds one.
 """
 
 from __future__ import annotations
@@ -163,10 +167,51 @@ class Scheduler:
             raise RequestError(f"parent {parent.request_id} was not added to this scheduler", "parent")
         self.require_room(request.tenant, 1, request.num_queued)
         self._fit(request)
+        if request.params.use_beam_search:
+            request.beams = [request]
         self._requests[request.request_id] = request
         self.backlog.add(request.tenant, request.num_queued)
         self._shares.join(request.tenant)
         insort(self._waiting, request, key=self._rank)
+
+    def fork(self, parent_id: str, child_id: str, token: int) -> Request:
+        """Add a beam beside ``parent_id``, whose newest token was just committed: the same, but with ``token`` for it.
+
+        The child shares the parent's blocks and runs or waits as it does. Raises ``ValueError`` where the parent is no
+        beam between two steps, or ``child_id`` is taken.
+        """
+        parent = self._requests[parent_id]
+        if not parent.beams or parent.num_plans or not parent.output_token_ids or child_id in self._requests:
+            raise ValueError(f"{parent_id} cannot be forked as {child_id}")
+        while parent.status is Status.RUNNING and self.num_running == self.config.max_num_seqs:
+            self._preempt_last()
+        child = Request(
+            child_id,
+            parent.prompt_token_ids,
+            parent.params,
+            eos_token_ids=parent.eos_token_ids,
+            max_total_tokens=parent.max_total_tokens,
+            priority=parent.priority,
+            cache_salt=parent.cache_salt,
+            tenant=parent.tenant,
+            weight=parent.weight,
+            arrival=parent.arrival,
+            arrival_time=parent.arrival_time,
+        )
+        child.output_token_ids = [*parent.output_token_ids[:-1], token]
+        child.digests = list(parent.digests)  # of blocks computed by now, which they share
+        child.num_cached, child.scheduled_time = parent.num_cached, parent.scheduled_time
+        child.num_charged = parent.num_charged
+        child.status, child.beams = parent.status, parent.beams
+        child.num_computed = child.num_committed = parent.num_computed
+        if parent.status is Status.RUNNING:
+            self.blocks.fork(parent_id, child_id, parent.num_computed)
+            self._places[child.tenant] += 1
+        insort(self._running if parent.status is Status.RUNNING else self._waiting, child, key=self._rank)
+        self._shares.join(child.tenant)
+        self._requests[child_id] = child
+        child.beams.append(child)
+        return child
 
     def abort(self, request_id: str) -> bool:
         """End a request for its client's sake. False if it is not (or no longer) there."""
@@ -187,7 +232,7 @@ class Scheduler:
         tenant is next, with its running prefills and then with its waiting requests, by rank. Nobody is
         admitted past one that must wait for room; ``now`` (seconds) becomes the ``scheduled_time``.
         """
-        decodes = [request for request in self._running if request.is_decoding and not request.is_fully_sampled]
+        decodes = [request for request in self._running if _can_decode(request)]
         for request in decodes:
             if request.status is Status.RUNNING:
                 self._grow(request)
@@ -254,6 +299,8 @@ class Scheduler:
         for request in self._requests.values():
             assert request.num_plans == plans[id(request)] and request.num_in_flight == samples[id(request)]
             assert len(request.output_token_ids) + request.num_in_flight <= request.max_output_tokens
+        for request in self._requests.values():
+            assert request in request.members and len({member.status for member in request.members}) == 1
         for request in self._waiting:
             assert request.status in (Status.WAITING, Status.PREEMPTED)
             assert request.num_computed == request.num_committed == 0
@@ -275,6 +322,13 @@ class Scheduler:
         """Refuse what can never run; lower the token limit to the context, and an open end to the pool."""
         context, size, pool = self.config.max_model_len, self.blocks.block_size, self.blocks.num_blocks
         limit = min(request.max_total_tokens, context)
+        width = request.params.n if request.params.use_beam_search else 1
+        if width > self.config.max_num_seqs:
+            raise RequestError(
+                f"a beam search of width {width} needs as many running requests, --max-num-seqs allows "
+                f"{self.config.max_num_seqs}",
+                "n",
+            )
         if request.num_prompt > limit:
             raise RequestError(f"the prompt has {request.num_prompt} tokens, the context {limit}", "prompt")
         needed = self.blocks.blocks_for(request.num_prompt)
@@ -291,8 +345,15 @@ class Scheduler:
                 f"{limit} tokens; ask for max_tokens of at most {room}",
                 "max_tokens",
             )
-        request.max_total_tokens = limit if request.params.max_tokens is not None else min(limit, pool * size)
-        needed = self.blocks.blocks_for(request.max_positions)
+        request.max_total_tokens = limit if request.params.max_tokens is not None else min(limit, pool // width * size)
+        needed = width * self.blocks.blocks_for(request.max_positions)
+        if needed > pool and width > 1:
+            raise RequestError(
+                f"{width} beams of {request.num_prompt} prompt and {request.max_output_tokens} output tokens need "
+                f"{needed} KV blocks of {size}, the pool has {pool}; ask for fewer or shorter ones, or raise "
+                "--kv-cache-memory",
+                "n",
+            )
         if needed > pool:
             raise RequestError(
                 f"{request.num_prompt} prompt and {request.max_output_tokens} output tokens need {needed} "
@@ -325,7 +386,8 @@ class Scheduler:
                 if self._awaits_parent(request):
                     continue
                 # One that was just preempted must get its tokens in flight first.
-                if request.num_plans or not self._enter(request, now, planned):
+                waits = any(member.num_plans for member in request.members)
+                if waits or not self._enter(request.members, now, planned):
                     queues = {
                         tenant: running
                         for tenant, queue in queues.items()
@@ -336,17 +398,20 @@ class Scheduler:
             budget -= len(planned[-1][1].token_ids)
         return planned
 
-    def _enter(self, request: Request, now: float, planned: list[tuple[Request, ScheduledSequence]]) -> bool:
-        """Admit a waiting request, if need be in the place of others that hold more than their share."""
-        while self.num_running == self.config.max_num_seqs or not self._admit(request, now):
+    def _enter(
+        self, members: tuple[Request, ...], now: float, planned: list[tuple[Request, ScheduledSequence]]
+    ) -> bool:
+        """Admit who waits together, if need be in the place of others that hold more than their share."""
+        request, count = members[0], len(members)
+        while self.num_running + count > self.config.max_num_seqs or not self._admit(members, now):
             taken = {id(other) for other, _ in planned}
-            mine = (self._places[request.tenant] + 1) / request.weight
+            mine = (self._places[request.tenant] + count) / request.weight
             others = [
                 other
                 for other in self._last_of_tenants()
                 if other.tenant != request.tenant
-                and id(other) not in taken
-                and (self._places[other.tenant] - 1) / other.weight >= mine
+                and not any(id(member) in taken for member in other.members)
+                and (self._places[other.tenant] - len(other.members)) / other.weight >= mine
                 and self._turn(other) > self._turn(request)
             ]
             if not others:
@@ -354,35 +419,43 @@ class Scheduler:
             self._preempt(max(others, key=self._turn))
         return True
 
-    def _admit(self, request: Request, now: float) -> bool:
-        """Give a waiting request a table for all of its tokens and let it run, if there is room."""
-        request_id, total, parent = request.request_id, request.num_tokens, request.parent
-        if request.params.prompt_logprobs:
-            cached = self.blocks.open(request_id)
-        elif parent:
-            # All but the last token, whose logits choose the first output, and which is written into a copy.
-            cached = request.num_prompt - 1
-            self.blocks.fork(parent.request_id, request_id, cached)
-        else:
-            # At least the last token is computed: its logits are needed.
-            cached = self.blocks.open(request_id, self._digests(request, total - 1))
+    def _admit(self, members: tuple[Request, ...], now: float) -> bool:
+        """Give waiting requests tables for all of their tokens and let them run, if there is room for all."""
+        cached = [self._open(request) for request in members]
+        missing = sum(
+            self.blocks.missing(request.request_id, request.num_tokens, write_from=start)
+            for request, start in zip(members, cached, strict=True)
+        )
         # One block to spare for each that runs: else the next decode would preempt what was just admitted.
-        if not self.blocks.can_allocate(request_id, total, write_from=cached, spare=self.num_running):
-            self.blocks.free(request_id)
+        if missing + self.num_running > self.blocks.num_free:
+            for request in members:
+                self.blocks.free(request.request_id)
             return False
-        self._copies += self.blocks.allocate(request_id, total, write_from=cached)
-        if request.status is Status.WAITING:
-            self.backlog.remove(request.tenant, request.num_queued)
-            request.num_cached, request.scheduled_time = cached, now
-            if not request.params.prompt_logprobs:
-                self.prefix_queries += total
-                self.prefix_hits += cached
-        request.num_computed = request.num_committed = cached
-        request.status, request.parent = Status.RUNNING, None
-        self._waiting.remove(request)
-        self._places[request.tenant] += 1
-        insort(self._running, request, key=self._rank)
+        for request, start in zip(members, cached, strict=True):
+            self._copies += self.blocks.allocate(request.request_id, request.num_tokens, write_from=start)
+            if request.status is Status.WAITING:
+                self.backlog.remove(request.tenant, request.num_queued)
+                request.num_cached, request.scheduled_time = start, now
+                if not request.is_scored:
+                    self.prefix_queries += request.num_tokens
+                    self.prefix_hits += start
+            request.num_computed = request.num_committed = start
+            request.status, request.parent = Status.RUNNING, None
+            self._waiting.remove(request)
+            self._places[request.tenant] += 1
+            insort(self._running, request, key=self._rank)
         return True
+
+    def _open(self, request: Request) -> int:
+        """Start the table of a waiting request with what others computed; returns how many positions."""
+        if request.is_scored:
+            return self.blocks.open(request.request_id)
+        if request.parent:
+            # All but the last token, whose logits choose the first output, and which is written into a copy.
+            self.blocks.fork(request.parent.request_id, request.request_id, request.num_prompt - 1)
+            return request.num_prompt - 1
+        # At least one token is left to be computed at once: the last, whose logits are needed, or one before a beam's.
+        return self.blocks.open(request.request_id, self._digests(request, request.num_plannable - 1))
 
     def _grow(self, request: Request) -> None:
         """Make room for one more position of a decode, preempting whom it must, itself too."""
@@ -391,29 +464,35 @@ class Scheduler:
             if self.blocks.can_allocate(request.request_id, total, write_from=written):
                 self._copies += self.blocks.allocate(request.request_id, total, write_from=written)
                 return
-            self._preempt(max(self._last_of_tenants(), key=self._turn))
+            self._preempt_last()
 
     def _last_of_tenants(self) -> list[Request]:
-        """Who may be preempted: the last in rank of each tenant, but never the first of all."""
-        return list({request.tenant: request for request in self._running[1:]}.values())
+        """Who may be preempted: the last in rank of each tenant, but never the first of all, nor a beam beside it."""
+        safe = len(self._running[0].members)  # beams follow each other in rank
+        return list({request.tenant: request for request in self._running[safe:]}.values())
+
+    def _preempt_last(self) -> None:
+        """Preempt a request of the tenant that was served most."""
+        self._preempt(max(self._last_of_tenants(), key=self._turn))
 
     def _preempt(self, request: Request) -> None:
         """Take its blocks; its tokens stay, and their KV is computed again (or found in the cache) later."""
-        self._leave_running(request)
-        self.blocks.free(request.request_id)
-        request.status = Status.PREEMPTED
-        request.num_computed = request.num_committed = 0
-        insort(self._waiting, request, key=self._rank)
-        self._preempted.append(request.request_id)
-        self.num_preemptions += 1
+        for member in request.members:
+            self._leave_running(member)
+            self.blocks.free(member.request_id)
+            member.status = Status.PREEMPTED
+            member.num_computed = member.num_committed = 0
+            insort(self._waiting, member, key=self._rank)
+            self._preempted.append(member.request_id)
+            self.num_preemptions += 1
 
     def _advance(self, request: Request, budget: int) -> ScheduledSequence:
         """Plan up to ``budget`` further tokens of a running request."""
         start = request.num_computed
-        stop = min(request.num_tokens, start + budget)
-        if request.params.prompt_logprobs and start < request.num_scored:
+        stop = min(request.num_tokens if request.is_decoding else request.num_plannable, start + budget)
+        if request.is_scored and start < request.num_scored:
             stop = min(stop, request.num_scored)  # a chunk is asked for its rows as a whole or not at all
-        scores = request.params.prompt_logprobs and request.num_scored <= start < request.num_prompt
+        scores = request.is_scored and request.num_scored <= start < request.num_prompt
         sequence = ScheduledSequence(
             request_id=request.request_id,
             token_ids=request.tokens(start, stop),
@@ -421,7 +500,8 @@ class Scheduler:
             block_table=self.blocks.table(request.request_id),
             num_sampled=int(stop == request.num_tokens),
             is_prefill=not request.is_decoding,
-            wants_prompt_logprobs=scores,
+            wants_prompt_logprobs=scores and request.params.prompt_logprobs,
+            wants_prompt_states=scores and request.params.pooling is not None,
         )
         if scores:
             request.num_scored = min(stop, request.num_prompt)
@@ -478,5 +558,15 @@ class Scheduler:
             if request.status is Status.WAITING:
                 self.backlog.remove(request.tenant, request.num_queued)
         del self._requests[request.request_id]
+        if request.beams:
+            request.beams.remove(request)
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason, request.parent = reason, stop_reason, None
+
+
+def _can_decode(request: Request) -> bool:
+    """Its newest token is all that is to be computed. Beams wait until that is so, and the token known, of each."""
+    return all(
+        member.is_decoding and not member.is_fully_sampled and not (member.beams and member.num_in_flight)
+        for member in request.members
+    )

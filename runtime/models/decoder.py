@@ -95,6 +95,7 @@ class Decoder:
         self._activated = torch.empty(tokens, config.intermediate_size)
         self.logits = torch.empty(rows, config.vocab_size)
         self.greedy = torch.empty(rows, dtype=torch.int32)
+        self.states = torch.empty(rows, config.hidden_size)
 
         table, _ = self._weight("model.embed_tokens", config.vocab_size, config.hidden_size)
         self._body = executor.program(tokens)
@@ -111,6 +112,8 @@ class Decoder:
         head = self._head_ops(table, int8_head)
         registry.require(executor, head)
         self._head.add(head)
+        self._final_norm = executor.program(rows)
+        self._final_norm.add(head[:2])
         self._log_softmax = executor.program(rows)
         self._log_softmax.add([LogSoftmax(self.logits)])
 
@@ -121,6 +124,11 @@ class Decoder:
     def head(self, step: Step, rows: Tensor) -> None:
         """Logits and greedy tokens of up to ``max_logits`` tokens ``rows`` (int32) of the step just run."""
         self._head.run(replace(step, logit_rows=rows))
+
+    def final_norm(self, step: Step, rows: Tensor) -> None:
+        """Leave in ``states`` [max_logits, hidden_size] what the head reads of up to ``max_logits`` tokens ``rows``
+        (int32) of the step just run: their hidden states behind the last norm."""
+        self._final_norm.run(replace(step, logit_rows=rows))
 
     def log_softmax(self, step: Step, rows: Tensor) -> None:
         """Turn the logits just computed into log-probabilities, in place."""
@@ -170,7 +178,7 @@ class Decoder:
     def _head_ops(self, table: Weight, int8: bool) -> list[Op]:
         config, rows = self.config, self.limits.max_logits
         norm = self._tensor("model.norm.weight", config.hidden_size)
-        last, normed = torch.empty(rows, config.hidden_size), torch.empty(rows, config.hidden_size)
+        last, normed = torch.empty(rows, config.hidden_size), self.states
         weight, bias = table, None
         if "lm_head" in self._packed or not config.tie_word_embeddings:
             weight, bias = self._weight("lm_head", config.vocab_size, config.hidden_size)

@@ -9,11 +9,11 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qserve.runtime.server.chat_parts import chat_delta, chat_message
-from qserve.runtime.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from qserve.runtime.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import RequestOutput
@@ -53,6 +53,7 @@ class _Whole:
 
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of an echoed prompt too
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -65,13 +66,23 @@ class Answer(ABC):
     chunk_kind: ClassVar[str]
     named_events: ClassVar[bool] = False
 
-    def __init__(self, model: str, choices: int, usage: Usage, texts: TokenTexts, *, logprobs: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        choices: int,
+        usage: Usage,
+        texts: TokenTexts,
+        *,
+        logprobs: bool,
+        prompt_logprobs: bool = False,
+    ) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
         self._head = {"created": int(time.time()), "model": model}
         self._choices = choices
         self._usage = usage
         self._texts = texts
         self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
 
     async def whole(self, outputs: Outputs) -> Json:
         choices = [_Whole() for _ in range(self._choices)]
@@ -79,6 +90,9 @@ class Answer(ABC):
             self._usage.add(index, output)
             choice = choices[index]
             choice.text += output.text
+            if self._prompt_logprobs:  # a field of their own
+                choice.prompt_logprobs += output.prompt_logprobs or []
+                output = replace(output, prompt_logprobs=None)
             choice.logprobs += _logprobs(output)
             if output.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
@@ -92,13 +106,17 @@ class Answer(ABC):
             }
             for index, choice in enumerate(choices)
         ]
-        return {
+        answer = {
             "id": self.id,
             "object": self.kind,
             **self._head,
             "choices": answers,
             "usage": self._usage.to_json(),
         }
+        if self._prompt_logprobs:
+            scored = [prompt_logprobs(self._texts, choice.prompt_logprobs) for choice in choices]
+            self._add_prompt_logprobs(answer, scored)
+        return answer
 
     async def chunks(
         self, outputs: Outputs, *, include_usage: bool, continuous_usage: bool = False
@@ -141,6 +159,10 @@ class Answer(ABC):
         return reason
 
     @abstractmethod
+    def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
+        """Put them, by choice, where vLLM has them."""
+
+    @abstractmethod
     def _content(self, index: int, text: str) -> Json: ...
 
     @abstractmethod
@@ -165,11 +187,15 @@ class ChatAnswer(Answer):
         texts: TokenTexts,
         *,
         logprobs: bool,
+        prompt_logprobs: bool = False,
         parser: Callable[[], OutputParser] | None = None,
     ) -> None:
         """``parser`` makes what finds reasoning and tool calls in the text of a choice."""
-        super().__init__(model, choices, usage, texts, logprobs=logprobs)
+        super().__init__(model, choices, usage, texts, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         self._parsers = [parser() for _ in range(choices)] if parser else None
+
+    def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
+        answer["prompt_logprobs"] = scored[0]
 
     def _content(self, index: int, text: str) -> Json:
         if self._parsers is None:
@@ -218,11 +244,16 @@ class CompletionAnswer(Answer):
         texts: TokenTexts,
         *,
         logprobs: bool,
+        prompt_logprobs: bool = False,
         echo: Sequence[Echo] | None = None,
     ) -> None:
-        super().__init__(model, choices, usage, texts, logprobs=logprobs)
+        super().__init__(model, choices, usage, texts, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         self._echo = echo
         self._offsets: dict[int, int] = {}  # by choice, characters of the answer so far
+
+    def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
+        for choice, own in zip(answer["choices"], scored, strict=True):
+            choice["prompt_logprobs"] = own
 
     def _content(self, index: int, text: str) -> Json:
         return {"text": self._echo[index].text + text if self._echo else text}

@@ -14,7 +14,19 @@ from qserve.runtime.server.access import AccessLog
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.errors import APIError, ClientGone
 from qserve.runtime.server.guard import Guard
-from qserve.runtime.server.routes import chat, completions, engine, models, page, probes, responses, schema
+from qserve.runtime.server.routes import (
+    chat,
+    completions,
+    embeddings,
+    engine,
+    models,
+    page,
+    probes,
+    responses,
+    schema,
+    tokens,
+    websocket,
+)
 from qserve.runtime.server.service import Service
 
 
@@ -32,7 +44,7 @@ def create_app(service: Service) -> FastAPI:
         )
     app.add_middleware(AccessLog, service=service)  # the last one added is the outermost
     _add_error_handlers(app)
-    for part in (probes, models, completions, chat, responses, engine, page, schema):
+    for part in (probes, models, completions, chat, responses, embeddings, tokens, websocket, engine, page, schema):
         app.include_router(part.router(service))
     return app
 
@@ -48,7 +60,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(EngineFailure)
     async def engine_failure(_: Request, error: EngineFailure) -> Response:
-        return APIError(500, str(error)).response()
+        return error.as_api_error().response()
 
     @app.exception_handler(ClientGone)
     async def client_gone(_: Request, error: ClientGone) -> Response:

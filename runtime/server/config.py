@@ -12,6 +12,7 @@ from qserve.runtime.server.tool_formats import NAMES
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 TOOL_FORMAT_CHOICES = ("auto", "none", *NAMES)
 REASONING_CHOICES = ("auto", "none")
+MAX_STREAM_INTERVAL = 1024
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ServerConfig:
         drain_timeout: seconds that running requests may still take after a first SIGTERM.
         max_body_bytes: larger request bodies are refused.
         body_timeout: seconds in which a request body must have arrived.
+        stream_interval: tokens that are gathered for one event of a stream; the first goes out at once.
         tool_format: how the model writes tool calls, a name of ``tool_formats.TOOL_FORMATS``; auto goes by its chat
             template, none refuses tools.
         reasoning: auto splits reasoning off the answers of models whose chat template marks it; none does not.
@@ -45,12 +47,17 @@ class ServerConfig:
     drain_timeout: float = 30.0
     max_body_bytes: int = 8 << 20
     body_timeout: float = 30.0
+    stream_interval: int = 1
     vllm_metrics: bool = False
     otlp_endpoint: str | None = None
     tool_format: str = "auto"
     reasoning: str = "auto"
 
     def __post_init__(self) -> None:
+        if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
+            raise UsageError(
+                f"--stream-interval must be between 1 and {MAX_STREAM_INTERVAL}, not {self.stream_interval}"
+            )
         if any(not key or key != key.strip() or not key.isascii() for key in self.api_keys):
             raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
         if (self.tls_cert is None) != (self.tls_key is None):

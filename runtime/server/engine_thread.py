@@ -13,13 +13,14 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.keys import ApiKey
 from qserve.runtime.server.metrics import Metrics
 from qserve.runtime.server.quota import Quotas
@@ -40,6 +41,17 @@ MAX_FAILED_STEPS = 10  # in a row; an engine that fails so often will not recove
 
 class EngineFailure(Exception):
     """The engine could not go on with this generation. ``str(error)`` may be shown to the client."""
+
+    def as_api_error(self) -> APIError:
+        return APIError(500, str(self))
+
+
+class DeadlineExceeded(EngineFailure):
+    """The request was not done within its ``timeout``."""
+
+    def as_api_error(self) -> APIError:
+        # Clients send a failed request again by default; its time is over.
+        return APIError(504, str(self), param="timeout", code="timeout", headers={"x-should-retry": "false"})
 
 
 @dataclass(eq=False)
@@ -68,6 +80,8 @@ class Generation:
             for output in event:
                 if output.error_param is not None:
                     raise RequestError(output.error or "", output.error_param)
+                if output.finish_reason == "timeout":
+                    raise DeadlineExceeded(output.error)
                 if output.finish_reason in ("abort", "error"):
                     raise EngineFailure(output.error or "the request was aborted")
                 self.unfinished -= output.finish_reason is not None
@@ -103,6 +117,19 @@ class _Live:
     timeline: Timeline
     unfinished: int
     key: ApiKey | None
+    gathered: dict[int, list[RequestOutput]] = field(default_factory=dict)  # by choice, after its first
+
+    def gather(self, output: RequestOutput, interval: int) -> list[RequestOutput]:
+        """What is to be handed out now: the first output at once, then ``interval`` tokens at a time, all at an end."""
+        waiting = self.gathered.setdefault(output.index, [])
+        opened = output.output_tokens > len(output.token_ids)
+        failed = output.finish_reason in ("abort", "error", "timeout")
+        if not failed:
+            waiting.append(output)
+        if opened and output.finish_reason is None and sum(len(each.token_ids) for each in waiting) < interval:
+            return []
+        self.gathered[output.index] = []
+        return ([_merge(waiting)] if waiting else []) + ([output] if failed else [])
 
 
 class EngineThread:
@@ -110,11 +137,13 @@ class EngineThread:
 
     A step that raises ends every request with an ``EngineFailure``, and the thread goes on. After
     ``MAX_FAILED_STEPS`` such steps in a row, or if the engine cannot even step without requests, the thread ends:
-    ``alive`` is False and ``failure`` says why. All coroutines that submit share one event loop.
+    ``alive`` is False and ``failure`` says why. All coroutines that submit share one event loop, which hears of a
+    choice's first token at once and then of ``stream_interval`` tokens at a time.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, stream_interval: int = 1) -> None:
         self._engine = engine
+        self._stream_interval = stream_interval
         self._metrics = metrics
         self._commands: SimpleQueue[_Submit | _Abort | _Look | None] = SimpleQueue()
         self._live: dict[str, _Live] = {}
@@ -323,7 +352,8 @@ class EngineThread:
             live = self._live.get(output.request_id)
             if live is None:
                 continue
-            batches.setdefault(live.generation, []).append(output)
+            if ready := live.gather(output, self._stream_interval):
+                batches.setdefault(live.generation, []).extend(ready)
             self._metrics.observe(live.timeline, output, now)
             self._account(live, output, now)
             if output.finish_reason is not None:
@@ -338,7 +368,8 @@ class EngineThread:
         tokens = len(output.token_ids)
         if live.key is not None:
             self._quotas.spend(live.key, tokens, now)
-        if tokens and output.output_tokens == tokens and output.index == 0:  # the first: its prompt was computed
+        first = output.output_tokens == tokens and output.error is None  # an embedding has no token at all
+        if first and output.index == 0:  # its prompt was computed
             tokens += output.prompt_tokens - output.cached_tokens
         self._rate.computed(tokens, now)
         if output.finish_reason is not None:
@@ -357,6 +388,8 @@ class EngineThread:
             self._release(request, request.unfinished)
             self._metrics.ended("error")
             request.timeline.failed()
+            if gathered := [_merge(waiting) for waiting in request.gathered.values() if waiting]:
+                self._call(request.generation.loop, partial(request.generation.events.put_nowait, gathered))
             self._tell(request.generation, message)
 
     def _tell(self, generation: Generation, message: str) -> None:
@@ -373,6 +406,19 @@ class EngineThread:
     def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(function)
+
+
+def _merge(outputs: list[RequestOutput]) -> RequestOutput:
+    """Successive outputs of one choice as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    logprobs = [token for output in outputs for token in output.logprobs or []]
+    return replace(
+        outputs[-1],
+        text="".join(output.text for output in outputs),
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=logprobs or None,
+    )
 
 
 def _hand_out(batches: dict[Generation, list[RequestOutput]]) -> None:

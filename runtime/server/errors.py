@@ -15,6 +15,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout",
 }
 
 

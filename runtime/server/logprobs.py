@@ -110,6 +110,19 @@ def chat_logprobs(texts: TokenTexts, new: Sequence[TokenLogprobs]) -> dict[str, 
     return {"content": content, "refusal": None}
 
 
+def prompt_logprobs(texts: TokenTexts, following: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs`` as vLLM has it: by token id, one entry for each prompt token; nothing predicts the first."""
+
+    def entry(token: TokenLogprob) -> dict[str, Any]:
+        return {
+            "logprob": _finite(token.logprob),
+            "rank": token.rank,
+            "decoded_token": texts.name(token.token_id),
+        }
+
+    return [None, *({str(t.token_id): entry(t) for t in (token.chosen, *token.top)} for token in following)]
+
+
 def _finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 

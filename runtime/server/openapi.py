@@ -20,6 +20,7 @@ from qserve.runtime.sampling import (
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TIMEOUT,
 )
 from qserve.runtime.server.guard import OPEN_PATHS
 from qserve.runtime.server.protocol import MAX_PROMPTS
@@ -74,6 +75,8 @@ BOUNDS: dict[str, Json] = {
     "repetition_penalty": {"minimum": 0.01, "maximum": 10},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "length_penalty": {"minimum": -10, "maximum": 10},
+    "timeout": {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT},
     "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
     "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
@@ -82,14 +85,15 @@ BOUNDS: dict[str, Json] = {
 
 _TEXT: Json = {"type": "string", "minLength": 1}
 _TOKENS: Json = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+PROMPT: list[Json] = [
+    _TEXT,
+    _TOKENS,
+    *({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": item} for item in (_TEXT, _TOKENS)),
+]
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 # Shapes of the fields that a validator of the model checks, which pydantic cannot tell.
 _SHAPES: dict[str, list[Json]] = {
-    "prompt": [
-        _TEXT,
-        _TOKENS,
-        *({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": item} for item in (_TEXT, _TOKENS)),
-    ],
+    "prompt": PROMPT,
     "stop": [_STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}, {"type": "null"}],
     "stop_token_ids": [
         {

@@ -38,7 +38,7 @@ class PromptEncoder:
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
+    def encode(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
         """A prompt as it is: special tokens in it are special, and the model's own are put around it."""
         if isinstance(prompt, list):
             self._check_length(len(prompt), 1)
@@ -47,11 +47,16 @@ class PromptEncoder:
             return prompt
         self._check_length(len(prompt), self._longest)
         with self._lock:
-            return list(self._tokenizer(prompt)["input_ids"])
+            return list(self._tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         with self._lock:
-            return decode(self._tokenizer, token_ids)
+            return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each token; ids beyond it, which some models have, are called nothing."""
+        with self._lock:
+            return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def tail(self, token_ids: Sequence[int]) -> str:
         """The end of a prompt, special tokens too."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.sampling import MAX_CHOICES, MAX_LOGPROBS, RequestError, SamplingParams
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.messages import Message
 from qserve.runtime.server.strict import NotDone, Strict
@@ -38,6 +38,11 @@ _SAMPLING = (
     "stop_token_ids",
     "ignore_eos",
     "include_stop_str_in_output",
+    "logit_bias",
+    "timeout",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
 )
 
 
@@ -72,6 +77,12 @@ class _Generation(Strict, StructuredFields):
     stop_token_ids: Any = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, Any] | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    timeout: float | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -85,42 +96,58 @@ class _Generation(Strict, StructuredFields):
     def _params(self, **more: Any) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for requests with stream true", "stream_options")
+        for name in ("use_beam_search", "prompt_logprobs"):
+            if self.stream and getattr(self, name) not in (None, False):
+                raise RequestError(f"{name} is for requests without stream", name)
+        if self.prompt_logprobs is not None:
+            more |= {"prompt_logprobs": True, "num_prompt_logprobs": self.prompt_logprobs}
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(**{"constraint": self.constraint()} | given | more)
+
+
+def prompt_list(value: Any) -> Any:
+    """A text, texts, token ids or lists of token ids, as a list of texts or of lists of token ids."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise PydanticCustomError("prompt", "must be a string, a list of strings, token ids, or lists of those")
+    if len(value) > MAX_PROMPTS and type(value[0]) is not int:  # before anything looks at each of them
+        raise PydanticCustomError("prompt", f"holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed")
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        value, kinds = [value], {list}
+    if not value or not all(value):
+        raise PydanticCustomError("prompt", "must not be empty")
+    texts = kinds == {str}
+    if not texts and not (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
+        raise PydanticCustomError("prompt", "must hold only strings, only token ids, or only lists of token ids")
+    if not texts and min(map(min, value)) < 0:
+        raise PydanticCustomError("prompt", f"holds the negative token id {min(map(min, value))}")
+    return value
 
 
 class CompletionRequest(_Generation):
     """``prompt`` becomes a list: of texts, or of lists of token ids."""
 
-    not_done: ClassVar[NotDone] = {"best_of": (1,), "suffix": (), "logit_bias": ({},)}
+    not_done: ClassVar[NotDone] = {"suffix": ()}
 
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
 
-    @field_validator("prompt")
-    @classmethod
-    def _prompts(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, list):
-            raise PydanticCustomError("prompt", "must be a string, a list of strings, token ids, or lists of those")
-        if len(value) > MAX_PROMPTS and type(value[0]) is not int:  # before anything looks at each of them
-            raise PydanticCustomError("prompt", f"holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed")
-        kinds = set(map(type, value))
-        if kinds == {int}:
-            value, kinds = [value], {list}
-        if not value or not all(value):
-            raise PydanticCustomError("prompt", "must not be empty")
-        texts = kinds == {str}
-        if not texts and not (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
-            raise PydanticCustomError("prompt", "must hold only strings, only token ids, or only lists of token ids")
-        if not texts and min(map(min, value)) < 0:
-            raise PydanticCustomError("prompt", f"holds the negative token id {min(map(min, value))}")
-        return value
+    _prompts = field_validator("prompt")(prompt_list)
 
     def sampling_params(self) -> SamplingParams:
-        return self._params(logprobs=self.logprobs, prompt_logprobs=bool(self.echo) and self.logprobs is not None)
+        """Where ``best_of`` is more than ``n``, it is the ``n`` here, and there are logprobs to choose by."""
+        scored, logprobs, choices = bool(self.echo) and self.logprobs is not None, self.logprobs, {}
+        if scored and (self.use_beam_search or self.prompt_logprobs is not None):
+            raise RequestError("echo with logprobs goes with neither use_beam_search nor prompt_logprobs", "echo")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            if self.best_of < (self.n or 1) or self.stream or self.use_beam_search:
+                raise RequestError("best_of must be at least n, without stream and use_beam_search", "best_of")
+            logprobs, choices = logprobs or 0, {"n": self.best_of}
+        return self._params(logprobs=logprobs, prompt_logprobs=scored, **choices)
 
 
 class TemplateOptions(Strict):
@@ -138,7 +165,6 @@ class ChatRequest(_Generation):
         "chat_template": (),
         "function_call": ("none",),
         "functions": ([],),
-        "logit_bias": ({},),
         "metadata": ({},),
         "modalities": (["text"],),
         "moderation": (),

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -77,6 +78,10 @@ class _Protocol(H11Protocol):
         self._late.cancel()
         super().connection_lost(exc)
 
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._late.cancel()  # the connection goes to another protocol
+        super().handle_websocket_upgrade(event)
+
     def _close_silent(self) -> None:
         if self.cycle is None:
             self.transport.close()
@@ -93,7 +98,9 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 self._entrance,
                 http=_Protocol,
-                ws="none",
+                ws="websockets-sansio",
+                ws_max_size=config.max_body_bytes,
+                ws_per_message_deflate=False,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

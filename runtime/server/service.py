@@ -44,6 +44,7 @@ class Service:
         self.keys = KeyRing(config.api_keys, config.api_keys_file) if keys is None else keys
         self.model_name = config.model_name or engine.model_name
         self.max_model_len = engine.max_model_len
+        self.embedding_size = engine.model_config.hidden_size
         self.max_waiting = engine.config.max_waiting
         self.source = engine.source
         self.stored_bytes = engine.source.stored_bytes()
@@ -57,7 +58,7 @@ class Service:
             max_waiting=engine.config.max_waiting,
         )
         self.tracer = None if config.otlp_endpoint is None else Tracer(otlp_exporter(config.otlp_endpoint))
-        self.thread = EngineThread(engine, self.metrics)
+        self.thread = EngineThread(engine, self.metrics, config.stream_interval)
         self.constraints = ConstraintChecker(engine.grammars)
         self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
         self.texts = TokenTexts(engine.tokenizer)

@@ -51,7 +51,7 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], named: bool) -> AsyncIt
         async for chunk in chunks:
             yield (f"event: {chunk['type']}\n".encode() if named else b"") + _event(chunk)
     except EngineFailure as error:  # the status was sent long ago: the error is the last event
-        yield _event(APIError(500, str(error)).body())
+        yield _event(error.as_api_error().body())
         return
     except RequestError as error:
         yield _event(APIError(400, str(error), param=error.param, code="invalid_value").body())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,30 @@ def test_stop_strings_wait_for_min_tokens(tiny_model: Path) -> None:
     free = llm.generate("hello", SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))[0].outputs[0]
     stop = SamplingParams(max_tokens=30, min_tokens=15, temperature=0.0, ignore_eos=True, stop=(free.text[4:6],))
     assert len(llm.generate("hello", stop)[0].outputs[0].token_ids) >= 15
+
+
+@needs_native
+def test_a_deadline_ends_what_waits_and_what_runs(tiny_model: Path) -> None:
+    now = 0.0
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory=4 << 20, threads=2)
+    engine = Engine(str(tiny_model), config, clock=lambda: now)
+    free = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    hurried = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, timeout=2.0)
+    engine.submit("free", prompt(0, 20), free)
+    engine.submit("runs", prompt(1, 20), hurried)
+    engine.submit("waits", prompt(2, 20), replace(hurried, n=2))
+    ended: list[tuple[str, int, str | None]] = []
+    tokens: list[int] = []
+    while engine.has_work():
+        for output in engine.step():
+            tokens += output.token_ids if output.request_id == "free" else []
+            if output.finish_reason is not None:
+                ended.append((output.request_id, output.index, output.finish_reason))
+                assert output.error is None or "timeout of 2 s" in output.error
+        engine.check()
+        now += 0.25
+    late = [("runs", 0, "timeout"), ("waits", 0, "timeout"), ("waits", 1, "timeout")]
+    assert ended == [*late, ("free", 0, "length")]
+    assert engine.stats().kv_blocks_used == 0
+    engine.submit("alone", prompt(0, 20), free)
+    assert finish(engine)["alone/0"] == tokens

@@ -99,3 +99,15 @@ def test_logprobs_are_the_models_own() -> None:
 
 def test_a_row_with_nan_yields_no_token() -> None:
     assert draw(logits=[1.0, math.nan, 0.0]).token_id is None
+
+
+def test_biases_come_before_penalties() -> None:
+    assert draw(logits=[2.0, 1.9, 0.0], temperature=0.0, logit_bias={2: 2.5}).token_id == 2
+    assert draw(logits=[2.0, 1.9, 0.0], temperature=0.0, logit_bias={0: -100}).token_id == 1
+    # (3 + 1) / 2 is less than 2.4; 3 / 2 + 1 would not be.
+    halved = {"temperature": 0.0, "repetition_penalty": 2.0}
+    assert draw([2], logits=[0.0, 0.0, 3.0, 2.4], logit_bias={2: 1}, **halved).token_id == 3
+    assert support(logit_bias={0: 100}) == {0}
+    assert support(logit_bias=dict.fromkeys(range(5), -100)) == {0, 1, 2, 3, 4}
+    got = draw(temperature=0.0, logprobs=1, logit_bias={1: 50}).logprobs
+    assert got is not None and got.chosen.token_id == 1 and got.chosen.logprob == pytest.approx(math.log(0.25))

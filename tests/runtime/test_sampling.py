@@ -42,6 +42,13 @@ def test_defaults_are_those_of_the_openai_completions_api() -> None:
         ("include_stop_str_in_output", 0),
         *(("logprobs", v) for v in (-1, -2, 21, 10**6, "a", True)),
         *(("prompt_logprobs", v) for v in (1, 0, None)),
+        *(("num_prompt_logprobs", v) for v in (-1, 21, True)),
+        *(("logit_bias", v) for v in ([1], ["ab"], "a", 3, None, ((1, 2, 3),), {"a": 1}, {-1: 1}, {True: 1}, {1: "1"})),
+        *(("logit_bias", v) for v in ({1: 101}, {1: math.nan}, {1: None}, {1: True}, dict.fromkeys(range(1025), 1))),
+        *(("timeout", v) for v in (0, -1, 3601, math.nan, "1", True)),
+        *(("use_beam_search", v) for v in (1, None)),
+        *(("length_penalty", v) for v in (11, -11, math.nan, None)),
+        *(("pooling", v) for v in ("max", 1, True, "mean")),
     ],
     ids=lambda v: v if isinstance(v, str) and len(v) > 3 else type(v).__name__,  # 10**5000 has no str()
 )
@@ -91,3 +98,10 @@ def test_more_min_tokens_than_max_tokens_is_refused_with_both_numbers() -> None:
     with pytest.raises(RequestError, match=r"min_tokens \(9\) is more than max_tokens \(8\)"):
         SamplingParams(min_tokens=9, max_tokens=8)
     assert SamplingParams(min_tokens=9, max_tokens=None).min_tokens == 9
+
+
+def test_a_bias_is_kept_as_sorted_pairs() -> None:
+    params = SamplingParams(logit_bias={"7": 2, "3": -100.0})
+    assert params.biases == ((3, -100.0), (7, 2.0)) == SamplingParams(logit_bias={3: -100, 7: 2}).biases
+    assert dataclasses.replace(params, n=2).biases == params.biases
+    assert len(SamplingParams(logit_bias={str(token): 1 for token in range(1024)}).biases) == 1024

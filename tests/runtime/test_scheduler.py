@@ -95,6 +95,7 @@ def test_plan_is_plain_data() -> None:
                 "num_sampled": 1,
                 "is_prefill": True,
                 "wants_prompt_logprobs": True,
+                "wants_prompt_states": False,
             }
         ],
         "preempted": [],
@@ -554,3 +555,25 @@ def test_a_long_decode_is_never_preempted_by_younger_requests() -> None:
         plan, _ = step(s)
         assert "oldest" in shares(plan)
     assert len(oldest.output_token_ids) == 59 and s.num_preemptions > 0
+
+
+def test_a_beam_forks_in_mid_sequence() -> None:
+    s = scheduler()
+    add(s, "a", range(6), max_tokens=9, n=3, use_beam_search=True)
+    s.commit(plan_of(s), {"a": 20})
+    child = s.fork("a", "b", 30)
+    s.check()
+    assert child.output_token_ids == [30] and s.blocks.table("b") == s.blocks.table("a")
+    plan = plan_of(s)
+    assert {(q.request_id, q.token_ids, q.start) for q in plan.sequences} == {("a", (20,), 6), ("b", (30,), 6)}
+    assert len(plan.copies) == 1, "the block that both write into is copied once"
+    assert s.schedule(0.0) is None, "beams wait for a choice"
+    for wrong in (lambda: s.fork("a", "c", 1), lambda: s.fork("a", "b", 1)):
+        with pytest.raises(ValueError):
+            wrong()
+    s.commit(plan, {"a": 21, "b": 31})
+    s.finish("a", "stop")
+    assert [q.token_ids for q in plan_of(s).sequences] == [(31,)]
+    s.check()
+    s.abort("b")
+    assert s.blocks.num_used == 0

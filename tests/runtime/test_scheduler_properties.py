@@ -49,7 +49,7 @@ class Oracle:
     kv: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens, self.kv = list(self.request.prompt_token_ids), []
+        self.tokens, self.kv = [*self.request.prompt_token_ids, *self.request.output_token_ids], []
         self.extend()
 
     def extend(self) -> None:
@@ -121,6 +121,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     preemptions = 0
     hits = 0
     copies = 0
+    forks = 0
+    mixed = 0  # steps with beams and with several tenants
 
     @initialize(
         positions=st.integers(8, 44),
@@ -170,6 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from((("", 1.0), ("", 1.0), ("light", 0.5), ("heavy", 3.0))),
         count=st.sampled_from((1, 1, 2, 3)),
         siblings=st.booleans(),
+        width=st.sampled_from((1, 1, 1, 2, 2, 3, 4)),
     )
     def add(
         self,
@@ -186,8 +189,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant: tuple[str, float],
         count: int,
         siblings: bool,
+        width: int,
     ) -> None:
         prompt = (*text[:head], *tail) or (2,)
+        if width > 1:  # whoever searches looks for endings itself
+            count, scored, ignore_eos, stop = 1, False, True, ()
+            prompt, max_tokens = prompt[:7], min(max_tokens or 6, 9)  # as many must fit into the pool
         if max_tokens is not None:
             min_tokens = min(min_tokens, max_tokens)
         params = SamplingParams(
@@ -196,6 +203,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             stop_token_ids=stop,
             prompt_logprobs=scored,
+            n=width,
+            use_beam_search=width > 1,
         )
         parent: Request | None = None
         for _ in range(count):
@@ -221,8 +230,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             except RequestError as error:
                 pool = self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
                 room = max(1, self.scheduler.config.max_model_len - len(prompt))
-                assert error.param in ("prompt", "max_tokens")
-                assert len(prompt) + (max_tokens or 1) - 1 > pool or (max_tokens or 1) > room
+                assert error.param in ("prompt", "max_tokens", "n")
+                if width == 1:
+                    assert len(prompt) + (max_tokens or 1) - 1 > pool or (max_tokens or 1) > room
                 return
             self.oracles[request.request_id] = self.live[request.request_id] = Oracle(request)
             parent = (parent or request) if siblings else None
@@ -240,6 +250,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(plan.sequences) <= self.scheduler.config.max_num_seqs
         assert all(s.request_id in self.live for s in plan.sequences), "a request runs that has ended"
         SchedulerMachine.copies += len(plan.copies)
+        planned = [self.live[s.request_id].request for s in plan.sequences]
+        SchedulerMachine.mixed += any(len(r.beams) > 1 for r in planned) and len({r.tenant for r in planned}) > 1
+        sampling = {s.request_id for s in plan.sequences if s.num_sampled}
+        for name in sampling:
+            beams = {beam.request_id for beam in self.live[name].request.beams}
+            assert beams <= sampling, "a beam goes on without the others"
         self.not_run.append(plan)
 
     @precondition(lambda self: self.not_run)
@@ -255,7 +271,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.not_committed:
             self.run_oldest()
         plan, results = self.not_committed.popleft()
-        for update in self.scheduler.commit(plan, results):
+        updates = self.scheduler.commit(plan, results)
+        for update in updates:
             oracle = self.live[update.request_id]
             assert update.token_ids == tuple(oracle.request.output_token_ids[-1:])
             if update.finish_reason is not None:
@@ -265,6 +282,23 @@ class SchedulerMachine(RuleBasedStateMachine):
                         "each prompt row exactly once"
                     )
                 del self.live[update.request_id]
+        for update in updates:
+            if update.request_id in self.live and self.live[update.request_id].request.beams:
+                self.branch(update.request_id)
+
+    def branch(self, name: str) -> None:
+        """Drop this beam, or fork it while there is room, as chance has it."""
+        request = self.live[name].request
+        chance = crc32(f"{name} {len(request.output_token_ids)}".encode()) % 7
+        if chance == 0 and len(request.beams) > 1:
+            del self.live[name]
+            assert self.scheduler.finish(name, "stop")
+        elif chance > 2 and len(request.beams) < request.params.n:
+            token = (request.output_token_ids[-1] + chance) % VOCAB
+            child = self.scheduler.fork(name, str(len(self.oracles)), token)
+            assert child.output_token_ids == [*request.output_token_ids[:-1], token]
+            self.oracles[child.request_id] = self.live[child.request_id] = Oracle(child)
+            SchedulerMachine.forks += 1
 
     @precondition(lambda self: self.live)
     @rule(rounds=st.integers(1, 12))
@@ -316,7 +350,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 def drive(steps: int, *, derandomize: bool) -> None:
     """Run and check at least ``steps`` operations, and make sure that they were worth it."""
     machine = SchedulerMachine
-    machine.count = machine.preemptions = machine.hits = machine.copies = 0
+    machine.count = machine.preemptions = machine.hits = machine.copies = machine.forks = machine.mixed = 0
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -331,6 +365,8 @@ def drive(steps: int, *, derandomize: bool) -> None:
     assert machine.count >= steps
     assert machine.preemptions > steps // 200 and machine.hits > steps // 10, "the pool was never tight"
     assert machine.copies > steps // 1000, "siblings hardly shared"
+    assert machine.forks > steps // 100, "beams hardly forked"
+    assert machine.mixed > steps // 400, "beams hardly ran beside other tenants"
 
 
 def test_ten_thousand_random_steps() -> None:

@@ -38,6 +38,7 @@ def router(service: Service) -> APIRouter:
             Usage(generation.prompt_tokens),
             service.texts,
             logprobs=params.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
             parser=conversation.parser,
         )
         return await service.answer(

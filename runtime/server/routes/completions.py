@@ -8,6 +8,7 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from qserve.runtime.server.answers import CompletionAnswer, Echo, Usage
+from qserve.runtime.server.best_of import BestOfAnswer
 from qserve.runtime.server.openapi import described
 from qserve.runtime.server.protocol import CompletionRequest, parse
 from qserve.runtime.server.service import Service
@@ -21,7 +22,7 @@ def router(service: Service) -> APIRouter:
         service.admit(request)
         body = parse(CompletionRequest, await service.body(request))
         service.check_model(body.model)
-        params = body.sampling_params()
+        params, choices = body.sampling_params(), body.n or 1
         encoder = service.encoder
         prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt) for prompt in body.prompt])
         if body.max_tokens is None:  # the default, not the caller, gives way to a prompt that leaves less room
@@ -33,14 +34,15 @@ def router(service: Service) -> APIRouter:
                 lambda: [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]
             )
             firsts = [ids[0] if params.prompt_logprobs else None for ids in prompts]
-            echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(params.n)]
+            echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(choices)]
         generation = await service.submit(request, prompts, params, body.priority)
-        answer = CompletionAnswer(
+        answer = (BestOfAnswer if params.n > choices else CompletionAnswer)(
             service.model_name,
-            params.n * len(prompts),
+            choices * len(prompts),
             Usage(generation.prompt_tokens),
             service.texts,
-            logprobs=params.logprobs is not None,
+            logprobs=body.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
             echo=echo,
         )
         return await service.answer(

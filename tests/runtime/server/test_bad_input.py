@@ -58,7 +58,12 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"prompt": [[0]] * 200_000}, "prompt"),
     (COMPLETION, {"prompt": ["a"] * 1024, "n": 2}, "n"),
     (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix"),
-    (COMPLETION, {"prompt": "a", "best_of": 2}, "best_of"),
+    (COMPLETION, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
+    (COMPLETION, {"prompt": "a", "best_of": 0}, "best_of"),
+    (COMPLETION, {"prompt": "a", "best_of": 129}, "best_of"),
+    (COMPLETION, {"prompt": "a", "best_of": 2, "use_beam_search": True}, "best_of"),
+    (COMPLETION, {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 1}, "echo"),
+    (COMPLETION, {"prompt": "a", "echo": True, "logprobs": 1, "use_beam_search": True}, "echo"),
     (COMPLETION, {"prompt": "a", "logprobs": -2}, "logprobs"),
     (COMPLETION, {"prompt": "a", "logprobs": "a"}, "logprobs"),
     (COMPLETION, {"prompt": "a", "logprobs": 10**6}, "logprobs"),
@@ -97,7 +102,6 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER], "tool_choice": "auto"}, "tool_choice"),
     (CHAT, {"messages": [USER], "functions": [{}]}, "functions"),
     (CHAT, {"messages": [USER], "response_format": {"type": "xml"}}, "response_format"),
-    (CHAT, {"messages": [USER], "logit_bias": {"5": -100}}, "logit_bias"),
     (CHAT, {"messages": [USER], "chat_template": "{{ 1 }}"}, "chat_template"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a"),
     (CHAT, {"messages": [USER], "modalities": ["audio"]}, "modalities"),
@@ -141,6 +145,26 @@ FIELDS: list[tuple[str, Any]] = [
     ("stop_token_ids", "a"),
     ("stream", "yes"),
     ("ignore_eos", 1),
+    ("logit_bias", [1]),
+    ("logit_bias", {"5": -101}),
+    ("logit_bias", {"5": "a"}),
+    ("logit_bias", {"5": True}),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"5" * 5000: 1}),
+    ("logit_bias", {"10000000": 1}),
+    ("logit_bias", {str(i): 1 for i in range(1025)}),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", "a"),
+    ("timeout", 0),
+    ("timeout", -1),
+    ("timeout", 3601),
+    ("timeout", "1"),
+    ("timeout", True),
+    ("use_beam_search", 1),
+    ("length_penalty", 11),
+    ("early_stopping", "never"),
     ("temperature", [[[]]]),
 ]
 CASES += [(COMPLETION, {"prompt": "a", "max_tokens": 8, name: value}, name) for name, value in FIELDS]
@@ -154,6 +178,58 @@ def test_bad_field(server: ServerHandle, path: str, body: dict[str, Any], param:
     refused(post(server, path, body), 400, param)
     if param not in ("stream", "stream_options"):
         refused(post(server, path, body | {"stream": True}), 400, param)
+
+
+@pytest.mark.parametrize("field", ["best_of", "prompt_logprobs", "use_beam_search"])
+def test_what_cannot_be_streamed(server: ServerHandle, field: str) -> None:
+    value = True if field == "use_beam_search" else 2
+    refused(post(server, COMPLETION, {"prompt": "a", "stream": True, field: value}), 400, field)
+    if field != "best_of":
+        refused(post(server, CHAT, {"messages": [USER], "stream": True, field: value}), 400, field)
+
+
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    ("/embeddings", {}, "input"),
+    ("/embeddings", {"input": ""}, "input"),
+    ("/embeddings", {"input": []}, "input"),
+    ("/embeddings", {"input": [1.5]}, "input"),
+    ("/embeddings", {"input": [-1]}, "input"),
+    ("/embeddings", {"input": [10**9]}, "input"),
+    ("/embeddings", {"input": "hello " * 600}, "input"),
+    ("/embeddings", {"input": ["a"] * 1025}, "input"),
+    ("/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+    ("/embeddings", {"input": "a", "dimensions": 10**9}, "dimensions"),
+    ("/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ("/embeddings", {"input": "a", "pooling": "max"}, "pooling"),
+    ("/embeddings", {"input": "a", "timeout": 0}, "timeout"),
+    ("/embeddings", {"input": "a", "temperature": 0}, "temperature"),
+    ("/../tokenize", {}, "prompt"),
+    ("/../tokenize", {"prompt": ""}, "prompt"),
+    ("/../tokenize", {"prompt": 3}, "prompt"),
+    ("/../tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+    ("/../tokenize", {"messages": [{}]}, "messages[0].role"),
+    ("/../tokenize", {"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
+    ("/../tokenize", {"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
+    ("/../tokenize", {"prompt": "a " * 3_000_000}, "prompt"),
+    ("/../detokenize", {}, "tokens"),
+    ("/../detokenize", {"tokens": "a"}, "tokens"),
+    ("/../detokenize", {"tokens": [-1]}, "tokens"),
+    ("/../detokenize", {"tokens": [10**9]}, "tokens"),
+    ("/../detokenize", {"tokens": [0] * 100_000}, "tokens"),
+]
+BEAMS = {"use_beam_search": True, "n": 2, "max_tokens": 4}
+NOT_FOR_BEAMS = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 3, "stop": "a", "n": 17}
+OTHERS += [
+    (CHAT, {"messages": [USER], **BEAMS, "response_format": {"type": "json_object"}}, "response_format"),
+    (COMPLETION, {"prompt": "a", **BEAMS, "guided_regex": "a+"}, "guided_regex"),
+]
+OTHERS += [(COMPLETION, {"prompt": "a", **BEAMS, name: value}, name) for name, value in NOT_FOR_BEAMS.items()]
+OTHERS += [(CHAT, {"messages": [USER], **BEAMS, name: value}, name) for name, value in NOT_FOR_BEAMS.items()]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), OTHERS, ids=lambda value: f"{value!s:.60}")
+def test_bad_field_of_another_kind(server: ServerHandle, path: str, body: dict[str, Any], param: str) -> None:
+    refused(post(server, path, body), 400, param)
 
 
 BODIES: dict[str, bytes] = {

@@ -7,11 +7,16 @@ from typing import Any
 import openai
 import pytest
 
+from qserve.runtime.server.serve import ServerHandle
+
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_every_chunk_tells_the_usage_so_far(client: openai.OpenAI, model: str, chat: bool) -> None:
+def test_every_chunk_tells_the_usage_so_far(
+    client: openai.OpenAI, server: ServerHandle, model: str, chat: bool
+) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body: dict[str, Any] = {"model": model, "max_tokens": 6, "extra_body": {"ignore_eos": True}, "stream": True}
+    (letter,) = server.service.encoder.encode("q")  # parts of a character would wait for the rest of it
+    body: dict[str, Any] = {"model": model, "max_tokens": 6, "logit_bias": {str(letter): 100}, "stream": True}
     if chat:
         messages = [{"role": "user", "content": "the fox"}]
         chunks = list(client.chat.completions.create(messages=messages, stream_options=options, **body))

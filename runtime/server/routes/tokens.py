@@ -1,0 +1,83 @@
+"""``/tokenize`` and ``/detokenize``: from text to token ids and back, in the shapes of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import Field
+
+from qserve.runtime.sampling import RequestError
+from qserve.runtime.server.messages import Message
+from qserve.runtime.server.openapi import described
+from qserve.runtime.server.protocol import MAX_MESSAGES, parse
+from qserve.runtime.server.service import Service
+from qserve.runtime.server.strict import NotDone, Strict
+
+
+class TokenizeRequest(Strict):
+    """``prompt``, or ``messages`` as the chat template writes them."""
+
+    not_done: ClassVar[NotDone] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "tools": ([],),
+    }
+
+    model: str | None = None
+    prompt: str | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[int] = Field(fail_fast=True)
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    def encode(body: TokenizeRequest) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages", "prompt")
+        if body.prompt is not None:
+            return service.encoder.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        if body.add_special_tokens:
+            raise RequestError("the chat template puts special tokens where they belong", "add_special_tokens")
+        return service.encoder.chat([message.for_template() for message in body.messages or ()])
+
+    @routes.post("/tokenize", **described(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        service.admit(request)
+        body = parse(TokenizeRequest, await service.body(request))
+        service.check_model(body.model)
+        tokens = await asyncio.to_thread(encode, body)
+        pieces = await asyncio.to_thread(service.encoder.pieces, tokens) if body.return_token_strs else None
+        return JSONResponse(
+            {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": pieces}
+        )
+
+    @routes.post("/detokenize", **described(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        service.admit(request)
+        body = parse(DetokenizeRequest, await service.body(request))
+        service.check_model(body.model)
+        tokens = body.tokens
+        if tokens and min(tokens) < 0:
+            raise RequestError(f"tokens holds the negative token id {min(tokens)}", "tokens")
+        try:  # the bounds of a prompt
+            if tokens:
+                service.encoder.encode(tokens)
+        except RequestError as error:
+            raise RequestError(str(error), "tokens") from None
+        text = await asyncio.to_thread(service.encoder.decode, tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
+
+    return routes
