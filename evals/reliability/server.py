@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.server import logs
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import claim_socket, serve
 
@@ -103,6 +104,7 @@ class ServerProcess:
 
 
 def _serve(model: str, engine: EngineConfig, server: ServerConfig, port: int, control: Connection) -> None:
+    logs.configure("json", "error")  # thousands of refusals are meant
     sock = claim_socket("127.0.0.1", port)
     made = Engine(model, engine)
     threading.Thread(target=_report, args=(made, control, sock.getsockname()[1]), daemon=True).start()
