@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,14 @@ def cli() -> Callable[..., Outcome]:
     """``cli("eval", path, ...)`` runs a command; what is not an expected failure is raised here."""
 
     def run(*args: object) -> Outcome:
+        loggers = [logging.getLogger(name) for name in (None, "qserve", "uvicorn")]
+        handlers, levels = loggers[0].handlers[:], [logger.level for logger in loggers]
         result = CliRunner().invoke(app, [str(arg) for arg in args])
+        # qserve run sends its log to the standard error of this call, which is gone now.
+        logging.captureWarnings(False)
+        loggers[0].handlers[:] = handlers
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return Outcome(result.exit_code, result.stdout, result.stderr)

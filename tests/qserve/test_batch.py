@@ -194,9 +194,9 @@ def test_interrupted_by_ctrl_c(tiny_model: Path, tmp_path: Path) -> None:
     lines = write(tmp_path / "in.jsonl", [request(f"n{i}", prompt="fox", max_tokens=200) for i in range(400)])
     out = tmp_path / "out.jsonl"
     command = ["batch", str(lines), str(out), "--model", str(tiny_model), "--max-num-seqs", "2", "--threads", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qserve", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    # Where the tests run in the background, Ctrl-C is ignored, and children would inherit that.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "qserve", *command]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         while not out.exists() or out.read_bytes().count(b"\n") < 3:
             assert process.poll() is None

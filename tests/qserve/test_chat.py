@@ -221,7 +221,8 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self.master, slave = pty.openpty()
-        command = [sys.executable, "-m", "qserve", *arguments]
+        # Where the tests run in the background, Ctrl-C is ignored, and children would inherit that.
+        command = ["env", "--default-signal=INT", sys.executable, "-m", "qserve", *arguments]
         environment = {**os.environ, "TERM": "dumb", "COLUMNS": "100"}
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True

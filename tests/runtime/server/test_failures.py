@@ -97,7 +97,7 @@ def test_an_engine_that_always_fails_ends_the_server(engine: Engine, monkeypatch
                 assert client.get(f"{base}/health").json() == {"status": "ok"}
                 failed = client.post(f"{base}/v1/completions", json=BODY)
                 assert failed.status_code == 500 and "broken kernel" not in failed.text
-            assert client.get(f"{base}/health").status_code == 503
+            wait_until(lambda: client.get(f"{base}/health").status_code == 503)
             assert client.post(f"{base}/v1/completions", json=BODY).status_code == 503
         assert "10 steps of the engine in a row failed" in str(served.exception(60))
     claim_socket("127.0.0.1", int(base.rpartition(":")[2])).close()
