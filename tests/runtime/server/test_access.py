@@ -36,14 +36,18 @@ class Log:
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.text().splitlines()]
 
-    def requests(self, count: int) -> list[dict[str, Any]]:
-        """The first ``count`` lines of requests: each is written when its answer has gone already."""
+    def of(self, response: httpx.Response) -> dict[str, Any]:
+        """The line of one request."""
+        return self.named(response.headers["x-request-id"])
+
+    def named(self, request_id: str) -> dict[str, Any]:
+        """The line of the request with this id, which is written when its answer has gone already."""
         end = time.monotonic() + 20
         while True:
-            found = [line for line in self.lines() if line["message"] == "request"]
-            if len(found) >= count:
-                return found
-            assert time.monotonic() < end, f"{len(found)} lines instead of {count}"
+            for line in self.lines():
+                if line["message"] == "request" and line["request_id"] == request_id:
+                    return line
+            assert time.monotonic() < end, f"no line of {request_id}"
             time.sleep(0.01)
 
 
@@ -79,8 +83,7 @@ def log(stream: io.StringIO, logged: ServerHandle) -> Log:
 def test_a_line_tells_what_a_request_cost_and_nothing_that_is_secret(logged: ServerHandle, log: Log) -> None:
     response = httpx.post(f"{logged.url}/completions", json=BODY | {"n": 2}, headers=HEADERS | {"X-Request-Id": "mine"})
     assert response.headers["x-request-id"] == "mine"
-    (line,) = log.requests(1)
-    assert line["request_id"] == "mine"
+    line = log.of(response)
     assert (line["method"], line["route"], line["status"], line["level"]) == ("POST", "/v1/completions", 200, "info")
     assert (line["output_tokens"], line["finish_reason"]) == (10, "length")
     assert line["prompt_tokens"] == response.json()["usage"]["prompt_tokens"]
@@ -92,10 +95,9 @@ def test_a_line_tells_what_a_request_cost_and_nothing_that_is_secret(logged: Ser
 
 def test_a_stream_has_its_line_when_it_has_ended(logged: ServerHandle, log: Log) -> None:
     with httpx.stream("POST", f"{logged.url}/completions", json=BODY | {"stream": True}, headers=HEADERS) as response:
-        own = response.headers["x-request-id"]
         response.read()
-    (line,) = log.requests(1)
-    assert own.startswith("req-") and line["request_id"] == own
+    line = log.of(response)
+    assert line["request_id"].startswith("req-")
     assert (line["output_tokens"], line["status"]) == (5, 200)
 
 
@@ -103,12 +105,13 @@ def test_a_client_that_leaves(logged: ServerHandle, log: Log, slow: None) -> Non
     long = BODY | {"max_tokens": 400}
     with httpx.stream("POST", f"{logged.url}/completions", json=long | {"stream": True}, headers=HEADERS) as response:
         next(response.iter_lines())
-    (line,) = log.requests(1)
+    line = log.of(response)
     assert (line["finish_reason"], line["status"]) == ("abort", 200)
     assert 0 < line["output_tokens"] < 400
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{logged.url}/completions", json=long, headers=HEADERS, timeout=httpx.Timeout(30, read=0.2))
-    assert log.requests(2)[1]["status"] == 499
+        named = HEADERS | {"X-Request-Id": "left"}
+        httpx.post(f"{logged.url}/completions", json=long, headers=named, timeout=httpx.Timeout(30, read=0.2))
+    assert log.named("left")["status"] == 499
 
 
 @pytest.mark.parametrize("bad", ["", "with a space", "x" * 129, "tab\there"])
@@ -130,13 +133,12 @@ def test_every_refusal_has_an_id_a_line_and_a_count(logged: ServerHandle, log: L
         ("GET", "/v1/completions", HEADERS, None, 405, "not_found", "/v1/completions"),
         ("GET", "/v1/models", {"X-Long": "a" * 40_000}, None, 431, "headers_too_large", "unmatched"),
     ]
-    for count, (method, path, headers, body, status, reason, route) in enumerate(cases, 1):
+    for method, path, headers, body, status, reason, route in cases:
         before = rejected(reason)
         response = httpx.request(method, logged.url.removesuffix("/v1") + path, headers=headers, json=body)
         assert response.status_code == status
-        line = [line for line in log.requests(count) if line["route"] != "/metrics"][-1]
-        assert (line["request_id"], line["status"]) == (response.headers["x-request-id"], status)
-        assert line["route"] == route
+        line = log.of(response)
+        assert (line["status"], line["route"]) == (status, route)
         assert rejected(reason) == before + 1
     assert "secret-path" not in log.text()
 
@@ -148,7 +150,7 @@ def test_a_defect_is_an_error_object_with_an_id_and_a_traceback_in_the_log(
     response = httpx.get(f"{logged.url}/models", headers=HEADERS)
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error"
-    (line,) = log.requests(1)
+    line = log.of(response)
     (told,) = [line for line in log.lines() if "exception" in line]
     assert line["level"] == "error"
     assert told["request_id"] == line["request_id"] == response.headers["x-request-id"]
@@ -156,8 +158,8 @@ def test_a_defect_is_an_error_object_with_an_id_and_a_traceback_in_the_log(
 
 
 def test_probes_are_told_at_debug_only(logged: ServerHandle, log: Log) -> None:
-    assert httpx.get(logged.url.replace("/v1", "/health")).status_code == 200
-    assert log.requests(1)[0]["level"] == "debug"
+    response = httpx.get(logged.url.replace("/v1", "/health"))
+    assert response.status_code == 200 and log.of(response)["level"] == "debug"
 
 
 def test_a_line_of_text_is_one_line() -> None:
