@@ -51,7 +51,7 @@ class DeadlineExceeded(EngineFailure):
 
     def as_api_error(self) -> APIError:
         # Clients send a failed request again by default; its time is over.
-        return APIError(504, str(self), param="timeout", code="timeout", headers={"x-should-retry": "false"})
+        return APIError(408, str(self), param="timeout", code="timeout", headers={"x-should-retry": "false"})
 
 
 @dataclass(eq=False)

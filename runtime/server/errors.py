@@ -13,9 +13,9 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout",
     429: "rate_limit_error",
     503: "service_unavailable_error",
-    504: "timeout",
 }
 
 

@@ -31,7 +31,7 @@ REJECTIONS = {  # status -> why a request was not taken on
     403: "forbidden",
     404: "not_found",
     405: "not_found",
-    408: "body_timeout",
+    408: "timeout",
     413: "body_too_large",
     415: "invalid",
     422: "invalid",

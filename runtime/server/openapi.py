@@ -51,16 +51,15 @@ _STATUSES = {
     401: "No valid API key was given.",
     404: "There is no such model or route.",
     405: "The route has no such method.",
-    408: "The body did not arrive in time.",
+    408: "The body did not arrive in time, or the answer within the `timeout` that was asked for.",
     413: "The body is too large.",
     429: "This key has too many requests; `Retry-After` says when to come back.",
     431: "The headers are too large.",
     500: "The server failed on this request.",
     503: "The server is full, or ends; `Retry-After` says when to come back.",
-    504: "The request was not done within the time that it asked for.",
 }
 _EVERYWHERE = (401, 405, 431, 500, 503)
-_WITH_BODY = (400, 404, 408, 413, 429, 504)
+_WITH_BODY = (400, 404, 408, 413, 429)
 
 # Bounds that the models leave to SamplingParams, by field.
 BOUNDS: dict[str, Json] = {

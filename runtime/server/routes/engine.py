@@ -21,7 +21,7 @@ def router(service: Service) -> APIRouter:
     async def engine() -> Response:
         return JSONResponse(await watch.picture())
 
-    @routes.get("/v1/engine/events")
+    @routes.get("/v1/engine/events", include_in_schema=False)  # it has no end
     async def events() -> Response:
         watch.enter()
         return EventStream(_until_drained(service, watch), watch.leave)
