@@ -104,7 +104,8 @@ class Chat:
             if answer.first is not None:
                 console.line()
         if answer.text or answer.end != "stopped":
-            self.history += [asked, {"role": "assistant", "content": answer.text}]
+            # A model may write NUL, and no server takes one.
+            self.history += [asked, {"role": "assistant", "content": answer.text.replace("\0", "\ufffd")}]
         console.note(f"[{answer.speed()}]")
 
     def _show(self, piece: Piece) -> None:

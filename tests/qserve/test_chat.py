@@ -126,6 +126,12 @@ def test_history_system_prompt_reset_and_options(server: Scripted, capsys: pytes
     assert len(re.findall(r"\[TTFT \d+\.\d\d s, (?:[\d.]+ tokens/s, )?2 tokens\]", err)) == 4
 
 
+def test_a_nul_that_a_model_wrote_is_not_sent_back(server: Scripted) -> None:
+    server.says("a\0b")
+    talk(server, "one", "two")
+    assert server.requests[1]["messages"][1] == {"role": "assistant", "content": "a\ufffdb"}
+
+
 def test_save_writes_what_a_request_would_hold_and_no_file_of_others(server: Scripted, tmp_path: Path) -> None:
     server.says("Hello")
     path = tmp_path / "chat.json"

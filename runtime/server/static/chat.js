@@ -90,7 +90,9 @@ async function answer(model, question) {
   busy(false);
   if (conversation !== said) return; // a new chat began meanwhile
   if (got.text || !(failure || got.end === "stopped")) {
-    said.push({ role: "user", content: question }, { role: "assistant", content: got.text });
+    // A model may write NUL, and the server takes none.
+    const answer = got.text.replaceAll("\0", "\uFFFD");
+    said.push({ role: "user", content: question }, { role: "assistant", content: answer });
   } else if (!message.value) {
     message.value = question; // nothing came of it: it may be sent again
     fit();

@@ -152,7 +152,7 @@ def test_the_engine_is_watched(page: Page, slow: None) -> None:
 
 def test_what_a_model_writes_stays_text(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
-    pieces = iter([hostile, "\n\n```html\n", hostile, "\n```\n\nand `", hostile, "` and **", hostile, "**"])
+    pieces = iter([hostile, "\n\n```html\n", hostile, "\n```\n\nand `", hostile, "` and **", hostile, "**\0"])
     monkeypatch.setattr(Detokenizer, "append", lambda self, tokens: next(pieces, ""))
     page.opened()
     page.say(hostile, 10)
@@ -162,6 +162,8 @@ def test_what_a_model_writes_stays_text(page: Page, monkeypatch: pytest.MonkeyPa
     assert page["log"].find_elements("css selector", "img, script") == []
     assert len(page["log"].find_elements("css selector", "pre, p > code, p > strong")) == 3
     blocked = "try { document.body.innerHTML = '<b>x</b>'; return false } catch { return true }"
+    page.say("again", 10)  # with the NUL that the model wrote, which the server would refuse
+    page.wait(lambda: len(page.answers()) == 2 and "10 tokens" in page.note())
     assert page.driver.execute_script(blocked), "the policy leaves no way from text to markup"
     page.driver.get_log("browser")  # that last attempt is reported
 
