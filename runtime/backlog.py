@@ -26,29 +26,34 @@ class Backlog:
         """Prompt tokens; choices that share a prompt count it once."""
         return self._tokens.total()
 
-    def add(self, tenant: str, tokens: int) -> None:
-        self._requests[tenant] += 1
+    def add(self, tenant: str, tokens: int, requests: int = 1) -> None:
+        self._requests[tenant] += requests
         self._tokens[tenant] += tokens
 
-    def remove(self, tenant: str, tokens: int) -> None:
-        self._requests[tenant] -= 1
+    def remove(self, tenant: str, tokens: int, requests: int = 1) -> None:
+        self._requests[tenant] -= requests
         self._tokens[tenant] -= tokens
         if not self._requests[tenant]:
             del self._requests[tenant], self._tokens[tenant]
 
-    def has_room(self, tenant: str, choices: int, tokens: int) -> bool:
-        """Whether a prompt of so many tokens may wait, with as many choices.
+    def has_room(self, tenant: str, choices: int, tokens: int, arriving: Backlog | None = None) -> bool:
+        """Whether a prompt of so many tokens may wait, with as many choices, behind those that are ``arriving``.
 
         In a full queue a tenant may still have its equal part, that its neighbours' backlog does not lock it out;
         with k tenants no more than 1 + 1/2 + ... + 1/k times the limits can wait then. Where no prompt token
         waits, one prompt of any length may.
         """
-        parts = len(self._requests.keys() | {tenant})
+        # Copies are made in one piece; what is iterated in Python another thread could change meanwhile.
+        requests, all_tokens = self._requests.copy(), self._tokens.copy()
+        if arriving is not None:
+            requests, all_tokens = requests + arriving._requests, all_tokens + arriving._tokens
+        parts = len(requests.keys() | {tenant})
+        waiting = all_tokens.total()
         return all(
             total + more <= limit or (parts > 1 and own + more <= limit // parts)
             for total, own, more, limit in (
-                (self.requests, self._requests[tenant], choices, self.max_requests),
-                (self.tokens, self._tokens[tenant], tokens if self.tokens else 0, self.max_tokens),
+                (requests.total(), requests[tenant], choices, self.max_requests),
+                (waiting, all_tokens[tenant], tokens if waiting else 0, self.max_tokens),
             )
         )
 

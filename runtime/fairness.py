@@ -13,6 +13,7 @@ from collections import Counter
 
 OUTPUT_COST = 2.0  # what an output token counts: it takes a sequence's turn in a whole step, a prompt token does not
 PRIORITY_TOKENS = 1000.0  # between tenants one level of priority weighs like as many served tokens
+REMEMBERED = 16  # credits: a tenant that left is expected back until the others were served as much
 
 
 class FairShares:
@@ -25,6 +26,8 @@ class FairShares:
         self._credit = credit
         self._served: dict[str, float] = {}
         self._requests: Counter[str] = Counter()
+        self._total = 0.0  # served to all
+        self._left: dict[str, float] = {}  # the total when a tenant left who is expected back
 
     @property
     def num_tenants(self) -> int:
@@ -39,6 +42,7 @@ class FairShares:
         time to its first token.
         """
         if tenant not in self._requests:
+            self._left.pop(tenant, None)
             least = min((self._served[other] for other in self._requests), default=0.0)
             self._served[tenant] = max(self._served.get(tenant, 0.0), least - self._credit)
         self._requests[tenant] += 1
@@ -48,12 +52,28 @@ class FairShares:
         self._requests[tenant] -= 1
         if not self._requests[tenant]:
             del self._requests[tenant]
+            self._left[tenant] = self._total
         if not self._requests:
             self._served.clear()
+            self._left.clear()
 
     def charge(self, tenant: str, prompt_tokens: int, output_tokens: int, weight: float) -> None:
         """Count service to a tenant that has requests; ``weight`` 2 makes it count half."""
-        self._served[tenant] += (prompt_tokens + OUTPUT_COST * output_tokens) / weight
+        service = prompt_tokens + OUTPUT_COST * output_tokens
+        self._served[tenant] += service / weight
+        self._total += service
+
+    def is_ahead(self, tenant: str) -> bool:
+        """Whether a tenant that has requests was served more than one that has some too or is expected back.
+
+        Who asks for little mostly has nothing here, and its next request finds the step that others fill: how long
+        that step takes is up to them.
+        """
+        if self._left:
+            gone = self._total - REMEMBERED * self._credit
+            self._left = {other: total for other, total in self._left.items() if total > gone}
+        mine = self._served[tenant]
+        return any(self._served[other] < mine for other in (*self._requests, *self._left))
 
     def score(self, tenant: str, priority: int) -> float:
         """The lowest goes first. Bounded priorities only shift counters that grow, so they delay and never starve."""
@@ -63,3 +83,4 @@ class FairShares:
         """Raise ``AssertionError`` unless ``requests``, by tenant, are those that joined and did not leave."""
         assert self._requests == requests, f"{self._requests} is not {requests}"
         assert self._requests.keys() <= self._served.keys()
+        assert not self._left.keys() & self._requests.keys() and self._left.keys() <= self._served.keys()

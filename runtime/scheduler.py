@@ -43,6 +43,9 @@ from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError
 
 CONTEXTS_WAITING = 32
+# Prompt tokens in a step of those who were served more than others: a step that is short for whoever comes next, and
+# still large enough for a matrix product to be efficient.
+AHEAD_TOKENS = 32
 
 
 class QueueFullError(RequestError):
@@ -123,9 +126,14 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def require_room(self, tenant: str, choices: int, prompt_tokens: int) -> None:
-        """Raise ``QueueFullError`` where ``add`` would not queue as many choices of a prompt of this length."""
-        if not self.backlog.has_room(tenant, choices, prompt_tokens):
+    def require_room(
+        self, tenant: str, choices: int, prompt_tokens: int, arriving: Backlog | None = None
+    ) -> None:
+        """Raise ``QueueFullError`` where ``add`` would not queue as many choices of a prompt of this length.
+
+        ``arriving`` are counted too: those that somebody will add before.
+        """
+        if not self.backlog.has_room(tenant, choices, prompt_tokens, arriving):
             raise QueueFullError(
                 f"{self.backlog.requests} requests are waiting with {self.backlog.tokens} prompt tokens, the limit; "
                 "try again later"
@@ -239,7 +247,12 @@ class Scheduler:
         decodes = [request for request in decodes if request.status is Status.RUNNING]
         # Prompts first: to admit one may preempt a decode, for which nothing must be planned by then.
         planned = self._prefill(self.config.max_num_batched_tokens - len(decodes), now)
-        planned += [(request, self._advance(request, 1)) for request in decodes if request.status is Status.RUNNING]
+        pausing = self._giving_way(planned)
+        planned += [
+            (request, self._advance(request, 1))
+            for request in decodes
+            if request.status is Status.RUNNING and request.tenant not in pausing
+        ]
         return self._plan(planned) if planned else None
 
     def commit(self, plan: StepPlan, results: Mapping[str, int]) -> list[RequestUpdate]:
@@ -377,11 +390,15 @@ class Scheduler:
         for request in active if full else (*active, *self._waiting):
             queues.setdefault(request.tenant, deque()).append(request)
         planned: list[tuple[Request, ScheduledSequence]] = []
+        ahead = AHEAD_TOKENS
         while budget and queues:
             queue = min(queues.values(), key=lambda queue: self._turn(queue[0]))
+            is_ahead = self._shares.is_ahead(queue[0].tenant)
             request = queue.popleft()
-            if not queue:
+            if not queue or (is_ahead and ahead <= 0):
                 del queues[request.tenant]
+            if is_ahead and ahead <= 0:
+                continue
             if request.status is not Status.RUNNING:
                 if self._awaits_parent(request):
                     continue
@@ -394,9 +411,23 @@ class Scheduler:
                         if (running := deque(r for r in queue if r.status is Status.RUNNING))
                     }
                     continue
-            planned.append((request, self._advance(request, budget)))
-            budget -= len(planned[-1][1].token_ids)
+            planned.append((request, self._advance(request, min(budget, ahead) if is_ahead else budget)))
+            num_tokens = len(planned[-1][1].token_ids)
+            budget -= num_tokens
+            ahead -= num_tokens
         return planned
+
+    def _giving_way(self, planned: list[tuple[Request, ScheduledSequence]]) -> set[str]:
+        """Tenants whose decodes wait for the next step, because the short prompt of one that was served less is in this.
+
+        Its first token then takes the time of its prompt and not of everybody's decodes. They lose little: their step
+        is that much shorter, and this cannot go on, because what is computed now is charged.
+        """
+        prompts = {request.tenant for request, _ in planned}
+        if len(self._places) < 2 or not prompts or sum(len(each.token_ids) for _, each in planned) > AHEAD_TOKENS:
+            return set()
+        first = {tenant for tenant in prompts if not self._shares.is_ahead(tenant)}
+        return {tenant for tenant in self._places if self._shares.is_ahead(tenant)} if first else set()
 
     def _enter(
         self, members: tuple[Request, ...], now: float, planned: list[tuple[Request, ScheduledSequence]]

@@ -7,6 +7,7 @@ import contextlib
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from qserve.evals.reliability.cases import CASES, Figure, Options
@@ -29,6 +30,8 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         model = str(stack.enter_context(tiny_model())) if given.model == "tiny" else given.model
         options = Options(model, given.requests, given.seconds, given.concurrency)
+        if given.model != "tiny":
+            options = replace(options, kv_cache_memory=256 << 20)
         for name in given.case or CASES:
             results[name] = CASES[name](options)
             print(f"{name}: {CASES[name].__doc__}")

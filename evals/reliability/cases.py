@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qserve.evals.reliability.bad_inputs import bad_inputs
 from qserve.evals.reliability.client import Client, Outcome, percentile
 from qserve.evals.reliability.load import Load, asker, closed, count, opened
+from qserve.evals.reliability.misuser import Misuser
 from qserve.evals.reliability.server import ServerProcess
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.server.config import ServerConfig
@@ -36,10 +36,14 @@ class Options:
     seconds: float = 30.0
     concurrency: int = 32
     load: Load = field(default_factory=Load)
+    kv_cache_memory: int = 4 << 20  # small: memory is flat only after all of it was used once
 
-    def engine(self, max_waiting: int = 1024) -> EngineConfig:
+    def engine(self, max_waiting: int = 1024, max_num_seqs: int = 32) -> EngineConfig:
         return EngineConfig(
-            max_model_len=512, max_num_seqs=32, kv_cache_memory=64 << 20, max_waiting=max_waiting
+            max_model_len=512,
+            max_num_seqs=max_num_seqs,
+            kv_cache_memory=self.kv_cache_memory,
+            max_waiting=max_waiting,
         )
 
 
@@ -186,11 +190,8 @@ def fairness(options: Options) -> list[Figure]:
 
 def misuse(options: Options) -> list[Figure]:
     """Every bad input, again and again, beside a stream: each is refused at once, and the stream flows on."""
-    inputs = bad_inputs()
     body = {"prompt": [5] * 8, "max_tokens": 400, "ignore_eos": True, "temperature": 0.0, "stream": True}
-    wrong: dict[str, int] = {}
-    slowest = 0.0
-    with ServerProcess(options.model, options.engine(), ServerConfig()) as server:
+    with ServerProcess(options.model, options.engine(), ServerConfig()) as server, Misuser(server.port) as misuser:
         client = Client(HOST, server.port)
 
         async def stream(end: float) -> list[float]:
@@ -199,25 +200,15 @@ def misuse(options: Options) -> list[Figure]:
                 gaps += (await client.ask(body)).gaps
             return gaps
 
-        async def both() -> list[float]:
-            nonlocal slowest
-            streaming = asyncio.ensure_future(stream(time.monotonic() + options.seconds))
-            while not streaming.done():
-                for name, path, bad in inputs:
-                    outcome = await client.ask(bad, path)
-                    slowest = max(slowest, outcome.seconds)
-                    if not 400 <= outcome.status < 500:
-                        wrong[name] = outcome.status
-                    await asyncio.sleep(0.02)
-            return await streaming
-
         quiet = asyncio.run(stream(time.monotonic() + options.seconds))
-        busy = asyncio.run(both())
+        misuser.begin()
+        busy = asyncio.run(stream(time.monotonic() + options.seconds))
+        abuse = misuser.end()
     return [
-        Figure("bad inputs", len(inputs)),
-        *(Figure(f"status of: {name}", status, at_least=400, at_most=499) for name, status in wrong.items()),
-        Figure("not answered by a 4xx", len(wrong), at_most=0),
-        Figure("slowest refusal, s", slowest, at_most=1.0),
+        Figure("bad inputs", abuse.sent),
+        *(Figure(f"status of: {name}", status, at_least=400, at_most=499) for name, status in abuse.wrong.items()),
+        Figure("not answered by a 4xx", len(abuse.wrong), at_most=0),
+        Figure("slowest refusal, s", abuse.slowest, at_most=1.0),
         Figure("p99 inter-token latency quiet, ms", 1e3 * percentile(quiet, 99)),
         Figure("p99 beside over quiet", percentile(busy, 99) / max(1e-9, percentile(quiet, 99)), at_most=2.0),
     ]

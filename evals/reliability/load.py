@@ -13,17 +13,20 @@ from dataclasses import dataclass
 
 from qserve.evals.reliability.client import Client, Json, Outcome
 
+# About a token each. Prompts of random tokens are answered by random bytes, and halves of characters are not shown.
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog")
+
 
 @dataclass(frozen=True)
 class Load:
-    """Streams of completions. Prompts have 1 to ``prompt`` tokens, answers 1 to ``output``."""
+    """Streams of completions. Prompts have 1 to ``prompt`` words, answers 1 to ``output`` tokens."""
 
     prompt: int = 64
     output: int = 64
 
     def body(self, draw: random.Random) -> Json:
         return {
-            "prompt": [draw.randrange(3, 250) for _ in range(draw.randint(1, self.prompt))],
+            "prompt": " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, self.prompt))),
             "max_tokens": draw.randint(1, self.output),
             "ignore_eos": True,
             "temperature": 1.0,

@@ -19,6 +19,7 @@ from math import ceil
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from qserve.runtime.backlog import Backlog
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.keys import ApiKey
@@ -99,6 +100,18 @@ class _Submit:
     accepted: asyncio.Future[None]
     matcher: LLMatcher | None
 
+    @property
+    def tenant(self) -> str:
+        return self.key.name if self.key else ""
+
+    @property
+    def choices(self) -> int:
+        return self.generation.params.n * len(self.prompts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
 
 @dataclass(frozen=True)
 class _Abort:
@@ -149,6 +162,8 @@ class EngineThread:
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
         self._quotas = Quotas()
+        self._arriving = Backlog(engine.config.max_waiting, engine.scheduler.config.waiting_tokens_limit)
+        self._arrivals = threading.Lock()
         self._rate = ServiceRate(time.monotonic())
         self._backlog_seconds = 0.0
         self._failed_steps = 0
@@ -161,6 +176,11 @@ class EngineThread:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._ended
+
+    @property
+    def num_arriving(self) -> int:
+        """Choices that were let in and that the engine has not seen yet."""
+        return self._arriving.requests
 
     def step_seconds(self) -> float:
         """For how long the step that runs now has been running; 0 between steps."""
@@ -193,6 +213,10 @@ class EngineThread:
         generation = Generation([f"r{next(self._ids)}" for _ in prompts], params, loop)
         arrival, accepted = time.monotonic(), loop.create_future()
         command = _Submit(generation, prompts, priority, cache_salt, key, arrival, accepted, matcher)
+        # The engine looks at commands between steps. What it would refuse is refused here, without that wait.
+        with self._arrivals:
+            self._engine.scheduler.require_room(command.tenant, command.choices, command.tokens, self._arriving)
+            self._arriving.add(command.tenant, command.tokens, command.choices)
         self._commands.put(command)
         if self._ended:
             raise EngineFailure("the engine has stopped")
@@ -225,7 +249,8 @@ class EngineThread:
 
     def check_room(self, key: ApiKey | None) -> None:
         """Raise ``QueueFullError`` or ``QuotaError`` where not even one more request has room."""
-        self._engine.scheduler.require_room(key.name if key else "", 1, 1)
+        with self._arrivals:
+            self._engine.scheduler.require_room(key.name if key else "", 1, 1, self._arriving)
         if key is not None:
             self._quotas.check(key, 1, time.monotonic(), self._backlog_seconds)
 
@@ -282,9 +307,11 @@ class EngineThread:
     def _submit(self, command: _Submit) -> None:
         generation, submitted = command.generation, []
         key, choices, now = command.key, generation.params.n, time.monotonic()
+        with self._arrivals:
+            self._arriving.remove(command.tenant, command.tokens, command.choices)
         try:
             if key is not None:
-                self._quotas.check(key, choices * len(command.prompts), now, self._backlog_seconds)
+                self._quotas.check(key, command.choices, now, self._backlog_seconds)
             for request_id, prompt in zip(generation.request_ids, command.prompts, strict=True):
                 generation.prompt_tokens += self._engine.submit(
                     request_id,
@@ -293,7 +320,7 @@ class EngineThread:
                     priority=command.priority,
                     cache_salt=command.cache_salt,
                     matcher=command.matcher,
-                    tenant=key.name if key else "",
+                    tenant=command.tenant,
                     weight=key.weight if key else 1.0,
                 )
                 submitted.append(request_id)

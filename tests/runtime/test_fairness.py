@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from heapq import merge
 from itertools import count
@@ -11,11 +11,11 @@ from itertools import count
 import pytest
 
 from qserve.runtime.blocks import BlockManager
-from qserve.runtime.fairness import OUTPUT_COST, FairShares
+from qserve.runtime.fairness import OUTPUT_COST, REMEMBERED, FairShares
 from qserve.runtime.plan import StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from qserve.runtime.scheduler import AHEAD_TOKENS, QueueFullError, Scheduler, SchedulerConfig
 
 ARRIVALS = count()
 
@@ -157,6 +157,39 @@ def test_priority_between_tenants_delays_and_does_not_starve() -> None:
         step(s, float(number))
         step(s, float(number))
     assert low.is_finished and number > 50
+
+
+def test_who_was_served_more_keeps_its_steps_short_for_who_was_served_less() -> None:
+    s = make(blocks=2048, max_model_len=1024, max_num_batched_tokens=512)
+
+    def planned() -> list[tuple[str, int]]:
+        plan = step(s)
+        assert plan is not None
+        return [(q.request_id[0], len(q.token_ids)) for q in plan.sequences]
+
+    add(s, "a", 400, 2)
+    assert planned() == [("a", 400)], "alone it may fill a step"
+    long = add(s, "a", 600, 100)
+    add(s, "b", 10)
+    assert planned() == [("b", 10), ("a", AHEAD_TOKENS - 10)], "nor do decodes of a lengthen the step of b's prompt"
+    assert planned() == [("a", 1), ("a", AHEAD_TOKENS)], "b has gone and is expected back"
+    while not long.output_token_ids:
+        planned()
+    add(s, "b", 100)
+    assert planned() == [("a", 1), ("b", 100)], "a long prompt takes a step of its own length anyway"
+
+
+def test_who_does_not_come_back_is_forgotten() -> None:
+    shares = FairShares(credit=10)
+    shares.join("a")
+    shares.join("b")
+    shares.charge("a", 5, 0, 1.0)
+    assert shares.is_ahead("a") and not shares.is_ahead("b")
+    shares.leave("b")
+    assert shares.is_ahead("a")
+    shares.charge("a", 10 * REMEMBERED, 0, 1.0)
+    assert not shares.is_ahead("a")
+    shares.check(Counter("a"))
 
 
 def test_the_queue_is_bounded_in_tokens_but_takes_one_request_of_any_length() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -126,6 +127,32 @@ def test_a_full_queue_is_503_with_a_time_to_come_back(own: ServerHandle, engine:
         assert 1 <= int(response.headers["retry-after"]) <= 120
         assert response.json()["error"]["code"] == "queue_full"
     wait_until(lambda: idle(own))
+
+
+def test_a_full_queue_refuses_while_a_step_runs(
+    own: ServerHandle, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, end, run = Event(), Event(), engine.runner.run
+
+    def held(*arguments: Any) -> Any:
+        begun.set()
+        end.wait(30)
+        return run(*arguments)
+
+    monkeypatch.setattr(engine.runner, "run", held)
+    limit = engine.scheduler.config.max_waiting
+    half = {"prompt": ["the"] * (limit // 2), "max_tokens": 1}
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(post, own, {"prompt": "the", "max_tokens": 1})
+        assert begun.wait(10)  # from here on the engine looks at nothing
+        waiting = [pool.submit(post, own, half) for _ in range(2)]
+        try:
+            wait_until(lambda: own.service.thread.num_arriving == limit)
+            refused = httpx.post(f"{own.url}/completions", json={"prompt": "the"}, timeout=5)
+        finally:
+            end.set()
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "queue_full"
+        assert {future.result().status_code for future in (first, *waiting)} == {200}
 
 
 def test_a_body_that_does_not_come(own: ServerHandle) -> None:
