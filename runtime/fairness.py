@@ -25,6 +25,7 @@ class FairShares:
         self._credit = credit
         self._served: dict[str, float] = {}
         self._requests: Counter[str] = Counter()
+        self._places: Counter[str] = Counter()  # of those that run
 
     @property
     def num_tenants(self) -> int:
@@ -51,6 +52,20 @@ class FairShares:
         if not self._requests:
             self._served.clear()
 
+    def take_place(self, tenant: str) -> None:
+        """One of its requests runs."""
+        self._places[tenant] += 1
+
+    def give_place(self, tenant: str) -> None:
+        """One less runs."""
+        self._places[tenant] -= 1
+        if not self._places[tenant]:
+            del self._places[tenant]
+
+    def places(self, tenant: str) -> int:
+        """How many of its requests run."""
+        return self._places[tenant]
+
     def charge(self, tenant: str, prompt_tokens: int, output_tokens: int, weight: float) -> None:
         """Count service to a tenant that has requests; ``weight`` 2 makes it count half."""
         self._served[tenant] += (prompt_tokens + OUTPUT_COST * output_tokens) / weight
@@ -59,7 +74,9 @@ class FairShares:
         """The lowest goes first. Bounded priorities only shift counters that grow, so they delay and never starve."""
         return self._served[tenant] + PRIORITY_TOKENS * priority
 
-    def check(self, requests: Counter[str]) -> None:
-        """Raise ``AssertionError`` unless ``requests``, by tenant, are those that joined and did not leave."""
+    def check(self, requests: Counter[str], places: Counter[str]) -> None:
+        """Raise ``AssertionError`` unless ``requests``, by tenant, are those that joined and did not leave, and
+        ``places`` those that run."""
         assert self._requests == requests, f"{self._requests} is not {requests}"
+        assert self._places == places, f"{self._places} is not {places}"
         assert self._requests.keys() <= self._served.keys()

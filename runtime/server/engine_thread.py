@@ -30,8 +30,10 @@ from qserve.runtime.server.timeline import Timeline
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from qserve.runtime.engine import Engine, EngineStats, RequestOutput
+    from qserve.runtime.engine import Engine
+    from qserve.runtime.output import RequestOutput
     from qserve.runtime.snapshot import EngineSnapshot
+    from qserve.runtime.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +227,7 @@ class EngineThread:
 
     def check_room(self, key: ApiKey | None) -> None:
         """Raise ``QueueFullError`` or ``QuotaError`` where not even one more request has room."""
-        self._engine.scheduler.require_room(key.name if key else "", 1, 1)
+        self._engine.scheduler.backlog.require_room(key.name if key else "", 1, 1)
         if key is not None:
             self._quotas.check(key, 1, time.monotonic(), self._backlog_seconds)
 
@@ -320,7 +322,8 @@ class EngineThread:
                 self._metrics.ended("abort")
 
     def _step(self) -> None:
-        working = bool(self._live)
+        working, journal = bool(self._live), self._engine.journal
+        previous = journal.newest
         self._step_began = started = time.monotonic()
         try:
             outputs = self._engine.step()
@@ -337,8 +340,8 @@ class EngineThread:
         finally:
             self._step_began = None
         self._failed_steps = 0
-        if self._engine.last_plan is not None:
-            self._metrics.step(self._engine.last_plan, time.monotonic() - started)
+        if journal.newest is not None and journal.newest is not previous:
+            self._metrics.step(journal.newest, time.monotonic() - started)
         self._deliver(outputs)
 
     def _observe(self) -> None:

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.kernels import native
+from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.llm import LLM
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError
 
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -329,8 +329,7 @@ def test_more_choices_than_may_ever_wait_are_refused(tiny_model: Path) -> None:
 def test_a_request_id_is_in_use_until_its_last_choice_ends(tiny_model: Path) -> None:
     engine, _ = make_engine(tiny_model)
     engine.submit("a", prompt(0, 9), SamplingParams(n=2, max_tokens=9, ignore_eos=True))
-    engine.scheduler.finish("a#0", "stop")
-    engine._forget("a#0")
+    engine._end("a#0", "stop")
     with pytest.raises(RequestError, match="in use"):
         engine.submit("a", prompt(0, 9), GREEDY)
     engine.check()

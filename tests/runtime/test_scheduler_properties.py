@@ -25,11 +25,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.blocks import BlockManager
+from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.plan import StepPlan
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from qserve.runtime.scheduler import Scheduler
 
 VOCAB = 11
 EOS = 0
@@ -317,7 +319,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, abort: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
         request = self.live.pop(name).request
-        assert self.scheduler.abort(name) if abort else self.scheduler.finish(name, "stop", "END")
+        assert self.scheduler.finish(name, "abort") if abort else self.scheduler.finish(name, "stop", "END")
         assert request.is_finished and request.finish_reason == ("abort" if abort else "stop")
 
     @invariant()
