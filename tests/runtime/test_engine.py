@@ -344,6 +344,27 @@ def test_stop_strings_wait_for_min_tokens(tiny_model: Path) -> None:
 
 
 @needs_native
+def test_each_of_many_deadlines_is_kept_in_any_order(tiny_model: Path) -> None:
+    now = 0.0
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=16, kv_cache_memory=4 << 20, threads=2)
+    engine = Engine(str(tiny_model), config, clock=lambda: now)
+    long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    timeouts = {"c": 6.0, "a": 2.0, "never": None, "b": 4.0, "gone": 1.0}
+    for name, timeout in timeouts.items():
+        engine.submit(name, prompt(0, 20), replace(long, timeout=timeout))
+    engine.abort("gone")  # the nearest deadline is nobody's any more
+    ended: dict[str, float] = {}
+    while now < 8.0:
+        ended |= {output.request_id: now for output in engine.step() if output.finish_reason == "timeout"}
+        engine.check()
+        if now == 3.0:
+            engine.submit("gone", prompt(0, 20), replace(long, timeout=2.0))  # the name again, later
+        now += 0.5
+    assert ended == {"a": 2.0, "b": 4.0, "gone": 5.0, "c": 6.0}
+    engine.abort("never")
+
+
+@needs_native
 def test_a_deadline_ends_what_waits_and_what_runs(tiny_model: Path) -> None:
     now = 0.0
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory=4 << 20, threads=2)
