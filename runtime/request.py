@@ -116,7 +116,7 @@ class Request:
     def max_output_tokens(self) -> int:
         """Outputs at most; a prompt that fills the context still yields one, which is never fed back, unless it is for
         an embedding."""
-        if self.is_pooled:
+        if self.params.pooling is not None:
             return 0
         room = max(1, self.max_total_tokens - self.num_prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
@@ -143,7 +143,7 @@ class Request:
     @property
     def is_scored(self) -> bool:
         """Something is wanted of each of its prompt positions, so all of them are computed."""
-        return self.params.prompt_logprobs or self.is_pooled
+        return self.params.prompt_logprobs or self.params.pooling is not None
 
     @property
     def is_pooled(self) -> bool:
