@@ -10,7 +10,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -29,11 +28,9 @@ from qserve.runtime.grammar import GrammarCompiler, Vocabulary
 from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.memory import MemoryPlan, plan_memory, weight_bytes
+from qserve.runtime.loading import eos_token_ids, load
+from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.config import decoder_config
-from qserve.runtime.models.decoder import Decoder, DecoderLimits
-from qserve.runtime.models.kv_cache import cache_dtype
-from qserve.runtime.models.rope import context_limit
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.plan import RequestUpdate, StepPlan
 from qserve.runtime.request import Request
@@ -66,29 +63,9 @@ class Engine:
         self.vocab_size = self.model_config.vocab_size
         self.tokenizer = source.tokenizer()
         self.executor = registry.make(config.kernels, config.threads)
-        kv_dtype = cache_dtype(config.kv_cache_dtype, source)
-        int8_head = source.spec is not None and config.head != "dense"
-        limits = DecoderLimits(config.max_num_batched_tokens, config.max_num_seqs, 0, 0)
-        self.memory: MemoryPlan = plan_memory(
-            self.model_config,
-            weights=weight_bytes(source, int8_head=int8_head),
-            workspace=limits.workspace_bytes(self.model_config),
-            kv_dtype=kv_dtype,
-            context=context_limit(self.model_config),
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            kv_cache_memory=config.kv_cache_memory,
-        )
-        self.max_model_len = self.memory.max_model_len
-        decoder = Decoder(
-            source,
-            self.model_config,
-            self.executor,
-            replace(limits, max_positions=self.max_model_len, num_blocks=self.memory.num_blocks),
-            kv_dtype=kv_dtype,
-            int8_head=int8_head,
-            progress=progress,
-        )
+        decoder, memory = load(source, self.model_config, config, self.executor, progress)
+        self.memory: MemoryPlan = memory
+        self.max_model_len = memory.max_model_len
         self.runner: ModelRunner = DecoderRunner(decoder)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -98,10 +75,10 @@ class Engine:
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
             ),
-            BlockManager(self.memory.num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
+            BlockManager(memory.num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
         )
         self.journal = Journal()
-        self._eos = _eos_token_ids(source)
+        self._eos = eos_token_ids(source)
         self.grammars = GrammarCompiler(partial(Vocabulary.of, self.tokenizer, self.vocab_size, self._eos))
         self._masks = MaskPool(self.vocab_size)
         self._clock = clock
@@ -360,15 +337,3 @@ class Engine:
 
 def _key(request_id: str, index: int) -> str:
     return f"{request_id}#{index}"
-
-
-def _eos_token_ids(source: ModelSource) -> frozenset[int]:
-    """From the generation configuration, the model's, and the tokenizer: any of them ends an answer."""
-    found: set[int] = set()
-    for value in (
-        source.generation_config().get("eos_token_id"),
-        source.config.get("eos_token_id"),
-        source.tokenizer().eos_token_id,
-    ):
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)
