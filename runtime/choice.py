@@ -142,6 +142,12 @@ class Choice:
             outputs.append(replace(output, index=index, output_tokens=len(tokens)))
         return outputs
 
+    def impasse(self) -> tuple[str, str | None]:
+        """Why there was no token to choose, and the field of the request that is at fault, where one is."""
+        if self.grammar is not None and self.grammar.error is not None:
+            return f"the output cannot go on within its constraint: {self.grammar.error}", self.grammar.param
+        return "the model computed NaN for this request", None
+
     def fail(self, reason: str, error: str, param: str | None = None) -> list[RequestOutput]:
         """The end without a further token, of each of the answers where it is a beam search."""
         output = self._output(finish_reason=reason, error=error, error_param=param)

@@ -174,8 +174,8 @@ class Engine:
         try:
             sampled = self._run(plan)
             for key, result in sampled.items():
-                if result.token_id is None and key in self._choices:  # beams end together
-                    outputs += self._break_off(self._choices[key])
+                if result.token_id is None and (stuck := self._choices.get(key)):  # beams end together
+                    outputs += self._fail(stuck, "error", *stuck.impasse())
             tokens = {key: result.token_id for key, result in sampled.items() if result.token_id is not None}
             forks = []
             for choice, search in self._searches(sampled):
@@ -305,14 +305,6 @@ class Engine:
                 outputs += self._fail(choice, "timeout", f"the request was not done within its timeout of {limit:g} s")
         self._next_deadline = min((choice.deadline for choice in self._choices.values()), default=math.inf)
         return outputs
-
-    def _break_off(self, choice: Choice) -> list[RequestOutput]:
-        """End a choice that has no token to choose."""
-        grammar = choice.grammar
-        if grammar is not None and grammar.error is not None:
-            error = f"the output cannot go on within its constraint: {grammar.error}"
-            return self._fail(choice, "error", error, grammar.param)
-        return self._fail(choice, "error", "the model computed NaN for this request")
 
     def _fail(self, choice: Choice, reason: str, error: str, param: str | None = None) -> list[RequestOutput]:
         """End a choice, or a whole beam search, without a further token."""

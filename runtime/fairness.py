@@ -4,7 +4,8 @@ A virtual token counter (Sheng et al., "Fairness in Serving Large Language Model
 counter of the tokens it was served, divided by its weight, and whoever has waiting work and the lowest counter
 is served next. Two tenants that always have work thus get equal (weighted) service, whatever either asks for.
 
-Knows tenants by name and tokens as numbers; does not know queues, blocks or clocks.
+It counts the requests of each tenant and the places they have among those that run, too. Knows tenants by name and
+tokens as numbers; does not know queues, blocks or clocks.
 """
 
 from __future__ import annotations
