@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from qserve.runtime.sampling import RequestError
+
+
+class QueueFullError(RequestError):
+    """The waiting queue is full: nothing is wrong with the request, it may be sent again later."""
+
 
 class Backlog:
     """A queue's counts, bounded by requests and by tokens. Not thread-safe; a look from another thread is harmless."""
@@ -56,6 +62,13 @@ class Backlog:
                 (waiting, all_tokens[tenant], tokens if waiting else 0, self.max_tokens),
             )
         )
+
+    def require_room(self, tenant: str, choices: int, tokens: int, arriving: Backlog | None = None) -> None:
+        """Raise ``QueueFullError`` where there is none."""
+        if not self.has_room(tenant, choices, tokens, arriving):
+            raise QueueFullError(
+                f"{self.requests} requests are waiting with {self.tokens} prompt tokens, the limit; try again later"
+            )
 
     def check(self, requests: Counter[str], tokens: Counter[str]) -> None:
         """Raise ``AssertionError`` unless these are the counts, by tenant."""

@@ -4,7 +4,8 @@ A virtual token counter (Sheng et al., "Fairness in Serving Large Language Model
 counter of the tokens it was served, divided by its weight, and whoever has waiting work and the lowest counter
 is served next. Two tenants that always have work thus get equal (weighted) service, whatever either asks for.
 
-Knows tenants by name and tokens as numbers; does not know queues, blocks or clocks.
+It counts the requests of each tenant and the places they have among those that run, too. Knows tenants by name and
+tokens as numbers; does not know queues, blocks or clocks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class FairShares:
         self._requests: Counter[str] = Counter()
         self._total = 0.0  # served to all
         self._left: dict[str, float] = {}  # the total when a tenant left who is expected back
+        self._places: Counter[str] = Counter()  # of those that run
 
     @property
     def num_tenants(self) -> int:
@@ -57,6 +59,20 @@ class FairShares:
             self._served.clear()
             self._left.clear()
 
+    def take_place(self, tenant: str) -> None:
+        """One of its requests runs."""
+        self._places[tenant] += 1
+
+    def give_place(self, tenant: str) -> None:
+        """One less runs."""
+        self._places[tenant] -= 1
+        if not self._places[tenant]:
+            del self._places[tenant]
+
+    def places(self, tenant: str) -> int:
+        """How many of its requests run."""
+        return self._places[tenant]
+
     def charge(self, tenant: str, prompt_tokens: int, output_tokens: int, weight: float) -> None:
         """Count service to a tenant that has requests; ``weight`` 2 makes it count half."""
         service = prompt_tokens + OUTPUT_COST * output_tokens
@@ -79,8 +95,10 @@ class FairShares:
         """The lowest goes first. Bounded priorities only shift counters that grow, so they delay and never starve."""
         return self._served[tenant] + PRIORITY_TOKENS * priority
 
-    def check(self, requests: Counter[str]) -> None:
-        """Raise ``AssertionError`` unless ``requests``, by tenant, are those that joined and did not leave."""
+    def check(self, requests: Counter[str], places: Counter[str]) -> None:
+        """Raise ``AssertionError`` unless ``requests``, by tenant, are those that joined and did not leave, and
+        ``places`` those that run."""
         assert self._requests == requests, f"{self._requests} is not {requests}"
+        assert self._places == places, f"{self._places} is not {places}"
         assert self._requests.keys() <= self._served.keys()
         assert not self._left.keys() & self._requests.keys() and self._left.keys() <= self._served.keys()

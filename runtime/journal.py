@@ -50,6 +50,11 @@ class Journal:
         self.prompt_tokens += prefill
         self.output_tokens += sum(sequence.num_sampled for sequence in plan.sequences)
 
+    @property
+    def newest(self) -> StepRecord | None:
+        """The last step; None before the first."""
+        return self._steps[-1] if self._steps else None
+
     def first_token(self, now: float, seconds: float) -> None:
         """Note that a request has its first token, ``seconds`` after it arrived."""
         self._first_tokens.append(FirstToken(now, seconds))

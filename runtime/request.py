@@ -114,14 +114,17 @@ class Request:
 
     @property
     def max_output_tokens(self) -> int:
-        """Outputs at most; a prompt that fills the context still yields one, which is never fed back."""
+        """Outputs at most; a prompt that fills the context still yields one, which is never fed back, unless it is for
+        an embedding."""
+        if self.params.pooling is not None:
+            return 0
         room = max(1, self.max_total_tokens - self.num_prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
     @property
     def max_positions(self) -> int:
         """Positions of KV it can ever need: the last output is never fed back."""
-        return self.num_prompt + self.max_output_tokens - 1
+        return self.num_prompt + max(self.max_output_tokens - 1, 0)
 
     @property
     def is_finished(self) -> bool:
@@ -141,6 +144,11 @@ class Request:
     def is_scored(self) -> bool:
         """Something is wanted of each of its prompt positions, so all of them are computed."""
         return self.params.prompt_logprobs or self.params.pooling is not None
+
+    @property
+    def is_pooled(self) -> bool:
+        """The hidden states of its prompt are all that is wanted: no token is sampled."""
+        return self.params.pooling is not None
 
     @property
     def num_plannable(self) -> int:
@@ -181,3 +189,29 @@ class Request:
                 self.stop_reason = token_id
                 return "stop"
         return "length" if len(self.output_token_ids) >= self.max_output_tokens else None
+
+    def fork(self, request_id: str, token_id: int) -> Request:
+        """Another beam of the same search, beside this one: the same, but with ``token_id`` for its newest token.
+
+        Only between two steps, when no token is in flight.
+        """
+        beam = Request(
+            request_id,
+            self.prompt_token_ids,
+            self.params,
+            eos_token_ids=self.eos_token_ids,
+            max_total_tokens=self.max_total_tokens,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            tenant=self.tenant,
+            weight=self.weight,
+            arrival=self.arrival,
+            arrival_time=self.arrival_time,
+        )
+        beam.output_token_ids = [*self.output_token_ids[:-1], token_id]
+        beam.digests = list(self.digests)  # of blocks computed by now, which they share
+        beam.num_cached, beam.scheduled_time = self.num_cached, self.scheduled_time
+        beam.num_charged = self.num_charged
+        beam.status, beam.beams = self.status, self.beams
+        beam.num_computed = beam.num_committed = self.num_computed
+        return beam

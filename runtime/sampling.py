@@ -64,8 +64,8 @@ class SamplingParams:
             ``Engine.score`` and of ``logprobs`` alternatives with an ordinary request. Such a request computes
             each of its prompt positions and never reads the prefix cache.
         num_prompt_logprobs: alternatives to report at each prompt position, 0..20; None takes ``logprobs``.
-        pooling: mean or last: deliver the model's last hidden states at the prompt's positions as one vector, beside
-            the output. Such a request, too, computes each of its prompt positions.
+        pooling: mean or last: deliver the model's last hidden states at the prompt's positions as one vector, and no
+            output. Such a request, too, computes each of its prompt positions.
         timeout: seconds from its arrival after which the request is ended, waiting or running, above 0 and at most
             3600; None never.
         use_beam_search: return the ``n`` best outputs of a beam search of width ``n`` instead of samples.

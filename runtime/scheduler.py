@@ -33,65 +33,18 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from qserve.runtime.backlog import Backlog
 from qserve.runtime.blocks import BlockManager, chain_digests
 from qserve.runtime.fairness import FairShares
+from qserve.runtime.limits import SchedulerConfig, fit
 from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError
 
-CONTEXTS_WAITING = 32
 # Prompt tokens in a step of those who were served more than others: a step that is short for whoever comes next, and
 # still large enough for a matrix product to be efficient.
 AHEAD_TOKENS = 32
-
-
-class QueueFullError(RequestError):
-    """The waiting queue is full: nothing is wrong with the request, it may be sent again later."""
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of one scheduler.
-
-    Attributes:
-        max_model_len: prompt and output tokens of a request at most (the context).
-        max_num_seqs: requests running at once at most.
-        max_num_batched_tokens: input tokens of one step at most, prefill chunks and decodes together.
-        max_waiting: new requests are refused while this many wait.
-        max_waiting_tokens: they are refused too where more prompt tokens would wait, unless none wait; None
-            allows 32 contexts.
-        priority_aging: seconds of waiting that weigh as much as one level of priority.
-    """
-
-    max_model_len: int
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_waiting: int = 1024
-    max_waiting_tokens: int | None = None
-    priority_aging: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running request needs one token per step"
-            )
-        if not 0 < self.priority_aging < float("inf"):
-            raise ValueError(
-                f"priority_aging must be a positive number of seconds, not {self.priority_aging}"
-            )
-        if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
-            raise ValueError(f"max_waiting_tokens must be at least 1, not {self.max_waiting_tokens}")
-
-    @property
-    def waiting_tokens_limit(self) -> int:
-        return self.max_waiting_tokens or CONTEXTS_WAITING * self.max_model_len
 
 
 class Scheduler:
@@ -110,7 +63,6 @@ class Scheduler:
         self.prefix_hits = 0
         self._step = 0
         self._shares = FairShares(credit=config.max_model_len)
-        self._places: Counter[str] = Counter()  # by tenant, requests running
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # both queues in order of rank
         self._running: list[Request] = []
@@ -125,19 +77,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    def require_room(
-        self, tenant: str, choices: int, prompt_tokens: int, arriving: Backlog | None = None
-    ) -> None:
-        """Raise ``QueueFullError`` where ``add`` would not queue as many choices of a prompt of this length.
-
-        ``arriving`` are counted too: those that somebody will add before.
-        """
-        if not self.backlog.has_room(tenant, choices, prompt_tokens, arriving):
-            raise QueueFullError(
-                f"{self.backlog.requests} requests are waiting with {self.backlog.tokens} prompt tokens, the limit; "
-                "try again later"
-            )
 
     @property
     def num_in_flight(self) -> int:
@@ -173,8 +112,8 @@ class Scheduler:
         parent = request.parent
         if parent and not parent.is_finished and self._requests.get(parent.request_id) is not parent:
             raise RequestError(f"parent {parent.request_id} was not added to this scheduler", "parent")
-        self.require_room(request.tenant, 1, request.num_queued)
-        self._fit(request)
+        self.backlog.require_room(request.tenant, 1, request.num_queued)
+        fit(request, self.config, self.blocks)
         if request.params.use_beam_search:
             request.beams = [request]
         self._requests[request.request_id] = request
@@ -193,37 +132,15 @@ class Scheduler:
             raise ValueError(f"{parent_id} cannot be forked as {child_id}")
         while parent.status is Status.RUNNING and self.num_running == self.config.max_num_seqs:
             self._preempt_last()
-        child = Request(
-            child_id,
-            parent.prompt_token_ids,
-            parent.params,
-            eos_token_ids=parent.eos_token_ids,
-            max_total_tokens=parent.max_total_tokens,
-            priority=parent.priority,
-            cache_salt=parent.cache_salt,
-            tenant=parent.tenant,
-            weight=parent.weight,
-            arrival=parent.arrival,
-            arrival_time=parent.arrival_time,
-        )
-        child.output_token_ids = [*parent.output_token_ids[:-1], token]
-        child.digests = list(parent.digests)  # of blocks computed by now, which they share
-        child.num_cached, child.scheduled_time = parent.num_cached, parent.scheduled_time
-        child.num_charged = parent.num_charged
-        child.status, child.beams = parent.status, parent.beams
-        child.num_computed = child.num_committed = parent.num_computed
+        child = parent.fork(child_id, token)
         if parent.status is Status.RUNNING:
             self.blocks.fork(parent_id, child_id, parent.num_computed)
-            self._places[child.tenant] += 1
+            self._shares.take_place(child.tenant)
         insort(self._running if parent.status is Status.RUNNING else self._waiting, child, key=self._rank)
         self._shares.join(child.tenant)
         self._requests[child_id] = child
         child.beams.append(child)
         return child
-
-    def abort(self, request_id: str) -> bool:
-        """End a request for its client's sake. False if it is not (or no longer) there."""
-        return self.finish(request_id, "abort")
 
     def finish(self, request_id: str, reason: str, stop_reason: str | int | None = None) -> bool:
         """End a request for a cause only the caller sees, as a stop string. False if it is not there."""
@@ -259,8 +176,8 @@ class Scheduler:
         """Take the tokens a plan sampled, ``request_id -> token``, and report what became of each request.
 
         Plans are committed in the order they were made. A request that ended since needs no result; one that
-        was preempted since keeps its token. Raises ``ValueError``, changing nothing, for a plan out of order
-        or a missing result.
+        was preempted since keeps its token. One that is pooled ends, without a token, with its prompt. Raises
+        ``ValueError``, changing nothing, for a plan out of order or a missing result.
         """
         if not self._in_flight or self._in_flight[0][0] != plan:
             oldest = f"plan {self._in_flight[0][0].step} is the oldest" if self._in_flight else "no plan is"
@@ -271,17 +188,25 @@ class Scheduler:
                 raise ValueError(f"plan {plan.step} has no result for {sequence.request_id}")
         self._in_flight.popleft()
         updates = []
+        tokens: tuple[int, ...]
         for sequence, request in pairs:
             request.num_plans -= 1
             request.num_in_flight -= sequence.num_sampled
+            end = sequence.start + len(sequence.token_ids)
             if request.status is Status.RUNNING:
-                self._publish(request, sequence.start + len(sequence.token_ids))
-            if sequence.num_sampled and not request.is_finished:
-                token = results[sequence.request_id]
-                reason = request.append(token)
-                if reason is not None:
-                    self._end(request, reason, request.stop_reason)
-                updates.append(RequestUpdate(request.request_id, (token,), reason, request.stop_reason))
+                self._publish(request, end)
+            if request.is_finished:
+                continue
+            if sequence.num_sampled:
+                tokens = (results[request.request_id],)
+                reason = request.append(*tokens)
+            elif request.is_pooled and end == request.num_prompt:
+                tokens, reason = (), "stop"
+            else:
+                continue
+            if reason is not None:
+                self._end(request, reason, request.stop_reason)
+            updates.append(RequestUpdate(request.request_id, tokens, reason, request.stop_reason))
         return updates
 
     def check(self) -> None:
@@ -290,8 +215,7 @@ class Scheduler:
         assert {id(r) for r in self._requests.values()} == {id(r) for r in (*self._waiting, *self._running)}
         assert len(self._requests) == len(self._waiting) + len(self._running), "a request is in two queues"
         assert all(request_id == r.request_id for request_id, r in self._requests.items())
-        self._shares.check(Counter(r.tenant for r in self._requests.values()))
-        assert self._places == Counter(r.tenant for r in self._running), "places are miscounted"
+        self._shares.check(*(Counter(r.tenant for r in queue) for queue in (self._requests.values(), self._running)))
         new = [r for r in self._waiting if r.status is Status.WAITING]
         tokens: Counter[str] = Counter()
         for request in new:
@@ -319,7 +243,7 @@ class Scheduler:
             assert request.num_computed == request.num_committed == 0
         for request in self._running:
             assert request.status is Status.RUNNING
-            assert 0 <= request.num_committed <= request.num_computed < request.num_tokens
+            assert 0 <= request.num_committed <= request.num_computed < request.num_tokens + request.is_pooled
             assert request.num_computed <= len(tables[request.request_id]) * self.blocks.block_size
             assert len(tables[request.request_id]) <= self.blocks.blocks_for(request.max_positions)
 
@@ -328,52 +252,8 @@ class Scheduler:
 
     def _turn(self, request: Request) -> tuple[float, int, tuple[float, int]]:
         """Between the requests of different tenants: the lowest goes first, the highest is preempted first."""
-        score = self._shares.score(request.tenant, request.priority)
-        return score, self._places[request.tenant], self._rank(request)
-
-    def _fit(self, request: Request) -> None:
-        """Refuse what can never run; lower the token limit to the context, and an open end to the pool."""
-        context, size, pool = self.config.max_model_len, self.blocks.block_size, self.blocks.num_blocks
-        limit = min(request.max_total_tokens, context)
-        width = request.params.n if request.params.use_beam_search else 1
-        if width > self.config.max_num_seqs:
-            raise RequestError(
-                f"a beam search of width {width} needs as many running requests, --max-num-seqs allows "
-                f"{self.config.max_num_seqs}",
-                "n",
-            )
-        if request.num_prompt > limit:
-            raise RequestError(f"the prompt has {request.num_prompt} tokens, the context {limit}", "prompt")
-        needed = self.blocks.blocks_for(request.num_prompt)
-        if needed > pool:
-            raise RequestError(
-                f"the prompt of {request.num_prompt} tokens needs {needed} KV blocks of {size}, "
-                f"the pool has {pool}; shorten it or raise --kv-cache-memory",
-                "prompt",
-            )
-        room = max(1, limit - request.num_prompt)
-        if request.params.max_tokens is not None and request.params.max_tokens > room:
-            raise RequestError(
-                f"{request.num_prompt} prompt and {request.params.max_tokens} output tokens exceed the context of "
-                f"{limit} tokens; ask for max_tokens of at most {room}",
-                "max_tokens",
-            )
-        request.max_total_tokens = limit if request.params.max_tokens is not None else min(limit, pool // width * size)
-        needed = width * self.blocks.blocks_for(request.max_positions)
-        if needed > pool and width > 1:
-            raise RequestError(
-                f"{width} beams of {request.num_prompt} prompt and {request.max_output_tokens} output tokens need "
-                f"{needed} KV blocks of {size}, the pool has {pool}; ask for fewer or shorter ones, or raise "
-                "--kv-cache-memory",
-                "n",
-            )
-        if needed > pool:
-            raise RequestError(
-                f"{request.num_prompt} prompt and {request.max_output_tokens} output tokens need {needed} "
-                f"KV blocks of {size}, the pool has {pool}; ask for max_tokens of at most "
-                f"{pool * size - request.num_prompt + 1} or raise --kv-cache-memory",
-                "max_tokens",
-            )
+        tenant = request.tenant
+        return self._shares.score(tenant, request.priority), self._shares.places(tenant), self._rank(request)
 
     def _awaits_parent(self, request: Request) -> bool:
         """Its parent will have computed the prompt that they share."""
@@ -385,7 +265,7 @@ class Scheduler:
     def _prefill(self, budget: int, now: float) -> list[tuple[Request, ScheduledSequence]]:
         """Plan up to ``budget`` prompt tokens, admitting whom there is room for."""
         full = self.num_running == self.config.max_num_seqs and self._shares.num_tenants == 1
-        active = [r for r in self._running if not r.is_decoding and not r.is_fully_sampled]
+        active = [r for r in self._running if not r.is_decoding and r.num_computed < r.num_tokens]
         queues: dict[str, deque[Request]] = {}
         for request in active if full else (*active, *self._waiting):
             queues.setdefault(request.tenant, deque()).append(request)
@@ -418,16 +298,17 @@ class Scheduler:
         return planned
 
     def _giving_way(self, planned: list[tuple[Request, ScheduledSequence]]) -> set[str]:
-        """Tenants whose decodes wait for the next step, because the short prompt of one that was served less is in this.
+        """Tenants whose decodes wait for the next step: the short prompt of one that was served less is in this one.
 
         Its first token then takes the time of its prompt and not of everybody's decodes. They lose little: their step
         is that much shorter, and this cannot go on, because what is computed now is charged.
         """
         prompts = {request.tenant for request, _ in planned}
-        if len(self._places) < 2 or not prompts or sum(len(each.token_ids) for _, each in planned) > AHEAD_TOKENS:
+        tenants = {request.tenant for request in self._running}
+        if len(tenants) < 2 or not prompts or sum(len(each.token_ids) for _, each in planned) > AHEAD_TOKENS:
             return set()
-        first = {tenant for tenant in prompts if not self._shares.is_ahead(tenant)}
-        return {tenant for tenant in self._places if self._shares.is_ahead(tenant)} if first else set()
+        ahead = {tenant for tenant in tenants if self._shares.is_ahead(tenant)}
+        return ahead if prompts - ahead else set()
 
     def _enter(
         self, members: tuple[Request, ...], now: float, planned: list[tuple[Request, ScheduledSequence]]
@@ -436,13 +317,13 @@ class Scheduler:
         request, count = members[0], len(members)
         while self.num_running + count > self.config.max_num_seqs or not self._admit(members, now):
             taken = {id(other) for other, _ in planned}
-            mine = (self._places[request.tenant] + count) / request.weight
+            mine = (self._shares.places(request.tenant) + count) / request.weight
             others = [
                 other
                 for other in self._last_of_tenants()
                 if other.tenant != request.tenant
                 and not any(id(member) in taken for member in other.members)
-                and (self._places[other.tenant] - len(other.members)) / other.weight >= mine
+                and (self._shares.places(other.tenant) - len(other.members)) / other.weight >= mine
                 and self._turn(other) > self._turn(request)
             ]
             if not others:
@@ -473,7 +354,7 @@ class Scheduler:
             request.num_computed = request.num_committed = start
             request.status, request.parent = Status.RUNNING, None
             self._waiting.remove(request)
-            self._places[request.tenant] += 1
+            self._shares.take_place(request.tenant)
             insort(self._running, request, key=self._rank)
         return True
 
@@ -529,10 +410,10 @@ class Scheduler:
             token_ids=request.tokens(start, stop),
             start=start,
             block_table=self.blocks.table(request.request_id),
-            num_sampled=int(stop == request.num_tokens),
+            num_sampled=int(stop == request.num_tokens and not request.is_pooled),
             is_prefill=not request.is_decoding,
             wants_prompt_logprobs=scores and request.params.prompt_logprobs,
-            wants_prompt_states=scores and request.params.pooling is not None,
+            wants_prompt_states=scores and request.is_pooled,
         )
         if scores:
             request.num_scored = min(stop, request.num_prompt)
@@ -575,9 +456,7 @@ class Scheduler:
 
     def _leave_running(self, request: Request) -> None:
         self._running.remove(request)
-        self._places[request.tenant] -= 1
-        if not self._places[request.tenant]:
-            del self._places[request.tenant]
+        self._shares.give_place(request.tenant)
 
     def _end(self, request: Request, reason: str, stop_reason: str | int | None) -> None:
         self._shares.leave(request.tenant)

@@ -16,7 +16,7 @@ from qserve.runtime.server.chat_parts import chat_delta, chat_message
 from qserve.runtime.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
-    from qserve.runtime.engine import RequestOutput
+    from qserve.runtime.output import RequestOutput
     from qserve.runtime.sampler import TokenLogprobs
     from qserve.runtime.server.dialect import OutputParser
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from qserve.runtime.server.answers import CompletionAnswer, Json, Outputs
 
 if TYPE_CHECKING:
-    from qserve.runtime.engine import RequestOutput
+    from qserve.runtime.output import RequestOutput
 
 
 class BestOfAnswer(CompletionAnswer):

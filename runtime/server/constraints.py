@@ -21,10 +21,10 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.grammar import GrammarCompiler
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.scheduler import QueueFullError
 from qserve.runtime.server.engine_thread import EngineFailure
 
 COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds

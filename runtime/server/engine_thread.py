@@ -31,8 +31,10 @@ from qserve.runtime.server.timeline import Timeline
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from qserve.runtime.engine import Engine, EngineStats, RequestOutput
+    from qserve.runtime.engine import Engine
+    from qserve.runtime.output import RequestOutput
     from qserve.runtime.snapshot import EngineSnapshot
+    from qserve.runtime.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ class EngineThread:
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
         self._quotas = Quotas()
-        self._arriving = Backlog(engine.config.max_waiting, engine.scheduler.config.waiting_tokens_limit)
+        self._arriving = Backlog(engine.config.max_waiting, engine.scheduler.backlog.max_tokens)
         self._arrivals = threading.Lock()
         self._rate = ServiceRate(time.monotonic())
         self._backlog_seconds = 0.0
@@ -215,7 +217,9 @@ class EngineThread:
         command = _Submit(generation, prompts, priority, cache_salt, key, arrival, accepted, matcher)
         # The engine looks at commands between steps. What it would refuse is refused here, without that wait.
         with self._arrivals:
-            self._engine.scheduler.require_room(command.tenant, command.choices, command.tokens, self._arriving)
+            self._engine.scheduler.backlog.require_room(
+                command.tenant, command.choices, command.tokens, self._arriving
+            )
             self._arriving.add(command.tenant, command.tokens, command.choices)
         self._commands.put(command)
         if self._ended:
@@ -250,7 +254,7 @@ class EngineThread:
     def check_room(self, key: ApiKey | None) -> None:
         """Raise ``QueueFullError`` or ``QuotaError`` where not even one more request has room."""
         with self._arrivals:
-            self._engine.scheduler.require_room(key.name if key else "", 1, 1, self._arriving)
+            self._engine.scheduler.backlog.require_room(key.name if key else "", 1, 1, self._arriving)
         if key is not None:
             self._quotas.check(key, 1, time.monotonic(), self._backlog_seconds)
 
@@ -347,7 +351,8 @@ class EngineThread:
                 self._metrics.ended("abort")
 
     def _step(self) -> None:
-        working = bool(self._live)
+        working, journal = bool(self._live), self._engine.journal
+        previous = journal.newest
         self._step_began = started = time.monotonic()
         try:
             outputs = self._engine.step()
@@ -364,8 +369,8 @@ class EngineThread:
         finally:
             self._step_began = None
         self._failed_steps = 0
-        if self._engine.last_plan is not None:
-            self._metrics.step(self._engine.last_plan, time.monotonic() - started)
+        if journal.newest is not None and journal.newest is not previous:
+            self._metrics.step(journal.newest, time.monotonic() - started)
         self._deliver(outputs)
 
     def _observe(self) -> None:

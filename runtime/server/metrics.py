@@ -16,8 +16,9 @@ from qserve.runtime.server.timeline import Timeline
 
 if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard
-    from qserve.runtime.engine import EngineStats, RequestOutput
-    from qserve.runtime.plan import StepPlan
+    from qserve.runtime.journal import StepRecord
+    from qserve.runtime.output import RequestOutput
+    from qserve.runtime.stats import EngineStats
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
@@ -93,7 +94,7 @@ class Metrics:
         )
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first computation.", _SECONDS)
-        self._prefill = self._histogram("request_prefill_time_seconds", "First computation to first token.", _SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "First computation to first output.", _SECONDS)
         self._decode = self._histogram("request_decode_time_seconds", "First to last token.", _SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._output = self._histogram("request_generation_tokens", "Tokens generated for a request.", _TOKENS)
@@ -111,14 +112,12 @@ class Metrics:
                 card.top1_agreement
             )
 
-    def step(self, plan: StepPlan, seconds: float) -> None:
-        """Count one step of the engine."""
-        prefill = sum(len(sequence.token_ids) for sequence in plan.sequences if sequence.is_prefill)
-        decode = sum(not sequence.is_prefill for sequence in plan.sequences)
+    def step(self, record: StepRecord, seconds: float) -> None:
+        """Count one step of the engine, which took so long."""
         self._step_seconds.observe(seconds)
-        self._step_tokens.observe(prefill + decode)
-        self._step_prefill.observe(prefill)
-        self._step_decode.observe(decode)
+        self._step_tokens.observe(record.prefill_tokens + record.decode_tokens)
+        self._step_prefill.observe(record.prefill_tokens)
+        self._step_decode.observe(record.decode_tokens)
 
     def step_failed(self) -> None:
         self._failures.inc()
@@ -127,15 +126,16 @@ class Metrics:
         """Count what one step added to a request; ``request`` takes it in as well."""
         opening, previous = request.first_token is None, request.last_token.get(output.index)
         request.add(output, now)
+        if (opening and output.token_ids) or output.embedding is not None:  # its prompt was computed
+            queued = output.queue_seconds
+            self._queue.observe(queued)
+            self._prefill.observe(max(0.0, now - request.arrival - queued))
+            self._prompt_total.inc(request.prompt_tokens)
+            self._prompt.observe(request.prompt_tokens)
         if output.token_ids:
             self._output_total.inc(len(output.token_ids))
             if opening:
                 self._ttft.observe(now - request.arrival)
-                queued = output.queue_seconds
-                self._queue.observe(queued)
-                self._prefill.observe(max(0.0, now - request.arrival - queued))
-                self._prompt_total.inc(request.prompt_tokens)
-                self._prompt.observe(request.prompt_tokens)
             if previous is not None:
                 self._itl.observe((now - previous) / len(output.token_ids))
         if output.finish_reason is None:

@@ -13,8 +13,8 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection
 
+from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError
 from qserve.runtime.server.access import Access
 from qserve.runtime.server.answers import Answer
 from qserve.runtime.server.body import read_json

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qserve.runtime.engine import RequestOutput
+    from qserve.runtime.output import RequestOutput
 
 
 @dataclass

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from qserve.kernels import native
 from qserve.runtime.config import EngineConfig
-from qserve.runtime.engine import Engine, RequestOutput
+from qserve.runtime.engine import Engine
 from qserve.runtime.llm import LLM
+from qserve.runtime.output import RequestOutput
 from qserve.runtime.sampling import RequestError, SamplingParams
 
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.kernels import native
+from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.llm import LLM
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError
 
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -329,8 +329,7 @@ def test_more_choices_than_may_ever_wait_are_refused(tiny_model: Path) -> None:
 def test_a_request_id_is_in_use_until_its_last_choice_ends(tiny_model: Path) -> None:
     engine, _ = make_engine(tiny_model)
     engine.submit("a", prompt(0, 9), SamplingParams(n=2, max_tokens=9, ignore_eos=True))
-    engine.scheduler.finish("a#0", "stop")
-    engine._forget("a#0")
+    engine._end("a#0", "stop")
     with pytest.raises(RequestError, match="in use"):
         engine.submit("a", prompt(0, 9), GREEDY)
     engine.check()
@@ -342,6 +341,27 @@ def test_stop_strings_wait_for_min_tokens(tiny_model: Path) -> None:
     free = llm.generate("hello", SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))[0].outputs[0]
     stop = SamplingParams(max_tokens=30, min_tokens=15, temperature=0.0, ignore_eos=True, stop=(free.text[4:6],))
     assert len(llm.generate("hello", stop)[0].outputs[0].token_ids) >= 15
+
+
+@needs_native
+def test_each_of_many_deadlines_is_kept_in_any_order(tiny_model: Path) -> None:
+    now = 0.0
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=16, kv_cache_memory=4 << 20, threads=2)
+    engine = Engine(str(tiny_model), config, clock=lambda: now)
+    long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    timeouts = {"c": 6.0, "a": 2.0, "never": None, "b": 4.0, "gone": 1.0}
+    for name, timeout in timeouts.items():
+        engine.submit(name, prompt(0, 20), replace(long, timeout=timeout))
+    engine.abort("gone")  # the nearest deadline is nobody's any more
+    ended: dict[str, float] = {}
+    while now < 8.0:
+        ended |= {output.request_id: now for output in engine.step() if output.finish_reason == "timeout"}
+        engine.check()
+        if now == 3.0:
+            engine.submit("gone", prompt(0, 20), replace(long, timeout=2.0))  # the name again, later
+        now += 0.5
+    assert ended == {"a": 2.0, "b": 4.0, "gone": 5.0, "c": 6.0}
+    engine.abort("never")
 
 
 @needs_native

@@ -11,7 +11,8 @@ import pytest
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 PURE = (
-    "constraint", "sampling", "request", "plan", "blocks", "backlog", "fairness", "scheduler", "journal", "snapshot"
+    "constraint", "sampling", "request", "plan", "blocks", "backlog", "fairness", "limits", "scheduler", "journal",
+    "snapshot", "stats",
 )  # fmt: skip
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.blocks import BlockManager
+from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from qserve.runtime.scheduler import Scheduler
 
 SIZE = 4
 ARRIVALS = iter(range(10**9))
@@ -409,7 +411,7 @@ def test_a_request_id_used_again_does_not_get_the_old_results() -> None:
     s = scheduler()
     old = add(s, "a", [1, 2])
     first = plan_of(s)
-    assert s.abort("a") and not s.abort("a")
+    assert s.finish("a", "abort") and not s.finish("a", "abort")
     new = add(s, "a", [3, 4])
     second = plan_of(s)
     assert commit(s, first, a=10) == []
@@ -439,7 +441,7 @@ def test_a_preempted_request_is_neither_resumed_nor_overtaken_while_it_has_a_tok
     plans = [plan_of(s) for _ in range(5)]
     assert plans[-1].preempted == ("b",) and b.num_plans == 4
     add(s, "c", [1])
-    s.abort("a")
+    s.finish("a", "abort")
     assert s.num_running == 0 and s.schedule(0.0) is None
     for token, plan in enumerate(plans, 60):
         commit(s, plan, b=token)
@@ -479,10 +481,10 @@ def test_abort_while_waiting_running_and_preempted() -> None:
     add(s, "a", range(4), max_tokens=13)
     b = add(s, "b", range(100, 104), max_tokens=13)
     add(s, "c", [1])
-    assert s.abort("c")
+    assert s.finish("c", "abort")
     while b.status is not Status.PREEMPTED:
         step(s)
-    assert s.abort("b") and s.abort("a")
+    assert s.finish("b", "abort") and s.finish("a", "abort")
     s.check()
     assert not s.has_work() and s.blocks.num_free == 4
 
@@ -575,5 +577,5 @@ def test_a_beam_forks_in_mid_sequence() -> None:
     s.finish("a", "stop")
     assert [q.token_ids for q in plan_of(s).sequences] == [(31,)]
     s.check()
-    s.abort("b")
+    s.finish("b", "abort")
     assert s.blocks.num_used == 0

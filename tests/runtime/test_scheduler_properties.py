@@ -25,11 +25,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.blocks import BlockManager
+from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.plan import StepPlan
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from qserve.runtime.scheduler import Scheduler
 
 VOCAB = 11
 EOS = 0
@@ -66,6 +68,8 @@ class Oracle:
     def outputs(self) -> tuple[list[int], str]:
         """The whole output and its finish reason, by the rules of the interface alone."""
         params, prompt = self.request.params, self.request.num_prompt
+        if params.pooling is not None:
+            return [], "stop"
         limit = max(1, self.request.max_total_tokens - prompt)
         limit = min(limit, params.max_tokens or limit)
         self.upto(prompt + limit)
@@ -107,8 +111,9 @@ class FakeRunner:
                 assert self.kv.get(slot) == oracle.kv[position], (
                     f"{sequence} reads a foreign position {position}"
                 )
-            if sequence.wants_prompt_logprobs:
+            if sequence.wants_prompt_logprobs or sequence.wants_prompt_states:
                 oracle.rows += range(sequence.start, min(end, oracle.request.num_prompt))
+            assert not (sequence.num_sampled and oracle.request.params.pooling), "nobody wants its logits"
             if sequence.num_sampled:
                 self.newest[sequence.request_id] = oracle.tokens[end]
         return {s.request_id: self.newest[s.request_id] for s in plan.sequences if s.num_sampled}
@@ -166,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.sampled_from((0, 0, 3)),
         ignore_eos=st.sampled_from((True, True, False)),
         stop=st.sampled_from(((), (), (STOP,))),
-        scored=st.sampled_from((False, False, False, True)),
+        wanted=st.sampled_from((None, None, None, None, "logprobs", "states")),
         priority=st.sampled_from((0, 0, 0, -2, 3)),
         salt=st.sampled_from(("", "", "tenant")),
         tenant=st.sampled_from((("", 1.0), ("", 1.0), ("light", 0.5), ("heavy", 3.0))),
@@ -183,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens: int,
         ignore_eos: bool,
         stop: tuple[int, ...],
-        scored: bool,
+        wanted: str | None,
         priority: int,
         salt: str,
         tenant: tuple[str, float],
@@ -193,8 +198,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         prompt = (*text[:head], *tail) or (2,)
         if width > 1:  # whoever searches looks for endings itself
-            count, scored, ignore_eos, stop = 1, False, True, ()
+            count, wanted, ignore_eos, stop = 1, None, True, ()
             prompt, max_tokens = prompt[:7], min(max_tokens or 6, 9)  # as many must fit into the pool
+        if wanted == "states":
+            max_tokens = 1
         if max_tokens is not None:
             min_tokens = min(min_tokens, max_tokens)
         params = SamplingParams(
@@ -202,7 +209,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=min_tokens,
             ignore_eos=ignore_eos,
             stop_token_ids=stop,
-            prompt_logprobs=scored,
+            prompt_logprobs=wanted == "logprobs",
+            pooling="mean" if wanted == "states" else None,
             n=width,
             use_beam_search=width > 1,
         )
@@ -277,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert update.token_ids == tuple(oracle.request.output_token_ids[-1:])
             if update.finish_reason is not None:
                 assert (oracle.request.output_token_ids, update.finish_reason) == oracle.outputs()
-                if oracle.request.params.prompt_logprobs:
+                if oracle.request.is_scored:
                     assert oracle.rows == list(range(oracle.request.num_prompt)), (
                         "each prompt row exactly once"
                     )
@@ -317,7 +325,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, abort: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
         request = self.live.pop(name).request
-        assert self.scheduler.abort(name) if abort else self.scheduler.finish(name, "stop", "END")
+        assert self.scheduler.finish(name, "abort") if abort else self.scheduler.finish(name, "stop", "END")
         assert request.is_finished and request.finish_reason == ("abort" if abort else "stop")
 
     @invariant()

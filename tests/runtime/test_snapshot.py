@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.journal import FIRST_TOKENS, STEPS, Journal
+from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import SamplingParams
-from qserve.runtime.scheduler import Scheduler, SchedulerConfig
+from qserve.runtime.scheduler import Scheduler
 from qserve.runtime.server.watch import CACHED, FIRST_REQUEST, FREE, MAX_CELLS, SHARED, to_json
 from qserve.runtime.snapshot import MAX_WAITING, EngineSnapshot, take
 
@@ -74,8 +75,8 @@ def test_shared_and_cached_blocks_are_told_apart() -> None:
     world.step()
     picture = to_json(world.look())
     assert picture["kv"]["shared"] == 1 and picture["requests"][1]["cached_tokens"] == SIZE
-    world.scheduler.abort("a")
-    world.scheduler.abort("c")
+    world.scheduler.finish("a", "abort")
+    world.scheduler.finish("c", "abort")
     picture = to_json(world.look())
     assert picture["kv"]["used"] == picture["kv"]["shared"] == 0
     assert picture["kv"]["cached"] == world.scheduler.blocks.num_cached > 0

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.plan import StepPlan
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.serve import ServerHandle
 
@@ -63,15 +64,18 @@ def test_a_batch_and_neighbours_change_no_bit(server: ServerHandle) -> None:
     assert embed(server, input=ids[0]) == alone[:1]
 
 
-def test_chunks_change_no_bit(tiny_model: Path) -> None:
+def test_chunks_change_no_bit_and_no_logits_are_computed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = [(7 * i) % 300 + 3 for i in range(90)]
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling="mean")
     found = []
+    plans: list[StepPlan] = []
     for budget in (512, 7):
         config = EngineConfig(
             max_num_batched_tokens=budget, max_num_seqs=min(budget, 64), kv_cache_memory=4 << 20, threads=2
         )
         engine = Engine(str(tiny_model), config)
+        run = engine.runner.run
+        monkeypatch.setattr(engine.runner, "run", lambda plan, sink, run=run: plans.append(plan) or run(plan, sink))
         for _ in range(2):  # the second could find the first in the prefix cache
             engine.submit("mine", prompt, params)
             outputs = []
@@ -82,6 +86,7 @@ def test_chunks_change_no_bit(tiny_model: Path) -> None:
             assert (output.finish_reason, output.output_tokens, output.token_ids) == ("stop", 0, [])
             found.append(output.embedding)
     assert all(vector == found[0] for vector in found)
+    assert len(plans) == 2 * (1 + 13) and not any(each.num_sampled for plan in plans for each in plan.sequences)
     with pytest.raises(RequestError):
         SamplingParams(pooling="mean")
 

@@ -88,6 +88,19 @@ def test_metrics(server: ServerHandle) -> None:
     assert after["process_resident_memory_bytes"] > 1e6
 
 
+def test_embeddings_are_counted_by_their_prompts(server: ServerHandle) -> None:
+    before = samples(server)
+    body = {"input": [[5, 6, 7], [8, 9]]}
+    assert httpx.post(f"{server.url}/embeddings", json=body, headers=HEADERS).status_code == 200
+    after = samples(server)
+    names = ("prompt_tokens_total", "request_prompt_tokens_count", "request_prompt_tokens_sum", "step_tokens_sum",
+             "request_queue_time_seconds_count", "request_success_totalstop")  # fmt: skip
+    grown = {name: after[f"qserve:{name}"] - before.get(f"qserve:{name}", 0.0) for name in names}
+    assert list(grown.values()) == [5, 2, 5, 5, 2, 2]
+    for name in ("generation_tokens_total", "time_to_first_token_seconds_count", "prefix_cache_queries_total"):
+        assert after[f"qserve:{name}"] == before[f"qserve:{name}"]
+
+
 def test_failing_steps_are_counted(server: ServerHandle, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a kernel broke")

@@ -1,0 +1,187 @@
+"""``Choice``: one answer while it grows: what becomes of the tokens that a step chose for it.
+
+Tokens become text, a stop string or a grammar may end it, the rows of its prompt become log-probabilities or a vector.
+Knows one sequence and its text; does not know the scheduler or other choices: whoever steps reads in the output that
+it ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from qserve.runtime.beam import Beam, BeamSearch
+from qserve.runtime.detokenizer import Detokenizer, StopChecker
+from qserve.runtime.grammar_state import GrammarState
+from qserve.runtime.output import RequestOutput
+from qserve.runtime.plan import RequestUpdate
+from qserve.runtime.pooling import Pool
+from qserve.runtime.request import Request
+from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RowSink = Callable[[int, Tensor], None]
+"""Takes a position of the prompt and float32 [n, width], the rows of that position and the next n - 1. They are valid
+during the call only."""
+
+
+class Choice:
+    """One of the n sequences of a request. A beam search has a choice for each of its live beams, which share
+    ``search``, and its answers are there when it is over.
+
+    Attributes:
+        sequence: the scheduler's request; only read here.
+        seed: int64 that its draws come from.
+        grammar: where its output stands in what constrains it.
+        deadline: seconds on the engine's clock at which it is late; infinite without a timeout.
+        row_sink: gets the rows that were wanted of the prompt, in place of the output.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        sequence: Request,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        params = sequence.params
+        self.request_id = request_id
+        self.index = index
+        self.sequence = sequence
+        self.seed = seed
+        self.grammar = grammar
+        self.deadline = math.inf if params.timeout is None else sequence.arrival_time + params.timeout
+        self.row_sink: RowSink | None = None
+        self.search: BeamSearch | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer = self._new_detokenizer()
+        self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
+        self._pool = None if params.pooling is None else Pool(params.pooling)
+        self._prompt_logprobs: list[TokenLogprobs] = []
+
+    def begin_search(self) -> None:
+        """The first beam of a search; to be called when the scheduler has settled how long an output may be."""
+        sequence = self.sequence
+        self.search = BeamSearch(
+            sequence.params, sequence.endings, sequence.max_output_tokens, {sequence.request_id: Beam()}
+        )
+
+    def fork(self, sequence: Request) -> Choice:
+        """Another beam of the same search."""
+        beam = copy(self)
+        beam.sequence = sequence
+        return beam
+
+    def take_rows(self, start: int, rows: Tensor) -> None:
+        """Rows of the model at ``start`` and the positions after it, as the runner delivers them; those past the prompt
+        are nobody's."""
+        prompt, params = self.sequence.prompt_token_ids, self.sequence.params
+        rows = rows[: len(prompt) - start]
+        count = params.logprobs if params.num_prompt_logprobs is None else params.num_prompt_logprobs
+        if self.row_sink is not None:
+            self.row_sink(start, rows)
+        elif self._pool is not None:
+            self._pool.add(rows)
+        elif count is not None:
+            following = prompt[start + 1 : start + 1 + len(rows)]
+            self._prompt_logprobs += prompt_logprobs(rows, following, count)
+
+    def advance(self, update: RequestUpdate, sampled: Sampled) -> RequestOutput:
+        """Turn a new token into text. The output has a ``finish_reason`` where the token, a stop string in its text or
+        the end of its grammar ended the choice."""
+        reason, stop_reason = update.finish_reason, update.stop_reason
+        tokens = list(update.token_ids)
+        # A token that ended the request is not part of the answer's text.
+        shown = tokens if reason != "stop" else []
+        if self.grammar is not None and reason != "stop":
+            self.grammar.consume(tokens[-1])
+            if self.grammar.is_complete:  # also by an ending that the request itself would have passed over
+                reason, shown = "stop", [token for token in tokens if token not in self.sequence.eos_token_ids]
+        text = self._detokenizer.append(shown)
+        # Stop strings count from the first token after ``min_tokens`` on.
+        if len(self.sequence.output_token_ids) > self.sequence.params.min_tokens:
+            text = self._stops.append(text)
+        if reason is not None:
+            text += self._stops.append(self._detokenizer.flush())
+        if self._stops.matched is not None:
+            reason, stop_reason = "stop", self._stops.matched
+        if reason is not None:
+            text += self._stops.flush()
+        logprobs = None if sampled.logprobs is None else [sampled.logprobs]
+        return self._output(text, tokens, logprobs, reason, stop_reason)
+
+    def embed(self) -> RequestOutput:
+        """The one output of a request for an embedding, when its prompt is computed."""
+        assert self._pool is not None, "no embedding was asked for"
+        try:
+            return replace(self._output(finish_reason="stop"), embedding=self._pool.vector())
+        except ValueError as error:
+            return self._output(finish_reason="error", error=str(error))
+
+    def found(self) -> list[RequestOutput]:
+        """The outputs of a beam search that is over, each of them whole, the best first."""
+        assert self.search is not None, "no beam search was asked for"
+        params, outputs = self.sequence.params, []
+        for index, beam in enumerate(self.search.finished):
+            tokens, end = list(beam.token_ids), beam.stop_token
+            detokenizer = self._new_detokenizer()
+            text = detokenizer.append(tokens if end is None else tokens[:-1]) + detokenizer.flush()
+            logprobs = None if params.logprobs is None else list(beam.logprobs)
+            shown = end if params.ignore_eos or end not in self.sequence.eos_token_ids else None
+            output = self._output(text, tokens, logprobs, "length" if end is None else "stop", shown)
+            outputs.append(replace(output, index=index, output_tokens=len(tokens)))
+        return outputs
+
+    def impasse(self) -> tuple[str, str | None]:
+        """Why there was no token to choose, and the field of the request that is at fault, where one is."""
+        if self.grammar is not None and self.grammar.error is not None:
+            return f"the output cannot go on within its constraint: {self.grammar.error}", self.grammar.param
+        return "the model computed NaN for this request", None
+
+    def fail(self, reason: str, error: str, param: str | None = None) -> list[RequestOutput]:
+        """The end without a further token, of each of the answers where it is a beam search."""
+        output = self._output(finish_reason=reason, error=error, error_param=param)
+        return [replace(output, index=i) for i in range(self.search.params.n)] if self.search else [output]
+
+    def _new_detokenizer(self) -> Detokenizer:
+        sequence = self.sequence
+        return Detokenizer(self._tokenizer, sequence.prompt_token_ids, visible=sequence.params.visible_tokens)
+
+    def _output(
+        self,
+        text: str = "",
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+        error_param: str | None = None,
+    ) -> RequestOutput:
+        sequence = self.sequence
+        scored, self._prompt_logprobs = self._prompt_logprobs, []
+        return RequestOutput(
+            request_id=self.request_id,
+            index=self.index,
+            text=text,
+            token_ids=token_ids or [],
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.num_cached,
+            output_tokens=len(sequence.output_token_ids),
+            queue_seconds=(sequence.scheduled_time or sequence.arrival_time) - sequence.arrival_time,
+            error=error,
+            prompt_logprobs=scored or None,
+            error_param=error_param,
+        )

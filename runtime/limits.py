@@ -1,0 +1,104 @@
+"""``SchedulerConfig``: the limits of one scheduler; ``fit``: whether one request can ever run within them.
+
+Knows counts of tokens, blocks and requests; does not know queues: what must only wait for room is not refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qserve.runtime.blocks import BlockManager
+from qserve.runtime.request import Request
+from qserve.runtime.sampling import RequestError
+
+CONTEXTS_WAITING = 32
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one scheduler.
+
+    Attributes:
+        max_model_len: prompt and output tokens of a request at most (the context).
+        max_num_seqs: requests running at once at most.
+        max_num_batched_tokens: input tokens of one step at most, prefill chunks and decodes together.
+        max_waiting: new requests are refused while this many wait.
+        max_waiting_tokens: they are refused too where more prompt tokens would wait, unless none wait; None
+            allows 32 contexts.
+        priority_aging: seconds of waiting that weigh as much as one level of priority.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 1024
+    max_waiting_tokens: int | None = None
+    priority_aging: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request needs one token per step"
+            )
+        if not 0 < self.priority_aging < float("inf"):
+            raise ValueError(
+                f"priority_aging must be a positive number of seconds, not {self.priority_aging}"
+            )
+        if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
+            raise ValueError(f"max_waiting_tokens must be at least 1, not {self.max_waiting_tokens}")
+
+    @property
+    def waiting_tokens_limit(self) -> int:
+        return self.max_waiting_tokens or CONTEXTS_WAITING * self.max_model_len
+
+
+def fit(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None:
+    """Lower the token limit of a request to the context, and an open end to the pool.
+
+    Raises ``RequestError``, naming the field, for what can never run.
+    """
+    context, size, pool = config.max_model_len, blocks.block_size, blocks.num_blocks
+    limit = min(request.max_total_tokens, context)
+    width = request.params.n if request.params.use_beam_search else 1
+    if width > config.max_num_seqs:
+        raise RequestError(
+            f"a beam search of width {width} needs as many running requests, --max-num-seqs allows "
+            f"{config.max_num_seqs}",
+            "n",
+        )
+    if request.num_prompt > limit:
+        raise RequestError(f"the prompt has {request.num_prompt} tokens, the context {limit}", "prompt")
+    needed = blocks.blocks_for(request.num_prompt)
+    if needed > pool:
+        raise RequestError(
+            f"the prompt of {request.num_prompt} tokens needs {needed} KV blocks of {size}, "
+            f"the pool has {pool}; shorten it or raise --kv-cache-memory",
+            "prompt",
+        )
+    room = max(1, limit - request.num_prompt)
+    if request.params.max_tokens is not None and request.params.max_tokens > room:
+        raise RequestError(
+            f"{request.num_prompt} prompt and {request.params.max_tokens} output tokens exceed the context of "
+            f"{limit} tokens; ask for max_tokens of at most {room}",
+            "max_tokens",
+        )
+    request.max_total_tokens = limit if request.params.max_tokens is not None else min(limit, pool // width * size)
+    needed = width * blocks.blocks_for(request.max_positions)
+    if needed > pool and width > 1:
+        raise RequestError(
+            f"{width} beams of {request.num_prompt} prompt and {request.max_output_tokens} output tokens need "
+            f"{needed} KV blocks of {size}, the pool has {pool}; ask for fewer or shorter ones, or raise "
+            "--kv-cache-memory",
+            "n",
+        )
+    if needed > pool:
+        raise RequestError(
+            f"{request.num_prompt} prompt and {request.max_output_tokens} output tokens need {needed} "
+            f"KV blocks of {size}, the pool has {pool}; ask for max_tokens of at most "
+            f"{pool * size - request.num_prompt + 1} or raise --kv-cache-memory",
+            "max_tokens",
+        )

@@ -1,0 +1,40 @@
+"""``EngineStats``: an engine in a few numbers, cheap enough to be taken after every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qserve.runtime.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Gauges of one moment between two steps; ``prefix_queries``, ``prefix_hits`` (prompt tokens) and
+    ``num_preemptions`` count since the start. ``kv_fragmentation``: the share of the allocated KV positions that hold
+    nothing, 0 to 1."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+    waiting_tokens: int
+    kv_fragmentation: float
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> EngineStats:
+        """As it is; to be called by the thread that owns the scheduler."""
+        blocks = scheduler.blocks
+        return cls(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_blocks_total=blocks.num_blocks,
+            kv_blocks_used=blocks.num_used,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            num_preemptions=scheduler.num_preemptions,
+            waiting_tokens=scheduler.backlog.tokens,
+            kv_fragmentation=min(1.0, scheduler.num_unused_slots / max(1, blocks.num_used * blocks.block_size)),
+        )
