@@ -193,8 +193,8 @@ def unpermute(tensor: Tensor, heads: int) -> Tensor:
 class _Reader(GGUFReader):
     """Slices of a ``memmap`` cost several times those of an array, and one is made for every token and merge."""
 
-    @property
-    def data(self) -> np.ndarray[Any, Any]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def data(self) -> np.ndarray[Any, Any]:
         return self._data
 
     @data.setter

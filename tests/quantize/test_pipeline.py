@@ -33,19 +33,14 @@ CARD = QualityCard(
 )
 
 
-# Measured by the first forecast, and not by a hundred.
-speed = functools.cache(forecast.multiplications_per_second)
-
-
 @pytest.fixture(autouse=True)
-def little_to_prepare(monkeypatch):
+def little_text(monkeypatch):
     """A part of the builtin text: to make tokens of all of it takes longer than to quantize these models."""
     def shortened(name, split):
         text = load_text(name, split)
         return dataclasses.replace(text, text=text.text[:50_000]) if name == "builtin" else text
 
     monkeypatch.setattr(pipeline, "load_text", shortened)
-    monkeypatch.setattr(forecast, "multiplications_per_second", speed)
 
 
 @pytest.fixture
