@@ -104,7 +104,7 @@ def scorers(
         raise UsageError(f"--kernels {kernels}: {model.name} has no native decoder and is measured by transformers")
     if threads is not None:
         torch.set_num_threads(threads)
-    from qserve.evals.transformers_scorer import TransformersScorer  # imports the models of transformers: 2 seconds
+    from qserve.evals.transformers_scorer import TransformersScorer  # imports much of transformers
 
     return TransformersScorer(base), TransformersScorer(model)
 

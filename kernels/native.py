@@ -356,8 +356,8 @@ def search_scales(
         zero=zero, max_code=max_code,
     )  # fmt: skip
     level = ISAS.index(isa or best_isa())
-    # A thread starts in the time in which about so many weights are searched.
-    threads = threads or min(default_threads(), max(1, weight.numel() >> 14))
+    # A thread starts in the time in which so many weights are searched, about.
+    threads = threads or min(default_threads(), max(1, weight.numel() >> 15))
     parts = min(threads, max(1, rows))
     library, size = _library(), -(-rows // parts)
 

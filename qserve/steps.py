@@ -48,7 +48,7 @@ def quantize(
     accept: Callable[[QualityCard], None] | None = None,
 ) -> QuantizeReport:
     """Run the pipeline with a bar for each phase; a measurement shows its own."""
-    from qserve.quantize import pipeline  # imports the models of transformers: 2 seconds for whoever only serves
+    from qserve.quantize import pipeline  # imports much of transformers, which others need not wait for
 
     with ExitStack() as bar:
         phase = ""

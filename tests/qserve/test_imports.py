@@ -99,14 +99,6 @@ def test_help_loads_no_torch() -> None:
     assert python(code).stdout.strip() == "[]"
 
 
-def test_what_serves_does_not_load_what_quantizes() -> None:
-    """Nor the models of transformers, which take two seconds: every ``qserve run`` would begin with them."""
-    heavy = ("transformers.modeling_utils", "qserve.quantize.pipeline", "datasets", "matplotlib")
-    code = "import sys, qserve.steps, qserve.runtime.server.serve"
-    done = python(f"{code}; print([name for name in {heavy} if name in sys.modules])")
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 def seconds(*args: str) -> float:
     """The best of five: a busy machine slows some runs, none is too quick."""
     times = []
