@@ -6,10 +6,13 @@ with the tensors. The container and the block formats are read by the ``gguf`` p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
@@ -154,8 +157,9 @@ class GGUFFile:
         if model not in ("gpt2", "llama") or (model == "gpt2" and pre not in _PRE_KNOWN | _PRE_DIGITS):
             raise CheckpointError(f"{self.path}: the tokenizer {model!r} with pre-tokenizer {pre!r} is not "
                                   "supported; open the model's Hugging Face directory instead")
-        tokenizer = load_tokenizer(self.path.parent, vocab_size=self.config["vocab_size"],
-                                   gguf_file=self.path.name)
+        with _quick_reader():
+            tokenizer = load_tokenizer(self.path.parent, vocab_size=self.config["vocab_size"],
+                                       gguf_file=self.path.name)
         if pre in _PRE_DIGITS:
             split_digits(tokenizer)
         return tokenizer
@@ -186,6 +190,29 @@ def unpermute(tensor: Tensor, heads: int) -> Tensor:
     return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
+class _Reader(GGUFReader):
+    """Slices of a ``memmap`` cost several times those of an array, and one is made for every token and merge."""
+
+    @property  # type: ignore[override]
+    def data(self) -> np.ndarray[Any, Any]:
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.ndarray[Any, Any]) -> None:
+        self._data = mapped.view(np.ndarray)
+
+
+@contextmanager
+def _quick_reader() -> Iterator[None]:
+    """For transformers too, which reads the file once more: of a small model, that took most of the time to load."""
+    before = gguf.GGUFReader
+    gguf.GGUFReader = _Reader  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = before  # type: ignore[misc]
+
+
 def _open(path: Path) -> GGUFReader:
     try:
         with path.open("rb") as file:
@@ -197,7 +224,7 @@ def _open(path: Path) -> GGUFReader:
             f"{path} is no GGUF file (it starts with {magic!r}); give a model directory or a .gguf file"
         )
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
     except (IndexError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
         if "GGMLQuantizationType" in str(error):
             raise CheckpointError(f"{path} holds a tensor of unknown type ({error})") from None

@@ -23,7 +23,6 @@ from qserve.calibration.windows import evaluation_windows
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError, DataError, UsageError
 from qserve.checkpoint.source import ModelSource
-from qserve.evals.transformers_scorer import TransformersScorer
 from qserve.evals.worst import WorstTokens
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
@@ -105,6 +104,8 @@ def scorers(
         raise UsageError(f"--kernels {kernels}: {model.name} has no native decoder and is measured by transformers")
     if threads is not None:
         torch.set_num_threads(threads)
+    from qserve.evals.transformers_scorer import TransformersScorer  # imports much of transformers
+
     return TransformersScorer(base), TransformersScorer(model)
 
 

@@ -6,6 +6,7 @@ import ctypes as C
 import sysconfig
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -355,15 +356,17 @@ def search_scales(
         zero=zero, max_code=max_code,
     )  # fmt: skip
     level = ISAS.index(isa or best_isa())
-    parts = min(threads or default_threads(), max(1, rows))
+    # A thread starts in the time in which so many weights are searched, about.
+    threads = threads or min(default_threads(), max(1, weight.numel() >> 15))
+    parts = min(threads, max(1, rows))
     library, size = _library(), -(-rows // parts)
 
     def run(first: int) -> int:
         status: int = library.qs_search_scales(C.byref(described), first, min(size, rows - first), level)
         return status
 
-    with ThreadPoolExecutor(parts) as pool:  # ctypes lets go of the interpreter's lock
-        if any(pool.map(run, range(0, rows, size))):
+    with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:  # ctypes lets go of the interpreter's lock
+        if any((pool.map if pool else map)(run, range(0, rows, size))):
             raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")
 
 

@@ -17,10 +17,7 @@ from qserve.checkpoint.source import ModelSource, open_model
 from qserve.evals import quality
 from qserve.evals.gate import GateReport, table
 from qserve.evals.worst import WorstTokens
-from qserve.quantize import pipeline
-from qserve.quantize.forecast import require_memory
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
-from qserve.quantize.prepare import prepare
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 
@@ -35,6 +32,9 @@ def open_source(model: str) -> ModelSource:
 
 def plan(source: ModelSource, out: Path, job: QuantizeJob) -> list[str]:
     """What ``quantize`` would do, in lines; refuses what it would refuse."""
+    from qserve.quantize.forecast import require_memory
+    from qserve.quantize.prepare import prepare
+
     prepared = prepare(source, out, job)
     require_memory(prepared.forecast, job)
     return prepared.lines()
@@ -48,6 +48,8 @@ def quantize(
     accept: Callable[[QualityCard], None] | None = None,
 ) -> QuantizeReport:
     """Run the pipeline with a bar for each phase; a measurement shows its own."""
+    from qserve.quantize import pipeline  # imports much of transformers, which others need not wait for
+
     with ExitStack() as bar:
         phase = ""
         update: Callable[[int, int], None] = lambda done, total: None  # noqa: E731

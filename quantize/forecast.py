@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from functools import cache
 
 import psutil
 import torch
@@ -127,8 +128,9 @@ def require_memory(expected: Forecast, job: QuantizeJob) -> None:
         )
 
 
+@cache
 def multiplications_per_second() -> float:
-    """Measured speed of float32 matrix products: multiply-adds per second."""
+    """Speed of float32 matrix products, measured once by this process: multiply-adds per second."""
     left, right = torch.ones(2048, 1024), torch.ones(1024, 1024)
     left @ right  # the first one starts threads
     start = time.perf_counter()

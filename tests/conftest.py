@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ TEMPLATE = (
     "<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and what they import stay until the end: the search for garbage need not go through them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def save_tiny_model(out: Path, more_special: Sequence[str] = (), context: int = 512) -> Path:
@@ -67,3 +78,12 @@ def tiny_packed(tiny_model: Path) -> Path:
     out = tiny_model.parent / "tiny-w4"
     pipeline.run(open_model(tiny_model), out, QuantizeJob(method="rtn", group_size=32, calibration=None))
     return out
+
+
+@pytest.fixture(scope="module")
+def plain_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every client of httpx reads the certificates that it trusts, which takes longer than most requests: none here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("certificates")))
+        yield

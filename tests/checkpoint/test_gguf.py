@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from qserve.checkpoint.convert import convert
@@ -138,10 +139,16 @@ def save_gguf(
     return path
 
 
+def unfilled(config: Any):
+    """A model whose every weight is to be loaded: random numbers for the demo's would take seconds."""
+    with no_init_weights():
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+
 def rebuilt(source: GGUFFile):
     """transformers' model made of nothing but our config and our tensors."""
-    config = AutoConfig.for_model(**source.config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = unfilled(AutoConfig.for_model(**source.config))
+    config = model.config
     tensors = {name: source.tensor(name).to(torch.float32) for name in source.names()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected
@@ -150,13 +157,12 @@ def rebuilt(source: GGUFFile):
     return model
 
 
-def loaded_by_transformers(path: Path):
-    """The model as transformers' own GGUF loader makes it. ``from_pretrained(gguf_file=...)`` would ask for
-    the package accelerate first; the functions it calls do not."""
-    config = AutoConfig.for_model(**load_gguf_checkpoint(path)["config"])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
+def loaded_by_transformers(path: Path, named: Any):
+    """The model as transformers' own GGUF loader makes it; of ``named`` it takes the names of the weights.
+    ``from_pretrained(gguf_file=...)`` would ask for the package accelerate first; the function it calls does not."""
+    found = load_gguf_checkpoint(path, return_tensors=True, model_to_load=named)
+    model = unfilled(AutoConfig.for_model(**found["config"]))
+    missing, unexpected = model.load_state_dict(found["tensors"], strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     model.tie_weights()
     return model
@@ -245,8 +251,9 @@ def test_same_model_as_the_loader_of_transformers(tmp_path, architecture) -> Non
     model = random_model(architecture)
     writer_metadata = {"rope.dimension_count": 16, "vocab_size": 96}
     path = save_gguf(tmp_path / "m.gguf", model, Kind.Q8_0, metadata=writer_metadata)
-    oracle = loaded_by_transformers(path)
-    torch.testing.assert_close(logits(rebuilt(GGUFFile(path))), logits(oracle), rtol=1e-4, atol=1e-4)
+    ours = rebuilt(GGUFFile(path))
+    oracle = loaded_by_transformers(path, ours)
+    torch.testing.assert_close(logits(ours), logits(oracle), rtol=1e-4, atol=1e-4)
 
 
 def test_llama3_rope_is_found_again_from_its_divisors(tmp_path) -> None:
@@ -492,10 +499,11 @@ def demo() -> GGUFFile:
 
 @needs_demo
 def test_demo_logits_agree_with_transformers(demo) -> None:
-    oracle = loaded_by_transformers(demo_path())
     ours = rebuilt(demo)
+    oracle = loaded_by_transformers(demo_path(), ours)
+    rebuilt_tensors = ours.state_dict()
     for name, tensor in oracle.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], tensor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(rebuilt_tensors[name], tensor, rtol=0, atol=1e-6)
     tokens = demo.tokenizer()("The capital of France is", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         a, b = ours(tokens).logits, oracle(tokens).logits

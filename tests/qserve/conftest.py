@@ -14,6 +14,11 @@ from typer.testing import CliRunner
 from qserve.cli import app
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _plain_http(plain_http: None) -> None:
+    """In every module of this folder."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command left behind."""

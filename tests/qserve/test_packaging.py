@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,15 @@ def wheel_of(directory: Path, **environment: str) -> Path:
     return next(directory.glob("*.whl"))
 
 
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two, built at the same time: with the compiler of this machine, and with one that fails."""
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.submit(wheel_of, tmp_path_factory.mktemp("compiled"))
+        plain = pool.submit(wheel_of, tmp_path_factory.mktemp("plain"), CC="/bin/false")
+        return compiled.result(), plain.result()
+
+
 def use(wheel: Path, directory: Path, model: Path) -> list[str]:
     """Install the wheel into a folder of its own, use it from elsewhere, and return what it printed."""
     target, elsewhere = directory / "site", directory / "elsewhere"
@@ -63,8 +73,8 @@ def use(wheel: Path, directory: Path, model: Path) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler")
-def test_the_wheel_holds_the_package_and_works(tmp_path: Path, tiny_packed: Path) -> None:
-    wheel = wheel_of(tmp_path)
+def test_the_wheel_holds_the_package_and_works(wheels: tuple[Path, Path], tmp_path: Path, tiny_packed: Path) -> None:
+    wheel = wheels[0]
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"qserve"}
@@ -80,8 +90,10 @@ def test_the_wheel_holds_the_package_and_works(tmp_path: Path, tiny_packed: Path
     assert selected == "native" and best.startswith("native | None") and generated == "5"
 
 
-def test_an_install_without_a_compiler_serves_and_says_what_it_lacks(tmp_path: Path, tiny_packed: Path) -> None:
-    wheel = wheel_of(tmp_path, CC="/bin/false")
+def test_an_install_without_a_compiler_serves_and_says_what_it_lacks(
+    wheels: tuple[Path, Path], tmp_path: Path, tiny_packed: Path
+) -> None:
+    wheel = wheels[1]
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
     selected, best, generated = use(wheel, tmp_path, tiny_packed)

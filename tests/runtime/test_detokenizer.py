@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from qserve.checkpoint.demo import demo_path
+from qserve.checkpoint.gguf import GGUFFile
 from qserve.runtime.detokenizer import Detokenizer, StopChecker, decode
 
 SENTENCES = [
@@ -26,9 +27,7 @@ KINDS = ["byte_level", "byte_fallback"] + (["demo"] if demo_path().exists() else
 @lru_cache
 def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     if kind == "demo":
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(demo_path().parent), gguf_file=demo_path().name)
+        return GGUFFile(demo_path()).tokenizer()
     if kind == "byte_level":
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -21,6 +21,13 @@ from ...conftest import save_tiny_model
 from .scripted import MARKERS, Scripted, Start
 
 KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plain_http(plain_http: None) -> None:
+    """In every module of this folder."""
+
+
 @pytest.fixture(
     scope="session",
     params=[
