@@ -145,7 +145,11 @@ def _fleet(plan: Plan) -> list[tuple[str, str]]:
         return found
     return [
         *found,
-        ("an hour", f"{plan.gpus} x ${plan.gpu_price:.2f} = ${hourly:,.2f}; a month of {cost.HOURS_PER_MONTH:g} h ${hourly * cost.HOURS_PER_MONTH:,.0f}"),
+        (
+            "an hour",
+            f"{plan.gpus} x ${plan.gpu_price:.2f} = ${hourly:,.2f}; "
+            f"x {cost.HOURS_PER_MONTH:g} h a month = ${hourly * cost.HOURS_PER_MONTH:,.0f}",
+        ),
         (
             "a million tokens",
             f"${hourly:,.2f} / ({traffic.rate:g} x {traffic.tokens:,} x 3600 s) = "

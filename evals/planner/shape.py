@@ -45,7 +45,8 @@ class Linear:
 
     def experts_read(self, rows: float) -> float:
         """How many of the experts ``rows`` tokens need between them, if they choose evenly and by themselves."""
-        return self.experts * (1 - (1 - self.active / self.experts) ** rows)
+        missed: float = (1 - self.active / self.experts) ** rows
+        return self.experts * (1 - missed)
 
 
 @dataclass(frozen=True)
