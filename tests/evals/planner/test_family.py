@@ -50,8 +50,10 @@ def test_parameters_are_those_of_the_module(family: str, tied: bool) -> None:
         model = AutoModelForCausalLM.from_config(config)
     written = json.loads(config.to_json_string(use_diff=False))
     shape = shape_of(written, family)
-    parameters = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    assert shape.parameters == sum(parameters.values())
+    stored = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    # A buffer to the module, a tensor like any other to the checkpoint.
+    stored |= {id(buffer): buffer.numel() for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    assert shape.parameters == sum(stored.values())
     assert shape.tied is tied and shape.active_parameters <= shape.parameters
     kinds = written.get("layer_types")
     if kinds is not None and "sliding_attention" in kinds:

@@ -72,7 +72,7 @@ def test_more_gpus_are_faster_and_hold_more() -> None:
     assert one.roofline.weights_per_gpu == 2 * two.roofline.weights_per_gpu
     assert two.at(8).tpot < one.at(8).tpot and two.prefill < one.prefill and two.fits > 2 * one.fits
     staged = replica(layout=Layout(1, 2))
-    assert one.roofline.weights_per_gpu > staged.roofline.weights_per_gpu > two.roofline.weights_per_gpu
+    assert one.roofline.weights_per_gpu > staged.roofline.weights_per_gpu >= two.roofline.weights_per_gpu
     # Stages make no token come sooner: each passes through all layers.
     assert staged.at(1).tpot > two.at(1).tpot
 
@@ -222,7 +222,7 @@ def test_other_traffic_is_refused(text: str) -> None:
         parse_traffic(text)
 
 
-@pytest.mark.parametrize("text", ["", "ttft=1", "ttft=0ms", "ttft=nanms", "ttft=5min", "tpot=-1s", "e2e=1s", "ttft=1e9s"])
+@pytest.mark.parametrize("text", ["", "ttft=1", "ttft=0ms", "ttft=nanms", "ttft=5min", "tpot=-1s", "e2e=1s"])
 def test_other_limits_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_slo(text)
