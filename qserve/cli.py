@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from qserve import __version__, console
 from qserve.checkpoint.errors import QServeError, UsageError
+from qserve.commands.plan import plan
 from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.sampling import RequestError
@@ -744,6 +745,9 @@ def demo(
     from qserve.demo import run_demo
 
     run_demo(keep=keep, out=out)
+
+
+app.command()(plan)
 
 
 def main() -> None:

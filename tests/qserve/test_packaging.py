@@ -83,7 +83,9 @@ def test_the_wheel_holds_the_package_and_works(wheels: tuple[Path, Path], tmp_pa
     assert not [name for name in names if "test" in name]
     page = {f"qserve/runtime/server/static/{path.name}" for path in (ROOT / "runtime/server/static").iterdir()}
     assert page and page <= names
-    expected = {f"qserve/{path.name}" for path in (ROOT / "qserve").glob("*.py")}
+    data = {f"qserve/evals/planner/data/{path.name}" for path in (ROOT / "evals/planner/data").iterdir()}
+    assert data and data <= names
+    expected = {f"qserve/{path.relative_to(ROOT / 'qserve')}" for path in (ROOT / "qserve").rglob("*.py")}
     expected |= {f"qserve/{path.relative_to(ROOT)}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
     selected, best, generated = use(wheel, tmp_path, tiny_packed)

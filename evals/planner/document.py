@@ -1,0 +1,227 @@
+"""A plan as the report that every evaluation writes: tables for a person, figures unrounded for a program.
+
+The same JSON as ``qserve.evals.report`` writes, made without torch, since a plan answers in a second.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from qserve.checkpoint.errors import QServeError
+from qserve.checkpoint.files import write_atomically
+from qserve.evals.planner import arithmetic, cost
+from qserve.evals.planner.catalog import ApiPrice
+from qserve.evals.planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells are text already rounded for reading."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """The chosen ``plan``, all that were ``tried``, and the services it is compared with."""
+
+    plan: Plan
+    tried: Sequence[Plan]
+    services: Sequence[ApiPrice]
+    command: str
+
+    @property
+    def title(self) -> str:
+        replica = self.plan.replica
+        return f"{replica.roofline.shape.name} for {replica.traffic} within {replica.slo}"
+
+    def recommendation(self) -> Table:
+        plan, replica, load = self.plan, self.plan.replica, self.plan.load
+        roofline = replica.roofline
+        made = roofline.quantization.made_by
+        step = f"qserve quantize MODEL OUT {made}" if made else "as it is"
+        hourly = plan.dollars_per_hour
+        rows = [
+            ("GPU", f"{plan.gpus} x {roofline.gpu.name}"),
+            ("weights", f"{roofline.quantization.name} ({step}), {roofline.weights_per_gpu / 1e9:.1f} GB a GPU"),
+            ("KV cache", f"{roofline.kv_dtype}"),
+            ("parallelism", f"{plan.replicas} replica{'s' if plan.replicas > 1 else ''} of {roofline.layout}"),
+            ("TTFT", f"{load.ttft * 1e3:.0f} ms (limit {replica.slo.ttft * 1e3:g} ms)"),
+            ("TPOT", f"{load.tpot * 1e3:.1f} ms (limit {replica.slo.tpot * 1e3:g} ms)"),
+            ("batch", f"{load.batch} running, {replica.largest} within the limits, {replica.fits} fit"),
+            ("utilization", f"{replica.traffic.rate / plan.replicas / replica.full.rate:.0%} of what they take"),
+        ]
+        if hourly is None:
+            rows.append(("cost", f"no price of {roofline.gpu.key} is known: give --gpu-price"))
+        else:
+            rows += [
+                ("cost", f"${hourly:,.2f} an hour, ${hourly * cost.HOURS_PER_MONTH:,.0f} a month ({self._price()})"),
+                ("per million tokens", f"${cost.per_million(hourly, plan.tokens_per_second):.3f}, prompt and output"),
+            ]
+        return Table(self.title, ("", "plan"), tuple(rows))
+
+    def alternatives(self) -> Table:
+        """The best of every GPU and quantization."""
+        best: dict[tuple[str, str], Plan] = {}
+        for plan in self.tried:
+            best.setdefault((plan.roofline.gpu.key, plan.roofline.quantization.name), plan)
+        ranked = sorted(best.values(), key=lambda plan: (bool(plan.refused), plan.rank))
+        header = ("plan", "GPUs", "batch", "TTFT ms", "TPOT ms", "$/h", "$/M tokens")
+        return Table("Best of each GPU and quantization", header, tuple(_row(plan) for plan in ranked))
+
+    def break_even(self) -> Table:
+        """From which volume the plan's GPUs cost less than a service."""
+        rows = []
+        for service in self.services:
+            when = "" if service.date is None else f", {service.date}"
+            blended = service.blended(self.plan.replica.traffic.prompt, self.plan.replica.traffic.output)
+            tokens, verdict = self._break_even(blended)
+            shown = "never" if math.isinf(tokens) else f"{tokens / 1e6:,.0f} M"
+            prices = f"${service.input:g} / ${service.output:g}{when}"
+            rows.append((service.key, prices, f"${blended:.3f}", shown, verdict))
+        header = ("service", "$/M in / out", "$/M blended", "break-even a month", "")
+        return Table("Against services", header, tuple(rows))
+
+    def arithmetic(self) -> Table:
+        return Table("Arithmetic", ("", "how"), tuple(arithmetic.lines(self.plan)))
+
+    def answer(self) -> list[Table]:
+        """What is shown first: the plan, what else there is, and what it competes with."""
+        priced = self.services and self.plan.dollars_per_hour is not None
+        return [self.recommendation(), self.alternatives(), *([self.break_even()] if priced else [])]
+
+    def assumptions(self) -> str:
+        """What the times stand on, in a line."""
+        e = self.plan.roofline.efficiency
+        return (
+            f"assumed, not measured: {e.mfu:.0%} of the peak operations (--mfu), {e.mbu:.0%} of the bandwidth (--mbu), "
+            f"{e.link:.0%} of the links (--link), {e.overhead * 1e3:g} ms a step (--overhead), {e.memory:.0%} of the "
+            f"memory (--memory), {e.utilization:.0%} of the capacity (--utilization)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        replica = self.plan.replica
+        shape = replica.roofline.shape
+        data = {
+            "model": {
+                **{key: value for key, value in asdict(shape).items() if key not in ("linears", "windows")},
+                "parameters": shape.parameters,
+                "active_parameters": shape.active_parameters,
+                "parameters_by_kind": shape.parameters_by_kind(),
+            },
+            "traffic": asdict(replica.traffic),
+            "slo": asdict(replica.slo),
+            "efficiency": asdict(replica.roofline.efficiency),
+            "chunk": replica.chunk,
+            "plan": _figures(self.plan),
+            "tried": [_figures(plan) for plan in self.tried],
+            "services": [self._service(service) for service in self.services],
+        }
+        return {
+            "kind": "plan",
+            "title": self.title,
+            "command": self.command,
+            "data": data,
+            "sections": [asdict(table) for table in (*self.answer(), self.arithmetic())],
+            "gates": [],
+            "environment": {"qserve": version("qserve-llm")},
+            "passed": True,
+            "schema": 1,
+        }
+
+    def to_markdown(self) -> str:
+        lines = [f"# {self.title}", "", f"    {self.command}", "", self.assumptions(), ""]
+        for table in (*self.answer(), self.arithmetic()):
+            lines += [f"## {table.title}", "", _cells(table.header), _cells(["---"] * len(table.header))]
+            lines += [*map(_cells, table.rows), ""]
+        return "\n".join(lines)
+
+    def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
+        """Either path may be None. Raises ``QServeError`` where a file cannot be written."""
+        for path, text in (
+            (json_path, lambda: json.dumps(self.to_json(), indent=2, allow_nan=False, default=str) + "\n"),
+            (markdown_path, self.to_markdown),
+        ):
+            if path is not None:
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(path, text().encode())
+                except OSError as error:
+                    raise QServeError(f"cannot write {path}: {error.strerror or error}") from None
+
+    def _price(self) -> str:
+        price = self.plan.roofline.gpu.price
+        if price is None or price.dollars != self.plan.gpu_price:
+            return f"${self.plan.gpu_price:.2f} a GPU, --gpu-price"
+        return f"${price.dollars:.2f} a GPU, {price.source.split('/')[2]}, {price.date}"
+
+    def _break_even(self, blended: float) -> tuple[float, str]:
+        """Tokens a month, infinite where the GPUs cannot make so many, and what that means."""
+        monthly = self.plan.dollars_per_month
+        if monthly is None:
+            return math.inf, "no price of the GPU is known"
+        tokens = cost.break_even(monthly, blended)
+        most = self.plan.full_tokens_per_second * 3600 * cost.HOURS_PER_MONTH
+        planned = self.plan.tokens_per_second * 3600 * cost.HOURS_PER_MONTH
+        if tokens > most:
+            return math.inf, f"these GPUs make {most / 1e6:,.0f} M at most, {tokens / 1e6:,.0f} M would pay"
+        return tokens, f"the plan's {planned / 1e6:,.0f} M cost {'less' if planned >= tokens else 'more'} here"
+
+    def _service(self, service: ApiPrice) -> dict[str, Any]:
+        blended = service.blended(self.plan.replica.traffic.prompt, self.plan.replica.traffic.output)
+        tokens, _ = self._break_even(blended)
+        found = {"blended": blended, "break_even_tokens_per_month": None if math.isinf(tokens) else tokens}
+        return {**asdict(service), **found}
+
+
+def _row(plan: Plan) -> tuple[str, ...]:
+    roofline = plan.roofline
+    name = f"{roofline.gpu.key} {roofline.quantization.name}, KV {roofline.kv_dtype}, {roofline.layout}"
+    if plan.refused:
+        return (f"{name}: {plan.refused}", "", "", "", "", "", "")
+    load, hourly = plan.load, plan.dollars_per_hour
+    money = ("", "")
+    if hourly is not None:
+        money = (f"{hourly:,.2f}", f"{cost.per_million(hourly, plan.tokens_per_second):.3f}")
+    return (name, str(plan.gpus), str(load.batch), f"{load.ttft * 1e3:.0f}", f"{load.tpot * 1e3:.1f}", *money)
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    roofline, hourly = plan.roofline, plan.dollars_per_hour
+    found: dict[str, Any] = {
+        "gpu": roofline.gpu.key,
+        "quantization": roofline.quantization.name,
+        "kv_dtype": roofline.kv_dtype,
+        "tp": roofline.layout.tp,
+        "pp": roofline.layout.pp,
+        "refused": plan.refused or None,
+        "weight_bytes": roofline.shape.weight_bytes(roofline.quantization.scheme),
+        "weight_bytes_per_gpu": roofline.weights_per_gpu,
+        "kv_bytes_per_request_and_gpu": roofline.kv_per_request(plan.replica.traffic.tokens),
+        "largest_batch_in_memory": plan.replica.fits,
+    }
+    if plan.refused:
+        return found
+    return {
+        **found,
+        "largest_batch_within_slo": plan.replica.largest,
+        "replicas": plan.replicas,
+        "gpus": plan.gpus,
+        "load": asdict(plan.load),
+        "full_load": asdict(plan.replica.full),
+        "gpu_price": plan.gpu_price,
+        "dollars_per_hour": hourly,
+        "dollars_per_million_tokens": None if hourly is None else cost.per_million(hourly, plan.tokens_per_second),
+    }
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

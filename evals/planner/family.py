@@ -1,0 +1,249 @@
+"""From a config.json to a ``ModelShape``: which architectures there are, and what their configurations leave out.
+
+Knows the keys of Hugging Face configurations, without transformers; does not know weights. An architecture that is
+not here is refused by name: a wrong size is worse than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qserve.checkpoint.errors import CheckpointError
+from qserve.evals.planner.shape import Linear, ModelShape
+
+_MOST = 2**40
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model type says that its configuration does not.
+
+    Attributes:
+        norms: weights of normalization per layer, in hidden sizes.
+        qk_norm: queries and keys are normalized per head.
+        qkv_bias, out_bias: biases of the attention's linears; None where the configuration says (``attention_bias``).
+        tied: whether the output layer is the embedding where the configuration does not say.
+        sliding: every ``sliding``-th layer looks at everything, the others at a window; 1 where all have the window.
+        window_asked: a window counts only with ``use_sliding_window``.
+    """
+
+    norms: int = 2
+    qk_norm: bool = False
+    qkv_bias: bool | None = False
+    out_bias: bool | None = False
+    tied: bool = False
+    sliding: int = 0
+    window_asked: bool = False
+
+
+FAMILIES = {
+    "llama": Family(qkv_bias=None, out_bias=None),
+    "mistral": Family(sliding=1),
+    "qwen2": Family(qkv_bias=True, sliding=1, window_asked=True),
+    "qwen3": Family(qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True),
+    "phi3": Family(sliding=1),
+    "gemma": Family(tied=True),
+    "gemma2": Family(norms=4, tied=True, sliding=2),
+    "gemma3_text": Family(norms=4, qk_norm=True, tied=True, sliding=6),
+    "mixtral": Family(sliding=1),
+    "qwen2_moe": Family(qkv_bias=True, sliding=1, window_asked=True),
+    "qwen3_moe": Family(qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True),
+    "gpt_oss": Family(qkv_bias=True, out_bias=True, sliding=2),
+    "deepseek_v2": Family(),
+    "deepseek_v3": Family(),
+}
+GPT = ("gpt2", "gpt_bigcode")
+"""The older form: LayerNorms and biases everywhere, learned positions, a plain feed-forward of 4 hidden sizes."""
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape that the content of a config.json describes.
+
+    Raises ``CheckpointError`` for an architecture that is not known, and for a key that is missing or no number.
+    """
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{name}: config.json is no JSON object")
+    kind = config.get("model_type")
+    keys = _Keys(config, name)
+    if kind in GPT:
+        return _gpt(keys, kind)
+    if kind not in FAMILIES:
+        known = ", ".join([*FAMILIES, *GPT])
+        raise CheckpointError(f"{name} is of type {kind!r}, whose arithmetic is not known; known are {known}")
+    return _decoder(keys, kind, FAMILIES[kind])
+
+
+class _Keys:
+    """Whole positive numbers of a configuration by name."""
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self.config, self.name = config, name
+
+    def get(self, key: str, default: int | None = None) -> int:
+        value = self.config.get(key)
+        if value is None:
+            if default is None:
+                raise CheckpointError(f"{self.name}: config.json lacks {key}")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
+            raise CheckpointError(f"{self.name}: {key} must be a whole number, not {value!r}")
+        if value == 0 and default is None:
+            raise CheckpointError(f"{self.name}: {key} is 0")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.config.get(key)
+        return default if value is None else bool(value)
+
+    def stored_as(self) -> str | None:
+        quantization = self.config.get("quantization_config")
+        return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, Mapping) else None
+
+
+def _gpt(keys: _Keys, kind: str) -> ModelShape:
+    hidden, layers = keys.get("n_embd"), keys.get("n_layer")
+    heads, positions = keys.get("n_head"), keys.get("n_positions", 1024)
+    vocab, inner = keys.get("vocab_size"), keys.get("n_inner", 4 * hidden)
+    kv_heads = 1 if kind == "gpt_bigcode" and keys.flag("multi_query", True) else heads
+    head_dim = _divided(keys, hidden, heads)
+    qkv = hidden + 2 * kv_heads * head_dim
+    linears = (
+        Linear("attention", qkv, hidden, layers),
+        Linear("attention", hidden, hidden, layers),
+        Linear("mlp", inner, hidden, layers),
+        Linear("mlp", hidden, inner, layers),
+        Linear("head", vocab, hidden, 1),
+    )
+    biases = qkv + hidden + inner + hidden
+    return ModelShape(
+        name=keys.name, family=kind, attention=_kind(heads, kv_heads), hidden_size=hidden, vocab_size=vocab,
+        num_layers=layers, num_heads=heads, kv_heads=kv_heads, kv_width=2 * kv_heads * head_dim,
+        windows=(0,) * layers, score_width=head_dim, value_width=head_dim, latent_score_width=head_dim,
+        latent_value_width=head_dim, linears=linears, embedding=(vocab + positions) * hidden,
+        other=layers * (biases + 4 * hidden) + 2 * hidden, tied=keys.flag("tie_word_embeddings", True),
+        context=positions, stored_as=keys.stored_as(),
+    )
+
+
+def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
+    hidden, layers, vocab = keys.get("hidden_size"), keys.get("num_hidden_layers"), keys.get("vocab_size")
+    heads = keys.get("num_attention_heads")
+    head = Linear("head", vocab, hidden, 1)
+    mlp, mlp_other = _feed_forward(keys, kind, hidden, layers)
+    norms = layers * family.norms * hidden + hidden
+    tied = keys.flag("tie_word_embeddings", family.tied)
+    context = keys.get("max_position_embeddings", _MOST)
+    if kind.startswith("deepseek"):
+        nope, rope = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
+        value, rank, q_rank = keys.get("v_head_dim"), keys.get("kv_lora_rank"), keys.get("q_lora_rank", 0)
+        attention = [
+            Linear("attention", rank + rope, hidden, layers),
+            Linear("attention", heads * (nope + value), rank, layers),
+            Linear("attention", hidden, heads * value, layers),
+        ]
+        if q_rank:
+            attention.append(Linear("attention", q_rank, hidden, layers))
+        attention.append(Linear("attention", heads * (nope + rope), q_rank or hidden, layers))
+        return ModelShape(
+            name=keys.name, family=kind, attention="MLA", hidden_size=hidden, vocab_size=vocab, num_layers=layers,
+            num_heads=heads, kv_heads=1, kv_width=rank + rope, windows=(0,) * layers, score_width=nope + rope,
+            value_width=value, latent_score_width=rank + rope, latent_value_width=rank,
+            linears=(*attention, *mlp, head), embedding=vocab * hidden,
+            other=norms + mlp_other + layers * (rank + q_rank), tied=tied, context=context,
+            stored_as=keys.stored_as(),
+        )
+    kv_heads = keys.get("num_key_value_heads", heads)
+    if not kv_heads or heads % kv_heads:
+        raise CheckpointError(f"{keys.name}: {heads} attention heads are not a multiple of {kv_heads} key heads")
+    head_dim = keys.get("head_dim", 0) or _divided(keys, hidden, heads)
+    q_size, kv_size = heads * head_dim, kv_heads * head_dim
+    attention = [
+        Linear("attention", q_size + 2 * kv_size, hidden, layers),
+        Linear("attention", hidden, q_size, layers),
+    ]
+    asked = keys.flag("attention_bias", False)
+    biases = (q_size + 2 * kv_size) * (asked if family.qkv_bias is None else family.qkv_bias)
+    biases += hidden * (asked if family.out_bias is None else family.out_bias)
+    biases += 2 * head_dim * family.qk_norm + heads * (kind == "gpt_oss")  # an attention sink per head
+    return ModelShape(
+        name=keys.name, family=kind, attention=_kind(heads, kv_heads), hidden_size=hidden, vocab_size=vocab,
+        num_layers=layers, num_heads=heads, kv_heads=kv_heads, kv_width=2 * kv_size,
+        windows=_windows(keys, family, layers), score_width=head_dim, value_width=head_dim,
+        latent_score_width=head_dim, latent_value_width=head_dim, linears=(*attention, *mlp, head),
+        embedding=vocab * hidden, other=norms + mlp_other + layers * biases, tied=tied, context=context,
+        stored_as=keys.stored_as(),
+    )
+
+
+def _feed_forward(keys: _Keys, kind: str, hidden: int, layers: int) -> tuple[list[Linear], int]:
+    """The gated feed-forward, dense or of experts, and its parameters that are no matrices."""
+    if kind in ("mixtral", "gpt_oss"):
+        experts, inner = keys.get("num_local_experts"), keys.get("intermediate_size")
+        other = layers * (experts + experts * (2 * inner + hidden)) if kind == "gpt_oss" else 0
+        return _experts(keys, hidden, inner, layers, experts), other
+    if kind.endswith("_moe"):
+        if keys.get("decoder_sparse_step", 1) != 1 or keys.config.get("mlp_only_layers"):
+            raise CheckpointError(f"{keys.name}: experts in some layers only are not known of {kind}")
+        experts = keys.config.get("num_experts", keys.config.get("num_local_experts"))
+        experts = _Keys({"num_experts": experts}, keys.name).get("num_experts")
+        linears = _experts(keys, hidden, keys.get("moe_intermediate_size"), layers, experts)
+        if kind != "qwen2_moe":
+            return linears, 0
+        linears += _dense("shared expert", hidden, keys.get("shared_expert_intermediate_size"), layers)
+        return [*linears, Linear("router", 1, hidden, layers)], 0
+    if kind.startswith("deepseek"):
+        experts, inner = keys.get("n_routed_experts"), keys.get("moe_intermediate_size")
+        plain = min(keys.get("first_k_dense_replace", 0), layers)
+        linears = _dense("mlp", hidden, keys.get("intermediate_size"), plain) if plain else []
+        if layers > plain:
+            linears += _experts(keys, hidden, inner, layers - plain, experts)
+            if shared := keys.get("n_shared_experts", 0):
+                linears += _dense("shared expert", hidden, shared * inner, layers - plain)
+        # The third version corrects each expert's score by a bias.
+        return linears, experts * (layers - plain) if kind == "deepseek_v3" else 0
+    inner = keys.get("intermediate_size")
+    bias = 2 * inner + hidden if kind == "llama" and keys.flag("mlp_bias", False) else 0
+    return _dense("mlp", hidden, inner, layers), layers * bias
+
+
+def _dense(kind: Any, hidden: int, inner: int, layers: int) -> list[Linear]:
+    return [Linear(kind, 2 * inner, hidden, layers), Linear(kind, hidden, inner, layers)]
+
+
+def _experts(keys: _Keys, hidden: int, inner: int, layers: int, experts: int) -> list[Linear]:
+    active = keys.get("num_experts_per_tok")
+    if active > experts:
+        raise CheckpointError(f"{keys.name}: num_experts_per_tok {active} exceeds the {experts} experts")
+    return [
+        Linear("experts", 2 * inner, hidden, layers, experts, active),
+        Linear("experts", hidden, inner, layers, experts, active),
+        Linear("router", experts, hidden, layers),
+    ]
+
+
+def _windows(keys: _Keys, family: Family, layers: int) -> tuple[int, ...]:
+    asked = family.sliding and (not family.window_asked or keys.flag("use_sliding_window", False))
+    window = keys.get("sliding_window", 0) if asked else 0
+    kinds = keys.config.get("layer_types")
+    if isinstance(kinds, list) and asked:
+        unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+        if unknown or len(kinds) != layers:
+            raise CheckpointError(f"{keys.name}: layer_types {unknown[:1] or len(kinds)} are not known")
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if family.window_asked:
+        first = keys.get("max_window_layers", 0)
+        return tuple(window if i >= first else 0 for i in range(layers))
+    every = family.sliding
+    return tuple(0 if every > 1 and (i + 1) % every == 0 else window for i in range(layers))
+
+
+def _divided(keys: _Keys, hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise CheckpointError(f"{keys.name}: a hidden size of {hidden} is no multiple of {heads} heads")
+    return hidden // heads
+
+
+def _kind(heads: int, kv_heads: int) -> str:
+    return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"

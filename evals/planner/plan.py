@@ -1,0 +1,210 @@
+"""``Plan``: which quantization, KV dtype, parallelism and number of replicas serve the traffic for the least money.
+
+Knows how to try and to choose; the arithmetic is in the files beside it. Cheapest wins; of equals the least compressed,
+then the one of fewest GPUs: what quality is lost nobody knows before ``qserve quantize`` and ``qserve eval`` said it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qserve.checkpoint.errors import CapacityError, UsageError
+from qserve.evals.planner import cost
+from qserve.evals.planner.catalog import Gpu
+from qserve.evals.planner.demand import Slo, Traffic
+from qserve.evals.planner.quantization import DEFAULT, KV_BYTES, Quantization, quantization
+from qserve.evals.planner.replica import Load, Replica
+from qserve.evals.planner.roofline import MACHINE, Efficiency, Layout, Roofline
+from qserve.evals.planner.shape import ModelShape
+
+_MOST_GPUS = 64
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user fixed; None and 0 leave it to the plan."""
+
+    quantization: str | None = None
+    kv_dtype: str | None = None
+    tp: int = 0
+    pp: int = 0
+    gpu_price: float | None = None
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype is not None and self.kv_dtype not in KV_BYTES:
+            raise UsageError(f"a KV dtype is {', '.join(KV_BYTES)}, not {self.kv_dtype!r}")
+        for name in ("tp", "pp"):
+            if not 0 <= getattr(self, name) <= _MOST_GPUS:
+                raise UsageError(f"--{name} must be from 1 to {_MOST_GPUS}, not {getattr(self, name)}")
+        if not 1 <= self.chunk <= 2**20:
+            raise UsageError(f"--chunk must be a number of tokens, not {self.chunk}")
+        if self.gpu_price is not None and not 0 < self.gpu_price < 1e6:
+            raise UsageError(f"--gpu-price must be dollars of one GPU for an hour, not {self.gpu_price}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to serve the traffic. ``refused`` says why it cannot, in which case ``replicas`` is 0."""
+
+    replica: Replica
+    replicas: int
+    gpu_price: float | None
+    refused: str = ""
+
+    @property
+    def roofline(self) -> Roofline:
+        return self.replica.roofline
+
+    @property
+    def gpus(self) -> int:
+        return self.replicas * self.roofline.layout.gpus
+
+    @property
+    def load(self) -> Load:
+        """Of each replica, under its part of the traffic."""
+        return self.replica.under(self.replica.traffic.rate / self.replicas)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and output tokens of the traffic."""
+        return self.replica.traffic.rate * self.replica.traffic.tokens
+
+    @property
+    def full_tokens_per_second(self) -> float:
+        """Prompt and output tokens that all replicas together can take."""
+        return self.replicas * self.replica.full.rate * self.replica.traffic.tokens
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        return None if self.gpu_price is None else self.gpus * self.gpu_price
+
+    @property
+    def dollars_per_month(self) -> float | None:
+        hourly = self.dollars_per_hour
+        return None if hourly is None else hourly * cost.HOURS_PER_MONTH
+
+    @property
+    def compression(self) -> tuple[float, int]:
+        """Bits of a weight and bytes of a KV number, as negative as they are large."""
+        scheme = self.roofline.quantization.scheme
+        return -16.0 if scheme is None else -float(scheme.bits), -KV_BYTES[self.roofline.kv_dtype]
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Smaller is better; what has no price comes after what has one, by its GPUs."""
+        unknown = self.dollars_per_hour is None
+        return unknown, self.dollars_per_hour or float(self.gpus), self.compression, self.roofline.layout.gpus
+
+
+def consider(
+    shape: ModelShape, gpu: Gpu, traffic: Traffic, slo: Slo, efficiency: Efficiency, wish: Wish
+) -> list[Plan]:
+    """Every plan that is tried on ``gpu``, best first, those that cannot be last."""
+    price = wish.gpu_price if wish.gpu_price is not None else gpu.price.dollars if gpu.price else None
+    plans = []
+    for scheme in _quantizations(gpu, wish):
+        for kv_dtype in _kv_dtypes(gpu, wish):
+            for layout in _layouts(shape, gpu, scheme, kv_dtype, traffic, efficiency, wish):
+                roofline = Roofline(shape, scheme, kv_dtype, gpu, layout, efficiency)
+                plans.append(_plan(Replica(roofline, traffic, slo, wish.chunk), price))
+    return sorted(plans, key=lambda plan: (bool(plan.refused), plan.rank))
+
+
+def choose(
+    shape: ModelShape, gpus: Sequence[Gpu], traffic: Traffic, slo: Slo, efficiency: Efficiency, wish: Wish
+) -> tuple[Plan, list[Plan]]:
+    """The best plan, and all that were tried.
+
+    Raises ``CapacityError`` with the nearest miss where none serves the traffic within the limits, ``UsageError``
+    where the request is longer than the model's context.
+    """
+    if traffic.tokens > shape.context:
+        raise UsageError(
+            f"a request of {traffic.prompt} + {traffic.output} tokens exceeds the context of {shape.name}, "
+            f"{shape.context} tokens"
+        )
+    plans = [plan for gpu in gpus for plan in consider(shape, gpu, traffic, slo, efficiency, wish)]
+    possible = [plan for plan in plans if not plan.refused]
+    if not possible:
+        if not plans:
+            raise CapacityError(
+                f"{shape.name} has {shape.num_heads} heads in {shape.num_layers} layers, which --tp {wish.tp or 1} "
+                f"and --pp {wish.pp or 1} cannot share"
+            )
+        # Nearest is what came furthest: into memory, and then with the most memory or speed to spare.
+        nearest = max(plans, key=lambda plan: (plan.replica.fits, plan.roofline.kv_room))
+        raise CapacityError(f"no plan serves {shape.name} so; nearest is {describe(nearest)}: {nearest.refused}")
+    return min(possible, key=lambda plan: plan.rank), plans
+
+
+def describe(plan: Plan) -> str:
+    """``w4g128, KV fp8, TP 2 on h200``."""
+    roofline = plan.roofline
+    return f"{roofline.quantization.name}, KV {roofline.kv_dtype}, {roofline.layout} on {roofline.gpu.key}"
+
+
+def _plan(replica: Replica, price: float | None) -> Plan:
+    if refused := _refusal(replica):
+        return Plan(replica, 0, price, refused)
+    capacity = replica.full.rate * replica.roofline.efficiency.utilization
+    return Plan(replica, max(1, math.ceil(replica.traffic.rate / capacity)), price)
+
+
+def _refusal(replica: Replica) -> str:
+    roofline, slo = replica.roofline, replica.slo
+    if not replica.fits:
+        memory = roofline.gpu.memory * roofline.efficiency.memory
+        request = roofline.kv_per_request(replica.traffic.tokens)
+        return (
+            f"{roofline.weights_per_gpu / 1e9:.1f} GB of weights and {request / 1e9:.2f} GB of KV cache for one "
+            f"request exceed {memory / 1e9:.1f} GB of a GPU"
+        )
+    if replica.largest:
+        return ""
+    alone = replica.at(1)
+    missed = [
+        f"{name} {found * 1e3:.0f} ms exceeds {limit * 1e3:g} ms"
+        for name, found, limit in (("TTFT", alone.ttft, slo.ttft), ("TPOT", alone.tpot, slo.tpot))
+        if found > limit
+    ]
+    return f"with a single request running {' and '.join(missed)}"
+
+
+def _quantizations(gpu: Gpu, wish: Wish) -> list[Quantization]:
+    if wish.quantization is None:
+        return [scheme for scheme in map(quantization, DEFAULT) if scheme.compute in gpu.flops]
+    scheme = quantization(wish.quantization)
+    if scheme.compute not in gpu.flops:
+        raise UsageError(f"{gpu.name} has no products of {scheme.compute}, which {scheme.name} computes in")
+    return [scheme]
+
+
+def _kv_dtypes(gpu: Gpu, wish: Wish) -> list[str]:
+    small = "fp8" if "fp8" in gpu.flops else "int8"
+    if wish.kv_dtype == "fp8" and small != "fp8":
+        raise UsageError(f"{gpu.name} has no fp8: take --kv-cache-dtype int8")
+    return ["fp16", small] if wish.kv_dtype is None else [wish.kv_dtype]
+
+
+def _layouts(
+    shape: ModelShape, gpu: Gpu, scheme: Quantization, kv_dtype: str, traffic: Traffic, efficiency: Efficiency,
+    wish: Wish,
+) -> list[Layout]:
+    """Powers of two of one machine; several machines, by stages, only where one cannot hold the model."""
+    degrees = [wish.tp] if wish.tp else [1, 2, 4, MACHINE]
+    degrees = [tp for tp in degrees if shape.num_heads % tp == 0 and shape.hidden_size % tp == 0]
+    if wish.pp:
+        return [Layout(tp, wish.pp) for tp in degrees if wish.pp <= shape.num_layers]
+    layouts = [Layout(tp) for tp in degrees]
+    fitting = [
+        layout
+        for layout in layouts
+        if Roofline(shape, scheme, kv_dtype, gpu, layout, efficiency).largest_batch(traffic.tokens)
+    ]
+    if fitting or not layouts:
+        return layouts
+    most = layouts[-1].tp
+    return [*layouts, *(Layout(most, pp) for pp in (2, 4, 8) if pp <= shape.num_layers and pp * most <= _MOST_GPUS)]

@@ -1,0 +1,46 @@
+"""``Quantization``: one way to store weights and one to store keys and values, and what they are computed in.
+
+Knows names, bits and dtypes; does not know models or GPUs, nor what quality is lost: ``qserve eval`` measures that.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.spec import WeightScheme
+
+Compute = Literal["bf16", "fp8", "int8"]
+KV_BYTES = {"fp16": 2, "fp8": 1, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """``scheme`` None is 16 bits; ``compute`` is the dtype of the products, ``made_by`` the options of ``quantize``."""
+
+    name: str
+    scheme: WeightScheme | None
+    compute: Compute
+    made_by: str
+
+
+_PLAIN = {
+    "bf16": Quantization("bf16", None, "bf16", ""),
+    "fp8": Quantization("fp8", WeightScheme(8, -1, dtype="fp8"), "fp8", "--scheme fp8"),
+    "w8a8": Quantization("w8a8", WeightScheme(8, -1), "int8", "--scheme w8a8"),
+}
+DEFAULT = ("bf16", "fp8", "w8a8", "w4g128")
+"""Those that are tried, from the least compressed on."""
+
+
+def quantization(name: str) -> Quantization:
+    """``bf16``, ``fp8``, ``w8a8``, or integer weights under 16-bit inputs as ``w4g128``. Raises ``UsageError``."""
+    if name in _PLAIN:
+        return _PLAIN[name]
+    found = re.fullmatch(r"w([0-9])g([0-9]{1,5})", name)
+    if found is None:
+        raise UsageError(f"a quantization is bf16, fp8, w8a8, or wBITSgGROUP as w4g128, not {name!r}")
+    bits, group = int(found[1]), int(found[2])
+    return Quantization(name, WeightScheme(bits, group), "bf16", f"--bits {bits} --group-size {group}")

@@ -1,0 +1,175 @@
+"""Times of prefill and decode by roofline: each matrix product takes as long as its bytes or its operations do.
+
+Knows a shape, a GPU and how the one is spread over several of the other; does not know traffic or money. The model is
+that of Williams et al. (doi 10.1145/1498765.1498785) per linear, scaled by the share of the peaks that real kernels
+reach, which ``Efficiency`` names and nothing hides. All-reduces are counted by their bytes, not by their latency.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qserve.checkpoint.errors import UsageError
+from qserve.evals.planner.catalog import Gpu
+from qserve.evals.planner.quantization import KV_BYTES, Quantization
+from qserve.evals.planner.shape import Linear, ModelShape
+
+NETWORK = 50e9
+"""Bytes per second of one GPU to another machine: a port of 400 Gbit/s each."""
+MACHINE = 8
+"""GPUs of one machine."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What is reached of what the data sheet says. The defaults are assumptions: measure, and give your own.
+
+    Attributes:
+        mfu: of the operations per second, in products that are bound by them.
+        mbu: of the memory bandwidth, in products that are bound by it.
+        link: of the bandwidth between GPUs.
+        memory: of the memory; the rest is for activations, the driver and fragments.
+        overhead: seconds that a step takes beside its kernels (scheduling, launches, sampling).
+        utilization: of what a replica can serve, so that bursts do not queue.
+    """
+
+    mfu: float = 0.5
+    mbu: float = 0.7
+    link: float = 0.7
+    memory: float = 0.9
+    overhead: float = 0.001
+    utilization: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("mfu", "mbu", "link", "memory", "utilization"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UsageError(f"--{name} must be more than 0 and at most 1, not {getattr(self, name)}")
+        if not 0 <= self.overhead < 10:
+            raise UsageError(f"the overhead of a step must be from 0 to 10 s, not {self.overhead} s")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One replica: matrices split over ``tp`` GPUs, layers over ``pp`` groups of those."""
+
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}" + (f" x PP {self.pp}" if self.pp > 1 else "")
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """One replica of one model."""
+
+    shape: ModelShape
+    quantization: Quantization
+    kv_dtype: str
+    gpu: Gpu
+    layout: Layout
+    efficiency: Efficiency
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that are reached."""
+        return self.gpu.bandwidth * self.efficiency.mbu
+
+    def flops(self, dtype: str = "bf16") -> float:
+        """Operations per second that are reached."""
+        return self.gpu.flops[dtype] * self.efficiency.mfu
+
+    @property
+    def kv_share(self) -> float:
+        """What one of the ``tp`` GPUs holds of a layer's cache: a head is not split, and MLA's latent is all heads'."""
+        heads = self.shape.kv_heads
+        return -(-heads // self.layout.tp) / heads
+
+    @property
+    def weights_per_gpu(self) -> float:
+        """Bytes on the fullest GPU: the longest stage of layers, and the embedding, the output layer, or both."""
+        shape, layout = self.shape, self.layout
+        stage = -(-shape.num_layers // layout.pp) / shape.num_layers
+        head, embedding = shape.head_bytes, 2.0 * shape.embedding
+        ends = max(head, embedding) if layout.pp > 1 else embedding + (0 if shape.tied else head)
+        return (shape.layer_bytes(self.quantization.scheme) * stage + ends) / layout.tp
+
+    @property
+    def kv_room(self) -> float:
+        """Bytes of one GPU that are left for keys and values; negative where the weights do not fit."""
+        return self.gpu.memory * self.efficiency.memory - self.weights_per_gpu
+
+    def kv_per_request(self, tokens: int) -> float:
+        """Bytes of a request on one GPU."""
+        stage = -(-self.shape.num_layers // self.layout.pp) / self.shape.num_layers
+        return self.shape.kv_bytes(tokens, KV_BYTES[self.kv_dtype]) * stage * self.kv_share
+
+    def largest_batch(self, tokens: int) -> int:
+        """Requests of ``tokens`` that are held at once."""
+        return max(0, int(self.kv_room // self.kv_per_request(tokens)))
+
+    def linear(self, linear: Linear, rows: float) -> float:
+        """Seconds of one such product for ``rows`` tokens: weights and activations moved, or operations done."""
+        packed = linear.packed
+        weights = linear.experts_read(rows) * linear.weight_bytes(self.quantization.scheme)
+        used = rows * linear.active
+        moved = weights + 2.0 * used * (linear.in_features + linear.out_features)
+        done = 2.0 * used * linear.size
+        flops = self.flops(self.quantization.compute if packed else "bf16")
+        return max(moved / self.bandwidth, done / flops) / self.layout.tp
+
+    def linears(self, rows: float, head_rows: float) -> float:
+        """Seconds of all products of a step."""
+        return sum(
+            linear.count * self.linear(linear, head_rows if linear.kind == "head" else rows)
+            for linear in self.shape.linears
+        )
+
+    def exchange(self, rows: float) -> float:
+        """Seconds in which ``rows`` hidden states go between GPUs: two ring all-reduces a layer, a hop a stage."""
+        layout, size = self.layout, 2.0 * rows * self.shape.hidden_size
+        link = self.gpu.link if layout.tp <= MACHINE else NETWORK
+        ring = 2 * self.shape.num_layers * 2 * (layout.tp - 1) / layout.tp * size / link
+        hop = self.gpu.link if layout.gpus <= MACHINE else NETWORK
+        return (ring + (layout.pp - 1) * size / hop) / self.efficiency.link
+
+    def decode_attention(self, batch: float, tokens: float) -> float:
+        """Seconds in which ``batch`` requests look back at ``tokens`` each: their cache read, or scores computed."""
+        shape = self.shape
+        cached = batch * shape.cached(tokens)
+        read = cached * shape.kv_width * KV_BYTES[self.kv_dtype] * self.kv_share
+        width = shape.latent_score_width + shape.latent_value_width
+        done = 2.0 * cached * shape.num_heads * width / self.layout.tp
+        return max(read / self.bandwidth, done / self.flops())
+
+    def decode_parts(self, batch: int, tokens: float) -> dict[str, float]:
+        """Seconds until each of ``batch`` running requests has its next token; a stage works on ``batch / pp``."""
+        rows = max(1.0, batch / self.layout.pp)
+        return {
+            "weights": self.linears(rows, rows),
+            "attention": self.decode_attention(rows, tokens),
+            "exchange": self.exchange(rows),
+            "overhead": self.efficiency.overhead,
+        }
+
+    def decode(self, batch: int, tokens: float) -> float:
+        return sum(self.decode_parts(batch, tokens).values())
+
+    def prefill_parts(self, prompt: int, chunk: int) -> dict[str, float]:
+        """Seconds of work for a prompt that is computed alone, in chunks, through all stages one after another."""
+        shape = self.shape
+        sizes = [(size, n) for size, n in ((chunk, prompt // chunk), (prompt % chunk, 1)) if size and n]
+        last = sum(linear.count * self.linear(linear, 1) for linear in shape.linears if linear.kind == "head")
+        pairs = 2.0 * shape.looked_at(prompt) * shape.num_heads * (shape.score_width + shape.value_width)
+        return {
+            "weights": last + sum(n * self.linears(size, 0) for size, n in sizes),
+            "attention": pairs / self.layout.tp / self.flops(),
+            "exchange": sum(n * self.exchange(size) for size, n in sizes),
+        }
+
+    def prefill(self, prompt: int, chunk: int) -> float:
+        return sum(self.prefill_parts(prompt, chunk).values())

@@ -1,0 +1,132 @@
+"""Shapes from configurations, against the modules of transformers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qserve.checkpoint.errors import CheckpointError
+from qserve.evals.planner import catalog
+from qserve.evals.planner.family import FAMILIES, GPT, shape_of
+
+TINY: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "moe_intermediate_size": 48, "n_routed_experts": 6, "n_shared_experts": 2,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}
+GPT_TINY = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+OTHERS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 32, "head_dim": 24},
+    "qwen3": {"head_dim": 32, "attention_bias": True},
+    "gemma": {"head_dim": 32, "num_key_value_heads": 1},
+    "gemma2": {"head_dim": 32, "sliding_window": 32},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 32, "num_hidden_layers": 7},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 56},
+    "qwen3_moe": {**EXPERTS, "head_dim": 32},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 32},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, *GPT])
+def test_parameters_are_those_of_the_module(family: str, tied: bool) -> None:
+    keys = GPT_TINY if family in GPT else {**TINY, **OTHERS.get(family, {})}
+    config = AutoConfig.for_model(family, **keys, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    written = json.loads(config.to_json_string(use_diff=False))
+    shape = shape_of(written, family)
+    stored = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    # A buffer to the module, a tensor like any other to the checkpoint.
+    stored |= {id(buffer): buffer.numel() for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    assert shape.parameters == sum(stored.values())
+    assert shape.tied is tied and shape.active_parameters <= shape.parameters
+    kinds = written.get("layer_types")
+    if kinds is not None and "sliding_attention" in kinds:
+        without = shape_of({key: value for key, value in written.items() if key != "layer_types"}, family)
+        assert shape.windows == tuple(32 if kind == "sliding_attention" else 0 for kind in kinds) == without.windows
+
+
+def test_a_key_that_is_no_head_of_its_own_is_not_cached() -> None:
+    def kind(**keys: int) -> tuple[str, int]:
+        shape = shape_of({**TINY, "model_type": "llama", **keys}, "it")
+        return shape.attention, shape.kv_bytes_per_token(2)
+
+    assert kind(num_key_value_heads=4) == ("MHA", 2 * 4 * 16 * 3 * 2)
+    assert kind(num_key_value_heads=2) == ("GQA", 2 * 2 * 16 * 3 * 2)
+    assert kind(num_key_value_heads=1) == ("MQA", 2 * 1 * 16 * 3 * 2)
+    latent = shape_of({**TINY, **LATENT, "model_type": "deepseek_v3"}, "it")
+    assert (latent.attention, latent.kv_bytes_per_token(2)) == ("MLA", (24 + 8) * 3 * 2)
+
+
+def test_a_window_caps_what_a_request_holds_and_looks_at() -> None:
+    windowed = shape_of({**TINY, "model_type": "gemma2", "head_dim": 32, "sliding_window": 32}, "it")
+    assert windowed.windows == (32, 0, 32)
+    assert windowed.kv_bytes(100, 2) == windowed.kv_width * 2 * (32 + 112 + 32)
+    assert windowed.kv_bytes(20, 2) == windowed.kv_width * 2 * 3 * 32  # whole blocks
+    pairs = sum(min(i + 1, window or 100) for window in windowed.windows for i in range(100))
+    assert windowed.looked_at(100) == pairs
+
+
+def test_bytes_of_weights_hold_scales_and_zero_points() -> None:
+    from qserve.checkpoint.spec import WeightScheme
+
+    shape = shape_of({**TINY, "model_type": "llama"}, "it")
+    packed = {"qkv": (128, 64), "o": (64, 64), "gate_up": (160, 64), "down": (64, 80)}
+    bits = sum(rows * columns * 4 + rows * -(-columns // 64) * (16 + 4) for rows, columns in packed.values())
+    floats = 2 * 96 * 64 + (2 * 3 + 1) * 64
+    assert shape.weight_bytes(WeightScheme(4, 64)) == 3 * bits / 8 + 2 * floats
+    assert shape.weight_bytes(None) == 2 * shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba2"}, "type 'mamba2', whose arithmetic is not known; known are llama, mistral"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number, not '64'"),
+        ({"hidden_size": True}, "hidden_size must be a whole number, not True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers must be a whole number, not -2"),
+        ({"vocab_size": 10**30}, "vocab_size must be a whole number"),
+        ({"num_key_value_heads": 3}, "4 attention heads are not a multiple of 3 key heads"),
+        ({"num_attention_heads": 7}, "a hidden size of 64 is no multiple of 7 heads"),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "3 exceeds the 2 experts"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "experts in some layers only are not known"),
+        ({"model_type": "gemma2", "layer_types": ["linear_attention"] * 3}, "layer_types"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        shape_of({**TINY, "model_type": "llama", "num_key_value_heads": None, **change}, "it")
+
+
+def test_a_model_is_a_name_a_directory_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**TINY, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}}))
+    by_directory, by_file = catalog.model(str(path.parent)), catalog.model(str(path))
+    assert by_directory == by_file and by_directory.name == "mine" and by_directory.stored_as == "gptq"
+    assert catalog.model("Llama-3-8B").name == "llama-3-8b"
+    with pytest.raises(CheckpointError, match=r"no known shape: llama-2-7b, .*gpt-3-175b"):
+        catalog.model(str(tmp_path / "nothing"))
+    path.write_text("[1, 2]")
+    with pytest.raises(CheckpointError, match="is no JSON object"):
+        catalog.model(str(path))
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        catalog.model(str(path))
