@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -134,7 +135,7 @@ class FittedCost:
     def __post_init__(self) -> None:
         knots = [tokens for tokens, _ in self.curve]
         numbers = (self.per_row, self.per_prefill_kv, self.per_decode_kv, *(seconds for _, seconds in self.curve))
-        if len(knots) < 2 or knots[0] < 1 or any(a >= b for a, b in zip(knots, knots[1:])) or knots[-1] > 1 << 20:
+        if len(knots) < 2 or knots[0] < 1 or any(a >= b for a, b in pairwise(knots)) or knots[-1] > 1 << 20:
             raise DataError("a fitted cost needs at least two points with rising tokens")
         if any(not math.isfinite(number) or number < 0 for number in numbers) or self.curve[0][1] <= 0:
             raise DataError("a fitted cost needs finite coefficients, none of them negative, and steps that take time")

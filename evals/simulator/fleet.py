@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from qserve.checkpoint.errors import UsageError
 from qserve.evals.simulator.cost import CostModel
 from qserve.evals.simulator.records import Records, Usage
-from qserve.evals.simulator.replica import Replica, ReplicaConfig, Watch
+from qserve.evals.simulator.replica import Replica, ReplicaConfig
 from qserve.evals.simulator.routing import router
 from qserve.evals.simulator.traffic import Arrival
 
@@ -77,11 +77,10 @@ class Outcome:
 class Fleet:
     """One simulation. Its own state is who lives and what happens next."""
 
-    def __init__(self, config: FleetConfig, cost: CostModel, watch: Watch | None = None) -> None:
+    def __init__(self, config: FleetConfig, cost: CostModel) -> None:
         self.config = config
         self.records = Records()
         self._cost = cost
-        self._watch = watch
         self._router = router(config.routing)
         self._replicas: dict[int, Replica] = {}  # those that live
         self._taking: list[Replica] = []  # those that get requests, by number
@@ -149,7 +148,7 @@ class Fleet:
 
     def _new_replica(self) -> Replica:
         number = len(self._usages) + len(self._replicas)
-        replica = Replica(number, self.config.replica, self._cost, self.records, self._now, self._watch)
+        replica = Replica(number, self.config.replica, self._cost, self.records, self._now)
         self._replicas[number] = replica
         return replica
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from qserve.evals.simulator.cost import CostModel, shape_of
@@ -25,16 +24,13 @@ from qserve.runtime.scheduler import SchedulerConfig
 LONGEST_LEAP = 64  # steps: what is computed beyond an interruption is computed in vain
 _TOKEN = 0  # what everybody samples: prompts differ, so histories do
 
-Watch = Callable[[float, float, StepPlan], None]
-"""Is told of each step: its start, its end, its plan."""
-
 
 @dataclass(frozen=True)
 class ReplicaConfig:
     """One engine. ``static`` admits a batch only when the last has ended, and pays for the rows of those that ended
     before the longest: how batches were served before continuous batching, which the engine itself never does.
 
-    ``leaps``: take runs of decode steps at once. The same comes out; it is off where each step is watched.
+    ``leaps``: take runs of decode steps at once. The same comes out.
     """
 
     scheduler: SchedulerConfig
@@ -64,7 +60,6 @@ class Replica:
         cost: CostModel,
         records: Records,
         now: float = 0.0,
-        watch: Watch | None = None,
     ) -> None:
         self.number = number
         self.config = config
@@ -77,8 +72,7 @@ class Replica:
         self.end: float | None = None  # of what is in progress
         self.version = 0  # counts the ends that were set, so that an old one is known
         self._cost = cost
-        self._watch = watch
-        self._leaps = config.leaps and watch is None and not config.static
+        self._leaps = config.leaps and not config.static
         self._plan: StepPlan | None = None
         self._leap: _Leap | None = None
         self._start = 0.0
@@ -146,8 +140,6 @@ class Replica:
         assert plan is not None
         self._plan = None
         self.usage.step(end - self._start, plan.num_tokens, len(plan.sequences), self.blocks.num_used)
-        if self._watch is not None:
-            self._watch(self._start, end, plan)
         results = {sequence.request_id: _TOKEN for sequence in plan.sequences if sequence.num_sampled}
         first = self._first
         for update in self.scheduler.commit(plan, results):
