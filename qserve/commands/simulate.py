@@ -122,7 +122,11 @@ def simulate(
         if not 1 <= validate_seconds <= 3600:
             raise UsageError("--validate-seconds must be 1..3600")
         limits = EngineConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, threads=threads
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_waiting=1 << 20,  # a crowd waits, nobody is refused
+            max_waiting_tokens=1 << 40,
+            threads=threads,
         )
         known = None if cost is None else FittedCost.load(cost)
         _measure(model, limits, fit, known, validate_seconds if validate else None, seed, json_path, markdown_path)
