@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -159,9 +158,17 @@ class FittedCost:
         """Read what ``--fit`` wrote. Raises ``DataError``."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            curve = tuple((int(tokens), float(seconds)) for tokens, seconds in content.pop("curve"))
-            return cls(curve=curve, **_typed(content))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if unknown := content.keys() - {each.name for each in fields(cls) if each.init}:
+                raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
+            return cls(
+                tuple((int(tokens), float(seconds)) for tokens, seconds in content["curve"]),
+                float(content["per_row"]),
+                float(content["per_prefill_kv"]),
+                float(content["per_decode_kv"]),
+                str(content.get("model", "")),
+                float(content.get("error", 0.0)),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise DataError(f"{path} is no cost model that qserve simulate --fit wrote: {error}") from None
 
 
@@ -175,8 +182,3 @@ def hats(knots: list[int], tokens: int) -> list[tuple[int, float]]:
     right = min(bisect_right(knots, tokens), len(knots) - 1)
     share = (tokens - knots[right - 1]) / (knots[right] - knots[right - 1])
     return [(right - 1, 1.0 - share), (right, share)]
-
-
-def _typed(content: Mapping[str, object]) -> dict[str, object]:
-    kinds = {"per_row": float, "per_prefill_kv": float, "per_decode_kv": float, "model": str, "error": float}
-    return {name: kinds[name](value) for name, value in content.items()}  # type: ignore[operator]

@@ -87,7 +87,8 @@ def fit(steps: Sequence[Timed], model: str = "") -> FittedCost:
     curve = [(knot, float(seconds)) for knot, seconds in zip(knots, found)]
     least = min((seconds for _, seconds in curve if seconds > 0), default=1e-9)
     curve = [(knot, seconds or least) for knot, seconds in curve]
-    cost = FittedCost(tuple(curve), *(float(value) for value in found[len(knots) :]), model=model)
+    per_row, per_prefill_kv, per_decode_kv = map(float, found[len(knots) :])
+    cost = FittedCost(tuple(curve), per_row, per_prefill_kv, per_decode_kv, model)
     return replace(cost, error=statistics.median(abs(cost.seconds(*shape) / t - 1.0) for shape, t in steps))
 
 
@@ -121,4 +122,5 @@ def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
                 found[index] = max(0.0, found[index] + (right[index] - gram[index] @ found) / gram[index, index])
         if np.abs(found - before).max() < 1e-12:
             break
-    return found / scale
+    solution: np.ndarray = found / scale
+    return solution
