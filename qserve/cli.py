@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from qserve import __version__, console
 from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.commands.plan import plan
+from qserve.commands.simulate import simulate
 from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.sampling import RequestError
@@ -732,6 +733,9 @@ def bench(
     for section in report.sections:
         console.table(section.title, section.header, section.rows)
     enforce(report.gates)
+
+
+app.command()(simulate)
 
 
 @app.command()

@@ -111,6 +111,11 @@ class BlockManager:
             self._hold(block)
             table.append(block)
 
+    def is_writable(self, request_id: str, position: int) -> bool:
+        """Whether the block of ``position`` is there and the table's own: ``allocate`` has nothing to do for it."""
+        table, index = self._tables[request_id], position // self.block_size
+        return index < len(table) and self._refs[block := table[index]] == 1 and block not in self._digest_of
+
     def missing(self, request_id: str, num_tokens: int, *, write_from: int) -> int:
         """Blocks that ``allocate`` would take."""
         table = self._tables[request_id]

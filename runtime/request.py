@@ -118,8 +118,9 @@ class Request:
         an embedding."""
         if self.params.pooling is not None:
             return 0
-        room = max(1, self.max_total_tokens - self.num_prompt)
-        return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
+        room = self.max_total_tokens - len(self.prompt_token_ids)
+        limit = self.params.max_tokens
+        return (room if limit is None or limit > room else limit) if room > 1 else 1
 
     @property
     def max_positions(self) -> int:
@@ -158,7 +159,9 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Only its newest sampled token is not yet computed."""
-        return self.num_tokens > self.num_prompt and self.num_computed == self.num_tokens - 1
+        # Written out: the scheduler asks every running request several times a step.
+        prompt = len(self.prompt_token_ids)
+        return prompt <= self.num_computed == prompt + len(self.output_token_ids) + self.num_in_flight - 1
 
     @property
     def is_fully_sampled(self) -> bool:
@@ -180,15 +183,16 @@ class Request:
         ``stop_reason`` becomes the stop token, if that ended it, and stays None after an end-of-sequence one.
         Neither ends the request among the first ``min_tokens`` outputs, where the sampler should mask them.
         """
-        self.output_token_ids.append(token_id)
+        outputs, params = self.output_token_ids, self.params
+        outputs.append(token_id)
         # Where a beam ends is for its search to say.
-        if len(self.output_token_ids) > self.params.min_tokens and not self.params.use_beam_search:
-            if token_id in self.eos_token_ids and not self.params.ignore_eos:
+        if len(outputs) > params.min_tokens and not params.use_beam_search:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
                 return "stop"
-            if token_id in self.params.stop_token_ids:
+            if token_id in params.stop_token_ids:
                 self.stop_reason = token_id
                 return "stop"
-        return "length" if len(self.output_token_ids) >= self.max_output_tokens else None
+        return "length" if len(outputs) >= self.max_output_tokens else None
 
     def fork(self, request_id: str, token_id: int) -> Request:
         """Another beam of the same search, beside this one: the same, but with ``token_id`` for its newest token.

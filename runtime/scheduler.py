@@ -39,7 +39,7 @@ from qserve.runtime.blocks import BlockManager, chain_digests
 from qserve.runtime.fairness import FairShares
 from qserve.runtime.limits import SchedulerConfig, fit
 from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
-from qserve.runtime.request import Request, Status
+from qserve.runtime.request import PLACEHOLDER, Request, Status
 from qserve.runtime.sampling import RequestError
 
 # Prompt tokens in a step of those who were served more than others: a step that is short for whoever comes next, and
@@ -159,14 +159,18 @@ class Scheduler:
         """
         decodes = [request for request in self._running if _can_decode(request)]
         for request in decodes:
-            if request.status is Status.RUNNING:
+            if request.status is Status.RUNNING and not self.blocks.is_writable(
+                request.request_id, request.num_computed
+            ):
                 self._grow(request)
         decodes = [request for request in decodes if request.status is Status.RUNNING]
         # Prompts first: to admit one may preempt a decode, for which nothing must be planned by then.
-        planned = self._prefill(self.config.max_num_batched_tokens - len(decodes), now)
-        pausing = self._giving_way(planned)
+        planned: list[tuple[Request, ScheduledSequence]] = []
+        if self._waiting or len(decodes) < len(self._running):
+            planned = self._prefill(self.config.max_num_batched_tokens - len(decodes), now)
+        pausing = self._giving_way(planned) if planned else ()
         planned += [
-            (request, self._advance(request, 1))
+            (request, self._decode(request))
             for request in decodes
             if request.status is Status.RUNNING and request.tenant not in pausing
         ]
@@ -184,7 +188,7 @@ class Scheduler:
             raise ValueError(f"cannot commit plan {plan.step}: {oldest} in flight")
         pairs = list(zip(plan.sequences, self._in_flight[0][1], strict=True))
         for sequence, request in pairs:
-            if sequence.num_sampled and not request.is_finished and sequence.request_id not in results:
+            if sequence.num_sampled and sequence.request_id not in results and not request.is_finished:
                 raise ValueError(f"plan {plan.step} has no result for {sequence.request_id}")
         self._in_flight.popleft()
         updates = []
@@ -195,7 +199,7 @@ class Scheduler:
             end = sequence.start + len(sequence.token_ids)
             if request.status is Status.RUNNING:
                 self._publish(request, end)
-            if request.is_finished:
+            if request.status is Status.FINISHED:
                 continue
             if sequence.num_sampled:
                 tokens = (results[request.request_id],)
@@ -398,6 +402,17 @@ class Scheduler:
             self._preempted.append(member.request_id)
             self.num_preemptions += 1
 
+    def _decode(self, request: Request) -> ScheduledSequence:
+        """Plan the newest token: what ``_advance`` does, where nothing of the prompt is left."""
+        start = request.num_computed
+        newest = PLACEHOLDER if request.num_in_flight else request.output_token_ids[-1]
+        table = self.blocks.table(request.request_id)
+        self._shares.charge(request.tenant, 0, 1, request.weight)
+        request.num_computed = start + 1
+        request.num_in_flight += 1
+        request.num_plans += 1
+        return ScheduledSequence(request.request_id, (newest,), start, table, 1, False)
+
     def _advance(self, request: Request, budget: int) -> ScheduledSequence:
         """Plan up to ``budget`` further tokens of a running request."""
         start = request.num_computed
@@ -448,7 +463,8 @@ class Scheduler:
 
     def _publish(self, request: Request, num_committed: int) -> None:
         """Let others find the blocks that a committed plan has just completed."""
-        first, count = (n // self.blocks.block_size for n in (request.num_committed, num_committed))
+        size = self.blocks.block_size
+        first, count = request.num_committed // size, num_committed // size
         request.num_committed = num_committed
         if first < count:
             for index, digest in enumerate(self._digests(request, num_committed)[first:], first):
@@ -476,6 +492,8 @@ class Scheduler:
 
 def _can_decode(request: Request) -> bool:
     """Its newest token is all that is to be computed. Beams wait until that is so, and the token known, of each."""
+    if not request.beams:
+        return request.is_decoding and not request.is_fully_sampled
     return all(
         member.is_decoding and not member.is_fully_sampled and not (member.beams and member.num_in_flight)
         for member in request.members

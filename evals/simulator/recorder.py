@@ -1,0 +1,39 @@
+"""``PlanRecorder``: a runner that remembers the newest plan it ran, for those who time an engine's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from qserve.runtime.engine import Engine
+from qserve.runtime.plan import StepPlan
+from qserve.runtime.runner import ModelRunner, PromptSink, StepOutput
+
+
+class PlanRecorder:
+    """Runs plans on another runner."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._newest: StepPlan | None = None
+
+    def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
+        self._newest = plan
+        return self._runner.run(plan, prompt_sink)
+
+    def take(self) -> StepPlan | None:
+        """The plan that ran since the last call, if one did."""
+        plan, self._newest = self._newest, None
+        return plan
+
+
+@contextmanager
+def recording(engine: Engine) -> Iterator[PlanRecorder]:
+    """While it is open, what the engine runs is remembered."""
+    runner = engine.runner
+    recorder = PlanRecorder(runner)
+    engine.runner = recorder
+    try:
+        yield recorder
+    finally:
+        engine.runner = runner

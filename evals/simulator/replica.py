@@ -1,0 +1,233 @@
+"""``Replica``: one engine of the fleet: the real scheduler and block manager, and a cost model for its model.
+
+Knows its own clock; does not know other replicas or where requests come from. The step in progress is planned when
+it begins and committed when it ends, as in the engine; a run of pure decode steps is written down at once when it
+ends, or as far as it got when a request comes that may join it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, replace
+
+from qserve.evals.simulator.cost import CostModel, shape_of
+from qserve.evals.simulator.decode_run import DecodeRun, LeapingScheduler
+from qserve.evals.simulator.records import Records, Usage
+from qserve.evals.simulator.traffic import Arrival, prompt_tokens
+from qserve.runtime.blocks import BlockManager
+from qserve.runtime.limits import SchedulerConfig
+from qserve.runtime.plan import StepPlan
+from qserve.runtime.request import Request
+from qserve.runtime.sampling import RequestError, SamplingParams
+
+LONGEST_LEAP = 64  # steps: what is computed beyond an interruption is computed in vain
+_TOKEN = 0  # what everybody samples: prompts differ, so histories do
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """One engine. ``static`` admits a batch only when the last has ended, and pays for the rows of those that ended
+    before the longest: how batches were served before continuous batching, which the engine itself never does.
+
+    ``leaps``: take runs of decode steps at once. The same comes out.
+    """
+
+    scheduler: SchedulerConfig
+    num_blocks: int
+    block_size: int = 16
+    prefix_caching: bool = True
+    static: bool = False
+    leaps: bool = True
+
+
+@dataclass
+class _Leap:
+    """Decode steps in progress: where each of them ends, and the clock and the usage before them."""
+
+    run: DecodeRun
+    start: float
+    ends: list[float]
+
+
+class Replica:
+    """``begin`` and ``finish`` by turns; ``add`` at any time between. Times never go back."""
+
+    def __init__(
+        self,
+        number: int,
+        config: ReplicaConfig,
+        cost: CostModel,
+        records: Records,
+        now: float = 0.0,
+    ) -> None:
+        self.number = number
+        self.config = config
+        self.records = records
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
+        self.scheduler = LeapingScheduler(config.scheduler, self.blocks)
+        self.usage = Usage(born=now)
+        self.load = 0  # requests that have not ended
+        self.draining = False
+        self.end: float | None = None  # of what is in progress
+        self.version = 0  # counts the ends that were set, so that an old one is known
+        self._cost = cost
+        self._leaps = config.leaps and not config.static
+        self._plan: StepPlan | None = None
+        self._leap: _Leap | None = None
+        self._start = 0.0
+        self._requests: dict[str, Request] = {}
+        self._first: dict[str, float] = {}
+        self._pending: deque[Request] = deque()  # of static batching: those for the next batch
+        self._batch = 0
+        self._sizes: dict[int, SamplingParams] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting + len(self._pending)
+
+    def add(self, arrival: Arrival, index: int) -> bool:
+        """Queue a request; False where the scheduler refuses it. A leap that it may join is cut short before."""
+        params = self._sizes.get(arrival.output)
+        if params is None:
+            params = SamplingParams(max_tokens=arrival.output, ignore_eos=True, temperature=0.0)
+            self._sizes[arrival.output] = params
+        request = Request(
+            str(index), prompt_tokens(arrival, index), params, arrival=index, arrival_time=arrival.time
+        )
+        try:
+            if self.config.static:
+                self._keep(request)
+            else:
+                self.scheduler.add(request)
+        except RequestError:
+            return False
+        self._requests[request.request_id] = request
+        self.load += 1
+        if self._leap is not None and self.scheduler.num_running < self.config.scheduler.max_num_seqs:
+            self._cut(self._leap, arrival.time)
+        return True
+
+    def begin(self, now: float) -> bool:
+        """Start the next step, or the next steps, at ``now``; False where there is nothing to do."""
+        self._start = now
+        if self.config.static:
+            self._admit_batch()
+        run = self.scheduler.decode_run() if self._leaps else None
+        if run is None or not self._begin_leap(run, now):
+            self._plan = self.scheduler.schedule(now)
+            if self._plan is None:
+                self.end = None
+                return False
+            tokens, rows, prefill_kv, decode_kv = shape_of(self._plan)
+            padded = max(0, self._batch - self.scheduler.num_running)
+            if padded:
+                longest = max(s.start + len(s.token_ids) for s in self._plan.sequences)
+                tokens, rows, decode_kv = tokens + padded, rows + padded, decode_kv + padded * longest
+            self.end = now + self._cost.seconds(tokens, rows, prefill_kv, decode_kv)
+        self.version += 1
+        return True
+
+    def finish(self) -> None:
+        """Commit what ended at ``end``."""
+        assert self.end is not None
+        end = self.end
+        if self._leap is not None:
+            self._commit_leap(self._leap)
+            self._leap = None
+            return
+        plan = self._plan
+        assert plan is not None
+        self._plan = None
+        self.usage.step(end - self._start, plan.num_tokens, len(plan.sequences), self.blocks.num_used)
+        results = {sequence.request_id: _TOKEN for sequence in plan.sequences if sequence.num_sampled}
+        first = self._first
+        for update in self.scheduler.commit(plan, results):
+            if update.request_id not in first:
+                first[update.request_id] = end
+            if update.finish_reason is not None:
+                self._ended(update.request_id, end)
+
+    def close(self, now: float) -> Usage:
+        """Its usage, at the end of its life. Raises ``AssertionError`` where a request or a block was lost."""
+        self.scheduler.check()
+        assert not self.load and not self.scheduler.has_work(), "a replica ends with requests"
+        assert self.blocks.num_used == 0, "a block was lost"
+        scheduler = self.scheduler
+        return replace(
+            self.usage,
+            died=now,
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+        )
+
+    def _begin_leap(self, run: DecodeRun, now: float) -> bool:
+        """Lay out the ends of the steps, as many as there are blocks for; False where it is not worth it."""
+        seconds, ends, sequences, positions = self._cost.seconds, [], run.sequences, run.positions
+        free, size = self.blocks.num_free, self.config.block_size
+        clock = now
+        for step in range(min(run.steps, LONGEST_LEAP)):
+            free -= run.new_blocks[step % size]
+            if free < 0:
+                break
+            clock += seconds(sequences, sequences, 0, positions)
+            positions += sequences
+            ends.append(clock)
+        if len(ends) < 2:
+            return False
+        self._leap = _Leap(run, now, ends)
+        self.end = clock
+        return True
+
+    def _cut(self, leap: _Leap, now: float) -> None:
+        """Let the step in progress at ``now`` be the last of the leap."""
+        del leap.ends[bisect_left(leap.ends, now) + 1 :]
+        self.end = leap.ends[-1]
+        self.version += 1
+
+    def _commit_leap(self, leap: _Leap) -> None:
+        start, used, sequences = leap.start, self.blocks.num_used, leap.run.sequences
+        for step, end in enumerate(leap.ends):
+            used += leap.run.new_blocks[step % self.config.block_size]
+            self.usage.step(end - start, sequences, sequences, used)
+            start = end
+        for request_id in self.scheduler.leap(len(leap.ends), _TOKEN):
+            self._ended(request_id, start)
+
+    def _ended(self, request_id: str, end: float) -> None:
+        request, first = self._requests.pop(request_id), self._first.pop(request_id)
+        self.load -= 1
+        self.records.add(
+            request.arrival,
+            request.arrival_time,
+            request.scheduled_time if request.scheduled_time is not None else first,
+            first,
+            end,
+            request.num_prompt,
+            len(request.output_token_ids),
+        )
+
+    def _keep(self, request: Request) -> None:
+        """Queue for a later batch what the scheduler would take."""
+        config, size = self.config.scheduler, self.config.block_size
+        if request.num_prompt + request.max_output_tokens > config.max_model_len:
+            raise RequestError("longer than the context")
+        if -(-request.max_positions // size) > self.config.num_blocks:
+            raise RequestError("larger than the pool")
+        if len(self._pending) >= config.max_waiting:
+            raise RequestError("the queue is full")
+        self._pending.append(request)
+
+    def _admit_batch(self) -> None:
+        """Where the last batch has ended, start the next: as many as there are places and blocks for, to their ends."""
+        if self.scheduler.has_work():
+            return
+        self._batch, free = 0, self.config.num_blocks
+        while self._pending and self._batch < self.config.scheduler.max_num_seqs:
+            # One to spare for each: the scheduler keeps as many free when it admits.
+            free -= self.blocks.blocks_for(self._pending[0].max_positions) + 1
+            if free < 0 and self._batch:
+                break
+            self.scheduler.add(self._pending.popleft())
+            self._batch += 1

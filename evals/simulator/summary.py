@@ -1,0 +1,132 @@
+"""``simulation_report``: what a simulation found, for people and for programs. Knows records; simulates nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from qserve.checkpoint.errors import UsageError
+from qserve.evals.report import Report, Section
+from qserve.evals.simulator.fleet import FleetConfig, Outcome
+from qserve.evals.simulator.records import Slo, percentiles
+
+_NAMES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "e2e": "whole request",
+    "queue": "in the queue",
+}
+_SHARES = ("utilisation", "occupancy", "kv_peak", "kv_mean", "prefix_hit_rate", "goodput_share")
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of one replica, per hour, in whatever money."""
+
+    per_hour: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.per_hour < math.inf:
+            raise UsageError(f"--price must be at least 0 per hour, not {self.per_hour}")
+
+
+def parse_slo(text: str) -> Slo:
+    """``ttft=500ms,tpot=50ms``; either may be left out. Raises ``UsageError``."""
+    units = {"ms": 1e-3, "s": 1.0}
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        unit = "ms" if value.endswith("ms") else "s" if value.endswith("s") else ""
+        try:
+            found[name] = float(value.removesuffix(unit)) * units[unit]
+            if name not in ("ttft", "tpot") or not 0 < found[name] < math.inf:
+                raise ValueError
+        except (ValueError, KeyError):
+            raise UsageError(f"--slo must be like ttft=500ms,tpot=50ms, not {text!r}") from None
+    return Slo(**found)
+
+
+def figures(outcome: Outcome, config: FleetConfig, slo: Slo, price: Price) -> dict[str, float]:
+    """One number for each question; seconds, tokens and shares. Only those that the traffic gives an answer to."""
+    records, usages, seconds = outcome.records, outcome.usages, outcome.records.seconds
+    alive = math.fsum((usage.died or 0.0) - usage.born for usage in usages)
+    busy = math.fsum(usage.busy for usage in usages)
+    queries = sum(usage.prefix_queries for usage in usages)
+    good, output = records.good(slo), sum(records.output)
+    cost = alive / 3600 * price.per_hour
+    found = {
+        "requests": float(len(records)),
+        "rejected": float(records.rejected),
+        "seconds": seconds,
+        "steps": float(sum(usage.steps for usage in usages)),
+        "preemptions": float(sum(usage.preemptions for usage in usages)),
+        "replica_seconds": alive,
+        "utilisation": busy / alive if alive else 0.0,
+        "kv_peak": max((usage.peak_blocks for usage in usages), default=0) / config.replica.num_blocks,
+    }
+    if busy:
+        places = config.replica.scheduler.max_num_seqs
+        found["occupancy"] = math.fsum(usage.sequences for usage in usages) / busy / places
+        found["kv_mean"] = math.fsum(usage.blocks for usage in usages) / busy / config.replica.num_blocks
+    if queries:
+        found["prefix_hit_rate"] = sum(usage.prefix_hits for usage in usages) / queries
+    if seconds:
+        found |= {
+            "requests_per_second": len(records) / seconds,
+            "prompt_tokens_per_second": sum(records.prompt) / seconds,
+            "output_tokens_per_second": output / seconds,
+            "goodput_per_second": good / seconds,
+            "goodput_share": good / (len(records) + records.rejected),
+        }
+    if price.per_hour and output:
+        found |= {"cost": cost, "cost_per_million_output_tokens": cost / output * 1e6}
+    return found
+
+
+def latencies(outcome: Outcome) -> dict[str, dict[str, float]]:
+    """ttft, tpot, e2e and queue, each as mean and percentiles in seconds; those that nobody has are left out."""
+    records = outcome.records
+    found = {"ttft": records.ttft(), "tpot": records.tpot(), "e2e": records.e2e(), "queue": records.queue()}
+    return {name: percentiles(values) for name, values in found.items() if values}
+
+
+def simulation_report(
+    outcome: Outcome, config: FleetConfig, slo: Slo, price: Price, command: str, more: Mapping[str, object]
+) -> Report:
+    """``more``: what else belongs to the data, as the traffic and the cost model."""
+    found, times = figures(outcome, config, slo, price), latencies(outcome)
+    header = ("", *next(iter(times.values()), {}))
+    rows = tuple((_NAMES[name], *(_seconds(value) for value in values.values())) for name, values in times.items())
+    facts = tuple((_label(name), _number(name, value)) for name, value in found.items())
+    sections = [Section("Latency", header, rows)] if rows else []
+    sections.append(Section("Service", ("", ""), facts))
+    if len(outcome.scaling) > 1:
+        changes = tuple((f"{time:.0f} s", str(count)) for time, count in outcome.scaling)
+        sections.append(Section("Replicas that take requests", ("from", "replicas"), changes))
+    data = {
+        **more,
+        "fleet": asdict(config),
+        "slo": {name: value for name, value in asdict(slo).items() if value < math.inf},
+        "figures": found,
+        "latency_seconds": times,
+        "scaling": outcome.scaling,
+    }
+    title = f"Simulation of {found['requests']:,.0f} requests on {len(outcome.usages)} replica" + "s" * (
+        len(outcome.usages) > 1
+    )
+    return Report("simulation", title, command, data, tuple(sections))
+
+
+def _label(name: str) -> str:
+    return name.replace("_", " ").replace("kv ", "KV blocks in use, ")
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _number(name: str, value: float) -> str:
+    if name in _SHARES:
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.2f}"

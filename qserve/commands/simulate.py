@@ -1,0 +1,243 @@
+"""``qserve simulate``: what a fleet would do with a load, from the engine's own scheduler and a cost model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qserve import console
+from qserve.checkpoint.errors import QServeError, UsageError
+from qserve.runtime.config import EngineConfig
+
+if TYPE_CHECKING:
+    from qserve.evals.report import Report
+    from qserve.evals.simulator.cost import CostModel, FittedCost
+    from qserve.evals.simulator.replica import ReplicaConfig
+    from qserve.evals.simulator.traffic import Arrival
+
+_ENGINE = EngineConfig()
+
+
+def simulate(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="With --fit or --validate: the model to measure.")
+    ] = None,
+    cost: Annotated[
+        Path | None, typer.Option(help="A step takes what this file says, which --fit wrote.", metavar="FILE")
+    ] = None,
+    roofline: Annotated[
+        str | None,
+        typer.Option(
+            help="A step takes what the hardware allows: flops=989e12,bandwidth=3.35e12,parameters=8e9,weights=16e9,"
+            "kv=131072 in operations and bytes a second, bytes read by each step, and bytes a position; also "
+            "attention (operations a position) and overhead (seconds a step).",
+            metavar="SPEC",
+        ),
+    ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(help="Measure steps of MODEL on this machine and write what they cost.", metavar="FILE"),
+    ] = None,
+    validate: Annotated[
+        bool,
+        typer.Option("--validate", help="Serve three workloads with MODEL, simulate them, and compare."),
+    ] = False,
+    validate_seconds: Annotated[float, typer.Option(help="About how long each of the three is.")] = 15.0,
+    rate: Annotated[float, typer.Option(help="Requests per second, as a Poisson process.")] = 1.0,
+    requests: Annotated[int, typer.Option(help="Requests in all.")] = 1000,
+    burst: Annotated[int, typer.Option(help="So many arrive together.")] = 1,
+    prompt: Annotated[str, typer.Option(help="Tokens of a prompt: 512, or lognormal:MEDIAN:SIGMA.")] = "512",
+    output: Annotated[str, typer.Option(help="Tokens of an output, in the same way.")] = "200",
+    prefixes: Annotated[int, typer.Option(help="As many prefixes are shared by the prompts.")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(help="Tokens of each prefix, before those of --prompt.")] = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Recorded traffic: JSON lines with arrival, prompt, output, and prefix.", metavar="JSONL"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which traffic is drawn.")] = 0,
+    replicas: Annotated[int, typer.Option(help="Engines, all the same.")] = 1,
+    routing: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded",
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Start further engines while requests wait, up to so many.")
+    ] = None,
+    scale_queue: Annotated[float, typer.Option(help="Waiting requests per engine that start another.")] = 4.0,
+    start_delay: Annotated[float, typer.Option(help="Seconds until an engine that is started serves.")] = 60.0,
+    max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and output.")] = 8192,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = _ENGINE.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens of one step.")
+    ] = _ENGINE.max_num_batched_tokens,
+    max_waiting: Annotated[int, typer.Option(help="Requests in the queue of an engine.")] = _ENGINE.max_waiting,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks of 16 tokens. [default: enough for all that run]")
+    ] = None,
+    prefix_caching: Annotated[
+        bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
+    ] = _ENGINE.enable_prefix_caching,
+    static: Annotated[
+        bool, typer.Option("--static", help="Static batching: the next batch starts when all of the last has ended.")
+    ] = False,
+    slo: Annotated[
+        str | None, typer.Option(help="What counts as good, as ttft=500ms,tpot=50ms.", metavar="SPEC")
+    ] = None,
+    price: Annotated[float, typer.Option(help="Of one replica per hour.")] = 0.0,
+    animate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page that shows static beside continuous batching of the first 40 requests on 8 slots.",
+            metavar="PAGE.html",
+        ),
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", metavar="PATH")] = None,
+    markdown_path: Annotated[
+        Path | None, typer.Option("--markdown", help="Write the report as Markdown.", metavar="PATH")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the CPU kernels. [default: all cores]")] = None,
+) -> None:
+    """Simulate replicas of the engine under a load: latency, goodput, utilisation, KV usage and cost.
+
+    The scheduler and the block manager are those of the engine; only the time that a step takes comes from a model:
+    of the hardware (--roofline), or of this machine (--fit, then --cost).
+    """
+    from qserve.evals.simulator.cost import FittedCost, Roofline
+    from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig
+    from qserve.evals.simulator.records import Slo
+    from qserve.evals.simulator.replica import ReplicaConfig
+    from qserve.evals.simulator.summary import Price, parse_slo, simulation_report
+    from qserve.evals.simulator.traffic import Lengths, Traffic, read_trace
+    from qserve.runtime.limits import SchedulerConfig
+
+    if fit is not None or validate:
+        if model is None:
+            raise UsageError("--fit and --validate measure a model: name it")
+        if fit is None and cost is None:
+            raise UsageError("--validate needs what --fit wrote: give --cost, or --fit too")
+        if not 1 <= validate_seconds <= 3600:
+            raise UsageError("--validate-seconds must be 1..3600")
+        limits = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_waiting=1 << 20,  # a crowd waits, nobody is refused
+            max_waiting_tokens=1 << 40,
+            threads=threads,
+        )
+        known = None if cost is None else FittedCost.load(cost)
+        _measure(model, limits, fit, known, validate_seconds if validate else None, seed, json_path, markdown_path)
+        return
+    if model is not None:
+        raise UsageError("a model is measured with --fit or --validate; a simulation takes --cost or --roofline")
+    if (cost is None) == (roofline is None):
+        raise UsageError("give either --cost FILE, which --fit wrote, or --roofline SPEC")
+    steps: CostModel = Roofline.parse(roofline) if roofline is not None else FittedCost.load(cost or Path())
+    try:
+        limits_of_one = SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting * max_model_len,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if kv_blocks is not None and not 1 <= kv_blocks <= 1 << 24:
+        raise UsageError(f"--kv-blocks must be 1..{1 << 24}, not {kv_blocks}")
+    one = ReplicaConfig(
+        limits_of_one, kv_blocks or max_num_seqs * -(-max_model_len // 16), prefix_caching=prefix_caching, static=static
+    )
+    scale = None if max_replicas is None else Autoscale(max_replicas, scale_queue, start_delay)
+    fleet = FleetConfig(one, replicas, routing, scale)
+    money, objective = Price(price), Slo() if slo is None else parse_slo(slo)
+    arrivals: list[Arrival] | Traffic = (
+        read_trace(trace)
+        if trace is not None
+        else Traffic(
+            rate, requests, Lengths.parse(prompt, "--prompt"), Lengths.parse(output, "--output"), burst, prefixes,
+            prefix_tokens, max_model_len, seed,
+        )
+    )  # fmt: skip
+    total = len(arrivals) if isinstance(arrivals, list) else arrivals.requests
+    simulation = Fleet(fleet, steps)  # which refuses an unknown routing
+    with console.progress("simulate") as update:
+        outcome = simulation.run(arrivals, lambda done: update(done, total))
+        update(total, total)
+    load = {"trace": trace.name} if trace is not None else {"rate": rate, "prompt": prompt, "output": output,
+        "burst": burst, "prefixes": prefixes, "prefix_tokens": prefix_tokens, "seed": seed}  # fmt: skip
+    source = {"roofline": roofline} if roofline is not None else {"fitted": json.loads((cost or Path()).read_text())}
+    report = simulation_report(outcome, fleet, objective, money, _command(), {"traffic": load, "cost_model": source})
+    _show(report, json_path, markdown_path)
+    if animate is not None:
+        _animate(animate, arrivals, one, steps)
+
+
+def _measure(
+    model: str,
+    config: EngineConfig,
+    fit: Path | None,
+    cost: FittedCost | None,
+    seconds: float | None,
+    seed: int,
+    json_path: Path | None,
+    markdown_path: Path | None,
+) -> None:
+    """Fit, compare, or both, on one engine."""
+    from qserve import steps
+    from qserve.checkpoint.files import write_atomically
+    from qserve.evals import throughput
+    from qserve.evals.simulator import fit as fitting
+    from qserve.evals.simulator.measure import compare, comparison_report, workloads
+
+    source = steps.open_source(model)
+    engine = steps.load(source, config)
+    text = throughput.text_tokens(source)
+    if fit is not None:
+        with console.progress("measure") as update:
+            cost = fitting.fit(fitting.timed_steps(engine, text, progress=update), engine.model_name)
+        try:
+            write_atomically(fit, (json.dumps(cost.to_json(), indent=2) + "\n").encode())
+        except OSError as error:
+            raise QServeError(f"cannot write {fit}: {error.strerror or error}") from None
+        console.line(f"{fit}: the steps of {engine.model_name}, median error {cost.error:.1%} over those measured")
+    if seconds is None:
+        return
+    assert cost is not None
+    # Eight requests at once, their prompts included.
+    per_token = cost.seconds(8, 8, 0, 8 * 128) / 8 + cost.seconds(96, 1, 96 * 48, 0) / 48
+    found = []
+    with console.progress("validate") as update:
+        loads = workloads(per_token, seconds, seed)
+        for number, (name, arrivals) in enumerate(loads.items()):
+            update(number, len(loads))
+            found.append(compare(engine, cost, name, arrivals, text))
+        update(len(loads), len(loads))
+    report = comparison_report(found, f"Simulated and measured: {engine.model_name}", _command())
+    _show(report, json_path, markdown_path)
+
+
+def _show(report: Report, json_path: Path | None, markdown_path: Path | None) -> None:
+    report.write(json_path, markdown_path)
+    for section in report.sections:
+        console.table(section.title, section.header, section.rows)
+
+
+def _animate(path: Path, arrivals: Iterable[Arrival], one: ReplicaConfig, cost: CostModel) -> None:
+    from qserve.checkpoint.files import write_atomically
+    from qserve.evals.simulator.animation import REQUESTS, page
+
+    first = list(islice(arrivals, REQUESTS))
+    try:
+        write_atomically(path, page(first, one, cost, "Static and continuous batching").encode())
+    except OSError as error:
+        raise QServeError(f"cannot write {path}: {error.strerror or error}") from None
+    console.line(f"animation: {path}")
+
+
+def _command() -> str:
+    """This command line, for the reports; without the directory of the script."""
+    return shlex.join(["qserve", *sys.argv[1:]])

@@ -1,0 +1,100 @@
+"""Cost models: shapes of plans, rooflines, and a fit that finds what it was given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qserve.checkpoint.errors import DataError, UsageError
+from qserve.evals.simulator.cost import FittedCost, Roofline, StepShape, shape_of
+from qserve.evals.simulator.fit import fit
+from qserve.runtime.plan import ScheduledSequence, StepPlan
+
+
+def test_the_shape_of_a_plan_counts_every_attended_position() -> None:
+    prompt = ScheduledSequence("a", (5, 6, 7), 10, (0,), 0, True)  # attend to 11, 12, 13
+    decode = ScheduledSequence("b", (9,), 20, (1, 2), 1, False)
+    assert shape_of(StepPlan(0, (decode, prompt), (), ())) == StepShape(4, 1, 36, 21)
+
+
+def test_a_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
+    cost = Roofline(flops=1000.0, bandwidth=100.0, parameters=10.0, weights=200.0, kv=1.0, overhead=0.5)
+    assert cost.seconds(1, 1, 0, 99) == (200 + 99 + 1) / 100 + 0.5
+    assert cost.seconds(1000, 1, 0, 0) == 20.0 + 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("flops=1", "lacks bandwidth, kv, parameters, weights"),
+        ("flops=x,bandwidth=1", "not 'flops=x'"),
+        ("speed=1", "not 'speed=1'"),
+        ("flops=nan,bandwidth=1,parameters=1,weights=1,kv=0", "flops must be"),
+        ("flops=1,bandwidth=1,parameters=1,weights=0,kv=0", "weights must be"),
+    ],
+)
+def test_a_bad_roofline_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Roofline.parse(text)
+
+
+TRUE = FittedCost(
+    curve=((1, 0.01), (8, 0.012), (64, 0.05), (512, 0.3)), per_row=2e-4, per_prefill_kv=1e-7, per_decode_kv=2e-6
+)
+
+
+def shapes() -> list[StepShape]:
+    sizes = (8, 16, 64, 128, 300, 512)
+    found = [StepShape(n, 1, n * (n + 1) // 2 + n * context, 0) for n in sizes for context in (0, 900)]
+    found += [StepShape(n, n, 0, n * context) for n in (1, 2, 4, 8, 16, 32, 64) for context in (20, 300, 1000)]
+    return found + [StepShape(n + 100, n, 5050, n * 100) for n in (1, 8, 30)]
+
+
+def test_a_fit_finds_the_coefficients_it_was_given_though_steps_were_interrupted() -> None:
+    steps = [(shape, TRUE.seconds(*shape)) for shape in shapes()]
+    steps += [(shape, 3 * TRUE.seconds(*shape)) for shape in shapes()[::11]]
+    found = fit(steps, "made up")
+    unseen = [StepShape(40, 20, 300, 5000), StepShape(200, 3, 9000, 600), StepShape(6, 6, 0, 3000)]
+    for shape in unseen:
+        assert found.seconds(*shape) == pytest.approx(TRUE.seconds(*shape), rel=0.05)
+    assert found.per_decode_kv == pytest.approx(2e-6, rel=0.1)
+    assert min(found.per_row, found.per_prefill_kv, *(seconds for _, seconds in found.curve)) >= 0
+
+
+def test_no_coefficient_is_negative_where_least_squares_would_have_one() -> None:
+    shapes = [StepShape(n, n, 0, context) for n in (1, 8, 64) for context in (1, 9000)]
+    steps = [(shape, 0.01 + shape.tokens * 1e-3 - shape.decode_kv * 1e-7) for shape in shapes]
+    found = fit(steps * 2)
+    assert found.per_decode_kv == 0.0
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(UsageError, match="too few"):
+        fit([(StepShape(1, 1, 0, 1), 0.1)] * 20)
+
+
+def test_a_cost_model_is_the_same_after_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(TRUE.to_json()))
+    assert FittedCost.load(path) == TRUE
+    assert TRUE.seconds(4, 0, 0, 0) == pytest.approx(0.01 + 0.002 * 3 / 7)
+    assert TRUE.seconds(960, 0, 0, 0) == pytest.approx(0.55)  # on from the last two points
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{}", '{"curve": 3}', '{"curve": [[1, 0.1]], "per_row": 0, "per_prefill_kv": 0, "per_decode_kv": 0}',
+        '{"curve": [[1, 0.1], [2, -1]], "per_row": 0, "per_prefill_kv": 0, "per_decode_kv": 0}',
+        '{"curve": [[1, 0.1], [2, NaN]], "per_row": 0, "per_prefill_kv": 0, "per_decode_kv": 0}',
+        '{"curve": [[1, 0.1], [9e9, 1]], "per_row": 0, "per_prefill_kv": 0, "per_decode_kv": 0}',
+        '{"curve": [[1, 0.1], [2, 0.2]], "per_row": 0, "per_prefill_kv": 0, "per_decode_kv": 0, "more": 1}',
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_cost_model_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(content)
+    with pytest.raises(DataError):
+        FittedCost.load(path)

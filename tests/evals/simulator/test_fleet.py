@@ -1,0 +1,180 @@
+"""The fleet: runs of decode steps change nothing, nothing is lost, and one replica is the engine's own loop."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qserve.checkpoint.errors import UsageError
+from qserve.evals.simulator.cost import FittedCost, Roofline, shape_of
+from qserve.evals.simulator.decode_run import LeapingScheduler
+from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig, Outcome
+from qserve.evals.simulator.replica import ReplicaConfig
+from qserve.evals.simulator.traffic import Arrival, Lengths, Traffic, prompt_tokens
+from qserve.runtime.blocks import BlockManager
+from qserve.runtime.limits import SchedulerConfig
+from qserve.runtime.request import Request
+from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.scheduler import Scheduler
+
+COST = FittedCost(curve=((1, 0.01), (16, 0.013), (64, 0.03)), per_row=1e-4, per_prefill_kv=1e-6, per_decode_kv=3e-6)
+
+
+def config(
+    seqs: int = 4, blocks: int = 64, *, budget: int = 16, caching: bool = True, waiting: int = 50
+) -> ReplicaConfig:
+    scheduler = SchedulerConfig(
+        max_model_len=128, max_num_seqs=seqs, max_num_batched_tokens=max(budget, seqs), max_waiting=waiting
+    )
+    return ReplicaConfig(scheduler, blocks, 4, caching)
+
+
+def facts(outcome: Outcome) -> tuple[object, ...]:
+    return outcome.records, outcome.usages, outcome.seconds, outcome.scaling
+
+
+def traffic(draw: random.Random, requests: int, rate: float, **more: int) -> list[Arrival]:
+    lengths = Lengths(draw.choice((3, 12, 30)), draw.choice((0.0, 0.7)))
+    return list(Traffic(rate, requests, lengths, Lengths(20, 0.6), max_model_len=100, seed=draw.random(), **more))  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10**6),
+    seqs=st.sampled_from((1, 2, 4, 8)),
+    blocks=st.sampled_from((26, 40, 64, 200)),
+    caching=st.booleans(),
+    rate=st.sampled_from((1.0, 5.0, 20.0, 500.0)),
+    burst=st.sampled_from((1, 1, 7)),
+    prefixes=st.sampled_from((0, 3)),
+    replicas=st.sampled_from((1, 1, 3)),
+    routing=st.sampled_from(("round-robin", "least-loaded", "prefix-affine")),
+    scaled=st.booleans(),
+)
+def test_runs_of_decode_steps_at_once_change_nothing(
+    seed: int, seqs: int, blocks: int, caching: bool, rate: float, burst: int, prefixes: int, replicas: int,
+    routing: str, scaled: bool,
+) -> None:  # fmt: skip
+    """Bit for bit: every time of every request, every integral of every replica."""
+    arrivals = traffic(random.Random(seed), 60, rate, burst=burst, prefixes=prefixes, prefix_tokens=9 * (prefixes > 0))
+    scale = Autoscale(replicas + 2, queue=1.0, start_delay=0.3, idle=0.5, interval=0.1) if scaled else None
+    fleet = FleetConfig(config(seqs, blocks, caching=caching, waiting=12), replicas, routing, scale)
+    quick = Fleet(fleet, COST).run(arrivals)
+    slow = Fleet(replace(fleet, replica=replace(fleet.replica, leaps=False)), COST).run(arrivals)
+    assert facts(quick) == facts(slow)
+    assert len(quick.records) + quick.records.rejected == len(arrivals), "a request was lost"
+    assert sorted(quick.records.index) == sorted(set(quick.records.index))
+
+
+def test_the_runs_are_taken_and_the_pool_is_tight_in_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the property test is worth: both sides of it happen."""
+    arrivals = traffic(random.Random(3), 60, 20.0)
+    one = config(4, 26)
+    fleet = FleetConfig(one)
+    outcome = Fleet(fleet, COST).run(arrivals)
+    assert outcome.usages[0].preemptions > 0
+    runs: list[int] = []
+    leap = LeapingScheduler.leap
+    monkeypatch.setattr(LeapingScheduler, "leap", lambda *args: (runs.append(args[1]), leap(*args))[1])
+    Fleet(fleet, COST).run(arrivals)
+    assert sum(runs) > outcome.usages[0].steps / 4 and max(runs) > 5
+
+
+def engine_loop(arrivals: list[Arrival], one: ReplicaConfig) -> dict[int, tuple[float, float]]:
+    """What an engine does, written plainly: index -> (first token, end)."""
+    scheduler = Scheduler(one.scheduler, BlockManager(one.num_blocks, one.block_size, one.prefix_caching))
+    todo, now = list(enumerate(arrivals))[::-1], 0.0
+    first: dict[int, float] = {}
+    end: dict[int, float] = {}
+    while todo or scheduler.has_work():
+        if not scheduler.has_work():
+            now = max(now, todo[-1][1].time)
+        while todo and todo[-1][1].time <= now:
+            index, arrival = todo.pop()
+            params = SamplingParams(max_tokens=arrival.output, ignore_eos=True)
+            tokens = prompt_tokens(arrival, index)
+            scheduler.add(Request(str(index), tokens, params, arrival=index, arrival_time=arrival.time))
+        plan = scheduler.schedule(now)
+        assert plan is not None
+        now += COST.seconds(*shape_of(plan))
+        for update in scheduler.commit(plan, {s.request_id: 0 for s in plan.sequences if s.num_sampled}):
+            first.setdefault(int(update.request_id), now)
+            if update.finish_reason:
+                end[int(update.request_id)] = now
+    scheduler.check()
+    return {index: (first[index], end[index]) for index in first}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("routing", ["round-robin", "least-loaded", "prefix-affine"])
+def test_a_fleet_of_one_is_the_single_engine(seed: int, routing: str) -> None:
+    arrivals = traffic(random.Random(seed), 50, 10.0, prefixes=2, prefix_tokens=8)
+    one = config(4, 40)
+    records = Fleet(FleetConfig(one, routing=routing), COST).run(arrivals).records
+    assert dict(zip(records.index, zip(records.first, records.end))) == engine_loop(arrivals, one)
+
+
+def test_one_request_takes_the_steps_that_it_must() -> None:
+    outcome = Fleet(FleetConfig(config()), COST).run([Arrival(2.0, 20, 3)])
+    chunk = COST.seconds(16, 0, 16 * 17 // 2, 0)
+    last = COST.seconds(4, 1, 4 * 16 + 4 * 5 // 2, 0)
+    records = outcome.records
+    assert records.first[0] == pytest.approx(2.0 + chunk + last)
+    assert records.end[0] == pytest.approx(records.first[0] + COST.seconds(1, 1, 0, 21) + COST.seconds(1, 1, 0, 22))
+    assert outcome.usages[0].steps == 4 and outcome.usages[0].peak_blocks == 6
+
+
+def test_prefix_affine_routing_finds_more_in_the_caches() -> None:
+    arrivals = list(Traffic(20.0, 300, Lengths(4), Lengths(4), prefixes=12, prefix_tokens=40, max_model_len=100))
+    hits = {}
+    for routing in ("round-robin", "prefix-affine"):
+        usages = Fleet(FleetConfig(config(8, 80), 4, routing), COST).run(arrivals).usages
+        hits[routing] = sum(usage.prefix_hits for usage in usages)
+    assert hits["prefix-affine"] > 1.2 * hits["round-robin"]
+
+
+def test_more_replicas_start_when_queues_are_deep_and_end_when_it_is_calm() -> None:
+    busy = list(Traffic(30.0, 300, Lengths(10), Lengths(20), max_model_len=100))
+    calm = [Arrival(busy[-1].time + 200.0 + 5 * i, 10, 20) for i in range(20)]
+    scale = Autoscale(4, queue=2.0, start_delay=3.0, idle=20.0, interval=1.0)
+    fleet = FleetConfig(config(waiting=1000), 1, "least-loaded", scale)
+    outcome = Fleet(fleet, COST).run([*busy, *calm])
+    counts = [count for _, count in outcome.scaling]
+    assert counts[0] == 1 and max(counts) == 4 and counts[-1] == 1
+    assert outcome.scaling[1][0] >= 3.0, "a replica takes requests before it has started"
+    fixed = Fleet(FleetConfig(config(waiting=1000)), COST).run([*busy, *calm])
+    assert max(outcome.records.ttft()) < max(fixed.records.ttft())
+    assert len(outcome.usages) >= 4 and all(usage.died is not None for usage in outcome.usages)
+
+
+def test_a_request_that_never_fits_is_counted_and_nothing_else() -> None:
+    outcome = Fleet(FleetConfig(config()), COST).run([Arrival(0.0, 500, 3), Arrival(1.0, 10, 3)])
+    assert outcome.records.rejected == 1 and len(outcome.records) == 1
+
+
+def test_static_batches_wait_for_their_longest() -> None:
+    arrivals = [Arrival(0.0, 4, 50 if index % 4 == 0 else 5) for index in range(16)]
+    cost = Roofline(flops=1e15, bandwidth=1e12, parameters=1e9, weights=1e10, kv=0)
+    static = Fleet(FleetConfig(replace(config(4, 200), static=True)), cost).run(arrivals)
+    continuous = Fleet(FleetConfig(config(4, 200)), cost).run(arrivals)
+    assert len(static.records) == len(continuous.records) == 16
+    assert static.usages[0].steps >= 4 * 50
+    assert continuous.usages[0].steps < 0.6 * static.usages[0].steps
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FleetConfig(config(), 0), "--replicas"),
+        (lambda: FleetConfig(config(), 3, autoscale=Autoscale(2)), "--max-replicas 2 is below"),
+        (lambda: Fleet(FleetConfig(config(), routing="random"), COST), "unknown routing 'random'"),
+        (lambda: Autoscale(2, interval=0.0), "interval"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()  # type: ignore[operator]

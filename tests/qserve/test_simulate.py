@@ -1,0 +1,91 @@
+"""``qserve simulate`` from the command line: a report, a page, a fit on the tiny model, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qserve.cli import app
+
+ROOFLINE = "flops=1e14,bandwidth=1e12,parameters=1e9,weights=2e9,kv=1e5"
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["simulate", *args])
+    return result.exit_code, result.output
+
+
+def test_a_report_and_a_page_come_out_the_same_each_time(tmp_path: Path) -> None:
+    reports = []
+    for name in ("a", "b"):
+        files = [str(tmp_path / f"{name}.{kind}") for kind in ("json", "md", "html")]
+        code, output = run(
+            "--roofline", ROOFLINE, "--rate", "20", "--requests", "120", "--output", "lognormal:30:0.8", "--price", "3",
+            "--replicas", "2", "--slo", "ttft=200ms,tpot=20ms", "--json", files[0], "--markdown", files[1],
+            "--animate", files[2], "--max-replicas", "3",
+        )  # fmt: skip
+        assert code == 0, output
+        reports.append(json.loads(Path(files[0]).read_text())["data"])
+    assert reports[0] == reports[1]
+    figures = reports[0]["figures"]
+    assert figures["requests"] == 120 and figures["cost_per_million_output_tokens"] > 0
+    assert 0 < figures["goodput_share"] <= 1 and 0 < figures["utilisation"] <= 1 and 0 < figures["kv_peak"] <= 1
+    assert {"mean", "p50", "p90", "p95", "p99"} == reports[0]["latency_seconds"]["ttft"].keys()
+    assert "| time to first token |" in (tmp_path / "a.md").read_text()
+    page = (tmp_path / "a.html").read_text()
+    assert "http" not in page and "src=" not in page and "times the throughput" in page
+
+
+def test_a_trace_is_simulated(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"arrival": i / 9, "prompt": 50, "output": 5}) + "\n" for i in range(30)))
+    code, output = run("--roofline", ROOFLINE, "--trace", str(trace), "--static")
+    assert code == 0 and "30" in output
+
+
+def test_a_fit_of_the_tiny_model_drives_a_simulation_and_is_compared(tiny_model: Path, tmp_path: Path) -> None:
+    cost, report = tmp_path / "cost.json", tmp_path / "report.json"
+    code, output = run(
+        str(tiny_model), "--fit", str(cost), "--validate", "--validate-seconds", "1", "--max-num-seqs", "4",
+        "--max-num-batched-tokens", "64", "--json", str(report),
+    )  # fmt: skip
+    assert code == 0, output
+    found = json.loads(report.read_text())["data"]
+    assert [each["name"] for each in found["workloads"]] == ["steady", "bursty", "crowded"]
+    for each in found["workloads"]:
+        assert each["measured"].keys() == each["simulated"].keys() and all(each["simulated"].values())
+    code, output = run("--cost", str(cost), "--requests", "20", "--rate", "100", "--prompt", "40", "--output", "10")
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "give either --cost FILE"),
+        (["--roofline", ROOFLINE, "--cost", "x"], "give either --cost FILE"),
+        (["demo", "--roofline", ROOFLINE], "a model is measured with --fit"),
+        (["--fit", "x"], "name it"),
+        (["demo", "--validate"], "--validate needs"),
+        (["--roofline", ROOFLINE, "--routing", "random"], "unknown routing"),
+        (["--roofline", ROOFLINE, "--rate", "nan"], "--rate must be"),
+        (["--roofline", ROOFLINE, "--slo", "ttft=5"], "--slo must be like"),
+        (["--roofline", ROOFLINE, "--kv-blocks", "0"], "--kv-blocks must be"),
+        (["--roofline", ROOFLINE, "--prefixes", "3"], "belong together"),
+        (["--roofline", ROOFLINE, "--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["--roofline", ROOFLINE, "--price", "-1"], "--price must be"),
+        (["--roofline", ROOFLINE, "--replicas", "0"], "--replicas must be"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(args: list[str], message: str) -> None:
+    code, output = run(*args)
+    assert code == 2 and message in output and len(output.strip().splitlines()) == 1
+
+
+def test_files_that_are_not_there_are_one_line(tmp_path: Path) -> None:
+    for option in ("--trace", "--cost"):
+        extra = ["--roofline", ROOFLINE] if option == "--trace" else []
+        code, output = run(*extra, option, str(tmp_path / "none"))
+        assert code == 1 and len(output.strip().splitlines()) == 1
