@@ -7,10 +7,11 @@ import contextlib
 import json
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 from qserve.evals.reliability.cases import CASES, Figure, Options
-from qserve.evals.reliability.server import tiny_model
+from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.evals.report import environment
 
 
@@ -27,7 +28,10 @@ def main() -> int:
         parser.error("--requests, --seconds and --concurrency must be positive")
     results: dict[str, list[Figure]] = {}
     with contextlib.ExitStack() as stack:
-        model = str(stack.enter_context(tiny_model())) if given.model == "tiny" else given.model
+        model = given.model
+        if model == "tiny":
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qserve-tiny-"))
+            model = str(save_tiny_model(Path(folder)))
         options = Options(model, given.requests, given.seconds, given.concurrency)
         for name in given.case or CASES:
             results[name] = CASES[name](options)
