@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_package_and_works(tmp_path: Path, tiny_packed: Path
     assert not [name for name in names if "test" in name]
     page = {f"qserve/runtime/server/static/{path.name}" for path in (ROOT / "runtime/server/static").iterdir()}
     assert page and page <= names
-    expected = {f"qserve/{path.name}" for path in (ROOT / "qserve").glob("*.py")}
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "qserve").rglob("*.py")}
     expected |= {f"qserve/{path.relative_to(ROOT)}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
     selected, best, generated = use(wheel, tmp_path, tiny_packed)
