@@ -7,11 +7,12 @@ import contextlib
 import json
 import shlex
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from qserve.evals.reliability.cases import CASES, Figure, Options
-from qserve.evals.reliability.server import tiny_model
+from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.evals.report import environment
 
 
@@ -28,7 +29,10 @@ def main() -> int:
         parser.error("--requests, --seconds and --concurrency must be positive")
     results: dict[str, list[Figure]] = {}
     with contextlib.ExitStack() as stack:
-        model = str(stack.enter_context(tiny_model())) if given.model == "tiny" else given.model
+        model = given.model
+        if model == "tiny":
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qserve-tiny-"))
+            model = str(save_tiny_model(Path(folder)))
         options = Options(model, given.requests, given.seconds, given.concurrency)
         if given.model != "tiny":
             options = replace(options, kv_cache_memory=256 << 20)

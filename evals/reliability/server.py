@@ -1,6 +1,6 @@
 """``ServerProcess``: a server in a process of its own, which can be asked how it is, signalled and killed.
 
-Knows processes and the tiny model; does not know what is measured.
+Knows processes; does not know what is measured.
 """
 
 from __future__ import annotations
@@ -9,21 +9,15 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.config import EngineConfig
@@ -32,7 +26,6 @@ from qserve.runtime.server import logs
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import claim_socket, serve
 
-CONTEXT = 512
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -130,33 +123,3 @@ def _report(engine: Engine, control: Connection, port: int) -> None:
                 except AssertionError as error:
                     answer["lost"] = str(error) or "the engine's state is not in order"
             control.send(answer)
-
-
-@contextlib.contextmanager
-def tiny_model() -> Iterator[Path]:
-    """A directory with two random llama layers and a byte-level tokenizer: as small as a model can be."""
-    with tempfile.TemporaryDirectory(prefix="qserve-tiny-") as folder:
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|end|>"])
-        backend.train_from_iterator(["the quick brown fox jumps over the lazy dog"], trainer)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-        tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-        tokenizer.save_pretrained(folder)
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=CONTEXT,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            initializer_range=0.3,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder)
-        yield Path(folder)

@@ -58,39 +58,36 @@ class _Whole:
     stop_reason: str | int | None = None
 
 
+@dataclass(kw_only=True)
 class Answer(ABC):
-    """One response. ``whole`` gathers it, ``chunks`` gives it out as it comes."""
+    """One response. ``whole`` gathers it, ``chunks`` gives it out as it comes.
+
+    ``logprobs`` and ``prompt_logprobs``: whether it tells those of the answer, and those of the prompt beside it.
+    """
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     named_events: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        model: str,
-        choices: int,
-        usage: Usage,
-        texts: TokenTexts,
-        *,
-        logprobs: bool,
-        prompt_logprobs: bool = False,
-    ) -> None:
+    model: str
+    choices: int
+    usage: Usage
+    texts: TokenTexts
+    logprobs: bool
+    prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
-        self._head = {"created": int(time.time()), "model": model}
-        self._choices = choices
-        self._usage = usage
-        self._texts = texts
-        self._logprobs = logprobs
-        self._prompt_logprobs = prompt_logprobs
+        self._head = {"created": int(time.time()), "model": self.model}
 
     async def whole(self, outputs: Outputs) -> Json:
-        choices = [_Whole() for _ in range(self._choices)]
+        choices = [_Whole() for _ in range(self.choices)]
         async for index, output in outputs:
-            self._usage.add(index, output)
+            self.usage.add(index, output)
             choice = choices[index]
             choice.text += output.text
-            if self._prompt_logprobs:  # a field of their own
+            if self.prompt_logprobs:  # a field of their own
                 choice.prompt_logprobs += output.prompt_logprobs or []
                 output = replace(output, prompt_logprobs=None)
             choice.logprobs += _logprobs(output)
@@ -100,7 +97,7 @@ class Answer(ABC):
             {
                 "index": index,
                 **self._content(index, choice.text),
-                "logprobs": self._logprobs_json(index, choice.logprobs) if self._logprobs else None,
+                "logprobs": self._logprobs_json(index, choice.logprobs) if self.logprobs else None,
                 "finish_reason": self._finish_reason(index, choice.finish_reason),
                 "stop_reason": choice.stop_reason,
             }
@@ -111,10 +108,10 @@ class Answer(ABC):
             "object": self.kind,
             **self._head,
             "choices": answers,
-            "usage": self._usage.to_json(),
+            "usage": self.usage.to_json(),
         }
-        if self._prompt_logprobs:
-            scored = [prompt_logprobs(self._texts, choice.prompt_logprobs) for choice in choices]
+        if self.prompt_logprobs:
+            scored = [prompt_logprobs(self.texts, choice.prompt_logprobs) for choice in choices]
             self._add_prompt_logprobs(answer, scored)
         return answer
 
@@ -125,9 +122,9 @@ class Answer(ABC):
         usage: Json = {"usage": None} if include_usage else {}
         opened: set[int] = set()
         async for index, output in outputs:
-            self._usage.add(index, output)
+            self.usage.add(index, output)
             if continuous_usage:
-                usage = {"usage": self._usage.to_json()}
+                usage = {"usage": self.usage.to_json()}
             if index not in opened:
                 opened.add(index)
                 for first in self._first(index):
@@ -142,7 +139,7 @@ class Answer(ABC):
                 ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
                 yield self._chunk(index, self._delta(""), None, ending) | usage
         if include_usage:
-            yield self._envelope([]) | {"usage": self._usage.to_json()}
+            yield self._envelope([]) | {"usage": self.usage.to_json()}
 
     def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, ending: Json | None = None) -> Json:
         ending = ending or {"finish_reason": None}
@@ -176,23 +173,17 @@ class Answer(ABC):
     def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json: ...
 
 
+@dataclass(kw_only=True)
 class ChatAnswer(Answer):
+    """``parser`` makes what finds reasoning and tool calls in the text of a choice."""
+
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: str,
-        choices: int,
-        usage: Usage,
-        texts: TokenTexts,
-        *,
-        logprobs: bool,
-        prompt_logprobs: bool = False,
-        parser: Callable[[], OutputParser] | None = None,
-    ) -> None:
-        """``parser`` makes what finds reasoning and tool calls in the text of a choice."""
-        super().__init__(model, choices, usage, texts, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        self._parsers = [parser() for _ in range(choices)] if parser else None
+    parser: Callable[[], OutputParser] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parsers = [self.parser() for _ in range(self.choices)] if self.parser else None
 
     def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
         answer["prompt_logprobs"] = scored[0]
@@ -220,7 +211,7 @@ class ChatAnswer(Answer):
         return {"delta": {"content": text} if text else {}}
 
     def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json:
-        return chat_logprobs(self._texts, new)
+        return chat_logprobs(self.texts, new)
 
 
 @dataclass(frozen=True)
@@ -231,24 +222,16 @@ class Echo:
     first_token: int | None = None
 
 
+@dataclass(kw_only=True)
 class CompletionAnswer(Answer):
     """``echo``: per choice the prompt that then comes before the answer."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self,
-        model: str,
-        choices: int,
-        usage: Usage,
-        texts: TokenTexts,
-        *,
-        logprobs: bool,
-        prompt_logprobs: bool = False,
-        echo: Sequence[Echo] | None = None,
-    ) -> None:
-        super().__init__(model, choices, usage, texts, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        self._echo = echo
+    echo: Sequence[Echo] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._offsets: dict[int, int] = {}  # by choice, characters of the answer so far
 
     def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
@@ -256,25 +239,25 @@ class CompletionAnswer(Answer):
             choice["prompt_logprobs"] = own
 
     def _content(self, index: int, text: str) -> Json:
-        return {"text": self._echo[index].text + text if self._echo else text}
+        return {"text": self.echo[index].text + text if self.echo else text}
 
     def _first(self, index: int) -> list[Json]:
-        return [{"text": self._echo[index].text}] if self._echo else []
+        return [{"text": self.echo[index].text}] if self.echo else []
 
     def _delta(self, text: str) -> Json:
         return {"text": text}
 
     def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json:
         opening = index not in self._offsets
-        first = self._echo[index].first_token if self._echo and opening else None
+        first = self.echo[index].first_token if self.echo and opening else None
         ids = [*([] if first is None else [first]), *(token.chosen.token_id for token in new)]
         # An echoed prompt comes first in the answer, so offsets count from its beginning.
         offset = 0 if opening and first is not None else self._offsets.get(index, self._echo_length(index))
-        self._offsets[index] = offset + sum(map(self._texts.characters, ids))
-        return completion_logprobs(self._texts, new, offset, first)
+        self._offsets[index] = offset + sum(map(self.texts.characters, ids))
+        return completion_logprobs(self.texts, new, offset, first)
 
     def _echo_length(self, index: int) -> int:
-        return len(self._echo[index].text) if self._echo else 0
+        return len(self.echo[index].text) if self.echo else 0
 
 
 def _logprobs(output: RequestOutput) -> list[TokenLogprobs]:

@@ -24,7 +24,7 @@ class BestOfAnswer(CompletionAnswer):
         prompts: dict[int, dict[int, list[RequestOutput]]] = {}  # by the place of their first choice
         async for index, output in outputs:
             prompts.setdefault(index - output.index, {}).setdefault(output.index, []).append(output)
-        kept = self._choices // len(prompts)
+        kept = self.choices // len(prompts)
         for place, first in enumerate(sorted(prompts)):
             choices = [prompts[first][index] for index in sorted(prompts[first])]
             ranked = sorted(choices, key=_mean_logprob, reverse=True)
@@ -32,7 +32,7 @@ class BestOfAnswer(CompletionAnswer):
                 for output in choice:
                     yield place * kept + rank, output
             for choice in ranked[kept:]:
-                self._usage.add(-1 - len(self._usage.completion), choice[-1])
+                self.usage.add(-1 - len(self.usage.completion), choice[-1])
 
 
 def _mean_logprob(choice: list[RequestOutput]) -> float:

@@ -6,7 +6,7 @@ tokenizers. A field of OpenAI's that this server does not do is refused by name,
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
@@ -52,6 +52,14 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None
 
 
+class Delivery(TypedDict):
+    """How an answer is sent. ``continuous_usage``: every chunk tells the usage so far."""
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
 class _Generation(Strict, StructuredFields):
     """What both kinds of request share. ``user`` and ``safety_identifier`` change nothing."""
 
@@ -84,14 +92,11 @@ class _Generation(Strict, StructuredFields):
     length_penalty: float | None = None
     early_stopping: bool | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk tells the usage so far. As elsewhere it takes ``include_usage`` too."""
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+    def delivery(self) -> Delivery:
+        options = self.stream_options or StreamOptions()
+        usage = bool(options.include_usage)
+        continuous = usage and bool(options.continuous_usage_stats)  # as elsewhere it takes include_usage too
+        return {"stream": bool(self.stream), "include_usage": usage, "continuous_usage": continuous}
 
     def _params(self, **more: Any) -> SamplingParams:
         if self.stream_options is not None and not self.stream:

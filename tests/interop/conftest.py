@@ -65,11 +65,10 @@ def _interpreter(name: str) -> Path:
     """The interpreter of an environment; skips the test where it was not made."""
     home = os.environ.get(VARIABLE)
     if not home:
-        pytest.skip(f"{VARIABLE} is not set; make the environments with tests/interop/environments.py DIR and set it")
-    python = Path(home) / name / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{python} is missing; make it with tests/interop/environments.py {home} {name}")
-    return python
+        pytest.skip(f"{VARIABLE} is not set; make the environments with tests/environments.py interop DIR and set it")
+    if not (Path(home) / name / "complete.json").exists():
+        pytest.skip(f"{home}/{name} is not complete; make it with tests/environments.py interop {home} {name}")
+    return Path(home) / name / "bin" / "python"
 
 
 @pytest.fixture(scope="session")

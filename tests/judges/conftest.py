@@ -1,7 +1,7 @@
 """A real server in a process of its own, and judges that others wrote, each in its environment.
 
 A judge is a program that knows the server's address and the model's name; the scripts in ``scripts`` import nothing
-of qserve. See ``environments.py`` for how to make the environments.
+of qserve. See ``tests/environments.py`` for how to make the environments.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def environment() -> Callable[[str], Path]:
     def find(name: str) -> Path:
         home = os.environ.get(VARIABLE)
         if not home:
-            pytest.skip(f"{VARIABLE} is not set: make the environments with tests/judges/environments.py DIR")
+            pytest.skip(f"{VARIABLE} is not set: make the environments with tests/environments.py judges DIR")
         if not (Path(home) / name / "complete.json").exists():
-            pytest.skip(f"{home}/{name} is not complete; make it with tests/judges/environments.py {home} {name}")
+            pytest.skip(f"{home}/{name} is not complete; make it with tests/environments.py judges {home} {name}")
         return Path(home).absolute() / name
 
     return find

@@ -1,6 +1,6 @@
 """Schemathesis against a real server: ``python tests/judges/schemathesis_run.py ENVIRONMENT [--cases 5000]``.
 
-ENVIRONMENT is the directory of an environment that has schemathesis in it, as ``tests/judges/environments.py DIR
+ENVIRONMENT is the directory of an environment that has schemathesis in it, as ``tests/environments.py judges DIR
 schemathesis`` makes in ``DIR/schemathesis``. Requests are made from ``/openapi.json``, valid and broken ones, until
 there were enough of them. A 5xx fails the run; so do a status, a content type or a body that the document does not
 allow, a broken request that is answered, and a route that asks for no key.

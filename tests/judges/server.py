@@ -5,27 +5,17 @@ Prints the server's address and serves until its standard input ends, so it neve
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import tempfile
 from pathlib import Path
 
+from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
 
 MAX_MODEL_LEN = 64  # answers are short: a judge that sends thousands of requests looks at shapes
-
-
-def save_tiny_model(out: Path) -> Path:
-    """The model of the tests."""
-    spec = importlib.util.spec_from_file_location("qserve_tests_models", Path(__file__).parents[1] / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Path = module.save_tiny_model(out)
-    return found
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 def test_kubernetes_and_prometheus_accept_what_is_in_deploy() -> None:
     python = Path(os.environ.get(VARIABLE, "")) / "deploy" / "bin" / "python"
     if not os.environ.get(VARIABLE) or not python.exists():
-        pytest.skip(f"set {VARIABLE} to the DIR of tests/judges/environments.py DIR deploy")
+        pytest.skip(f"set {VARIABLE} to the DIR of tests/environments.py judges DIR deploy")
     script = Path(__file__).with_name("deploy_check.py")
     done = subprocess.run([python, script, DEPLOY], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,7 @@ VARIABLE = "QSERVE_JUDGES"
 def test_no_request_that_fits_or_breaks_the_document_is_a_5xx() -> None:
     home = os.environ.get(VARIABLE)
     if not home or not (Path(home) / "schemathesis" / "bin" / "st").exists():
-        pytest.skip(f"set {VARIABLE} to the DIR of tests/judges/environments.py DIR schemathesis")
+        pytest.skip(f"set {VARIABLE} to the DIR of tests/environments.py judges DIR schemathesis")
     script = Path(__file__).with_name("schemathesis_run.py")
     done = subprocess.run([sys.executable, script, Path(home) / "schemathesis"], capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-4000:]}"

@@ -220,6 +220,7 @@ def test_what_is_refused_before_a_model_is_loaded(cli, tmp_path: Path) -> None:
     cli("batch", tmp_path / "absent.jsonl", out, *model).refused(1, "absent.jsonl cannot be read")
     assert not out.exists()
     cli("batch", good, good, *model).refused(2, "same file")
+    cli("batch", good, out, *model, "--max-waiting", 0).refused(2, "--max-waiting")
     cli("batch", good, tmp_path / "no" / "out.jsonl", *model).refused(1, "out.jsonl cannot be written")
     cli("batch", good, out, *model).refused(1, "no-model does not exist")
 

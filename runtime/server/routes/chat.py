@@ -33,21 +33,14 @@ def router(service: Service) -> APIRouter:
         except RequestError as error:
             raise RequestError(str(error), body.name_of(error.param)) from None
         answer = ChatAnswer(
-            service.model_name,
-            params.n,
-            Usage(generation.prompt_tokens),
-            service.texts,
+            model=service.model_name,
+            choices=params.n,
+            usage=Usage(generation.prompt_tokens),
+            texts=service.texts,
             logprobs=params.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs is not None,
             parser=conversation.parser,
         )
-        return await service.answer(
-            request,
-            generation,
-            answer,
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-            continuous_usage=body.continuous_usage,
-        )
+        return await service.answer(request, generation, answer, **body.delivery())
 
     return routes

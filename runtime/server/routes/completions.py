@@ -37,21 +37,14 @@ def router(service: Service) -> APIRouter:
             echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(choices)]
         generation = await service.submit(request, prompts, params, body.priority)
         answer = (BestOfAnswer if params.n > choices else CompletionAnswer)(
-            service.model_name,
-            choices * len(prompts),
-            Usage(generation.prompt_tokens),
-            service.texts,
+            model=service.model_name,
+            choices=choices * len(prompts),
+            usage=Usage(generation.prompt_tokens),
+            texts=service.texts,
             logprobs=body.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs is not None,
             echo=echo,
         )
-        return await service.answer(
-            request,
-            generation,
-            answer,
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-            continuous_usage=body.continuous_usage,
-        )
+        return await service.answer(request, generation, answer, **body.delivery())
 
     return routes

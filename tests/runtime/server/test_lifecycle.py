@@ -21,14 +21,9 @@ from qserve.runtime.server import serve as serve_module
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
 
+from .waiting import idle, wait_until
+
 LONG = {"prompt": "the", "max_tokens": 400, "ignore_eos": True}
-
-
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -42,11 +37,6 @@ def own(engine: Engine) -> Iterator[ServerHandle]:
 
 def post(server: ServerHandle, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{server.url}/completions", json=body, timeout=60)
-
-
-def idle(server: ServerHandle) -> bool:
-    stats = server.service.thread.stats
-    return stats.num_running == stats.num_waiting == stats.kv_blocks_used == 0
 
 
 def test_leaving_a_stream_frees_its_blocks(own: ServerHandle, slow: None) -> None:

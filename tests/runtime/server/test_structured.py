@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -23,6 +22,8 @@ from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.constraints import Worker
 from qserve.runtime.server.serve import ServerHandle
+
+from .waiting import wait_until
 
 USER = {"role": "user", "content": "Where is the parcel?"}
 SCHEMA = {
@@ -68,13 +69,6 @@ def refused(response: httpx.Response, param: str | None, why: str = "") -> None:
 
 def worker(server: ServerHandle) -> Worker:
     return server.service.constraints._worker
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 GOOD: list[tuple[dict[str, Any], Any]] = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,8 @@ from websockets.sync.client import ClientConnection, connect
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
+
+from .waiting import idle, wait_until
 
 HEADERS = {"Authorization": "Bearer first-key"}
 ASKED: dict[str, Any] = {"max_tokens": 10, "temperature": 0.0, "ignore_eos": True}
@@ -44,13 +45,6 @@ def events(server: ServerHandle, path: str, body: dict[str, Any]) -> list[dict[s
 
 def timeless(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in each.items() if key not in ("id", "created")} for each in messages]
-
-
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("path", "body"), [("/completions", COMPLETION), ("/chat/completions", CHAT)])
@@ -113,11 +107,6 @@ def own(engine: Engine) -> Iterator[ServerHandle]:
         yield handle
     engine.check()
     assert engine.stats().kv_blocks_used == 0
-
-
-def idle(server: ServerHandle) -> bool:
-    stats = server.service.thread.stats
-    return stats.num_running == stats.num_waiting == stats.kv_blocks_used == 0
 
 
 @pytest.mark.parametrize("politely", [True, False])

@@ -1,0 +1,27 @@
+"""``qserve doctor``: the kernels of this machine."""
+
+from __future__ import annotations
+
+from qserve import console
+
+
+def doctor() -> None:
+    """Say which kernels this machine can run, what is missing, and what that costs."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from qserve.evals.report import environment
+    from qserve.kernels import registry
+
+    for key, value in environment().items():
+        console.line(f"{key:<13}{value}")
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "not installed (no GPU kernels on this platform)"
+    console.line(f"{'triton':<13}{triton}")
+    for candidate in registry.candidates():
+        state = f"available ({candidate.detail})" if candidate.reason is None else f"missing: {candidate.reason}"
+        console.line(f"{candidate.name:<13}{state}")
+        if candidate.reason is not None:
+            console.line(f"{'':<13}without it: {candidate.cost}")
+    console.line(f"{'selected':<13}{registry.make().name}")

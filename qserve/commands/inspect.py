@@ -1,0 +1,33 @@
+"""``qserve inspect``: what a model is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from qserve import console
+from qserve.commands.options import Model
+
+
+def inspect(
+    model: Model,
+    layers: Annotated[bool, typer.Option(help="List every linear.")] = False,
+    verify: Annotated[bool, typer.Option(help="Compare every file with its stored hash.")] = False,
+) -> None:
+    """Show what a model is made of: layers, bits, size, and its quality card."""
+    from qserve import steps
+    from qserve.checkpoint.summary import summarize
+
+    source = steps.open_source(model)
+    if verify:
+        source.verify()
+    summary = summarize(source)
+    for text in summary.lines():
+        console.line(text)
+    if layers:
+        console.table("", ("linear", "out", "in", "bits", "group"), summary.layer_rows())
+    if source.card is not None:
+        steps.show_card(source.card, [])
+    if verify:
+        console.line("every file matches its hash")

@@ -1,0 +1,23 @@
+"""``qserve key``: API keys of a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qserve import console
+
+
+def key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.")],
+    file: Annotated[Path, typer.Option(help="Where its hash goes, for run --api-keys.", metavar="FILE")] = Path(
+        "keys.toml"
+    ),
+) -> None:
+    """Make an API key: its hash is added to FILE, the key itself is printed once and kept nowhere."""
+    from qserve.runtime.server.keys import add_key
+
+    console.line(add_key(name, file))
+    console.note(f"{file} lets it in with 'qserve run --api-keys {file}'; limits are lines of its entry")

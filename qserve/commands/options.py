@@ -1,0 +1,60 @@
+"""The options and arguments that several commands have: name, type and help, declared once.
+
+Defaults stand with each command, for they may differ. What the text of an option means is in ``values``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qserve.runtime.config import EngineConfig
+
+ENGINE = EngineConfig()  # where the defaults of the engine's options come from
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a hub id, a .gguf file, or demo.")
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the new checkpoint.")]
+Loaders = Annotated[
+    str,
+    typer.Option("--for", help="Loaders that must accept it: qserve, vllm, sglang, transformers.", metavar="LIST"),
+]
+Overwrite = Annotated[bool, typer.Option(help="Replace a checkpoint at OUT.")]
+
+MaxKl = Annotated[
+    float | None, typer.Option("--max-kl", help="Gate: mean KL divergence from the base, in nats.", metavar="NATS")
+]
+MaxPpl = Annotated[
+    str | None,
+    typer.Option("--max-ppl-increase", help="Gate: rise in perplexity over the base, as 3% or 0.03.", metavar="RATIO"),
+]
+MinTop1 = Annotated[
+    str | None,
+    typer.Option("--min-top1", help="Gate: share of tokens with the base's first choice, as 90%.", metavar="RATIO"),
+]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="Evaluation text: builtin, a text or JSONL file, wikitext2, or another dataset name.", metavar="SOURCE"
+    ),
+]
+Tokens = Annotated[int, typer.Option(help="Tokens to evaluate, rounded down to whole windows.")]
+Window = Annotated[int, typer.Option(help="Tokens per evaluation window.")]
+JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", metavar="PATH")]
+MarkdownOut = Annotated[Path | None, typer.Option("--markdown", help="Write the report as Markdown.", metavar="PATH")]
+
+ServedModelName = Annotated[str | None, typer.Option(help="What requests call the model. [default: its name]")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Tokens of prompt and output. [default: what model and memory allow]")
+]
+MaxNumSeqs = Annotated[int, typer.Option(help="Requests running at once.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens of one step.")]
+KvCacheMemory = Annotated[
+    str | None,
+    typer.Option(help="Size of the KV cache, as 512MiB or 4GB. [default: half of what is free]", metavar="SIZE"),
+]
+Kernels = Annotated[str, typer.Option(help="Kernels to compute with; qserve doctor lists them.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels. [default: all cores]")]

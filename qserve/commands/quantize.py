@@ -1,0 +1,178 @@
+"""``qserve quantize``: compress a model, and publish the checkpoint if it passes its gates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qserve import console
+from qserve.checkpoint.errors import UsageError
+from qserve.commands.options import Data, Loaders, MaxKl, MaxPpl, MinTop1, Model, Out, Overwrite, Tokens, Window
+from qserve.commands.values import byte_count, command_line, eval_job, gates, names
+from qserve.quantize.job import QuantizeJob
+
+if TYPE_CHECKING:
+    from qserve.checkpoint.card import QualityCard
+    from qserve.evals.gate import GateReport
+
+_JOB = QuantizeJob()
+_LOADERS = ",".join(_JOB.loaders)
+
+
+def quantize(
+    model: Model,
+    out: Out,
+    scheme: Annotated[
+        str,
+        typer.Option(
+            help="Which numbers. weights: integers of --bits, inputs stay floats. w8a8: int8 weights and inputs. fp8: "
+            "e4m3 per channel and per token; fp8-tensor: one scale each; fp8-static: the same with calibrated input "
+            "scales; fp8-block: blocks of 128 x 128."
+        ),
+    ] = _JOB.scheme,
+    bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3, 4, 6 or 8.")] = _JOB.bits,
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale; -1 for all of them.")] = _JOB.group_size,
+    sym: Annotated[bool, typer.Option("--sym/--asym", help="Symmetric codes, or with zero points.")] = _JOB.symmetric,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="How codes are chosen. rtn: each weight by itself. gptq: later weights make up for the errors of "
+            "earlier ones. awq: channels with large inputs are enlarged first; awq+gptq: both. smoothquant: outliers "
+            "move from inputs into weights. auto: gptq, smoothquant for w8a8, rtn for fp8."
+        ),
+    ] = "auto",
+    effort: Annotated[
+        str,
+        typer.Option(
+            help="Of gptq. fast: each layer for the inputs it gets. normal: it also makes up for what earlier layers "
+            "lost. best: then learns the rounding (SignRound) and, where the whole model fits memory, tunes all scales "
+            "for its predictions; many times slower."
+        ),
+    ] = _JOB.effort,
+    act_order: Annotated[
+        bool, typer.Option("--act-order/--no-act-order", help="GPTQ: round the most active inputs first.")
+    ] = _JOB.act_order,
+    head: Annotated[int, typer.Option(help="Bits of the output head: 8, 6 or 4; 0 keeps it.")] = _JOB.head_bits,
+    embeddings: Annotated[int, typer.Option(help="Bits of the embedding: 8; 0 keeps it.")] = _JOB.embedding_bits,
+    kv_cache: Annotated[
+        str, typer.Option(help="Calibrate scales for a KV cache in int8 or fp8; none leaves that to the server.")
+    ] = "none",
+    kv_scales: Annotated[
+        str, typer.Option(help="Scales of the KV cache: one per tensor, or one per head.")
+    ] = _JOB.kv_granularity,
+    target_bits: Annotated[
+        float | None,
+        typer.Option(
+            help="Mixed precision: choose each layer's bits so that the average, scales included, is at most this."
+        ),
+    ] = None,
+    minimize: Annotated[
+        str | None,
+        typer.Option(help="size: mixed precision, the smallest checkpoint within --max-kl.", metavar="size"),
+    ] = None,
+    format: Annotated[
+        str,
+        typer.Option(help="gptq, gptq_v2, awq, compressed-tensors or fp8; auto takes the one most loaders read."),
+    ] = _JOB.format,
+    loaders: Loaders = _LOADERS,
+    calibration: Annotated[
+        str, typer.Option(help="Calibration text: builtin, a file, a dataset, or none (rtn).", metavar="SOURCE")
+    ] = _JOB.calibration or "none",
+    samples: Annotated[int, typer.Option(help="Calibration samples.")] = _JOB.samples,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = _JOB.sequence_length,
+    seed: Annotated[int, typer.Option(help="Which samples are drawn.")] = _JOB.seed,
+    overwrite: Overwrite = _JOB.overwrite,
+    offload: Annotated[bool, typer.Option(help="Keep hidden states on disk, few of them in memory.")] = _JOB.offload,
+    max_memory: Annotated[
+        str | None, typer.Option(help="Plan with this much memory, as 16GiB. [default: what is free]", metavar="SIZE")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show plan, forecast and size of the output, and stop.")
+    ] = False,
+    report_dir: Annotated[
+        Path | None,
+        typer.Option("--report", help="Write quantization.json, .md and .html with plots there.", metavar="DIR"),
+    ] = None,
+    max_kl: MaxKl = None,
+    max_ppl_increase: MaxPpl = None,
+    min_top1: MinTop1 = None,
+    data: Data = "builtin",
+    tokens: Tokens = 8192,
+    window: Window = 512,
+) -> None:
+    """Compress MODEL into a checkpoint at OUT; with gates, publish it only if it passes them.
+
+    Everything that can be refused is refused before calibration, and OUT appears complete or not at all. A run that
+    was interrupted goes on where it stopped when it is called again.
+    """
+    from qserve import steps
+    from qserve.evals import quality
+    from qserve.evals.gate import enforce, judge
+    from qserve.evals.quantize_report import write_report
+    from qserve.evals.worst import WorstTokens
+
+    if minimize not in (None, "size"):
+        raise UsageError(f"--minimize knows size, not {minimize!r}")
+    if minimize and max_kl is None:
+        raise UsageError("--minimize size needs the divergence that is allowed: --max-kl")
+    wanted = gates(max_kl, max_ppl_increase, min_top1)
+    job = QuantizeJob(
+        scheme=scheme,  # type: ignore[arg-type]  # checked by the job itself, as are the others
+        bits=bits,
+        group_size=group_size,
+        symmetric=sym,
+        head_bits=head,
+        embedding_bits=embeddings,
+        kv_cache=None if kv_cache == "none" else kv_cache,  # type: ignore[arg-type]
+        kv_granularity=kv_scales,  # type: ignore[arg-type]
+        method=None if method == "auto" else method,  # type: ignore[arg-type]
+        effort=effort,  # type: ignore[arg-type]
+        act_order=act_order,
+        target_bits=target_bits,
+        max_kl=max_kl if minimize else None,
+        calibration=None if calibration == "none" else calibration,
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        format=format,
+        loaders=names(loaders),
+        overwrite=overwrite,
+        offload=offload,
+        max_memory=byte_count(max_memory),
+    )
+    source = steps.open_source(model)
+    if dry_run:
+        for text in steps.plan(source, out, job):
+            console.line(text)
+        return
+    evaluation = eval_job(data, tokens, window) if wanted or report_dir else None
+    if evaluation is not None:
+        quality.check(evaluation, source)
+    verdicts: list[GateReport] = []
+    worst: list[WorstTokens] = []  # of each attempt of mixed precision
+
+    def measure(staged: Path) -> QualityCard:
+        assert evaluation is not None
+        worst.append(WorstTokens())
+        return steps.measure(steps.open_source(str(staged)), source, evaluation, worst=worst[-1])
+
+    def accept(card: QualityCard) -> None:
+        verdicts.extend(judge(wanted, card))
+        enforce(verdicts)
+
+    report = steps.quantize(source, out, job, measure if evaluation else None, accept)
+    for layer in report.layers:
+        if layer.fallback:
+            console.line(f"{layer.module}: {layer.fallback}")
+    peak = console.size(report.peak_bytes)
+    console.line(f"{out}: {len(report.layers)} linears in {report.seconds:.0f} s, peak memory {peak}")
+    for verdict in report.verdicts:
+        console.line(f"  {verdict}")
+    if report.card is not None:
+        steps.show_card(report.card, verdicts)
+    if report_dir is not None:
+        decoded = worst[-1].decoded(source.tokenizer())
+        for path in write_report(report_dir, report, name=out.name, command=command_line(), worst=decoded):
+            console.line(f"report: {path}")

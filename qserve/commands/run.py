@@ -1,0 +1,140 @@
+"""``qserve run``: the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qserve import console
+from qserve.commands.options import (
+    ENGINE,
+    Kernels,
+    KvCacheMemory,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    Model,
+    ServedModelName,
+    Threads,
+)
+from qserve.commands.values import byte_count
+from qserve.runtime.config import EngineConfig
+
+if TYPE_CHECKING:
+    from qserve.runtime.engine import Engine
+
+
+def run(
+    model: Model = "demo",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that callers must show; may be given several times.", metavar="KEY")
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of hashed keys with limits, see qserve key; SIGHUP reads it again.", metavar="FILE"
+        ),
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM), for HTTPS.", metavar="FILE")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).", metavar="FILE")] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web origin whose pages may call; may be given several times.", metavar="URL"),
+    ] = None,
+    served_model_name: ServedModelName = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
+    max_num_batched_tokens: MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get a 503.")] = ENGINE.max_waiting,
+    max_waiting_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens that may wait; more get a 503. [default: 32 contexts]")
+    ] = None,
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a stuck step of the model ends the server; 0 for never.")
+    ] = 120.0,
+    kv_cache_memory: KvCacheMemory = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(help="auto (what the checkpoint was calibrated for, else fp16), fp16, fp32, int8 or fp8."),
+    ] = ENGINE.kv_cache_dtype,
+    prefix_caching: Annotated[
+        bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
+    ] = ENGINE.enable_prefix_caching,
+    head: Annotated[str, typer.Option(help="Output head of a quantized model: auto (int8) or dense.")] = ENGINE.head,
+    kernels: Kernels = ENGINE.kernels,
+    threads: Threads = None,
+    stream_interval: Annotated[
+        int, typer.Option(help="Tokens of one event of a stream, after the first.", min=1, max=1024)
+    ] = 1,
+    vllm_metrics: Annotated[bool, typer.Option(help="Repeat the metrics under vLLM's names.")] = False,
+    log_format: Annotated[str, typer.Option(help="Log lines as text or json.")] = "text",
+    log_level: Annotated[str, typer.Option(help="Least level that is logged: debug, info, warning or error.")] = "info",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="OpenTelemetry collector that gets the traces; needs the tracing extra.", metavar="URL"),
+    ] = None,
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes tool calls: auto, none, hermes, llama, mistral or mistral-named.")
+    ] = "auto",
+    reasoning: Annotated[
+        str, typer.Option(help="Split reasoning off answers: auto (where the chat template marks it) or none.")
+    ] = "auto",
+) -> None:
+    """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains."""
+    config = EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        kv_cache_memory=byte_count(kv_cache_memory),
+        kv_cache_dtype=kv_cache_dtype,
+        enable_prefix_caching=prefix_caching,
+        kernels=kernels,
+        threads=threads,
+        head=head,
+    )
+    from qserve import steps
+    from qserve.runtime.server import logs
+    from qserve.runtime.server.config import ServerConfig
+    from qserve.runtime.server.serve import claim_socket, serve
+    from qserve.runtime.server.tracing import otlp_exporter
+
+    server = ServerConfig(
+        api_keys=tuple(api_key or ()),
+        api_keys_file=api_keys,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        cors_origins=tuple(cors_origin or ()),
+        step_timeout=step_timeout,
+        model_name=served_model_name,
+        stream_interval=stream_interval,
+        vllm_metrics=vllm_metrics,
+        otlp_endpoint=otlp_endpoint,
+        tool_format=tool_format,
+        reasoning=reasoning,
+    )
+    if otlp_endpoint is not None:
+        otlp_exporter(otlp_endpoint).shutdown()  # what is wrong with it is known before the model is loaded
+    source = steps.open_source(model)
+    say = logs.start(log_format, log_level, console.note)
+    sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
+
+    def load() -> Engine:
+        say(f"loading {source.name}")
+        engine = steps.load(source, config, quiet=log_format == "json")
+        for text in engine.memory.lines():
+            say(text)
+        return engine
+
+    def opened(engine: Engine) -> None:
+        address, number = sock.getsockname()[:2]
+        place = f"[{address}]" if ":" in address else address
+        scheme = "http" if tls_cert is None else "https"
+        say(f"serving {served_model_name or engine.model_name} on {scheme}://{place}:{number}/v1")
+
+    serve(load, config=server, sock=sock, opened=opened)

@@ -1,0 +1,71 @@
+"""What the text of an option means: sizes, lists, gates, the text to evaluate with. Raises ``UsageError``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from qserve.checkpoint.errors import UsageError
+
+if TYPE_CHECKING:
+    from qserve.evals.gate import Gate
+    from qserve.evals.quality import EvalJob
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def byte_count(text: str | None) -> int | None:
+    """``512MiB``, ``4GB`` or a plain number of bytes; None where the option is not given."""
+    if text is None:
+        return None
+    number = text.rstrip("BKMGIbkmgi ")
+    try:
+        value = float(number) * _UNITS[text[len(number) :].strip().upper()]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 1 <= value < 2**63:
+        raise UsageError(f"a size must be like 512MiB or 4GB, not {text!r}")
+    return int(value)
+
+
+def integers(text: str, option: str) -> list[int]:
+    """Positive numbers with commas between."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if min(values) < 1:
+        raise UsageError(f"{option} must be positive numbers with commas between, not {text!r}")
+    return values
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names with commas between."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def gates(max_kl: float | None, max_ppl_increase: str | None, min_top1: str | None) -> list[Gate]:
+    """Those that are given; where none is, nothing is imported."""
+    if max_kl is None and max_ppl_increase is None and min_top1 is None:
+        return []
+    from qserve.evals.gate import quality_gates
+
+    return quality_gates(max_kl=max_kl, max_ppl_increase=max_ppl_increase, min_top1=min_top1)
+
+
+def eval_job(data: str, tokens: int, window: int) -> EvalJob:
+    """``tokens`` of the text named ``data``, in windows of ``window`` tokens."""
+    from qserve.calibration.text import load_text
+    from qserve.evals.quality import EvalJob
+
+    if window < 2:
+        raise UsageError("--window must be at least 2")
+    if tokens < window:
+        raise UsageError(f"--tokens {tokens} does not fill one --window of {window}")
+    return EvalJob(load_text(data, "evaluate"), tokens, window)
+
+
+def command_line() -> str:
+    """This command line, for the reports; without the directory of the script."""
+    return shlex.join(["qserve", *sys.argv[1:]])

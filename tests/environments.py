@@ -1,0 +1,116 @@
+"""The environments of other people's tools: ``python tests/environments.py GROUP DIR [NAME...]`` makes them in DIR.
+
+Python tools get a virtual environment each, ``DIR/NAME/bin/python``, since they exclude each other (and some exclude
+a transformers of this decade); the JavaScript one a folder with its ``node_modules``. What is complete is left alone,
+and what cannot be made here is said and passed by: its tests skip. Exits with 1 where none could be made. To run the
+tests with them: ``QSERVE_INTEROP=DIR pytest -m interop`` and ``QSERVE_JUDGES=DIR pytest -m judges``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Environment:
+    """``packages`` from PyPI, then ``alone`` without what they ask for: their own pins are years old, and they need
+    nothing of it here. ``imports`` must succeed at the end. With ``node``, ``packages`` are from npm."""
+
+    packages: tuple[str, ...]
+    imports: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    node: bool = False
+
+
+TORCH = "torch>=2.11,<2.14"
+INTEROP = {
+    # The last releases of two archived projects: neither knows a transformers after 4.51.
+    "archived": Environment(
+        packages=(
+            TORCH, "setuptools<81", "wheel", "numpy<2.4", "transformers==4.51.3", "peft==0.17.1", "accelerate==1.7.0",
+            "datasets==3.6.0", "sentencepiece", "gekko", "rouge", "zstandard", "tabulate",
+        ),
+        alone=("auto-gptq==0.7.1", "autoawq==0.2.9"),
+        imports=("auto_gptq", "awq"),
+    ),
+    "compressed-tensors": Environment(
+        packages=(TORCH, "transformers==5.23.0", "accelerate", "compressed-tensors==0.20.0"),
+        imports=("compressed_tensors", "transformers"),
+    ),
+}
+JUDGES = {
+    "javascript": Environment(("openai@7.57.0",), node=True),
+    "clients": Environment(
+        ("litellm==1.106.2", "langchain-openai==1.7.3", "instructor==1.17.0"),
+        ("litellm", "langchain_openai", "instructor"),
+    ),
+    "lm-eval": Environment(("lm-eval[api]==0.4.13", "transformers>=5,<6"), ("lm_eval", "transformers")),
+    "giraffe": Environment(("giraffe-llm==0.1.0a1",), ("giraffe",)),
+    "schemathesis": Environment(("schemathesis==4.32.5",), ("schemathesis",)),
+    "deploy": Environment(
+        ("kubernetes-validate==1.37.0", "promql-parser==0.12.0"), ("kubernetes_validate", "promql_parser")
+    ),
+    "guidellm": Environment(("guidellm==0.8.1", TORCH), ("guidellm",)),
+}
+GROUPS = {"interop": INTEROP, "judges": JUDGES}
+COMPLETE = "complete.json"
+
+
+def make(environment: Environment, home: Path) -> None:
+    """Make it at ``home`` unless it is there already, made from the same pins."""
+    name, pins = home.name, json.dumps([*environment.packages, *environment.alone])
+    if (home / COMPLETE).exists() and (home / COMPLETE).read_text(encoding="utf-8") == pins:
+        print(f"{name}: complete already")
+        return
+    print(f"{name}: making {home}", flush=True)
+    shutil.rmtree(home, ignore_errors=True)
+    if environment.node:
+        home.mkdir(parents=True)
+        (home / "package.json").write_text('{"private": true, "type": "module"}', encoding="utf-8")
+        options = ("--ignore-scripts", "--no-audit", "--no-fund", "--silent")
+        subprocess.run(["npm", "install", *options, *environment.packages], cwd=home, check=True)
+    else:
+        venv.create(home, with_pip=True)
+        _run(home, "-m", "pip", "install", "--quiet", *environment.packages)
+        if environment.alone:
+            # Not isolated: their build scripts import torch. Their CUDA extensions are not what is judged.
+            options = ("--no-deps", "--no-build-isolation")
+            _run(home, "-m", "pip", "install", "--quiet", *options, *environment.alone, BUILD_CUDA_EXT="0")
+        _run(home, "-c", f"import {', '.join(environment.imports)}", LITELLM_LOCAL_MODEL_COST_MAP="True")
+    (home / COMPLETE).write_text(pins, encoding="utf-8")
+
+
+def _run(home: Path, *arguments: str, **variables: str) -> None:
+    subprocess.run([home / "bin" / "python", *arguments], check=True, env={**os.environ, **variables})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", choices=GROUPS)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="some of the group; default: all")
+    arguments = parser.parse_args()
+    known = GROUPS[arguments.group]
+    if unknown := set(arguments.names) - set(known):
+        parser.error(f"unknown environment {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    names = arguments.names or list(known)
+    failed = []
+    for name in names:
+        try:
+            make(known[name], arguments.directory.resolve() / name)
+        except (subprocess.CalledProcessError, FileNotFoundError) as error:
+            failed.append(name)
+            print(f"{name}: failed ({error})", file=sys.stderr)
+    return 1 if len(failed) == len(names) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
