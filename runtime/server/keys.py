@@ -95,13 +95,19 @@ class KeyRing:
 
 def read_keys(path: Path) -> list[ApiKey]:
     """The keys of a file; at least one, for a server whose file is empty must not be open to all."""
+    if not (keys := _read(path)):
+        raise UsageError(f"{path} holds no key; 'qserve key NAME --file {path}' adds one")
+    return keys
+
+
+def _read(path: Path) -> list[ApiKey]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
-    entries = content.pop("key", None)
-    if content or not isinstance(entries, list) or not entries:
-        raise UsageError(f"{path} must hold [[key]] tables and nothing else; 'qserve key NAME --file {path}' adds one")
+    entries = content.pop("key", [])
+    if content or not isinstance(entries, list):
+        raise UsageError(f"{path} must hold [[key]] tables and nothing else")
     keys: list[ApiKey] = []
     for number, entry in enumerate(entries, 1):
         try:
@@ -117,9 +123,9 @@ def read_keys(path: Path) -> list[ApiKey]:
 def add_key(name: str, path: Path) -> str:
     """Make a new key, add its hash to the file and return it: it cannot be read from anywhere later.
 
-    The file, if it is new, is its owner's alone.
+    The file, if it is new, is its owner's alone; one that is there, be it empty, stays whose it is.
     """
-    if path.exists() and any(key.name == name for key in read_keys(path)):
+    if path.exists() and any(key.name == name for key in _read(path)):
         raise UsageError(f"{path} has a key of the name {name!r} already")
     key = f"qs-{secrets.token_urlsafe(32)}"
     entry = {"name": name, "sha256": sha256(key.encode()).hexdigest()}

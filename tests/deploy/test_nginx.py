@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from websockets.sync.client import connect
 
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
@@ -52,10 +56,9 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def front(server: ServerHandle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+@contextmanager
+def site(home: Path, port: int) -> Iterator[httpx.Client]:
     """nginx with the site as it is, but for its ports, its certificate and where the server is."""
-    home = tmp_path_factory.mktemp("nginx")
     key, certificate = home / "site.key", home / "site.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=llm.example.com",
@@ -63,17 +66,17 @@ def front(server: ServerHandle, tmp_path_factory: pytest.TempPathFactory) -> Ite
         check=True, capture_output=True,
     )  # fmt: skip
     plain, secure = free_port(), free_port()
-    site = SITE.read_text(encoding="utf-8")
+    text = SITE.read_text(encoding="utf-8")
     for old, new in (
         ("/etc/nginx/tls/llm.example.com.pem", str(certificate)),
         ("/etc/nginx/tls/llm.example.com.key", str(key)),
-        ("server 127.0.0.1:8000", f"server 127.0.0.1:{server.port}"),
+        ("server 127.0.0.1:8000", f"server 127.0.0.1:{port}"),
         ("listen 80;", f"listen 127.0.0.1:{plain};"),
         ("listen 443 ssl", f"listen 127.0.0.1:{secure} ssl"),
     ):
-        assert old in site
-        site = site.replace(old, new)
-    (home / "site.conf").write_text(re.sub(r"listen \[::\].*", "", site), encoding="utf-8")
+        assert old in text
+        text = text.replace(old, new)
+    (home / "site.conf").write_text(re.sub(r"listen \[::\].*", "", text), encoding="utf-8")
     bodies = "".join(
         f"{name}_temp_path {home}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
@@ -93,16 +96,22 @@ def front(server: ServerHandle, tmp_path_factory: pytest.TempPathFactory) -> Ite
             end = time.monotonic() + 20
             while True:
                 try:
-                    assert client.get("/health").status_code == 200
+                    moved = httpx.get(f"http://127.0.0.1:{plain}/v1/models", headers=HEADERS)
                     break
                 except httpx.ConnectError:
                     assert process.poll() is None and time.monotonic() < end, (home / "error.log").read_text()
                     time.sleep(0.02)
-            moved = httpx.get(f"http://127.0.0.1:{plain}/v1/models", headers=HEADERS)
             assert (moved.status_code, moved.headers["location"]) == (308, "https://llm.example.com/v1/models")
             yield client
         finally:
             process.terminate()
+
+
+@pytest.fixture(scope="module")
+def front(server: ServerHandle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with site(tmp_path_factory.mktemp("nginx"), server.port) as client:
+        assert client.get("/health").status_code == 200
+        yield client
 
 
 def test_tokens_come_while_the_rest_is_being_computed(front: httpx.Client, server: ServerHandle) -> None:
@@ -125,4 +134,28 @@ def test_ids_pass_and_metrics_do_not(front: httpx.Client) -> None:
     assert front.get("/v1/models", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
     assert re.fullmatch("[0-9a-f]{32}", front.get("/v1/models").headers["x-request-id"])
     assert front.get("/metrics").status_code == 404
-    assert front.post("/v1/completions", content=b"x" * (9 << 20)).status_code == 413
+
+
+def test_what_nginx_answers_has_the_form_of_the_servers_errors(front: httpx.Client, tmp_path: Path) -> None:
+    answer = front.post("/v1/completions", content=b"x" * (9 << 20))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    with site(tmp_path, free_port()) as alone:
+        answer = alone.get("/v1/models")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "server_error")
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_no_redirect_leads_a_key_out_of_tls(front: httpx.Client) -> None:
+    answer = front.post("/v1/completions/", json={})
+    assert answer.status_code == 307 and answer.headers["location"].startswith("https://")
+
+
+def test_a_websocket_goes_through(front: httpx.Client) -> None:
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    with connect(f"wss://127.0.0.1:{front.base_url.port}/v1/completions/ws", ssl=trusting, proxy=None) as socket:
+        socket.send(json.dumps({"prompt": "the", "max_tokens": 3, "ignore_eos": True}))
+        events = [json.loads(socket.recv(timeout=60))]
+        while "choices" in events[-1]:
+            events.append(json.loads(socket.recv(timeout=60)))
+    assert len(events) > 3 and events[-1] == {"done": True}

@@ -39,7 +39,7 @@ def exported(tiny_model: Path) -> dict[str, set[str]]:
         body = {"prompt": "the", "max_tokens": 3, "ignore_eos": True}
         assert httpx.post(f"{server.url}/completions", json=body, timeout=60).status_code == 200
         text = httpx.get(server.url.replace("/v1", "/metrics")).text
-    found: dict[str, set[str]] = {}
+    found: dict[str, set[str]] = {"up": {"instance", "job"}}  # of Prometheus itself
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels, ("instance", "job"))
@@ -117,6 +117,13 @@ def test_the_dashboard_shows_what_matters_and_its_panels_do_not_overlap() -> Non
     assert len({panel["id"] for panel in panels()}) == len(panels())
 
 
+def test_the_alerts_know_the_job_by_its_name() -> None:
+    content = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text(encoding="utf-8"))
+    (job,) = content["scrape_configs"]
+    named = {name for rule in rules() for name in re.findall(r'job="([^"]*)"', rule["expr"])}
+    assert named == {job["job_name"]} and content["rule_files"] == ["alerts.yaml"]
+
+
 def test_every_alert_says_how_urgent_it_is_and_what_happened() -> None:
     assert len({rule["alert"] for rule in rules()}) == len(rules())
     assert any("kv_cache_fragmentation_perc > 0.3" in rule["expr"] for rule in rules())
@@ -126,9 +133,13 @@ def test_every_alert_says_how_urgent_it_is_and_what_happened() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed; it comes with Prometheus")
-def test_promtool_accepts_the_alerts_and_they_fire_when_they_should(tmp_path: Path) -> None:
+def test_promtool_accepts_the_configuration_and_alerts_fire_when_they_should(tmp_path: Path) -> None:
     for path in (DEPLOY / "prometheus/alerts.yaml", Path(__file__).with_name("alerts_test.yaml")):
         shutil.copy(path, tmp_path)
-    for command in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
+    # The file of the key must be there for the check.
+    (tmp_path / "key").touch()
+    text = (DEPLOY / "prometheus/prometheus.yml").read_text(encoding="utf-8")
+    (tmp_path / "prometheus.yml").write_text(text.replace("/etc/prometheus/qserve-key", "key"), encoding="utf-8")
+    for command in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yaml"]):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr

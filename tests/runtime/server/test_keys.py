@@ -47,10 +47,20 @@ def test_a_new_key_is_stored_as_its_hash_alone(tmp_path: Path) -> None:
         add_key('b"ob', path)
 
 
+def test_a_file_made_for_the_server_takes_its_first_key(tmp_path: Path) -> None:
+    """One made by an administrator, with the owner and the mode that the server needs."""
+    path = tmp_path / "keys.toml"
+    path.write_text("# who may call\n")
+    path.chmod(0o640)
+    key = add_key("alice", path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert KeyRing((), path).find(key.encode()) is not None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must hold"),
+        ("", "holds no key"),
         ("key = 3", "must hold"),
         ("[[key]", "not valid TOML"),
         ("other = 1\n[[key]]", "must hold"),
