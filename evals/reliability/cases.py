@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qserve.evals.reliability.bad_inputs import bad_inputs
+from qserve.evals.reliability.bad_inputs import bad_inputs, slow_inputs
 from qserve.evals.reliability.client import Client, Outcome, percentile
 from qserve.evals.reliability.load import Load, asker, closed, count, opened
 from qserve.evals.reliability.server import ServerProcess
@@ -186,7 +186,7 @@ def fairness(options: Options) -> list[Figure]:
 
 def misuse(options: Options) -> list[Figure]:
     """Every bad input, again and again, beside a stream: each is refused at once, and the stream flows on."""
-    inputs = bad_inputs()
+    inputs, turn = bad_inputs(), 0
     body = {"prompt": [5] * 8, "max_tokens": 400, "ignore_eos": True, "temperature": 0.0, "stream": True}
     wrong: dict[str, int] = {}
     slowest = 0.0
@@ -200,21 +200,23 @@ def misuse(options: Options) -> list[Figure]:
             return gaps
 
         async def both() -> list[float]:
-            nonlocal slowest
+            nonlocal slowest, turn
             streaming = asyncio.ensure_future(stream(time.monotonic() + options.seconds))
             while not streaming.done():
-                for name, path, bad in inputs:
-                    outcome = await client.ask(bad, path)
+                turn += 1
+                for bad in (*inputs, *slow_inputs(turn)):
+                    outcome = await client.ask(bad.body, bad.path, headers=bad.headers, chunked=bad.chunked)
                     slowest = max(slowest, outcome.seconds)
                     if not 400 <= outcome.status < 500:
-                        wrong[name] = outcome.status
+                        wrong[bad.name] = outcome.status
                     await asyncio.sleep(0.02)
             return await streaming
 
         quiet = asyncio.run(stream(time.monotonic() + options.seconds))
         busy = asyncio.run(both())
     return [
-        Figure("bad inputs", len(inputs)),
+        Figure("bad inputs", len(inputs) + len(slow_inputs(0))),
+        Figure("times that each was sent", turn),
         *(Figure(f"status of: {name}", status, at_least=400, at_most=499) for name, status in wrong.items()),
         Figure("not answered by a 4xx", len(wrong), at_most=0),
         Figure("slowest refusal, s", slowest, at_most=1.0),
