@@ -85,7 +85,7 @@ class Client:
         length = {"Transfer-Encoding": "chunked"} if chunked else {"Content-Length": str(len(body))}
         own = {"Host": self.host, "Connection": "close", "Content-Type": "application/json"} | length
         key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (own | key | headers).items())]
+        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in {**own, **key, **headers}.items())]
         content = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
 
