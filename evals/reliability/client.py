@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,13 +57,23 @@ class Client:
     key: str | None = None
 
     async def ask(
-        self, body: Json | bytes, path: str = "/v1/completions", *, abort_after: float | None = None
+        self,
+        body: Json | bytes,
+        path: str = "/v1/completions",
+        *,
+        abort_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        chunked: bool = False,
     ) -> Outcome:
-        """Send a request and follow it to its end, or leave after ``abort_after`` seconds. Raises nothing."""
+        """Send a request and follow it to its end, or leave after ``abort_after`` seconds. Raises nothing.
+
+        ``headers`` take the place of the client's own; ``chunked`` sends the body without its length.
+        """
         outcome = Outcome(time.monotonic())
         try:
             async with asyncio.timeout(TIMEOUT if abort_after is None else abort_after):
-                await self._exchange(body if isinstance(body, bytes) else json.dumps(body).encode(), path, outcome)
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                await self._exchange(self._request(path, headers or {}, content, chunked), outcome)
         except TimeoutError:
             outcome.end = "hung" if abort_after is None else "aborted"
         except (OSError, EOFError):
@@ -70,15 +81,18 @@ class Client:
         outcome.ended = time.monotonic()
         return outcome
 
-    async def _exchange(self, body: bytes, path: str, outcome: Outcome) -> None:
+    def _request(self, path: str, headers: Mapping[str, str], body: bytes, chunked: bool) -> bytes:
+        length = {"Transfer-Encoding": "chunked"} if chunked else {"Content-Length": str(len(body))}
+        own = {"Host": self.host, "Connection": "close", "Content-Type": "application/json"} | length
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in {**own, **key, **headers}.items())]
+        content = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
+
+    async def _exchange(self, request: bytes, outcome: Outcome) -> None:
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
-            authorization = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
-            head = (
-                f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\n{authorization}"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
-            writer.write(head.encode() + body)
+            writer.write(request)
             with contextlib.suppress(ConnectionError):  # refused before it was read: the answer is there all the same
                 await writer.drain()
             await self._follow(reader, outcome)

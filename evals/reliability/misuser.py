@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from qserve.evals.reliability.bad_inputs import bad_inputs
+from qserve.evals.reliability.bad_inputs import bad_inputs, slow_inputs
 from qserve.evals.reliability.client import Client
 
 PAUSE = 0.02  # seconds between two bad inputs
@@ -56,15 +56,16 @@ class Misuser:
 
 
 def _misuse(port: int, control: Connection) -> None:
-    client, inputs, abuse = Client("127.0.0.1", port), bad_inputs(), Abuse()
+    client, abuse, turn = Client("127.0.0.1", port), Abuse(), 0
     control.send("loaded")
     control.recv()
-    while not abuse.sent or not control.poll():
-        for name, path, body in inputs:
-            outcome = asyncio.run(client.ask(body, path))
+    while not turn or not control.poll():
+        turn += 1
+        for bad in (*bad_inputs(), *slow_inputs(turn)):
+            outcome = asyncio.run(client.ask(bad.body, bad.path, headers=bad.headers, chunked=bad.chunked))
             abuse.sent += 1
             abuse.slowest = max(abuse.slowest, outcome.seconds)
             if not 400 <= outcome.status < 500:
-                abuse.wrong[name] = outcome.status
+                abuse.wrong[bad.name] = outcome.status
             time.sleep(PAUSE)
     control.send(abuse)

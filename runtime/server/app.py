@@ -14,6 +14,7 @@ from qserve.runtime.server.access import AccessLog
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.errors import APIError, ClientGone
 from qserve.runtime.server.guard import Guard
+from qserve.runtime.server.linger import Linger
 from qserve.runtime.server.routes import (
     chat,
     completions,
@@ -42,7 +43,8 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-Id", "traceparent"],
             expose_headers=["Retry-After", "X-Request-Id"],
         )
-    app.add_middleware(AccessLog, service=service)  # the last one added is the outermost
+    app.add_middleware(AccessLog, service=service)
+    app.add_middleware(Linger)  # the last one added is the outermost: what it waits for is no part of a request
     _add_error_handlers(app)
     for part in (probes, models, completions, chat, responses, embeddings, tokens, websocket, engine, page, schema):
         app.include_router(part.router(service))

@@ -6,7 +6,6 @@ Knows HTTP bodies and JSON; does not know what the fields mean.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 from collections import Counter
@@ -18,7 +17,6 @@ from qserve.runtime.server.errors import APIError, ClientGone
 
 MAX_OBJECTS = 50_000
 MAX_DEPTH = 64
-LINGER = 0.5  # seconds
 
 # Escapes that no text can hold, to be looked for after escaped backslashes are gone.
 _BAD_ESCAPE = re.compile(
@@ -41,7 +39,6 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     too_large = APIError(413, f"the request body has more than {max_bytes:,} bytes", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
-        await _discard(request)
         raise too_large
     body = bytearray()
     try:
@@ -52,15 +49,6 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect:
         raise ClientGone from None
     return bytes(body)
-
-
-async def _discard(request: Request) -> None:
-    """Let a body that is refused come, for a moment: to close on a client that still sends resets its connection,
-    and it would never read why."""
-    with contextlib.suppress(TimeoutError, ClientDisconnect):
-        async with asyncio.timeout(LINGER):
-            async for _ in request.stream():
-                pass
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

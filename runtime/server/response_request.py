@@ -68,9 +68,11 @@ class ResponseRequest(Strict):
     """``user`` and ``safety_identifier`` change nothing."""
 
     not_done: ClassVar[NotDone] = {
+        "access_programs": (),
         "background": (False,),
         "context_management": (),
         "conversation": (),
+        "image": (),
         "include": ([],),
         "max_tool_calls": (),
         "metadata": ({},),

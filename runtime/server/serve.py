@@ -68,7 +68,8 @@ def claim_socket(host: str, port: int) -> socket.socket:
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1, except that a connection whose first request does not come is closed: uvicorn would keep it."""
+    """HTTP/1.1, except that a connection whose next request does not come is closed, also where a part of its head
+    did: uvicorn would keep it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -78,12 +79,17 @@ class _Protocol(H11Protocol):
         self._late.cancel()
         super().connection_lost(exc)
 
+    def on_response_complete(self) -> None:
+        self._late.cancel()
+        self._late = self.loop.call_later(self.timeout_keep_alive, self._close_silent)
+        super().on_response_complete()
+
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._late.cancel()  # the connection goes to another protocol
         super().handle_websocket_upgrade(event)
 
     def _close_silent(self) -> None:
-        if self.cycle is None:
+        if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qserve.evals.reliability import __main__ as command
-from qserve.evals.reliability.bad_inputs import bad_inputs
+from qserve.evals.reliability.bad_inputs import bad_inputs, slow_inputs
 from qserve.evals.reliability.cases import CASES, Figure, Options
 from qserve.evals.reliability.client import percentile
 
@@ -24,8 +24,9 @@ def test_a_figure_passes_within_its_limits() -> None:
 
 
 def test_bad_inputs_have_names_of_their_own() -> None:
-    names = [name for name, _, _ in bad_inputs()]
-    assert len(set(names)) == len(names) > 40
+    names = [bad.name for bad in (*bad_inputs(), *slow_inputs(1))]
+    assert len(set(names)) == len(names) > 80
+    assert not {bad.body for bad in slow_inputs(1)} & {bad.body for bad in slow_inputs(2)}
 
 
 @pytest.mark.parametrize(

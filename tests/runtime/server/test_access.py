@@ -176,3 +176,54 @@ def test_a_line_of_text_is_one_line() -> None:
 def test_an_unknown_format_or_level_is_refused(log_format: str, level: str) -> None:
     with pytest.raises(UsageError, match="must be one of"):
         logs.start(log_format, level, print)
+
+
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "SECRET", "echo": True, "logprobs": 2}),
+    ("/v1/completions", {"prompt": ["SECRET"], "stop": ["SECRET"], "stream": True}),
+    ("/v1/completions", {"prompt": "a", "guided_regex": "SECRET"}),
+    ("/v1/completions", {"prompt": "a", "guided_regex": "(SECRET"}),
+    ("/v1/completions", {"prompt": "a", "guided_grammar": "start: SECRET"}),
+    ("/v1/completions", {"prompt": "a", "SECRET": 1}),
+    ("/v1/completions", {"prompt": "SECRET", "temperature": -1}),
+    ("/v1/completions", {"prompt": "SECRET " * 1000}),
+    ("/v1/completions", {"prompt": "a", "model": "SECRET"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "SECRET"}], "user": "SECRET"}),
+    ("/v1/chat/completions", {"messages": [{"role": "SECRET", "content": "a"}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "SECRET"}], "stream": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "refuse me"}], "user": "SECRET"}),
+    ("/v1/responses", {"input": "SECRET", "instructions": "SECRET"}),
+    ("/v1/embeddings", {"input": "SECRET"}),
+    ("/tokenize", {"prompt": "SECRET"}),
+    ("/v1/SECRET?key=SECRET", {}),
+]
+
+
+def test_even_at_debug_nothing_tells_prompts_outputs_or_keys(
+    logged: ServerHandle, log: Log, monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "level", logging.DEBUG)  # other packages too
+    for client in ("httpx", "httpcore"):
+        monkeypatch.setattr(logging.getLogger(client), "level", logging.CRITICAL)
+    outputs = []
+    for path, body in ROUTES:
+        limit = {"max_tokens": 8} if "completions" in path else {}
+        response = httpx.post(logged.url.removesuffix("/v1") + path, json=body | limit, headers=HEADERS)
+        log.of(response)
+        if response.is_success and not body.get("stream"):
+            outputs += [choice["text"] for choice in response.json().get("choices", ()) if "text" in choice]
+    for header in ({"Authorization": "Bearer SECRET"}, {"X-Secret": "SECRET", "Cookie": "SECRET"}):
+        log.of(httpx.post(f"{logged.url}/completions", json={"prompt": "a"}, headers=header))
+
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("a kernel broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", broken)
+        failed = httpx.post(f"{logged.url}/completions", json={"prompt": "SECRET"}, headers=HEADERS)
+        assert failed.status_code == 500 and log.of(failed)["level"] == "error"
+    text = log.text()
+    assert "a kernel broke" in text, "a failure is told"
+    assert "SECRET" not in text and KEY not in text
+    assert not any(len(output) > 3 and json.dumps(output)[1:-1] in text for output in outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -251,3 +252,18 @@ def test_a_connection_that_says_nothing_is_closed(engine: Engine, monkeypatch: p
                 silent.settimeout(5)
                 assert silent.recv(100) == b""
         assert httpx.get(f"http://127.0.0.1:{server.port}/health").status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: a\r\nX-Slow: "], ids=["nothing", "half a head"])
+def test_a_connection_that_falls_silent_after_a_request_is_closed(engine: Engine, sent: bytes) -> None:
+    server = ServerHandle(engine)
+    server._server.config.timeout_keep_alive = 0.3  # type: ignore[assignment]
+    with server, socket.create_connection(("127.0.0.1", server.port)) as silent:
+        silent.settimeout(5)
+        for _ in range(2):
+            silent.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            response = http.client.HTTPResponse(silent)
+            response.begin()
+            assert response.status == 200 and response.read()
+        silent.sendall(sent)
+        assert silent.recv(100) == b""
