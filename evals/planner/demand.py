@@ -1,4 +1,4 @@
-"""What is asked of a server: ``Traffic`` and ``Slo``, and how both are written on a command line.
+"""``Traffic``: what is asked of a server, and how it is written on a command line.
 
 Knows units of time and rates; does not know models.
 """
@@ -9,20 +9,9 @@ import math
 from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
+from qserve.evals.slo import parse_number, parse_pairs
 
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _PER = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Limits in seconds: until the first token, and from one token of an output to the next."""
-
-    ttft: float = 0.5
-    tpot: float = 0.05
-
-    def __str__(self) -> str:
-        return f"ttft={self.ttft * 1e3:g}ms,tpot={self.tpot * 1e3:g}ms"
 
 
 @dataclass(frozen=True)
@@ -41,14 +30,9 @@ class Traffic:
         return f"rate={self.rate:g}/s,prompt={self.prompt},output={self.output}"
 
 
-def parse_slo(text: str) -> Slo:
-    """``ttft=500ms,tpot=50ms``; what is not named has its default. Raises ``UsageError``."""
-    return Slo(**{key: parse_duration(key, value) for key, value in _pairs(text, "--slo", ("ttft", "tpot")).items()})
-
-
 def parse_traffic(text: str) -> Traffic:
     """``rate=10/s,prompt=2048,output=256``; rates also per min, h or d. Raises ``UsageError``."""
-    pairs = _pairs(text, "--traffic", ("rate", "prompt", "output"))
+    pairs = parse_pairs(text, "--traffic", ("rate", "prompt", "output"))
     default = Traffic()
     return Traffic(
         rate=_rate(pairs["rate"]) if "rate" in pairs else default.rate,
@@ -57,28 +41,9 @@ def parse_traffic(text: str) -> Traffic:
     )
 
 
-def parse_duration(name: str, text: str) -> float:
-    """``500ms``, ``2s`` or ``800us`` in seconds. Raises ``UsageError`` that says ``name``."""
-    number = text.rstrip("mus ")
-    seconds = _number(number) * _SECONDS.get(text[len(number) :].strip(), math.nan)
-    if not 0 < seconds < 86400:
-        raise UsageError(f"{name} must be a time as 500ms or 2s, not {text!r}")
-    return seconds
-
-
-def _pairs(text: str, option: str, known: tuple[str, ...]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for part in text.split(","):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in known or key in pairs:
-            raise UsageError(f"{option} is {', '.join(f'{name}=...' for name in known)}, each once, not {text!r}")
-        pairs[key] = value
-    return pairs
-
-
 def _rate(text: str) -> float:
     number, _, per = text.partition("/")
-    rate = _number(number) / _PER.get(per.strip() or "s", math.nan)
+    rate = parse_number(number) / _PER.get(per.strip() or "s", math.nan)
     if not 0 < rate < 1e9:
         raise UsageError(f"rate must be requests as 10/s or 600/min, not {text!r}")
     return rate
@@ -88,10 +53,3 @@ def _tokens(key: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= 1):
         raise UsageError(f"{key} must be a number of tokens, not {text!r}")
     return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

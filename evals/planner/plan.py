@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.evals.planner import cost
 from qserve.evals.planner.catalog import Gpu
-from qserve.evals.planner.demand import Slo, Traffic
+from qserve.evals.planner.demand import Traffic
 from qserve.evals.planner.quantization import DEFAULT, KV_BYTES, Quantization, quantization
 from qserve.evals.planner.replica import Load, Replica
 from qserve.evals.planner.roofline import MACHINE, Efficiency, Layout, Roofline
 from qserve.evals.planner.shape import ModelShape
+from qserve.evals.slo import Slo
 
 _MOST_GPUS = 64
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from qserve.evals.planner.demand import Slo, Traffic
+from qserve.evals.planner.demand import Traffic
 from qserve.evals.planner.roofline import Roofline
+from qserve.evals.slo import Slo
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,23 @@ import hashlib
 import random
 import signal
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qserve.evals.reliability.client import Client, Outcome, percentile
+from qserve.evals.reliability.client import Client, Json, Outcome, percentile
 from qserve.evals.reliability.load import Load, asker, closed, count, opened
 from qserve.evals.reliability.misuser import Misuser
+from qserve.evals.reliability.offline import OfflineProcess
 from qserve.evals.reliability.server import ServerProcess
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.server.config import ServerConfig
 
 HOST = "127.0.0.1"
+ROUNDS = 5  # of ``http``
 LIGHT_SHARE = 0.2  # of the peak rate: what the light key of ``fairness`` asks for
 
 
@@ -214,6 +217,36 @@ def misuse(options: Options) -> list[Figure]:
     ]
 
 
+def http(options: Options) -> list[Figure]:
+    """What HTTP adds to 64 streams at once: processor seconds of the server beside those of the same work offline."""
+    draw, count_at_once = random.Random(5), 64
+    engine = options.engine(max_num_seqs=count_at_once)
+    with ServerProcess(options.model, engine, ServerConfig()) as server, OfflineProcess(options.model, engine) as llm:
+        client = Client(HOST, server.port)
+
+        async def ask(bodies: list[Json]) -> list[Outcome]:
+            return list(await asyncio.gather(*(client.ask(body) for body in bodies)))
+
+        offline, online, bad = [], [], 0
+        for _ in range(ROUNDS + 1):
+            bodies = [
+                options.load.body(draw) | {"max_tokens": options.load.output, "temperature": 0.0}
+                for _ in range(count_at_once)
+            ]
+            seconds, tokens = llm.run(bodies)
+            offline.append(seconds / tokens)
+            before = server.state().cpu
+            bad += sum(outcome.end != "done" for outcome in asyncio.run(ask(bodies)))
+            online.append((server.state().cpu - before) / tokens)
+    ratios = [b / a for a, b in zip(offline, online)][1:]  # the first round warms both up
+    return [
+        Figure("streams that failed", bad, at_most=0),
+        Figure("offline, processor ms per token", 1e3 * statistics.median(offline[1:])),
+        Figure("server, processor ms per token", 1e3 * statistics.median(online[1:])),
+        Figure("server over offline, median of the rounds", statistics.median(ratios), at_most=1.1),
+    ]
+
+
 def sigterm(options: Options) -> list[Figure]:
     """SIGTERM under load: who is being served is served to the end, nobody new is, and then nothing is left."""
     with ServerProcess(options.model, options.engine(), ServerConfig()) as server:
@@ -248,7 +281,7 @@ def kill(options: Options) -> list[Figure]:
 
 
 CASES: dict[str, Callable[[Options], list[Figure]]] = {
-    case.__name__: case for case in (aborts, soak, overload, fairness, misuse, sigterm, kill)
+    case.__name__: case for case in (aborts, soak, overload, fairness, misuse, http, sigterm, kill)
 }
 
 

@@ -31,12 +31,14 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class State:
-    """What a server says of itself. ``lost``: why its blocks and requests are not in order, if they are not."""
+    """What a server says of itself. ``rss``: bytes; ``cpu``: processor seconds so far; ``lost``: why its blocks and
+    requests are not in order, if they are not."""
 
     running: int
     waiting: int
     blocks_used: int
     rss: int
+    cpu: float
     lost: str | None
 
     @property
@@ -109,12 +111,13 @@ def _report(engine: Engine, control: Connection, port: int) -> None:
     process = psutil.Process()
     with contextlib.suppress(EOFError, OSError):
         while control.recv():
-            stats = engine.stats()
+            stats, times = engine.stats(), process.cpu_times()
             answer: dict[str, Any] = {
                 "running": stats.num_running,
                 "waiting": stats.num_waiting,
                 "blocks_used": stats.kv_blocks_used,
                 "rss": process.memory_info().rss,
+                "cpu": times.user + times.system,
                 "lost": None,
             }
             if not engine.has_work():  # only then does nobody else look at it

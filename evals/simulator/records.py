@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from qserve.evals.slo import Slo
+
 
 @dataclass
 class Records:
@@ -71,14 +73,6 @@ class Records:
             first - arrival <= slo.ttft and (output < 2 or (end - first) / (output - 1) <= slo.tpot)
             for arrival, first, end, output in zip(self.arrival, self.first, self.end, self.output)
         )
-
-
-@dataclass(frozen=True)
-class Slo:
-    """A service level objective: seconds to the first token and per further token at most."""
-
-    ttft: float = math.inf
-    tpot: float = math.inf
 
 
 @dataclass

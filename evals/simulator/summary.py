@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from qserve.checkpoint.errors import UsageError
 from qserve.evals.report import Report, Section
 from qserve.evals.simulator.fleet import FleetConfig, Outcome
-from qserve.evals.simulator.records import Slo, percentiles
+from qserve.evals.simulator.records import percentiles
+from qserve.evals.slo import Slo
 
 _NAMES = {
     "ttft": "time to first token",
@@ -29,22 +30,6 @@ class Price:
     def __post_init__(self) -> None:
         if not 0 <= self.per_hour < math.inf:
             raise UsageError(f"--price must be at least 0 per hour, not {self.per_hour}")
-
-
-def parse_slo(text: str) -> Slo:
-    """``ttft=500ms,tpot=50ms``; either may be left out. Raises ``UsageError``."""
-    units = {"ms": 1e-3, "s": 1.0}
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        unit = "ms" if value.endswith("ms") else "s" if value.endswith("s") else ""
-        try:
-            found[name] = float(value.removesuffix(unit)) * units[unit]
-            if name not in ("ttft", "tpot") or not 0 < found[name] < math.inf:
-                raise ValueError
-        except (ValueError, KeyError):
-            raise UsageError(f"--slo must be like ttft=500ms,tpot=50ms, not {text!r}") from None
-    return Slo(**found)
 
 
 def figures(outcome: Outcome, config: FleetConfig, slo: Slo, price: Price) -> dict[str, float]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from qserve import console
-from qserve.evals.planner.demand import Slo, Traffic, parse_duration, parse_slo, parse_traffic
+from qserve.commands.options import JsonOut, MarkdownOut
+from qserve.commands.values import command_line
+from qserve.evals.planner.demand import Traffic, parse_traffic
 from qserve.evals.planner.plan import Wish
 from qserve.evals.planner.roofline import Efficiency
+from qserve.evals.slo import Slo, parse_duration, parse_slo
 
 _SHARES, _WISH = Efficiency(), Wish()
 
@@ -58,12 +58,8 @@ def plan(
         float, typer.Option(help="Share of a replica's capacity that is planned for.")
     ] = _SHARES.utilization,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic of every figure.")] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the report as JSON.", metavar="PATH")
-    ] = None,
-    markdown_path: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the report as Markdown.", metavar="PATH")
-    ] = None,
+    json_path: JsonOut = None,
+    markdown_path: MarkdownOut = None,
 ) -> None:
     """Say which GPUs, quantization and parallelism serve a model's traffic for the least money, from config.json alone.
 
@@ -82,7 +78,7 @@ def plan(
     services = list(catalog.api_prices().values()) if api is None else [catalog.api_price(api)]
     shape = catalog.model(model)
     best, tried = choose(shape, gpus, parse_traffic(traffic), parse_slo(slo), efficiency, wish)
-    document = Document(best, tried, services, shlex.join(["qserve", *sys.argv[1:]]))
+    document = Document(best, tried, services, command_line())
     document.write(json_path, markdown_path)
     for table in document.answer():
         console.table(table.title, table.header, table.rows)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -14,6 +12,8 @@ import typer
 
 from qserve import console
 from qserve.checkpoint.errors import QServeError, UsageError
+from qserve.commands.options import ENGINE, JsonOut, MarkdownOut, MaxNumBatchedTokens, MaxNumSeqs, Threads
+from qserve.commands.values import command_line
 from qserve.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from qserve.evals.simulator.cost import CostModel, FittedCost
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.traffic import Arrival
-
-_ENGINE = EngineConfig()
 
 
 def simulate(
@@ -70,17 +68,15 @@ def simulate(
     scale_queue: Annotated[float, typer.Option(help="Waiting requests per engine that start another.")] = 4.0,
     start_delay: Annotated[float, typer.Option(help="Seconds until an engine that is started serves.")] = 60.0,
     max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and output.")] = 8192,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = _ENGINE.max_num_seqs,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of one step.")
-    ] = _ENGINE.max_num_batched_tokens,
-    max_waiting: Annotated[int, typer.Option(help="Requests in the queue of an engine.")] = _ENGINE.max_waiting,
+    max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
+    max_num_batched_tokens: MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,
+    max_waiting: Annotated[int, typer.Option(help="Requests in the queue of an engine.")] = ENGINE.max_waiting,
     kv_blocks: Annotated[
         int | None, typer.Option(help="KV blocks of 16 tokens. [default: enough for all that run]")
     ] = None,
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
-    ] = _ENGINE.enable_prefix_caching,
+    ] = ENGINE.enable_prefix_caching,
     static: Annotated[
         bool, typer.Option("--static", help="Static batching: the next batch starts when all of the last has ended.")
     ] = False,
@@ -95,11 +91,9 @@ def simulate(
             metavar="PAGE.html",
         ),
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", metavar="PATH")] = None,
-    markdown_path: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the report as Markdown.", metavar="PATH")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the CPU kernels. [default: all cores]")] = None,
+    json_path: JsonOut = None,
+    markdown_path: MarkdownOut = None,
+    threads: Threads = None,
 ) -> None:
     """Simulate replicas of the engine under a load: latency, goodput, utilisation, KV usage and cost.
 
@@ -108,10 +102,10 @@ def simulate(
     """
     from qserve.evals.simulator.cost import FittedCost, Roofline
     from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig
-    from qserve.evals.simulator.records import Slo
     from qserve.evals.simulator.replica import ReplicaConfig
-    from qserve.evals.simulator.summary import Price, parse_slo, simulation_report
+    from qserve.evals.simulator.summary import Price, simulation_report
     from qserve.evals.simulator.traffic import Lengths, Traffic, read_trace
+    from qserve.evals.slo import UNLIMITED, parse_slo
     from qserve.runtime.limits import SchedulerConfig
 
     if fit is not None or validate:
@@ -153,7 +147,7 @@ def simulate(
     )
     scale = None if max_replicas is None else Autoscale(max_replicas, scale_queue, start_delay)
     fleet = FleetConfig(one, replicas, routing, scale)
-    money, objective = Price(price), Slo() if slo is None else parse_slo(slo)
+    money, objective = Price(price), UNLIMITED if slo is None else parse_slo(slo, UNLIMITED)
     arrivals: list[Arrival] | Traffic = (
         read_trace(trace)
         if trace is not None
@@ -170,7 +164,8 @@ def simulate(
     load = {"trace": trace.name} if trace is not None else {"rate": rate, "prompt": prompt, "output": output,
         "burst": burst, "prefixes": prefixes, "prefix_tokens": prefix_tokens, "seed": seed}  # fmt: skip
     source = {"roofline": roofline} if roofline is not None else {"fitted": json.loads((cost or Path()).read_text())}
-    report = simulation_report(outcome, fleet, objective, money, _command(), {"traffic": load, "cost_model": source})
+    more = {"traffic": load, "cost_model": source}
+    report = simulation_report(outcome, fleet, objective, money, command_line(), more)
     _show(report, json_path, markdown_path)
     if animate is not None:
         _animate(animate, arrivals, one, steps)
@@ -216,7 +211,7 @@ def _measure(
             update(number, len(loads))
             found.append(compare(engine, cost, name, arrivals, text))
         update(len(loads), len(loads))
-    report = comparison_report(found, f"Simulated and measured: {engine.model_name}", _command())
+    report = comparison_report(found, f"Simulated and measured: {engine.model_name}", command_line())
     _show(report, json_path, markdown_path)
 
 
@@ -236,8 +231,3 @@ def _animate(path: Path, arrivals: Iterable[Arrival], one: ReplicaConfig, cost: 
     except OSError as error:
         raise QServeError(f"cannot write {path}: {error.strerror or error}") from None
     console.line(f"animation: {path}")
-
-
-def _command() -> str:
-    """This command line, for the reports; without the directory of the script."""
-    return shlex.join(["qserve", *sys.argv[1:]])

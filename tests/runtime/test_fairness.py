@@ -191,7 +191,7 @@ def test_who_does_not_come_back_is_forgotten() -> None:
     assert shares.is_ahead("a")
     shares.charge("a", 10 * REMEMBERED, 0, 1.0)
     assert not shares.is_ahead("a")
-    shares.check(Counter("a"))
+    shares.check(Counter("a"), Counter())
 
 
 def test_the_queue_is_bounded_in_tokens_but_takes_one_request_of_any_length() -> None:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.evals.planner import catalog, cost
-from qserve.evals.planner.demand import Slo, Traffic, parse_duration, parse_slo, parse_traffic
+from qserve.evals.planner.demand import Traffic, parse_traffic
 from qserve.evals.planner.document import Document
 from qserve.evals.planner.plan import Plan, Wish, choose, consider
 from qserve.evals.planner.quantization import quantization
 from qserve.evals.planner.replica import Replica
 from qserve.evals.planner.roofline import Efficiency, Layout, Roofline
+from qserve.evals.slo import Slo, parse_duration, parse_slo
 
 TRAFFIC = Traffic(10, 2048, 256)
 
