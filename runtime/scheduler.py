@@ -45,6 +45,7 @@ from qserve.runtime.sampling import RequestError
 # Prompt tokens in a step of those who were served more than others: a step that is short for whoever comes next, and
 # still large enough for a matrix product to be efficient.
 AHEAD_TOKENS = 32
+SHORT_PROMPT = 128  # tokens of prompts for which others' decodes wait a step: it takes no longer than theirs would
 
 
 class Scheduler:
@@ -309,7 +310,7 @@ class Scheduler:
         """
         prompts = {request.tenant for request, _ in planned}
         tenants = {request.tenant for request in self._running}
-        if len(tenants) < 2 or not prompts or sum(len(each.token_ids) for _, each in planned) > AHEAD_TOKENS:
+        if len(tenants) < 2 or not prompts or sum(len(each.token_ids) for _, each in planned) > SHORT_PROMPT:
             return set()
         ahead = {tenant for tenant in tenants if self._shares.is_ahead(tenant)}
         return ahead if prompts - ahead else set()

@@ -6,10 +6,12 @@ Knows processes, pipes and deadlines; does not know HTTP, nor what is inside a c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +30,8 @@ from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.engine_thread import EngineFailure
 
 COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds
+GRACE_SECONDS = 0.15  # in which the worker says that they are over; it is killed if it does not
+NICENESS = 5  # the model goes first
 START_SECONDS = 60.0  # for a new worker, on a machine that has other things to do
 MAX_TRIALS = 32  # different constraints that wait for the worker
 MAX_VERDICTS = 256  # remembered, so that the same one again costs no trial
@@ -117,11 +121,11 @@ class Worker:
 
     def ask(self, constraint: Constraint) -> dict[str, str]:
         """``{"grammar": ...}`` or ``{"error": ...}``, within about ``COMPILE_SECONDS`` of a running worker."""
-        question = {"kind": constraint.kind, "text": constraint.text}
+        question = {"kind": constraint.kind, "text": constraint.text, "seconds": COMPILE_SECONDS}
         for _ in range(2):  # that somebody killed the worker is no reason to refuse
             process = self._running()
             start = time.monotonic()
-            answer = _exchange(process, question, COMPILE_SECONDS)
+            answer = _exchange(process, question, COMPILE_SECONDS + GRACE_SECONDS)
             if answer is not None:
                 return answer
             self._end(process)
@@ -133,8 +137,7 @@ class Worker:
         with self._changing:
             self._closed = True
             if self._process is not None:
-                self._process.kill()  # whoever waits for its answer sees it end
-                self._process.wait()
+                _kill(self._process)  # whoever waits for its answer sees it end
 
     def _running(self) -> subprocess.Popen[bytes]:
         process = self._process or self._spawn()
@@ -155,16 +158,24 @@ class Worker:
             self._process = subprocess.Popen(
                 command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
             )
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
             return self._process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        process.kill()
-        process.wait()
+        _kill(process)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
         with self._changing:
             self._process, self._ready = None, False
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """It and the child that it may have at work, which is in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _exchange(process: subprocess.Popen[bytes], message: dict[str, Any], seconds: float) -> dict[str, str] | None:

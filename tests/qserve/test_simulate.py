@@ -71,7 +71,7 @@ def test_a_fit_of_the_tiny_model_drives_a_simulation_and_is_compared(tiny_model:
         (["demo", "--validate"], "--validate needs"),
         (["--roofline", ROOFLINE, "--routing", "random"], "unknown routing"),
         (["--roofline", ROOFLINE, "--rate", "nan"], "--rate must be"),
-        (["--roofline", ROOFLINE, "--slo", "ttft=5"], "--slo must be like"),
+        (["--roofline", ROOFLINE, "--slo", "ttft=5"], "must be a time"),
         (["--roofline", ROOFLINE, "--kv-blocks", "0"], "--kv-blocks must be"),
         (["--roofline", ROOFLINE, "--prefixes", "3"], "belong together"),
         (["--roofline", ROOFLINE, "--max-num-seqs", "0"], "max_num_seqs must be"),

@@ -17,7 +17,7 @@ from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.plan import StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import AHEAD_TOKENS, Scheduler
+from qserve.runtime.scheduler import AHEAD_TOKENS, SHORT_PROMPT, Scheduler
 
 ARRIVALS = count()
 
@@ -177,8 +177,8 @@ def test_who_was_served_more_keeps_its_steps_short_for_who_was_served_less() -> 
     assert planned() == [("a", 1), ("a", AHEAD_TOKENS)], "b has gone and is expected back"
     while not long.output_token_ids:
         planned()
-    add(s, "b", 100)
-    assert planned() == [("a", 1), ("b", 100)], "a long prompt takes a step of its own length anyway"
+    add(s, "b", SHORT_PROMPT + 1)
+    assert planned() == [("a", 1), ("b", SHORT_PROMPT + 1)], "a long prompt takes its time anyway"
 
 
 def test_who_does_not_come_back_is_forgotten() -> None:
