@@ -35,6 +35,8 @@ from qserve.runtime.server.tracing import Tracer, otlp_exporter
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
 
+MORE_COMMAS = 20_000  # in a body, beside those between tokens
+
 
 class Service:
     """What the routes share: the engine's thread and everything made once per model."""
@@ -46,6 +48,7 @@ class Service:
         self.max_model_len = engine.max_model_len
         self.embedding_size = engine.model_config.hidden_size
         self.max_waiting = engine.config.max_waiting
+        self.max_commas = MORE_COMMAS + 2 * engine.scheduler.backlog.max_tokens  # as many tokens as may ever wait
         self.source = engine.source
         self.stored_bytes = engine.source.stored_bytes()
         self.created = int(time.time())
@@ -95,7 +98,9 @@ class Service:
 
     async def body(self, request: Request) -> dict[str, Any]:
         config = self.config
-        return await read_json(request, max_bytes=config.max_body_bytes, timeout=config.body_timeout)
+        return await read_json(
+            request, max_bytes=config.max_body_bytes, max_commas=self.max_commas, timeout=config.body_timeout
+        )
 
     async def submit(
         self, request: Request, prompts: list[list[int]], params: SamplingParams, priority: int | None

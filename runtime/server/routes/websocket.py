@@ -86,7 +86,7 @@ class _Conversation:
 
     async def _answer(self, text: str) -> None:
         try:
-            content = parse_object(text.encode())
+            content = parse_object(text.encode(), self._service.max_commas)
         except APIError as error:
             await self._send(error.body())
             return
