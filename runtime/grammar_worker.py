@@ -27,7 +27,7 @@ from qserve.runtime.grammar import GrammarCompiler, Vocabulary, grammar_text
 from qserve.runtime.sampling import RequestError
 
 EXTRA_MEMORY = 512 << 20  # bytes that compiling may take
-SLOW_SECONDS = 0.1  # what people write is compiled by then; what is not can wait for the model
+SLOW_SECONDS = 0.03  # what people write is compiled by then; what is not can wait for the model
 SLOW_NICENESS = 19
 STACK_BYTES = 2 << 20  # less than any thread of the parent has: what fits here fits there
 
