@@ -27,6 +27,7 @@ class FairShares:
         self._credit = credit
         self._served: dict[str, float] = {}
         self._requests: Counter[str] = Counter()
+        self._priorities: dict[str, int] = {}  # of the newest request
         self._total = 0.0  # served to all
         self._left: dict[str, float] = {}  # the total when a tenant left who is expected back
         self._places: Counter[str] = Counter()  # of those that run
@@ -36,7 +37,7 @@ class FairShares:
         """Tenants that have requests."""
         return len(self._requests)
 
-    def join(self, tenant: str) -> None:
+    def join(self, tenant: str, priority: int = 0) -> None:
         """One more request. A tenant that had none is lifted to the least served of the others, less the credit.
 
         What else it left unused while it had nothing to do is gone: it cannot be saved up and then spent at once.
@@ -48,6 +49,7 @@ class FairShares:
             least = min((self._served[other] for other in self._requests), default=0.0)
             self._served[tenant] = max(self._served.get(tenant, 0.0), least - self._credit)
         self._requests[tenant] += 1
+        self._priorities[tenant] = priority
 
     def leave(self, tenant: str) -> None:
         """One request less. When nobody is left all counters begin anew: nobody waited for anything."""
@@ -57,6 +59,7 @@ class FairShares:
             self._left[tenant] = self._total
         if not self._requests:
             self._served.clear()
+            self._priorities.clear()
             self._left.clear()
 
     def take_place(self, tenant: str) -> None:
@@ -80,7 +83,8 @@ class FairShares:
         self._total += service
 
     def is_ahead(self, tenant: str) -> bool:
-        """Whether a tenant that has requests was served more than one that has some too or is expected back.
+        """Whether a tenant that has requests was served more than one that has some too or is expected back; a level of
+        priority weighs as it does for whose turn it is.
 
         Who asks for little mostly has nothing here, and its next request finds the step that others fill: how long
         that step takes is up to them.
@@ -88,8 +92,9 @@ class FairShares:
         if self._left:
             gone = self._total - REMEMBERED * self._credit
             self._left = {other: total for other, total in self._left.items() if total > gone}
-        mine = self._served[tenant]
-        return any(self._served[other] < mine for other in (*self._requests, *self._left))
+        mine = self.score(tenant, self._priorities[tenant])
+        others = (*self._requests, *self._left)
+        return any(self.score(other, self._priorities[other]) < mine for other in others)
 
     def score(self, tenant: str, priority: int) -> float:
         """The lowest goes first. Bounded priorities only shift counters that grow, so they delay and never starve."""
@@ -101,4 +106,5 @@ class FairShares:
         assert self._requests == requests, f"{self._requests} is not {requests}"
         assert self._places == places, f"{self._places} is not {places}"
         assert self._requests.keys() <= self._served.keys()
-        assert not self._left.keys() & self._requests.keys() and self._left.keys() <= self._served.keys()
+        assert not self._left.keys() & self._requests.keys()
+        assert self._left.keys() <= self._served.keys() == self._priorities.keys()

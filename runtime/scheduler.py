@@ -119,7 +119,7 @@ class Scheduler:
             request.beams = [request]
         self._requests[request.request_id] = request
         self.backlog.add(request.tenant, request.num_queued)
-        self._shares.join(request.tenant)
+        self._shares.join(request.tenant, request.priority)
         insort(self._waiting, request, key=self._rank)
 
     def fork(self, parent_id: str, child_id: str, token: int) -> Request:
@@ -138,7 +138,7 @@ class Scheduler:
             self.blocks.fork(parent_id, child_id, parent.num_computed)
             self._shares.take_place(child.tenant)
         insort(self._running if parent.status is Status.RUNNING else self._waiting, child, key=self._rank)
-        self._shares.join(child.tenant)
+        self._shares.join(child.tenant, child.priority)
         self._requests[child_id] = child
         child.beams.append(child)
         return child

@@ -181,6 +181,16 @@ def test_who_was_served_more_keeps_its_steps_short_for_who_was_served_less() -> 
     assert planned() == [("a", 1), ("b", SHORT_PROMPT + 1)], "a long prompt takes its time anyway"
 
 
+def test_priority_counts_for_who_is_ahead() -> None:
+    shares = FairShares(credit=10)
+    shares.join("urgent", -1)
+    shares.join("other")
+    shares.charge("urgent", 500, 0, 1.0)
+    assert not shares.is_ahead("urgent") and shares.is_ahead("other")
+    shares.charge("urgent", 600, 0, 1.0)
+    assert shares.is_ahead("urgent")
+
+
 def test_who_does_not_come_back_is_forgotten() -> None:
     shares = FairShares(credit=10)
     shares.join("a")
