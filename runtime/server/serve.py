@@ -220,6 +220,7 @@ def serve(
         if thread.is_alive():
             server.drain(0.0)
         thread.join()
+        gc.unfreeze()
     if server.stuck:
         logging.shutdown()
         os._exit(1)
