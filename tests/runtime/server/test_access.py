@@ -208,8 +208,9 @@ def test_even_at_debug_nothing_tells_prompts_outputs_or_keys(
         monkeypatch.setattr(logging.getLogger(client), "level", logging.CRITICAL)
     outputs = []
     for path, body in ROUTES:
-        limit = {"max_tokens": 8} if "completions" in path else {}
-        response = httpx.post(logged.url.removesuffix("/v1") + path, json=body | limit, headers=HEADERS)
+        limit = {"max_tokens": 8} if "completions" in path else {"max_output_tokens": 16} if "responses" in path else {}
+        url = logged.url.removesuffix("/v1") + path
+        response = httpx.post(url, json=body | limit, headers=HEADERS, timeout=60)
         log.of(response)
         if response.is_success and not body.get("stream"):
             outputs += [choice["text"] for choice in response.json().get("choices", ()) if "text" in choice]
@@ -221,7 +222,7 @@ def test_even_at_debug_nothing_tells_prompts_outputs_or_keys(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "run", broken)
-        failed = httpx.post(f"{logged.url}/completions", json={"prompt": "SECRET"}, headers=HEADERS)
+        failed = httpx.post(f"{logged.url}/completions", json={"prompt": "SECRET"}, headers=HEADERS, timeout=60)
         assert failed.status_code == 500 and log.of(failed)["level"] == "error"
     text = log.text()
     assert "a kernel broke" in text, "a failure is told"
