@@ -3,7 +3,7 @@
 ENVIRONMENT is the directory of an environment that has schemathesis in it, as ``tests/environments.py judges DIR
 schemathesis`` makes in ``DIR/schemathesis``. Requests are made from ``/openapi.json``, valid and broken ones, until
 there were enough of them. A 5xx fails the run; so do a status, a content type or a body that the document does not
-allow, a broken request that is answered, and a route that asks for no key.
+allow, and a route that asks for no key. A broken request that is answered is told and does not fail the run.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ CHECKS = (
     "allow_header_conformance",
     "ignored_auth",
 )
+TOLERATED = "Schema-violating request accepted"
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def main() -> int:
     print(f"{cases} cases on {operations} routes, {failures.total()} failures")
     for title, count in failures.most_common():
         print(f"  {count} x {title}")
-    return 1 if failures else 0
+    return 1 if failures.keys() - {TOLERATED} else 0
 
 
 if __name__ == "__main__":
