@@ -30,6 +30,7 @@ from qserve.kernels.ops import (
     SiluMul,
     Step,
 )
+from qserve.kernels.pages import Arena
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
 from qserve.kernels.threads import default_threads
 
@@ -157,6 +158,7 @@ class _Pool:
     def __init__(self, threads: int) -> None:
         self._library = _library()
         self.threads = threads
+        self.arena = Arena()
         self.handle = self._library.qs_pool_create(threads)
         if not self.handle:
             raise CapacityError(f"cannot start {threads} threads: use a smaller --threads")
@@ -208,6 +210,9 @@ class _NativeProgram:
         if tensor is not None:
             self._keep.append(tensor)
         return _address(tensor)
+
+    def _keep_weight(self, tensor: Tensor | None) -> int | None:
+        return None if tensor is None else self._hold(self._pool.arena.keep(tensor))
 
     def _hold_rows(self, tensor: Tensor) -> int:
         """The address of a matrix whose rows are contiguous, but may lie apart."""
@@ -271,16 +276,16 @@ class _NativeProgram:
             raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
         if not isinstance(op.weight, PackedWeight):
             weight = float_tiles(op.weight)
-            return _Linear(weight=hold(weight), k=op.weight.shape[1], dtype=_DTYPES[weight.dtype], **common)
+            return _Linear(weight=self._keep_weight(weight), k=op.weight.shape[1], dtype=_DTYPES[weight.dtype], **common)
         scheme, activations = op.weight.scheme, op.weight.activations
         common["input_scale"] = op.weight.input_scale or 0.0
         if scheme.dtype == "int" and not is_expanded(scheme, activations):
             tiles = int_tiles(op.weight)
             return _Linear(
-                weight=hold(tiles.weight),
-                scales=hold(tiles.scales),
-                zeros=hold(tiles.zeros),
-                permutation=hold(tiles.permutation),
+                weight=self._keep_weight(tiles.weight),
+                scales=self._keep_weight(tiles.scales),
+                zeros=self._keep_weight(tiles.zeros),
+                permutation=self._keep_weight(tiles.permutation),
                 k=tiles.k,
                 dtype=_U4 if tiles.bits == 4 else _U8,
                 group=tiles.group,
@@ -295,10 +300,10 @@ class _NativeProgram:
             common["act_dtype"] = _F8 if activations.dtype == "fp8" else _I8
             common["act_span"] = activations.group_size if activations.granularity == "group" else inp
         if scheme.dtype == "int":
-            return _Linear(weight=hold(float_tiles(op.weight.dequantize())), k=inp, dtype=0, **common)
+            return _Linear(weight=self._keep_weight(float_tiles(op.weight.dequantize())), k=inp, dtype=0, **common)
         codes, scales = float8_tiles(op.weight)
         group = scheme.group_width(inp)
-        return _Linear(weight=hold(codes), scales=hold(scales), k=inp, dtype=_F8, group=group, **common)
+        return _Linear(weight=self._keep_weight(codes), scales=self._keep_weight(scales), k=inp, dtype=_F8, group=group, **common)
 
     def _embed(self, op: Embed) -> C.Structure:
         table, width = op.table, op.out.shape[1]

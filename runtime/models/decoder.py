@@ -16,7 +16,7 @@ from torch import Tensor
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.packed import PackedWeight, concat_rows
 from qserve.checkpoint.source import ModelSource
-from qserve.kernels import registry
+from qserve.kernels import pages, registry
 from qserve.kernels.ops import (
     BLOCK_SIZE,
     Argmax,
@@ -84,8 +84,7 @@ class Decoder:
         self._packed = frozenset(source.linears())
         layers, tokens, rows = config.num_hidden_layers, limits.max_tokens, limits.max_logits
         per_block = config.kv_size * BLOCK_SIZE
-        # Left uninitialized: pages that no token touches never become resident.
-        self.kv = torch.empty(layers, 2, limits.num_blocks, per_block, dtype=kv_dtype)
+        self.kv = pages.empty((layers, 2, limits.num_blocks, per_block), kv_dtype)
         self._cosine, self._sine = rope_tables(config, limits.max_positions)
         self._x = torch.empty(tokens, config.hidden_size)
         self._normed = torch.empty(tokens, config.hidden_size)

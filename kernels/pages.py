@@ -1,0 +1,53 @@
+"""Memory in huge pages, where the system gives them: what a step reads is far more than the address caches of a
+processor cover in small ones. Knows bytes; does not know what they hold.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_HUGE = 2 << 20
+_SLAB = 32 << 20
+_LINE = 64
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialized tensor that begins a huge page. What nothing touches never becomes resident."""
+    count = int(torch.Size(shape).numel())
+    if count == 0:
+        return torch.empty(*shape, dtype=dtype)
+    return _mapped(count * dtype.itemsize).view(dtype)[:count].view(*shape)
+
+
+def _mapped(size: int) -> Tensor:
+    """uint8 [size rounded up], at the beginning of a huge page."""
+    size = -(-size // _HUGE) * _HUGE
+    area = mmap.mmap(-1, size + _HUGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(area, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE
+    return whole[start : start + size]
+
+
+class Arena:
+    """Tensors that are only read, one behind the other in the order in which they are used."""
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of ``tensor`` in the arena, which lives as long as the copy does."""
+        size = tensor.numel() * tensor.element_size()
+        if size == 0:
+            return tensor
+        if self._used + size > len(self._slab):
+            self._slab, self._used = _mapped(max(size, _SLAB)), 0
+        place = self._slab[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+        self._used += -(-size // _LINE) * _LINE
+        return place.copy_(tensor)
