@@ -3,7 +3,8 @@
 Python tools get a virtual environment each, ``DIR/NAME/bin/python``, since they exclude each other (and some exclude
 a transformers of this decade); the JavaScript one a folder with its ``node_modules``. What is complete is left alone,
 and what cannot be made here is said and passed by: its tests skip. Exits with 1 where none could be made. To run the
-tests with them: ``QSERVE_INTEROP=DIR pytest -m interop`` and ``QSERVE_JUDGES=DIR pytest -m judges``.
+tests with them: ``QSERVE_INTEROP=DIR pytest -m interop`` and ``QSERVE_JUDGES=DIR pytest -m judges``; what the peers
+are for is in ``tests/peers/contest.py``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,19 @@ JUDGES = {
     ),
     "guidellm": Environment(("guidellm==0.8.1", TORCH), ("guidellm",)),
 }
-GROUPS = {"interop": INTEROP, "judges": JUDGES}
+PEERS = {
+    "llama-cpp": Environment(("llama-cpp-python>=0.3.16",), ("llama_cpp",)),  # compiled for this machine
+    # optimum asks for a torchvision that does not fit every torch, and needs none of it here.
+    "openvino": Environment(
+        packages=(
+            TORCH, "openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0", "nncf==3.4.0",
+            "transformers==5.5.4", "requests",
+        ),
+        alone=("optimum==2.3.0", "optimum-intel==2.2.0"),
+        imports=("openvino_genai", "optimum.intel"),
+    ),
+}
+GROUPS = {"interop": INTEROP, "judges": JUDGES, "peers": PEERS}
 COMPLETE = "complete.json"
 
 

@@ -1,0 +1,142 @@
+"""qserve beside its peers: ``python tests/peers/contest.py ENVIRONMENTS MODELS CHECKPOINT [--rounds N] [--json FILE]``.
+
+ENVIRONMENTS come from ``python tests/environments.py peers DIR``, MODELS from ``make_models.py``, CHECKPOINT from
+``qserve quantize demo``. Every contestant runs in a process of its own and rests while the others have their turn: the
+cases are run one round after the other, each contestant once a round in changing order, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent / "contestants"
+THREADS = "2"
+WARM_UP = (2, 64, 8)
+"""Requests, prompt and output of what is not counted."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """``requests`` at once, each of ``prompt`` and ``output`` tokens; the rate counts ``counted`` tokens of each."""
+
+    name: str
+    requests: int
+    prompt: int
+    output: int
+    counted: int
+
+
+FIRST = Case("first token", 1, 64, 1, 64)
+CASES = (
+    FIRST,
+    Case("decode, one request", 1, 64, 64, 63),
+    Case("prefill of 512", 1, 512, 1, 512),
+    Case("8 requests, output", 8, 64, 64, 64),
+    Case("32 requests, output", 32, 64, 64, 64),
+    Case("64 requests, output", 64, 64, 64, 64),
+)
+
+
+@dataclass
+class Contestant:
+    """A process that takes turns. ``seconds``: of each case, by round."""
+
+    name: str
+    command: list[str]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with {self.process.wait()}: run {' '.join(self.command)} to see why")
+        return dict(json.loads(line))
+
+    def turn(self, requests: int, prompt: int, output: int, seed: int) -> float:
+        assert self.process.stdin is not None
+        print(json.dumps([requests, prompt, output, seed]), file=self.process.stdin, flush=True)
+        return self._answer()["seconds"]
+
+    def rate(self, case: Case) -> float:
+        """Tokens per second, from the median; decoding is what follows the first token."""
+        seconds = statistics.median(self.seconds[case.name])
+        if case.counted < case.output:
+            seconds -= statistics.median(self.seconds[FIRST.name])
+        return case.requests * case.counted / seconds
+
+
+def contestants(environments: Path, models: Path, checkpoint: str) -> list[Contestant]:
+    """Ours first."""
+
+    def entry(name: str, python: str, script: str, *arguments: str) -> Contestant:
+        return Contestant(name, [python, str(HERE / script), *arguments])
+
+    openvino = str(environments / "openvino" / "bin" / "python")
+    llama = str(environments / "llama-cpp" / "bin" / "python")
+    dense = str(models / "dense")
+    return [
+        entry("qserve", sys.executable, "qserve_engine.py", checkpoint, THREADS),
+        entry("OpenVINO int4", openvino, "openvino_batching.py", str(models / "openvino-int4"), THREADS),
+        entry("OpenVINO int8", openvino, "openvino_batching.py", str(models / "openvino-int8"), THREADS),
+        entry("llama.cpp Q4_0", llama, "llama_cpp_batch.py", str(models / "Q4_0.gguf"), THREADS),
+        entry("llama.cpp Q8_0", llama, "llama_cpp_batch.py", str(models / "Q8_0.gguf"), THREADS),
+        entry("transformers bfloat16", sys.executable, "transformers_generate.py", dense, THREADS, "bfloat16"),
+    ]
+
+
+def table(field_: list[Contestant]) -> str:
+    """Markdown: rates by case, and ours over the best of the others."""
+    ours, peers = field_[0], field_[1:]
+    lines = ["| tokens/s | " + " | ".join(c.name for c in field_) + " | over the best peer |"]
+    lines.append("|---" * (len(field_) + 2) + "|")
+    for case in CASES[1:]:
+        best = max(peer.rate(case) for peer in peers)
+        rates = " | ".join(f"{c.rate(case):.0f}" for c in field_)
+        lines.append(f"| {case.name} | {rates} | {ours.rate(case) / best:.2f}x |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("environments", type=Path)
+    parser.add_argument("models", type=Path)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    running = contestants(options.environments, options.models, options.checkpoint)
+    try:
+        for contestant in running:
+            contestant.start()
+            contestant.turn(*WARM_UP, seed=0)
+        for turn in range(options.rounds):
+            for case in CASES:
+                first = turn % len(running)
+                for contestant in running[first:] + running[:first]:
+                    seconds = contestant.turn(case.requests, case.prompt, case.output, seed=turn + 1)
+                    contestant.seconds.setdefault(case.name, []).append(seconds)
+                    print(f"{turn + 1}: {case.name}: {contestant.name}: {seconds:.3f} s", file=sys.stderr, flush=True)
+    finally:
+        for contestant in running:
+            if hasattr(contestant, "process"):
+                contestant.process.kill()
+                contestant.process.wait()
+    print(table(running))
+    if options.json:
+        options.json.write_text(json.dumps({c.name: c.seconds for c in running}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
