@@ -111,22 +111,27 @@ def library_path() -> Path | None:
 
 
 @cache
-def _library() -> C.CDLL:
+def library() -> C.CDLL:
+    """The C kernels, with the types of their functions. Raises ``OSError`` where there are none."""
     path = library_path()
     if path is None:
         raise OSError("the C kernels were not built")
-    library = C.CDLL(str(path))
-    library.qs_pool_create.restype = C.c_void_p
-    library.qs_pool_create.argtypes = [C.c_int32]
-    library.qs_pool_destroy.restype = None
-    library.qs_pool_destroy.argtypes = [C.c_void_p]
-    library.qs_scratch_bytes.restype = C.c_int64
-    library.qs_scratch_bytes.argtypes = [C.c_void_p, C.c_int32, C.c_int32, C.c_int32]
-    library.qs_run.argtypes = [C.c_void_p, C.c_int32, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int32]
-    library.qs_search_scales.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
-    if library.qs_op_size() != C.sizeof(_Op):
+    loaded = C.CDLL(str(path))
+    loaded.qs_pool_create.restype = C.c_void_p
+    loaded.qs_pool_create.argtypes = [C.c_int32]
+    loaded.qs_pool_destroy.restype = None
+    loaded.qs_pool_destroy.argtypes = [C.c_void_p]
+    loaded.qs_scratch_bytes.restype = C.c_int64
+    loaded.qs_scratch_bytes.argtypes = [C.c_void_p, C.c_int32, C.c_int32, C.c_int32]
+    loaded.qs_run.argtypes = [C.c_void_p, C.c_int32, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int32]
+    loaded.qs_peak_products.restype = C.c_int64
+    loaded.qs_peak_products.argtypes = [C.c_int64, C.c_int32]
+    loaded.qs_peak_read.restype = C.c_int64
+    loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
+    loaded.qs_search_scales.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
+    if loaded.qs_op_size() != C.sizeof(_Op):
         raise OSError(f"{path.name} was built from other sources: reinstall qserve")
-    return library
+    return loaded
 
 
 def missing() -> str | None:
@@ -134,14 +139,14 @@ def missing() -> str | None:
     if library_path() is None:
         return "the C kernels were not built (no compiler at install time): install gcc and reinstall qserve"
     try:
-        _library()
+        library()
     except OSError as error:
         return f"the C kernels do not load: {error}"
     return None
 
 
 def best_isa() -> Isa:
-    return ISAS[int(_library().qs_best_isa())]
+    return ISAS[int(library().qs_best_isa())]
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -156,7 +161,7 @@ class _Pool:
     """Threads that sleep when there is nothing to do, and end with the executor."""
 
     def __init__(self, threads: int) -> None:
-        self._library = _library()
+        self._library = library()
         self.threads = threads
         self.arena = Arena()
         self.handle = self._library.qs_pool_create(threads)
@@ -172,7 +177,7 @@ class _NativeProgram:
     """Operations as C structures. Keeps alive every tensor whose address it gave away."""
 
     def __init__(self, pool: _Pool, max_rows: int, isa: Isa) -> None:
-        self._library = _library()
+        self._library = library()
         self._pool = pool
         self._max_rows = max_rows
         self._isa = ISAS.index(isa)
@@ -259,7 +264,7 @@ class _NativeProgram:
         return described
 
     def _linear(self, op: Linear) -> C.Structure:
-        hold = self._hold
+        hold, keep = self._hold, self._keep_weight
         bias = None if op.bias is None else hold(op.bias.float().contiguous())
         common: dict[str, Any] = {
             "x": hold(op.x),
@@ -276,16 +281,16 @@ class _NativeProgram:
             raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
         if not isinstance(op.weight, PackedWeight):
             weight = float_tiles(op.weight)
-            return _Linear(weight=self._keep_weight(weight), k=op.weight.shape[1], dtype=_DTYPES[weight.dtype], **common)
+            return _Linear(weight=keep(weight), k=op.weight.shape[1], dtype=_DTYPES[weight.dtype], **common)
         scheme, activations = op.weight.scheme, op.weight.activations
         common["input_scale"] = op.weight.input_scale or 0.0
         if scheme.dtype == "int" and not is_expanded(scheme, activations):
             tiles = int_tiles(op.weight)
             return _Linear(
-                weight=self._keep_weight(tiles.weight),
-                scales=self._keep_weight(tiles.scales),
-                zeros=self._keep_weight(tiles.zeros),
-                permutation=self._keep_weight(tiles.permutation),
+                weight=keep(tiles.weight),
+                scales=keep(tiles.scales),
+                zeros=keep(tiles.zeros),
+                permutation=keep(tiles.permutation),
                 k=tiles.k,
                 dtype=_U4 if tiles.bits == 4 else _U8,
                 group=tiles.group,
@@ -300,10 +305,10 @@ class _NativeProgram:
             common["act_dtype"] = _F8 if activations.dtype == "fp8" else _I8
             common["act_span"] = activations.group_size if activations.granularity == "group" else inp
         if scheme.dtype == "int":
-            return _Linear(weight=self._keep_weight(float_tiles(op.weight.dequantize())), k=inp, dtype=0, **common)
+            return _Linear(weight=keep(float_tiles(op.weight.dequantize())), k=inp, dtype=0, **common)
         codes, scales = float8_tiles(op.weight)
         group = scheme.group_width(inp)
-        return _Linear(weight=self._keep_weight(codes), scales=self._keep_weight(scales), k=inp, dtype=_F8, group=group, **common)
+        return _Linear(weight=keep(codes), scales=keep(scales), k=inp, dtype=_F8, group=group, **common)
 
     def _embed(self, op: Embed) -> C.Structure:
         table, width = op.table, op.out.shape[1]
@@ -364,10 +369,10 @@ def search_scales(
     # A thread starts in the time in which so many weights are searched, about.
     threads = threads or min(default_threads(), max(1, weight.numel() >> 15))
     parts = min(threads, max(1, rows))
-    library, size = _library(), -(-rows // parts)
+    run_part, size = library().qs_search_scales, -(-rows // parts)
 
     def run(first: int) -> int:
-        status: int = library.qs_search_scales(C.byref(described), first, min(size, rows - first), level)
+        status: int = run_part(C.byref(described), first, min(size, rows - first), level)
         return status
 
     with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:  # ctypes lets go of the interpreter's lock

@@ -181,6 +181,13 @@ int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int3
 /* Runs the program. scratch is 64-byte aligned. Returns 0, or -1 for an ISA that this machine lacks. */
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa);
 
+/* To compare with: products of bytes on one thread, in registers alone; returns how many, or 0 where this ISA has no
+ * instruction of which a kernel could reach the rate. */
+int64_t qs_peak_products(int64_t loops, int32_t isa);
+
+/* Reads memory in a stream, `bytes` a multiple of 256; returns a sum of it. */
+int64_t qs_peak_read(const void *memory, int64_t bytes);
+
 /* The best ISA of this machine. */
 int32_t qs_best_isa(void);
 
