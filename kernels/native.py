@@ -208,6 +208,8 @@ class _NativeProgram:
         status = self._library.qs_run(
             self._ops, self._count, C.byref(described), self._pool.handle, self._aligned, self._isa
         )
+        if status == -2:
+            raise MemoryError("no memory for a step of the C kernels")
         if status:
             raise RuntimeError(f"this machine cannot run the {ISAS[self._isa]} kernels")
 

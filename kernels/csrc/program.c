@@ -16,15 +16,22 @@
 #define SPIN 4000     /* pauses before a waiting thread sleeps: tens of microseconds */
 #define ROW_PIECE 4   /* rows in one piece of row-wise work */
 
+/* One piece-wise part of an operation: the next piece to take, and how many are done. */
+struct phase {
+    atomic_int next, done;
+};
+
+/* Threads help rather than meet: who has no piece holds up nobody, however late the system lets it run. A program goes
+ * on as soon as all pieces of an operation are done, and a thread that comes late joins where the others are. */
 struct qs_pool {
-    atomic_int epoch;      /* bumped once per qs_run: wakes the workers */
-    atomic_int generation; /* bumped once per barrier */
-    atomic_int arrived;
-    atomic_int next; /* the next piece of work; the last to reach a barrier resets it */
+    atomic_int epoch;  /* bumped once per qs_run: wakes the workers */
+    atomic_int open;   /* whether workers may join the job */
+    atomic_int inside; /* workers that look at the job */
     atomic_int sleeping;
     atomic_int stop;
-    int32_t threads;
+    int32_t threads, capacity;
     pthread_t *workers;
+    struct phase *phases; /* two for each operation; `capacity` operations */
     const struct job *job;
 };
 
@@ -70,31 +77,29 @@ static void wait_change(qs_pool *pool, atomic_int *word, int seen)
     atomic_fetch_sub(&pool->sleeping, 1);
 }
 
-static void bump(qs_pool *pool, atomic_int *word)
+static void wake(qs_pool *pool, atomic_int *word)
 {
-    atomic_fetch_add(word, 1);
 #ifdef __linux__
     if (atomic_load(&pool->sleeping))
         syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1 << 30, NULL, NULL, 0);
 #else
     (void)pool;
+    (void)word;
 #endif
 }
 
-static void barrier(qs_pool *pool)
+static int32_t take(struct phase *phase)
 {
-    int seen = atomic_load(&pool->generation);
-    if (atomic_fetch_add(&pool->arrived, 1) == pool->threads - 1) {
-        atomic_store(&pool->arrived, 0);
-        atomic_store(&pool->next, 0);
-        bump(pool, &pool->generation);
-    } else
-        wait_change(pool, &pool->generation, seen);
+    return atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
 }
 
-static int32_t take(qs_pool *pool)
+/* Adds the pieces that this thread did, and returns when all are done. */
+static void settle(qs_pool *pool, struct phase *phase, int32_t pieces, int32_t mine)
 {
-    return atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed);
+    if (mine && atomic_fetch_add(&phase->done, mine) + mine == pieces)
+        wake(pool, &phase->done);
+    for (int done; (done = atomic_load(&phase->done)) < pieces;)
+        wait_change(pool, &phase->done, done);
 }
 
 static int64_t align64(int64_t bytes)
@@ -163,21 +168,31 @@ static void round_row(const struct job *job, const qs_linear *op, uint8_t *memor
         job->kernels->round_input(op, x, (float *)memory + r * op->k);
 }
 
-static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, const qs_linear *op, int32_t rows)
+static int32_t row_pieces(int32_t rows)
 {
-    int32_t tiles = (op->n + QS_LANES - 1) / QS_LANES, pieces = (tiles + TILES - 1) / TILES;
+    return (rows + ROW_PIECE - 1) / ROW_PIECE;
+}
+
+static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, struct phase *phase, const qs_linear *op,
+                       int32_t rows)
+{
+    int32_t tiles = (op->n + QS_LANES - 1) / QS_LANES, pieces = (tiles + TILES - 1) / TILES, mine = 0;
     int rounded = op->act_dtype != QS_F32;
     uint8_t *own = job->scratch + job->thread_bytes * thread, *unpacked = own + job->row_bytes;
     uint8_t *memory = rows == 1 ? own : job->scratch + job->thread_bytes * pool->threads;
-    if (rounded && rows == 1) /* every thread rounds it for itself: cheaper than a barrier */
-        round_row(job, op, memory, 1, 0);
-    else if (rounded) {
-        for (int32_t piece; (piece = take(pool)) * ROW_PIECE < rows;)
+    if (rounded && rows == 1) {
+        /* Every thread rounds it for itself: cheaper than to wait. Where the others go on meanwhile and the row changes,
+         * there is no piece left for this one. */
+        if (atomic_load_explicit(&phase[1].next, memory_order_relaxed) < pieces)
+            round_row(job, op, memory, 1, 0);
+    } else if (rounded) {
+        for (int32_t piece; (piece = take(phase)) < row_pieces(rows); mine++)
             for (int64_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
                 round_row(job, op, memory, rows, r);
-        barrier(pool);
+        settle(pool, phase, row_pieces(rows), mine);
     }
-    for (int32_t piece; (piece = take(pool)) < pieces;) {
+    mine = 0;
+    for (int32_t piece; (piece = take(phase + 1)) < pieces; mine++) {
         int32_t tile = piece * TILES, some = tiles - tile < TILES ? tiles - tile : TILES;
         if (is_integer(op)) {
             qs_acts acts = acts_at(memory, op, rows);
@@ -186,26 +201,27 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, con
             job->kernels->linear_float(op, rounded ? (const float *)memory : op->x, rows, tile, some,
                                        (float *)unpacked);
     }
+    settle(pool, phase + 1, pieces, mine);
 }
 
 /* A piece of work is a key head of a sequence and a few of its tokens: as many as make full query rows. */
-static void run_attention(const struct job *job, qs_pool *pool, const qs_attention *op)
+static void run_attention(const struct job *job, qs_pool *pool, struct phase *phase, const qs_attention *op)
 {
     const qs_step *step = job->step;
     int32_t group = op->heads / op->kv_heads, dim = op->head_dim, width = (op->heads + 2 * op->kv_heads) * dim;
     int32_t heads = group < QS_MAX_QUERY_ROWS ? group : QS_MAX_QUERY_ROWS;
     int32_t tokens = QS_MAX_QUERY_ROWS / heads, splits = (group + heads - 1) / heads;
-    int32_t sequence = 0, before = 0;
-    for (int32_t piece = take(pool);; piece = take(pool)) {
-        int32_t length = 0, pieces = 0;
+    int32_t sequence = 0, before = 0, pieces = 0, mine = 0;
+    for (int32_t piece;; mine++) {
+        piece = take(phase);
         for (; sequence < step->sequences; sequence++, before += pieces) {
-            length = step->seq_start[sequence + 1] - step->seq_start[sequence];
+            int32_t length = step->seq_start[sequence + 1] - step->seq_start[sequence];
             pieces = (length + tokens - 1) / tokens * op->kv_heads * splits;
             if (piece < before + pieces)
                 break;
         }
         if (sequence == step->sequences)
-            return;
+            break;
         int32_t at = piece - before, kv_head = at % op->kv_heads, split = at / op->kv_heads % splits;
         int32_t start = step->seq_start[sequence] + at / op->kv_heads / splits * tokens;
         qs_queries queries;
@@ -220,6 +236,7 @@ static void run_attention(const struct job *job, qs_pool *pool, const qs_attenti
             }
         job->kernels->attend(op, &queries, step->block_tables + (int64_t)sequence * step->table_stride, kv_head);
     }
+    settle(pool, phase, before, mine); /* of all sequences, now that there is no further piece */
 }
 
 static void embed_row(const qs_embed *op, int32_t token, float *out)
@@ -284,33 +301,39 @@ static void run_job(qs_pool *pool, int32_t thread)
     const struct job *job = pool->job;
     for (int32_t i = 0; i < job->count; i++) {
         const qs_op *op = job->ops + i;
-        int32_t rows = op->rows == QS_ROWS_LOGITS ? job->step->logits : job->step->tokens;
+        struct phase *phase = pool->phases + 2 * i;
+        int32_t rows = op->rows == QS_ROWS_LOGITS ? job->step->logits : job->step->tokens, mine = 0;
         if (rows == 0)
             continue;
         if (op->kind == QS_LINEAR)
-            run_linear(job, pool, thread, &op->linear, rows);
+            run_linear(job, pool, thread, phase, &op->linear, rows);
         else if (op->kind == QS_ATTENTION)
-            run_attention(job, pool, &op->attention);
-        else
-            for (int32_t piece; (piece = take(pool)) * ROW_PIECE < rows;)
+            run_attention(job, pool, phase, &op->attention);
+        else {
+            for (int32_t piece; (piece = take(phase)) < row_pieces(rows); mine++)
                 for (int32_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
                     run_row(job, op, r);
-        barrier(pool);
+            settle(pool, phase, row_pieces(rows), mine);
+        }
     }
 }
 
 static void *worker_main(void *argument)
 {
     struct worker worker = *(struct worker *)argument;
+    qs_pool *pool = worker.pool;
     int seen = 0;
     free(argument);
     for (;;) {
-        wait_change(worker.pool, &worker.pool->epoch, seen);
-        seen = atomic_load(&worker.pool->epoch);
-        if (atomic_load(&worker.pool->stop))
+        wait_change(pool, &pool->epoch, seen);
+        seen = atomic_load(&pool->epoch);
+        if (atomic_load(&pool->stop))
             return NULL;
-        run_job(worker.pool, worker.thread);
-        barrier(worker.pool);
+        atomic_fetch_add(&pool->inside, 1);
+        if (atomic_load(&pool->open))
+            run_job(pool, worker.thread);
+        atomic_fetch_sub(&pool->inside, 1);
+        wake(pool, &pool->inside);
     }
 }
 
@@ -341,10 +364,12 @@ void qs_pool_destroy(qs_pool *pool)
     if (!pool)
         return;
     atomic_store(&pool->stop, 1);
-    bump(pool, &pool->epoch);
+    atomic_fetch_add(&pool->epoch, 1);
+    wake(pool, &pool->epoch);
     for (int32_t i = 1; i < pool->threads; i++)
         pthread_join(pool->workers[i], NULL);
     free(pool->workers);
+    free(pool->phases);
     free(pool);
 }
 
@@ -392,11 +417,22 @@ int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *po
     struct job job = {ops, count, step, kernels_of(isa), scratch, 0, 0};
     if (!job.kernels)
         return -1;
+    if (count > pool->capacity) {
+        struct phase *phases = realloc(pool->phases, sizeof(*phases) * 2 * (size_t)count);
+        if (!phases)
+            return -2;
+        pool->phases = phases;
+        pool->capacity = count;
+    }
+    memset(pool->phases, 0, sizeof(*pool->phases) * 2 * (size_t)count);
     plan_scratch(ops, count, 1, pool->threads, &job.row_bytes, &job.thread_bytes);
     pool->job = &job;
-    atomic_store(&pool->next, 0);
-    bump(pool, &pool->epoch);
+    atomic_store(&pool->open, 1);
+    atomic_fetch_add(&pool->epoch, 1);
+    wake(pool, &pool->epoch);
     run_job(pool, 0);
-    barrier(pool);
+    atomic_store(&pool->open, 0);
+    for (int inside; (inside = atomic_load(&pool->inside));) /* they may still look at the job, which ends with this call */
+        wait_change(pool, &pool->inside, inside);
     return 0;
 }

@@ -178,7 +178,7 @@ void qs_pool_destroy(qs_pool *pool);
 /* Bytes of scratch that qs_run needs for these operations on at most max_rows rows. */
 int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int32_t threads);
 
-/* Runs the program. scratch is 64-byte aligned. Returns 0, or -1 for an ISA that this machine lacks. */
+/* Runs the program. scratch is 64-byte aligned. Returns 0, -1 for an ISA that this machine lacks, or -2 without memory. */
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa);
 
 /* To compare with: products of bytes on one thread, in registers alone; returns how many, or 0 where this ISA has no
