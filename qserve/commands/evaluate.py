@@ -44,7 +44,7 @@ def evaluate(
     from qserve import steps
     from qserve.checkpoint.card import write_card
     from qserve.evals.gate import enforce, judge
-    from qserve.evals.report import quality_report
+    from qserve.evals.quality_report import quality_report
 
     wanted = gates(max_kl, max_ppl_increase, min_top1)
     job = eval_job(data, tokens, window)
