@@ -9,7 +9,6 @@ import math
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qserve.evals.report import Plot, Series
 from qserve.evals.svg import COLOURS, MARKERS, logarithmic, svg
@@ -85,7 +84,7 @@ def _bars(axes: Axes, series: Series, index: int, count: int) -> None:
 def _grid(axes: Axes, plot: Plot) -> None:
     cells = [list(series.y) for series in plot.series]
     colours = LinearSegmentedColormap.from_list("cells", ["#c8588f", "#e8c37a", "#2a9d6f"])
-    shown = axes.pcolormesh(cells, cmap=colours, edgecolor="#80808040", linewidth=0.5)
+    axes.pcolormesh(cells, cmap=colours, edgecolor="#80808040", linewidth=0.5)
     for row, values in enumerate(cells):
         for column, value in enumerate(values):
             if math.isfinite(value):
@@ -98,9 +97,3 @@ def _grid(axes: Axes, plot: Plot) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    figure = axes.get_figure()
-    assert figure is not None
-    bar = figure.colorbar(shown, ax=axes, format=FuncFormatter(lambda value, _: f"{value:g}"), pad=0.02)
-    bar.locator = MaxNLocator(4)
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.set_label(plot.y)
