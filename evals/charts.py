@@ -20,8 +20,8 @@ _MARKED_POINTS = 40
 def chart(plot: Plot, salt: str) -> str:
     """The ``svg`` element. ``salt`` keeps identifiers of several plots on one page apart."""
     if plot.kind == "grid":
-        return svg(lambda axes: _grid(axes, plot), salt, (9.0, 1.3 + 0.42 * len(plot.series)))
-    return svg(lambda axes: _curves(axes, plot), salt, (9.0, 3.8))
+        return svg(lambda axes: _grid(axes, plot), salt, (6.2, 1.1 + 0.42 * len(plot.series)))
+    return svg(lambda axes: _curves(axes, plot), salt, (6.2, 3.6))
 
 
 def _curves(axes: Axes, plot: Plot) -> None:
@@ -42,8 +42,8 @@ def _curves(axes: Axes, plot: Plot) -> None:
         logarithmic(axes, "x")
     if plot.log_y:
         logarithmic(axes)
-    elif plot.kind == "bar":
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    elif all(y >= 0 for series in plot.series if not series.right for y in series.y):
+        axes.set_ylim(bottom=0)  # heights compare only from nothing up
     if plot.ticks:
         step = max(1, len(plot.ticks) // 20)
         axes.set_xticks(range(0, len(plot.ticks), step), plot.ticks[::step])
@@ -59,7 +59,7 @@ def _curves(axes: Axes, plot: Plot) -> None:
         for more, found in zip((handles, labels), right.get_legend_handles_labels()):
             more += found
     if len(labels) > 1:
-        axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.08 if right is not None else 1.0, 1.0))
+        axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.2)
 
 
 def _line(axes: Axes, series: Series, index: int) -> None:

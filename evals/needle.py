@@ -18,6 +18,8 @@ from qserve.checkpoint.errors import DataError, UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.models.config import decoder_config
+from qserve.runtime.models.rope import context_limit
 
 _PLACES = ("Oslo", "Lima", "Cairo", "Paris", "Delhi", "Quito", "Accra", "Tokyo")
 
@@ -64,12 +66,25 @@ def search(
 ) -> list[Found]:  # fmt: skip
     """Ask for every needle with every KV cache, one engine after the other. Every cache sees the same texts.
 
-    Raises ``DataError`` where ``text`` is shorter than the longest haystack, and ``UsageError`` or ``CapacityError``
-    where the model's context or the memory is.
+    Raises ``DataError`` where ``text`` is shorter than the longest haystack, ``UsageError`` where the model's context
+    is or it has no scales for a cache, and ``CapacityError`` where the memory is.
     """
     longest = max(haystack.lengths)
     if len(text) < longest:
         raise DataError(f"a haystack of {longest:,} tokens needs as much text, and there are {len(text):,}; give more")
+    context = context_limit(decoder_config(source.config, source.name))
+    if longest >= context:  # the engine adds a token to the prompt that it scores
+        raise UsageError(f"--needle-lengths {longest} must be below the context of {source.name}, {context} tokens")
+    configs = [
+        EngineConfig(max_model_len=longest + 1, max_num_seqs=64, kv_cache_dtype=dtype, kernels=kernels, threads=threads)
+        for dtype in kv_cache_dtypes
+    ]
+    calibrated = source.spec is not None and source.spec.kv_cache is not None
+    if "int8" in kv_cache_dtypes and not calibrated:  # now, not after the first cache
+        raise UsageError(
+            f"{source.name} has no scales for an int8 KV cache: quantize it with --kv-cache int8, or leave int8 out of "
+            "--kv-cache-dtypes"
+        )
     total = len(kv_cache_dtypes) * len(haystack.lengths) * haystack.needles * (1 + len(haystack.depths))
     done = 0
 
@@ -80,13 +95,8 @@ def search(
             progress(done, total)
 
     found = []
-    for dtype in kv_cache_dtypes:
-        config = EngineConfig(
-            max_model_len=longest + 1, max_num_seqs=64, kv_cache_dtype=dtype, kernels=kernels, threads=threads
-        )
+    for dtype, config in zip(kv_cache_dtypes, configs):
         engine = Engine(source, config)
-        if engine.max_model_len <= longest:
-            raise UsageError(f"--needle-lengths {longest} must be below the context, {engine.max_model_len} tokens")
         for length in haystack.lengths:
             for needle in range(haystack.needles):
                 without, _ = _ask(engine, text, length, needle, None)

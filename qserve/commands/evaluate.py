@@ -86,7 +86,7 @@ def evaluate(
     ] = None,
     reference_top: Annotated[
         int, typer.Option(help="Likeliest tokens that a reference holds one by one; all others count as one.")
-    ] = 512,
+    ] = 1024,
     tasks: Annotated[
         str | None, typer.Option(help="Run these tasks of lm-eval, of CKPT and --against.", metavar="LIST")
     ] = None,
@@ -102,7 +102,7 @@ def evaluate(
     needle_samples: Annotated[int, typer.Option(help="Sentences for each length and depth.")] = 2,
     kv_cache_dtypes: Annotated[
         str, typer.Option(help="KV caches to compare with the first: fp16, fp32, int8 or fp8.")
-    ] = "fp16,int8,fp8",
+    ] = "fp16,fp8",
 ) -> None:
     """Measure perplexity, KL divergence and top-1 agreement of CKPT against its base, on the kernels that serve.
 
