@@ -28,7 +28,7 @@ _PLACES = ("Oslo", "Lima", "Cairo", "Paris", "Delhi", "Quito", "Accra", "Tokyo")
 class Haystack:
     """lengths in tokens, question and answer included; depths 0 (at the beginning) to 1; needles for each cell."""
 
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048)
+    lengths: tuple[int, ...] = (128, 256, 512, 1024)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     needles: int = 2
 

@@ -97,7 +97,7 @@ def evaluate(
     needle: Annotated[
         bool, typer.Option("--needle", help="Look for a sentence in long texts, with different KV caches.")
     ] = False,
-    needle_lengths: Annotated[str, typer.Option(help="Tokens of the texts.")] = "256,512,1024,2048",
+    needle_lengths: Annotated[str, typer.Option(help="Tokens of the texts.")] = "128,256,512,1024",
     needle_depths: Annotated[str, typer.Option(help="Where the sentence stands, in percent.")] = "0,25,50,75,100",
     needle_samples: Annotated[int, typer.Option(help="Sentences for each length and depth.")] = 2,
     kv_cache_dtypes: Annotated[

@@ -16,6 +16,7 @@ from qserve.evals.pieces import Piece
 
 Cli = Callable[..., Any]
 SCORED = ("--tokens", "128", "--window", "32", "--no-card")
+SHORT = ("--needle-lengths", "128")
 
 
 def test_a_reference_stands_in_for_the_base(
@@ -106,8 +107,8 @@ def test_needles_and_a_comparison_that_fails(cli: Cli, tiny_model: Path, tmp_pat
         (("--needle", "--tasks", "fox"), ("--tasks and --needle",)),
         (("--needle", "--tokens", "64"), ("--tokens does not go with --needle",)),
         (("--needle", "--kv-cache-dtypes", "auto"), ("--kv-cache-dtypes",)),
-        (("--needle", "--kv-cache-dtypes", "int4"), ("int4",)),
-        (("--needle", "--kv-cache-dtypes", "fp16,int8"), ("int8", "--kv-cache-dtypes")),
+        (("--needle", "--kv-cache-dtypes", "int4", *SHORT), ("int4",)),
+        (("--needle", "--kv-cache-dtypes", "fp16,int8", *SHORT), ("int8", "--kv-cache-dtypes")),
         (("--needle", "--needle-lengths", "600"), ("600", "512")),
         (("--needle", "--needle-depths", "x"), ("--needle-depths",)),
         (("--save-reference", "r.bin"), (".safetensors",)),
