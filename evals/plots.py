@@ -1,48 +1,23 @@
 """Plots of a quantization as SVG text, to be put inside a page.
 
-Knows numbers and matplotlib; does not know the report around them. Text and axes take the page's own colour, so a
-plot reads on light and on dark; text stays text.
+Knows numbers and matplotlib; does not know the report around them.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap, Normalize
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
+from qserve.evals.svg import COLOURS, MARKERS, logarithmic, svg
 from qserve.quantize.allocate import Tried
 from qserve.quantize.layer import LayerReport
 
-# Middle tones, which both a white and a black page set off (after Okabe and Ito, told apart by the colour-blind).
-_COLOURS = ("#3182bd", "#e6842a", "#2a9d6f", "#c8588f", "#8a7fd1", "#b0912f", "#4fb3bf", "#d05a4e")
-_MARKERS = "osD^vPX*"
-# Stands for the page's text colour until the SVG is written.
-_INK = "#010203"
-_STYLE: dict[Any, Any] = {
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 10,
-    "grid.alpha": 0.15,
-    "grid.color": _INK,
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-    "text.color": _INK,
-    "text.parse_math": False,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-}
 _LINEAR = re.compile(r"^(?:.*?\.)?(\d+)\.(.+)$")
 
 
@@ -54,17 +29,17 @@ def error_per_layer(layers: Sequence[LayerReport]) -> str:
         for index, (kind, values) in enumerate(kinds.items()):
             axes.plot(
                 list(values), list(values.values()), label=kind, linewidth=1.2, markersize=4,
-                color=_COLOURS[index % len(_COLOURS)], marker=_MARKERS[index % len(_MARKERS)],
+                color=COLOURS[index % len(COLOURS)], marker=MARKERS[index % len(MARKERS)],
             )  # fmt: skip
         if all(value > 0 for values in kinds.values() for value in values.values()):
-            _logarithmic(axes)
+            logarithmic(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("block")
         axes.set_ylabel("squared error of the output, relative")
         axes.grid(True, axis="y")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
-    return _svg(draw, "error", (9.0, 3.8))
+    return svg(draw, "error", (9.0, 3.8))
 
 
 def bits_per_layer(layers: Sequence[LayerReport]) -> str:
@@ -94,7 +69,7 @@ def bits_per_layer(layers: Sequence[LayerReport]) -> str:
         for spine in axes.spines.values():
             spine.set_visible(False)
 
-    return _svg(draw, "bits", (9.0, 0.9 + 0.32 * len(kinds)))
+    return svg(draw, "bits", (9.0, 0.9 + 0.32 * len(kinds)))
 
 
 def divergence_against_size(tried: Sequence[Tried]) -> str:
@@ -105,10 +80,10 @@ def divergence_against_size(tried: Sequence[Tried]) -> str:
     def draw(axes: Axes) -> None:
         if curve:
             axes.plot(
-                [each.bits_per_weight for each in curve], [each.kl for each in curve], color=_COLOURS[0],
+                [each.bits_per_weight for each in curve], [each.kl for each in curve], color=COLOURS[0],
                 linewidth=1.4, label="predicted, best mix for each size",
             )  # fmt: skip
-        for measured, name, colour in ((False, "predicted", _COLOURS[0]), (True, "measured", _COLOURS[1])):
+        for measured, name, colour in ((False, "predicted", COLOURS[0]), (True, "measured", COLOURS[1])):
             own = [each for each in points if each.measured == measured]
             if own:
                 axes.scatter(
@@ -122,14 +97,14 @@ def divergence_against_size(tried: Sequence[Tried]) -> str:
                 each.label, (each.bits_per_weight, each.kl), xytext=where, textcoords="offset points", ha=side,
                 fontsize=8,
             )  # fmt: skip
-        _logarithmic(axes)
+        logarithmic(axes)
         axes.set_xlabel("stored bits per quantized weight")
         axes.set_ylabel("mean KL divergence (nats)")
         axes.grid(True)
         axes.margins(x=0.25)
         axes.legend(loc="upper right")
 
-    return _svg(draw, "size", (9.0, 4.2))
+    return svg(draw, "size", (9.0, 4.2))
 
 
 def stored_bits(layer: LayerReport) -> float:
@@ -138,13 +113,6 @@ def stored_bits(layer: LayerReport) -> float:
     if -1 in (scheme.group_size, scheme.rows):
         return float(scheme.bits)
     return scheme.storage_bits(scheme.rows, scheme.group_size) / (scheme.rows * scheme.group_size)
-
-
-def _logarithmic(axes: Axes) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _by_kind(layers: Sequence[LayerReport], value: Callable[[LayerReport], float]) -> Mapping[str, dict[int, float]]:
@@ -157,18 +125,3 @@ def _by_kind(layers: Sequence[LayerReport], value: Callable[[LayerReport], float
     return {
         kind: {block: fmean(values) for block, values in sorted(blocks.items())} for kind, blocks in found.items()
     }
-
-
-def _svg(draw: Callable[[Axes], None], salt: str, size: tuple[float, float]) -> str:
-    """The ``svg`` element alone. ``salt`` keeps identifiers of several plots on one page apart."""
-    with rc_context({**_STYLE, "svg.hashsalt": salt}):
-        figure = Figure(figsize=size, layout="constrained")
-        figure.patch.set_alpha(0)
-        axes = figure.add_subplot()
-        axes.patch.set_alpha(0)
-        draw(axes)
-        buffer = io.StringIO()
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
-    text = buffer.getvalue()
-    return text[text.index("<svg") :].replace(_INK, "currentColor").strip()

@@ -10,37 +10,18 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from qserve.checkpoint.errors import QServeError
-from qserve.checkpoint.files import write_atomically
 from qserve.checkpoint.spec import QuantSpec
 from qserve.evals import plots
-from qserve.evals.report import Report, Section, quality_report
+from qserve.evals.page import document, figure, table
+from qserve.evals.quality_report import quality_report
+from qserve.evals.report import Metric, Report, Section, save
 from qserve.evals.worst import WorstToken
 from qserve.quantize.job import QuantizeReport
 
 NAME = "quantization"
-
-_CSS = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #5d6878; --page: #fdfdfc; --line: #d9dde3; --head: #f2f4f6; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #dfe4ea; --soft: #98a3b1; --page: #14181d; --line: #323a44; --head: #1d232a; }
-}
-body { color: var(--ink); background: var(--page); font: 15px/1.5 system-ui, sans-serif; max-width: 68rem;
-  margin: 2.5rem auto; padding: 0 1.2rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
-p.soft, figcaption { color: var(--soft); font-size: .88rem; margin: .2rem 0; }
-pre { background: var(--head); padding: .6rem .8rem; border-radius: 4px; overflow-x: auto; font-size: .85rem; }
-figure { margin: 0; } svg { max-width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif; }
-div.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
-th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; } th { color: var(--soft); font-weight: 600; }
-summary { cursor: pointer; color: var(--soft); }
-"""
-
 
 def write_report(
     directory: Path, report: QuantizeReport, *, name: str, command: str, worst: Sequence[WorstToken] = ()
@@ -51,14 +32,14 @@ def write_report(
     ``QServeError`` where a file cannot be written.
     """
     paths = tuple(directory / f"{NAME}.{ending}" for ending in ("json", "md", "html"))
-    full = Report(NAME, f"Quantization of {name}", command, _data(report, worst), _sections(report, name, worst))
+    full = Report(
+        NAME, f"Quantization of {name}", command, _data(report, worst), _sections(report, name, worst),
+        metrics=_metrics(report),
+    )  # fmt: skip
     shown = replace(full, title=_markdown(full.title), sections=tuple(map(_escaped, full.sections)))
     full.write(paths[0], None)
     shown.write(None, paths[1])
-    try:
-        write_atomically(paths[2], _page(full, report).encode())
-    except OSError as error:
-        raise QServeError(f"cannot write {paths[2]}: {error.strerror or error}") from None
+    save(paths[2], _page(full, report))
     return paths
 
 
@@ -77,6 +58,18 @@ def _data(report: QuantizeReport, worst: Sequence[WorstToken]) -> dict[str, Any]
         "tried": [asdict(each) for each in report.tried],
         "worst": [asdict(each) for each in worst],
     }
+
+
+def _metrics(report: QuantizeReport) -> tuple[Metric, ...]:
+    card = report.card
+    measured = () if card is None else (
+        Metric("kl_mean", card.kl_mean, "nats", "lower"), Metric("perplexity", card.perplexity, "", "lower"),
+        Metric("top1_agreement", card.top1_agreement, "", "higher"),
+    )  # fmt: skip
+    return (
+        *measured, Metric("checkpoint_size", report.forecast.checkpoint_bytes, "bytes", "lower"),
+        Metric("seconds", report.seconds, "s", "lower"), Metric("peak_memory", report.peak_bytes, "bytes", "lower"),
+    )  # fmt: skip
 
 
 def _spec(spec: QuantSpec) -> dict[str, Any]:
@@ -179,30 +172,6 @@ def _page(full: Report, report: QuantizeReport) -> str:
             "Divergence against size", "KL divergence of the next-token distributions from the base model's.",
             plots.divergence_against_size(report.tried),
         ))  # fmt: skip
-    drawn = [
-        f"<figure><h2>{title}</h2><figcaption>{caption}</figcaption>{svg}</figure>" for title, caption, svg in figures
-    ]
-    summary, *rest, layers = (_table(section) for section in full.sections)
+    summary, *rest, layers = (table(section) for section in full.sections)
     details = f"<details><summary>Every linear ({len(report.layers)})</summary>{layers}</details>"
-    # Should an escape ever be forgotten, the policy still keeps the page from running or fetching anything.
-    return "\n".join([
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        f"<title>{escape(full.title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>",
-        f"<h1>{escape(full.title)}</h1>",
-        f'<p class="soft">{escape(", ".join(f"{key} {value}" for key, value in full.environment.items()))}</p>',
-        f"<pre>{escape(full.command)}</pre>",
-        summary, *drawn, *rest, details,
-        "</body>\n</html>\n",
-    ])  # fmt: skip
-
-
-def _table(section: Section) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    head = f"<thead>{row(section.header, 'th')}</thead>" if any(section.header) else ""
-    body = "\n".join(row(cells, "td") for cells in section.rows)
-    title = f"<h2>{escape(section.title)}</h2>"
-    return f'<section>{title}<div class="wide"><table>{head}<tbody>\n{body}\n</tbody></table></div></section>'
+    return document(full, [summary, *(figure(*each) for each in figures), *rest, details])
