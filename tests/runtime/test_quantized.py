@@ -317,13 +317,13 @@ def test_the_plan_counts_what_is_allocated(checkpoints: dict[str, Path], name: s
     source = open_model(checkpoints[name])
     engine = Engine(source, EngineConfig(kv_cache_memory=1 << 18, threads=1))
     decoder = engine.runner.decoder  # type: ignore[attr-defined]
-    kept = {t.untyped_storage().data_ptr(): t for p in (decoder._body, decoder._head) for t in p._keep}
-    kept.pop(decoder.kv.data_ptr())
-    buffers = {v.data_ptr() for v in vars(decoder).values() if isinstance(v, torch.Tensor)}
+    kept = {t.data_ptr(): t for p in (decoder._body, decoder._head) for t in p._keep}
+    buffers = {v.untyped_storage().data_ptr() for v in vars(decoder).values() if isinstance(v, torch.Tensor)}
     held = sum(
         t.nbytes
-        for at, t in kept.items()
-        if at not in buffers and not (t.dim() == 2 and t.shape == (decoder.limits.max_logits, 64))
+        for t in kept.values()
+        if t.untyped_storage().data_ptr() not in buffers
+        and not (t.dim() == 2 and t.shape == (decoder.limits.max_logits, 64))
     )
     assert weight_bytes(source, int8_head=True) == pytest.approx(held, rel=0.05)
 
