@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def test_the_arena_keeps_what_it_was_given() -> None:
         assert copy.dtype == tensor.dtype and torch.equal(copy, tensor)
     places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in kept if t.numel())
     assert all(start % 64 == 0 for start, _ in places), "the kernels load whole lines"
-    assert all(end <= start for (_, end), (start, _) in zip(places, places[1:]))
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
     given[3].zero_()
     assert kept[3].any(), "a copy, not a view"
 
