@@ -65,6 +65,7 @@ class Job:
             raise UsageError("--turns must be at least 1, --think at least 0 seconds")
         if self.dataset is not None and (self.trace is not None or self.prefixes):
             raise UsageError("--dataset brings prompts and lengths: neither --trace nor --prefixes go with it")
+        _traffic(self, 1, 1.0, MAX_TOKENS, self.seed)  # which refuses what it cannot be
         if self.trace is not None and self.turns > 1:
             raise UsageError("a trace has requests of one turn: leave out --turns")
 
@@ -101,6 +102,12 @@ def run(job: Job, client: Client, model: str | None, fields: dict[str, Any], upd
 
 async def _run(job: Job, client: Client, model: str | None, fields: dict[str, Any], update: Update) -> Found:
     name, context = await _model(client, model)
+    prompt, output = job.prefix_tokens + job.prompt.longest, job.output.longest
+    if job.dataset is None and job.trace is None and prompt + output > _room(context):
+        raise UsageError(
+            f"prompts of {prompt} and outputs of {output} tokens exceed the {_room(context)} that are filled of the "
+            f"context of {context} tokens"
+        )
     words = Words(secrets.token_hex(3))
     driver = Driver(client, job.endpoint, {"model": name, **fields}, words, job.think)
     await driver.calibrate()
@@ -168,15 +175,20 @@ def _trace(job: Job) -> list[Session]:
 
 def _sessions(job: Job, requests: int, rate: float, context: int, seed: int) -> Iterator[Session]:
     """As many as there may be requests, with times of a Poisson process."""
-    # A text has about the tokens that it shall have: a longest request that does not quite reach the context fits.
-    room = context if context == MAX_TOKENS else context - max(16, context // 20)
-    arrivals = Traffic(
-        rate, requests, job.prompt, job.output, job.burst, job.prefixes, job.prefix_tokens, room, seed
-    )
+    arrivals = _traffic(job, requests, rate, _room(context), seed)
     if job.dataset is None:
         return iter(sessions_of(arrivals, job.turns, job.prompt, job.output, seed))
     talks = read_dataset(job.dataset, job.turns, seed)
     return (Session(each.time, talk.turns) for each, talk in zip(arrivals, talks))
+
+
+def _room(context: int) -> int:
+    """A text has about the tokens that it shall have: a request that does not quite reach the context fits."""
+    return context if context == MAX_TOKENS else context - max(16, context // 20)
+
+
+def _traffic(job: Job, requests: int, rate: float, room: int, seed: int) -> Traffic:
+    return Traffic(rate, requests, job.prompt, job.output, job.burst, job.prefixes, job.prefix_tokens, room, seed)
 
 
 def _allow_connections() -> None:

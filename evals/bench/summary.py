@@ -200,7 +200,7 @@ def _curves(levels: Sequence[Level]) -> list[Plot]:
     """The share of requests that had their first token within a time; one curve for each load."""
     found = []
     for name, title in (("ttft", "Time to first token"), ("tpot", "Time per output token")):
-        series = []
+        series: list[Series] = []
         for level in levels:
             values = sorted(getattr(level.run.records, name)())
             if len(values) > 1:
@@ -211,7 +211,7 @@ def _curves(levels: Sequence[Level]) -> list[Plot]:
         if series:
             found.append(Plot(
                 f"{title}: how many requests within how long", "One curve for each load; the further left, the better.",
-                "milliseconds", "requests (%)", tuple(series), log_x=True,
+                "milliseconds", "requests (%)", tuple(series), log_x=min(each.x[0] for each in series) > 0,
             ))  # fmt: skip
     return found
 

@@ -65,6 +65,11 @@ class Lengths:
             raise UsageError(f"{option} must be 1..{MAX_TOKENS} tokens with a sigma of 0..5, not {text!r}")
         return found
 
+    @property
+    def longest(self) -> int:
+        """Of a mix; else the median, for a tail has no end."""
+        return max(self.mix, default=self.median)
+
     def draw(self, random: random.Random, most: int) -> int:
         """One length, at most ``most``: a tail longer than the context is cut."""
         if self.mix:
