@@ -22,7 +22,7 @@ def bench(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL|URL",
+            metavar="MODEL",
             help="A Hugging Face directory, a hub id, a .gguf file, demo, or the URL of any OpenAI-compatible server.",
         ),
     ],
