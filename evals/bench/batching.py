@@ -15,13 +15,15 @@ from dataclasses import asdict, dataclass
 from qserve.checkpoint.errors import UsageError
 from qserve.evals.report import Metric, Plot, Report, Section, Series
 from qserve.evals.simulator.recorder import recording
-from qserve.evals.simulator.traffic import Lengths
+from qserve.evals.simulator.traffic import MAX_TOKENS, Lengths
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.runtime.engine import Engine
 from qserve.runtime.plan import StepPlan
 from qserve.runtime.sampling import SamplingParams
 
 Update = Callable[[int, int], None]
+
+STATIC_BATCHES = 4
 
 
 @dataclass
@@ -80,20 +82,24 @@ class Comparison:
         return self.continuous.per_second / self.static.per_second
 
 
-def lengths_of(output: Lengths, requests: int, most: int, seed: int) -> tuple[int, ...]:
-    """Of a mix as many of each, in random order; else drawn."""
+def lengths_of(output: Lengths, requests: int, batch: int, seed: int) -> tuple[int, ...]:
+    """Of a mix as many of each in every batch, in random order; else drawn."""
     draw = random.Random(seed)
     if not output.mix:
-        return tuple(output.draw(draw, most) for _ in range(requests))
-    found = [min(output.mix[index % len(output.mix)], most) for index in range(requests)]
-    draw.shuffle(found)
+        return tuple(output.draw(draw, MAX_TOKENS) for _ in range(requests))
+    found: list[int] = []
+    for start in range(0, requests, batch):
+        part = [output.mix[index % len(output.mix)] for index in range(start, min(start + batch, requests))]
+        draw.shuffle(part)
+        found += part
     return tuple(found)
 
 
 def compare(
     engine: Engine, text: Sequence[int], prompt: int, lengths: Sequence[int], update: Update = lambda done, total: None
 ) -> Comparison:
-    """Serve the same requests both ways. Static before and after, so that a machine that gets slower favours neither.
+    """Serve the requests both ways. Of static batches, which are alike, some: half of them before the rest and half
+    after, so that a machine that gets slower favours neither way.
 
     ``text``: tokens to cut prompts from. The batch is as large as the engine allows.
     """
@@ -105,8 +111,8 @@ def compare(
     draw = random.Random(0)
     starts = [draw.randrange(len(text) - prompt + 1) for _ in lengths]
     prompts = [list(text[start : start + prompt]) for start in starts]
-    batches = [slice(start, start + batch) for start in range(0, len(lengths), batch)]
-    half, total = (len(batches) + 1) // 2, 2 * len(lengths)
+    batches = [slice(start, start + batch) for start in range(0, len(lengths), batch)][:STATIC_BATCHES]
+    half, total = (len(batches) + 1) // 2, len(lengths) + min(len(lengths), len(batches) * batch)
     done = 0
 
     def one(part: slice, floor: int) -> Batching:
@@ -155,11 +161,14 @@ def batching_report(found: Comparison, title: str, command: str) -> Report:
     """Both ways side by side, and what either kind of cache wastes under continuous batching."""
     static, continuous = found.static, found.continuous
     rows = [
-        (way, f"{it.steps:,}", f"{it.per_step / found.batch:.1%}", f"{it.seconds:.1f} s", f"{it.per_second:.1f}")
+        (
+            way, f"{it.requests:,}", f"{it.tokens:,}", f"{it.steps:,}", f"{it.per_step / found.batch:.1%}",
+            f"{it.seconds:.1f} s", f"{it.per_second:.1f}",
+        )
         for way, it in (("static", static), ("continuous", continuous))
-    ]
-    rows.append(("gain", f"{found.gain_in_steps:.2f}x", "", "", f"{found.gain_in_time:.2f}x"))
-    rows.append(("bound, longest over mean", f"{found.bound:.2f}x", "", "", ""))
+    ]  # fmt: skip
+    rows.append(("gain", "", "", "", f"{found.gain_in_steps:.2f}x", "", f"{found.gain_in_time:.2f}x"))
+    rows.append(("bound, longest over mean", "", "", "", f"{found.bound:.2f}x", "", f"{found.bound:.2f}x"))
     caches = (
         ("in blocks", continuous.paged),
         ("in one piece, for the longest request", continuous.contiguous),
@@ -171,7 +180,7 @@ def batching_report(found: Comparison, title: str, command: str) -> Report:
     mix = Section(
         f"{len(found.lengths):,} requests on {found.batch} slots: prompts of {found.prompt}, outputs of "
         f"{min(found.lengths)} to {max(found.lengths)}, mean {sum(found.lengths) / len(found.lengths):.0f} tokens",
-        ("batching", "steps", "slots in use", "time", "output tok/s"),
+        ("batching", "requests", "output", "steps", "slots in use", "time", "output tok/s"),
         tuple(rows),
     )
     memory = Section("KV cache, continuous batching", ("allocated", "holds nothing", "memory, over blocks"), waste)

@@ -251,7 +251,7 @@ def _static(
     if len(levels) > 1:
         raise UsageError("--static compares at one --concurrency")
     requests = requests or 16 * levels[0]
-    lengths = batching.lengths_of(Lengths.parse(output or "10/50/200/500", "--output"), requests, 1 << 20, seed)
+    lengths = batching.lengths_of(Lengths.parse(output or "10/50/200/500", "--output"), requests, levels[0], seed)
     source = steps.open_source(model)
     config = EngineConfig(
         kernels=kernels,
