@@ -28,11 +28,13 @@ _DRAWING = re.compile(r"^[\s*=\-~^#.+|_]*$")
 
 @dataclass(frozen=True)
 class Text:
-    """``sha256`` is the hash of exactly ``text``, in UTF-8, so a card can say what was read."""
+    """``sha256`` is the hash of exactly ``text``, in UTF-8, so a card can say what was read. ``documents`` are its
+    parts where the source has such: the lines of a JSONL file, the rows of a dataset."""
 
     name: str
     text: str
     sha256: str
+    documents: tuple[str, ...] = ()
 
 
 def load_text(source: str, split: Split = "calibrate") -> Text:
@@ -44,19 +46,24 @@ def load_text(source: str, split: Split = "calibrate") -> Text:
     the source names one. Raises ``DataError`` for what is missing, unreadable, binary or empty.
     """
     path = Path(os.path.expanduser(source))
+    documents: list[str] = []
     if source == "builtin":
         name, text = f"builtin ({split})", _builtin(split)
     elif path.is_file():
         name, text = path.name, _file(path)
+        if path.suffix.lower() in (".jsonl", ".json"):
+            documents = _jsonl(path, text)
+            text = "\n\n".join(documents)
     elif path.suffix.lower() in _FILE_SUFFIXES or path.is_dir():
         problem = "is a directory" if path.is_dir() else "does not exist"
         raise DataError(f"{source} {problem}; give a text or JSONL file, builtin, or a dataset")
     else:
-        name, text = _dataset(source, split)
+        name, documents = _dataset(source, split)
+        text = "\n\n".join(documents)
     if not text.strip():
         raise DataError(f"{source} holds no text")
     try:
-        return Text(name, text, hashlib.sha256(text.encode()).hexdigest())
+        return Text(name, text, hashlib.sha256(text.encode()).hexdigest(), tuple(documents))
     except UnicodeEncodeError:
         raise DataError(f"{source} holds half of a surrogate pair, which is not text") from None
 
@@ -72,10 +79,10 @@ def _file(path: Path) -> str:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start:,} is {raw[error.start]:#04x})") from None
     if "\0" in text:
         raise DataError(f"{path} is a binary file (it holds NUL bytes), not text")
-    return _jsonl(path, text) if path.suffix.lower() in (".jsonl", ".json") else text
+    return text
 
 
-def _jsonl(path: Path, text: str) -> str:
+def _jsonl(path: Path, text: str) -> list[str]:
     documents = []
     # Only "\n" ends a JSONL record: splitlines() would also cut at separators that JSON strings may hold.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -88,10 +95,10 @@ def _jsonl(path: Path, text: str) -> str:
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             raise DataError(f'{path}, line {number}: expected an object with a string field "text"')
         documents.append(row["text"])
-    return "\n\n".join(documents)
+    return documents
 
 
-def _dataset(source: str, split: Split) -> tuple[str, str]:
+def _dataset(source: str, split: Split) -> tuple[str, list[str]]:
     """``wikitext2`` follows the usual protocol: the raw rows of its split, joined by blank lines."""
     wanted = "wikitext:wikitext-2-raw-v1" if source == "wikitext2" else source
     if source == "wikitext2":
@@ -110,7 +117,7 @@ def _dataset(source: str, split: Split) -> tuple[str, str]:
         if chosen is None:
             raise DataError(f"{source} has no split {' or '.join(choices)}; it has {', '.join(available)}")
         rows = datasets.load_dataset(name, config, split=chosen, streaming=True)
-        return f"{source} ({chosen})", _join(source, rows)
+        return f"{source} ({chosen})", _texts(source, rows)
     except DataError:
         raise
     # ``datasets`` raises whatever its file systems, its builders and the network raise.
@@ -122,7 +129,7 @@ def _dataset(source: str, split: Split) -> tuple[str, str]:
         ) from None
 
 
-def _join(source: str, rows: Iterable[dict[str, Any]]) -> str:
+def _texts(source: str, rows: Iterable[dict[str, Any]]) -> list[str]:
     texts, characters = [], 0
     for row in rows:
         if not isinstance(row.get("text"), str):
@@ -131,7 +138,7 @@ def _join(source: str, rows: Iterable[dict[str, Any]]) -> str:
         characters += len(row["text"])
         if characters >= DATASET_CHARACTERS:
             break
-    return "\n\n".join(texts)
+    return texts
 
 
 @lru_cache(maxsize=2)

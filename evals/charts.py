@@ -9,7 +9,6 @@ import math
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qserve.evals.report import Plot, Series
 from qserve.evals.svg import COLOURS, MARKERS, logarithmic, svg
@@ -21,8 +20,8 @@ _MARKED_POINTS = 40
 def chart(plot: Plot, salt: str) -> str:
     """The ``svg`` element. ``salt`` keeps identifiers of several plots on one page apart."""
     if plot.kind == "grid":
-        return svg(lambda axes: _grid(axes, plot), salt, (9.0, 1.3 + 0.42 * len(plot.series)))
-    return svg(lambda axes: _curves(axes, plot), salt, (9.0, 3.8))
+        return svg(lambda axes: _grid(axes, plot), salt, (6.2, 1.1 + 0.42 * len(plot.series)))
+    return svg(lambda axes: _curves(axes, plot), salt, (6.2, 3.6))
 
 
 def _curves(axes: Axes, plot: Plot) -> None:
@@ -43,8 +42,8 @@ def _curves(axes: Axes, plot: Plot) -> None:
         logarithmic(axes, "x")
     if plot.log_y:
         logarithmic(axes)
-    elif plot.kind == "bar":
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    elif all(y >= 0 for series in plot.series if not series.right for y in series.y):
+        axes.set_ylim(bottom=0)  # heights compare only from nothing up
     if plot.ticks:
         step = max(1, len(plot.ticks) // 20)
         axes.set_xticks(range(0, len(plot.ticks), step), plot.ticks[::step])
@@ -60,7 +59,7 @@ def _curves(axes: Axes, plot: Plot) -> None:
         for more, found in zip((handles, labels), right.get_legend_handles_labels()):
             more += found
     if len(labels) > 1:
-        axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.08 if right is not None else 1.0, 1.0))
+        axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.2)
 
 
 def _line(axes: Axes, series: Series, index: int) -> None:
@@ -85,7 +84,7 @@ def _bars(axes: Axes, series: Series, index: int, count: int) -> None:
 def _grid(axes: Axes, plot: Plot) -> None:
     cells = [list(series.y) for series in plot.series]
     colours = LinearSegmentedColormap.from_list("cells", ["#c8588f", "#e8c37a", "#2a9d6f"])
-    shown = axes.pcolormesh(cells, cmap=colours, edgecolor="#80808040", linewidth=0.5)
+    axes.pcolormesh(cells, cmap=colours, edgecolor="#80808040", linewidth=0.5)
     for row, values in enumerate(cells):
         for column, value in enumerate(values):
             if math.isfinite(value):
@@ -98,9 +97,3 @@ def _grid(axes: Axes, plot: Plot) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    figure = axes.get_figure()
-    assert figure is not None
-    bar = figure.colorbar(shown, ax=axes, format=FuncFormatter(lambda value, _: f"{value:g}"), pad=0.02)
-    bar.locator = MaxNLocator(4)
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.set_label(plot.y)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from qserve.checkpoint.card import QualityCard
@@ -76,18 +79,66 @@ def ratio(text: str, option: str) -> float:
     return value
 
 
+def read_gates(path: Path) -> list[Gate]:
+    """Gates of a TOML file: a table for each metric with ``max``, ``min`` or both, numbers or percentages as "3%".
+
+    Raises ``UsageError`` for a file that says anything else.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--gate {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UsageError(f"--gate {path} is not TOML: {error}") from None
+    gates = []
+    for metric, limits in content.items():
+        if not isinstance(limits, dict) or not limits or not limits.keys() <= {"max", "min"}:
+            raise UsageError(f"--gate {path}: write [{metric}] with max = ... or min = ... below it, and nothing else")
+        for key, limit in limits.items():
+            kind: Literal["at_most", "at_least"] = "at_most" if key == "max" else "at_least"
+            gates.append(Gate(metric, _limit(limit, f"--gate {path}: {key} of {metric}"), kind))
+    if not gates:
+        raise UsageError(f"--gate {path} holds no limits")
+    return gates
+
+
 def judge(gates: Iterable[Gate], card: QualityCard) -> list[GateReport]:
     """Hold a quality card against gates."""
+    values = {gate.metric: float(getattr(card, gate.metric)) for gate in gates}
+    baselines = {"perplexity_increase": card.perplexity_base}
+    return judge_values(gates, values, card.tokens, card.kernel_path, baselines)
+
+
+def judge_values(
+    gates: Iterable[Gate],
+    values: Mapping[str, float],
+    samples: int,
+    environment: str,
+    baselines: Mapping[str, float] | None = None,
+) -> list[GateReport]:
+    """Hold figures, by their names, against gates. Raises ``UsageError`` for a gate on what was not measured."""
     reports = []
     for gate in gates:
-        value = float(getattr(card, gate.metric))
+        if gate.metric not in values:
+            raise UsageError(f"no {gate.metric} is measured here, so it has no limit; there are {', '.join(values)}")
+        value = values[gate.metric]
         # A NaN passes no gate.
         passed = value <= gate.limit if gate.kind == "at_most" else value >= gate.limit
-        baseline = card.perplexity_base if gate.metric == "perplexity_increase" else None
-        reports.append(
-            GateReport(gate.metric, value, gate.limit, gate.kind, passed, card.tokens, card.kernel_path, baseline)
-        )
+        baseline = (baselines or {}).get(gate.metric)
+        reports.append(GateReport(gate.metric, value, gate.limit, gate.kind, passed, samples, environment, baseline))
     return reports
+
+
+def _limit(value: object, where: str) -> float:
+    """Unlike ``ratio``, below 0 too: a log-likelihood is."""
+    try:
+        if isinstance(value, str) and value.endswith("%"):
+            value = float(value[:-1]) / 100.0
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except ValueError:
+        pass
+    raise UsageError(f'{where} must be a number such as 0.03 or a percentage such as "3%", not {value!r}')
 
 
 def table(reports: Sequence[GateReport]) -> list[str]:

@@ -22,7 +22,8 @@ body { color: var(--ink); background: var(--page); font: 15px/1.5 system-ui, san
   margin: 2.5rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
 p.soft, figcaption { color: var(--soft); font-size: .88rem; margin: .2rem 0; }
-pre { background: var(--head); padding: .6rem .8rem; border-radius: 4px; overflow-x: auto; font-size: .85rem; }
+pre { background: var(--head); padding: .6rem .8rem; border-radius: 4px; overflow-x: auto; font-size: .85rem;
+  white-space: pre-wrap; }
 figure { margin: 0; } svg { max-width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif; }
 div.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
@@ -33,8 +34,11 @@ dl div { background: var(--head); border-radius: 6px; padding: .7rem .9rem; }
 dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; font-variant-numeric: tabular-nums; }
 dd.value { font-size: 1.45rem; font-weight: 600; line-height: 1.3; } dd.value small { font-size: .8rem;
   font-weight: 400; color: var(--soft); } dd.range { color: var(--soft); font-size: .78rem; }
+div.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(29rem, 100%), 1fr)); gap: 0 2rem; }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
 """
+# The verdicts of gates and comparisons.
+_TONES = {"passed": "good", "better": "good", "FAILED": "bad", "worse": "bad"}
 # As many figures as are taken in at a glance.
 _TILES = 6
 
@@ -44,7 +48,9 @@ def page(report: Report) -> str:
     from qserve.evals.charts import chart
 
     drawn = [figure(plot.title, plot.caption, chart(plot, f"plot{n}")) for n, plot in enumerate(report.plots)]
-    return document(report, [_tiles(report.metrics), _verdict(report), *drawn, *map(table, report.tables())])
+    plots = f'<div class="plots">{"".join(drawn)}</div>' if drawn else ""
+    first, *rest = [*map(table, report.tables()), ""]
+    return document(report, [_tiles(report.metrics), _verdict(report), first, plots, *rest])
 
 
 def document(report: Report, parts: Sequence[str]) -> str:
@@ -69,12 +75,17 @@ def figure(title: str, caption: str, svg: str) -> str:
 
 def table(section: Section) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}{_tone(cell)}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     head = f"<thead>{row(section.header, 'th')}</thead>" if any(section.header) else ""
     body = "\n".join(row(cells, "td") for cells in section.rows)
     title = f"<h2>{escape(section.title)}</h2>"
     return f'<section>{title}<div class="wide"><table>{head}<tbody>\n{body}\n</tbody></table></div></section>'
+
+
+def _tone(cell: str) -> str:
+    tone = _TONES.get(cell.split(" ", 1)[0])
+    return f' class="{tone}"' if tone else ""
 
 
 def _tiles(metrics: Sequence[Metric]) -> str:
@@ -95,4 +106,5 @@ def _verdict(report: Report) -> str:
     failed = [gate.metric for gate in report.gates if not gate.passed]
     if failed:
         return f'<p class="bad">Failed: {escape(", ".join(failed))}</p>'
-    return f'<p class="good">All {len(report.gates)} gates passed.</p>'
+    count = len(report.gates)
+    return f'<p class="good">{"All" if count > 1 else ""} {count} gate{"s" if count > 1 else ""} passed.</p>'

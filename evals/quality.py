@@ -1,71 +1,56 @@
-"""How far a model is from its base, token by token: perplexity, KL divergence, top-1 agreement.
+"""What is measured of a model beside its base, and its quality card: perplexity, KL divergence, top-1 agreement.
 
 Both models are measured through the serving engine, so the numbers belong to the kernels that serve; or, in families
-that it does not compute, both through transformers. Knows scorers and windows of tokens; does not know limits
-(``gate``) or files.
+that it does not compute, both through transformers. Knows how to load scorers and to cut a text into pieces; does not
+know limits (``gate``) or reports.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from qserve.calibration.text import Text
 from qserve.calibration.windows import evaluation_windows
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError, DataError, UsageError
 from qserve.checkpoint.source import ModelSource
+from qserve.evals.divergence import Divergence, Progress, Scorer, compare
+from qserve.evals.pieces import Piece, of_documents, of_windows, sliding
+from qserve.evals.reference import Reference, Setting, vocabulary_hash
 from qserve.evals.worst import WorstTokens
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.rope import context_limit
 
-Progress = Callable[[int, int], None]
-
-
-class Scorer(Protocol):
-    """What gives each token of a text its probability: an ``Engine``, or a ``TransformersScorer``."""
-
-    source: ModelSource
-    model_name: str
-    vocab_size: int
-    tokenizer: Any
-
-    def score(self, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
-        """``(position, float32 [n, vocab])``: row i holds the log-probabilities of the token at position + i + 1."""
-        ...
+_SCOPE = "next-token distributions on one English text; says nothing of other languages or of long contexts"
 
 
 @dataclass(frozen=True)
 class EvalJob:
-    """What to score: the first ``tokens`` tokens of ``text``, in consecutive windows of ``window`` tokens."""
+    """What to score: the first ``tokens`` tokens of ``text``, in windows of ``window`` tokens, one every ``stride``
+    (None: consecutive), or document by document, those longer than ``window`` in parts."""
 
     text: Text
     tokens: int = 16384
     window: int = 1024
+    by: Literal["window", "document"] = "window"
+    stride: int | None = None
 
-
-@dataclass
-class Divergence:
-    """Per scored token, float64: negative log-likelihoods (nats), KL(base || model) (nats), same first choice."""
-
-    base_nll: Tensor
-    nll: Tensor
-    kl: Tensor
-    agree: Tensor
-
-    @property
-    def tokens(self) -> int:
-        return len(self.nll)
+    def setting(self, base: ModelSource) -> Setting:
+        return Setting(
+            base.name, base.sha256(), self.text.name, self.text.sha256, self.by, self.window, self.stride or self.window
+        )
 
 
 def has_native_decoder(source: ModelSource) -> bool:
@@ -77,7 +62,12 @@ def has_native_decoder(source: ModelSource) -> bool:
 
 
 def eval_config(
-    window: int, models: Sequence[ModelSource], *, kernels: str = "auto", threads: int | None = None
+    window: int,
+    models: Sequence[ModelSource],
+    *,
+    kernels: str = "auto",
+    threads: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> EngineConfig:
     """An engine for scoring one window at a time: chunks as they are served, and no more KV cache than needed.
 
@@ -87,7 +77,9 @@ def eval_config(
         context = _context(model)
         if window >= context:  # the engine adds a token to the prompt that it scores
             raise UsageError(f"--window {window} must be below the context of {model.name}, {context} tokens")
-    return EngineConfig(max_model_len=window + 1, max_num_seqs=64, kernels=kernels, threads=threads)
+    return EngineConfig(
+        max_model_len=window + 1, max_num_seqs=64, kernels=kernels, threads=threads, kv_cache_dtype=kv_cache_dtype
+    )
 
 
 def scorers(
@@ -98,15 +90,23 @@ def scorers(
     Raises ``UsageError`` where the window does not fit, or ``kernels`` are named for a family that uses none.
     """
     config = eval_config(window, (base, model), kernels=kernels, threads=threads)
-    if has_native_decoder(base) and has_native_decoder(model):
-        return Engine(base, config), Engine(model, config)
-    if kernels != "auto":
-        raise UsageError(f"--kernels {kernels}: {model.name} has no native decoder and is measured by transformers")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    first, second = (scorer(source, config, (base, model)) for source in (base, model))
+    return first, second
+
+
+def scorer(source: ModelSource, config: EngineConfig, models: Sequence[ModelSource] = ()) -> Scorer:
+    """``source`` loaded: an engine where it and all ``models`` it is compared with have a native decoder."""
+    if all(map(has_native_decoder, (source, *models))):
+        return Engine(source, config)
+    if config.kernels != "auto":
+        raise UsageError(
+            f"--kernels {config.kernels}: {source.name} has no native decoder and is measured by transformers"
+        )
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     from qserve.evals.transformers_scorer import TransformersScorer  # imports much of transformers
 
-    return TransformersScorer(base), TransformersScorer(model)
+    return TransformersScorer(source)
 
 
 def _context(model: ModelSource) -> float:
@@ -116,67 +116,47 @@ def _context(model: ModelSource) -> float:
     return stated if isinstance(stated, int) else math.inf
 
 
-def compare(
-    base: Scorer,
-    model: Scorer,
-    windows: Tensor,
-    progress: Progress | None = None,
-    worst: WorstTokens | None = None,
-) -> Divergence:
-    """Score ``windows`` int64 [n, length] with both scorers; tokens 2 .. length of each window count.
+def pieces_of(job: EvalJob, base: ModelSource) -> list[Piece]:
+    """What is scored. Raises ``DataError`` where the text is too short or has no documents."""
+    tokenizer = base.tokenizer()
 
-    Only one chunk of log-probabilities of each model is in memory. Raises ``CheckpointError`` where a model
-    computes NaN.
-    """
-    if base.vocab_size != model.vocab_size:
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    if job.by == "window":
+        ids = encode(job.text.text)
+        if job.stride is None:
+            return of_windows(evaluation_windows(ids, job.tokens, job.window))
+        return sliding(ids, job.tokens, job.window, job.stride)
+    if not job.text.documents:
         raise DataError(
-            f"{base.model_name} has {base.vocab_size} tokens and {model.model_name} {model.vocab_size}: "
-            "they cannot be compared token by token"
+            f"--by document: {job.text.name} is one text; give a JSONL file with a document in each line, or a dataset"
         )
-    parts: list[tuple[Tensor, ...]] = []
-    for number, window in enumerate(windows):
-        tokens = window.tolist()
-        for (start, p), (other, q) in zip(base.score(tokens), model.score(tokens), strict=True):
-            if start != other or p.shape != q.shape:
-                raise DataError("the two models are scored in different chunks: give them the same token budget")
-            rows = min(len(p), len(tokens) - 1 - start)
-            parts.append(_compare_rows(p[:rows], q[:rows], window[start + 1 : start + 1 + rows]))
-            if worst is not None:
-                worst.add(window, start, p[:rows], q[:rows], parts[-1][2])
-        if progress:
-            progress(number + 1, len(windows))
-    result = Divergence(*(torch.cat(part) for part in zip(*parts)))
-    for scorer, values in ((base, result.base_nll), (model, result.nll)):
-        if not bool(torch.isfinite(values).all()):
-            raise CheckpointError(f"{scorer.model_name} computes NaN or infinity: the checkpoint is damaged")
-        if float(values.mean()) > 700.0:  # exp of it would overflow
-            raise CheckpointError(f"{scorer.model_name} gives the text no probability: the checkpoint is damaged")
-    return result
-
-
-def _compare_rows(p: Tensor, q: Tensor, following: Tensor) -> tuple[Tensor, ...]:
-    """p, q float32 [n, vocab] log-probabilities; following int64 [n]."""
-    index = following[:, None]
-    kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0.0)
-    return (
-        -p.gather(1, index)[:, 0].double(),
-        -q.gather(1, index)[:, 0].double(),
-        kl,
-        (p.argmax(-1) == q.argmax(-1)).double(),
-    )
-
-
-def windows_of(job: EvalJob, base: ModelSource) -> Tensor:
-    """int64 [n, window]: what is scored. Raises ``DataError`` where the text is too short."""
-    ids = base.tokenizer()(job.text.text, add_special_tokens=False, verbose=False)["input_ids"]
-    return evaluation_windows(ids, job.tokens, job.window)
+    encoded: list[list[int]] = []
+    for document in job.text.documents:
+        encoded.append(encode(document))
+        if sum(map(len, encoded)) >= job.tokens:
+            break
+    return of_documents(encoded, job.tokens, job.window)
 
 
 def check(job: EvalJob, base: ModelSource) -> None:
     """Refuse now what ``measure`` would refuse after the work of making the model to be measured."""
     eval_config(job.window, (base,))
-    windows_of(job, base)
+    pieces_of(job, base)
     base.sha256()
+
+
+def require_one_vocabulary(base: Scorer | Reference, model: Scorer) -> None:
+    """Raise ``DataError`` where the tokens of the two are not the same."""
+    theirs = model.tokenizer.get_vocab()
+    same = (
+        vocabulary_hash(theirs) == base.vocabulary
+        if isinstance(base, Reference)
+        else theirs == base.tokenizer.get_vocab()
+    )
+    if not same:
+        raise DataError(f"{model.model_name} and {base.model_name} have different tokenizers")
 
 
 def measure(
@@ -188,36 +168,56 @@ def measure(
 ) -> QualityCard:
     """The card of ``model`` against ``base``; ``worst`` is shown every token. Raises ``DataError`` where the text is
     too short."""
-    if model.tokenizer.get_vocab() != base.tokenizer.get_vocab():
-        raise DataError(f"{model.model_name} and {base.model_name} have different tokenizers")
-    found = compare(base, model, windows_of(job, base.source), progress, worst)
-    return card_of(found, base.source, job, _kernel_path(model))
+    require_one_vocabulary(base, model)
+    found = compare(base, model, pieces_of(job, base.source), progress, worst)
+    return card_of(found, job.setting(base.source), kernel_path(model))
 
 
-def card_of(found: Divergence, base: ModelSource, job: EvalJob, kernel_path: str) -> QualityCard:
+def card_of(found: Divergence, setting: Setting, kernels: str, remark: str = "") -> QualityCard:
+    """``remark`` is added to what the card says of its scope."""
     quantiles = found.kl.quantile(torch.tensor([0.5, 0.9], dtype=torch.float64))
     return QualityCard(
-        base_name=base.name,
-        base_sha256=base.sha256(),
-        data_name=job.text.name,
-        data_sha256=job.text.sha256,
+        base_name=setting.base_name,
+        base_sha256=setting.base_sha256,
+        data_name=setting.data_name,
+        data_sha256=setting.data_sha256,
         tokens=found.tokens,
-        window=job.window,
+        window=setting.window,
         perplexity_base=math.exp(float(found.base_nll.mean())),
         perplexity=math.exp(float(found.nll.mean())),
         kl_mean=float(found.kl.mean()),
         kl_median=float(quantiles[0]),
         kl_p90=float(quantiles[1]),
         top1_agreement=float(found.agree.mean()),
-        kernel_path=kernel_path,
+        kernel_path=kernels,
         created=datetime.now(UTC).date().isoformat(),
-        versions={"qserve-llm": version("qserve-llm"), "torch": version("torch"), "python": platform.python_version()},
-        scope="next-token distributions on one English text; says nothing of other languages or of long contexts",
+        versions=_versions(),
+        scope="; ".join(filter(None, (_SCOPE, _cut(setting), remark))),
     )
 
 
-def _kernel_path(model: Scorer) -> str:
+def measurement_key(base: Setting, model: Scorer, pieces: Sequence[Piece]) -> str:
+    """What a measurement depends on, so that one is never continued with the results of another."""
+    facts = [asdict(base), model.source.sha256(), kernel_path(model), _versions()]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for piece in pieces:
+        digest.update(f"{piece.first} {piece.unit} {piece.tokens.tolist()}".encode())
+    return digest.hexdigest()
+
+
+def kernel_path(model: Scorer) -> str:
+    """Which kernels compute the model, for the card."""
     if not isinstance(model, Engine):
         return "transformers (dequantized; no native decoder)"
     isa = getattr(model.executor, "isa", "torch")
     return f"{model.executor.name} ({isa}, KV {model.config.kv_cache_dtype}, head {model.config.head})"
+
+
+def _cut(setting: Setting) -> str:
+    if setting.by == "document":
+        return "each document by itself"
+    return "" if setting.stride == setting.window else f"a window every {setting.stride:,} tokens"
+
+
+def _versions() -> dict[str, str]:
+    return {"qserve-llm": version("qserve-llm"), "torch": version("torch"), "python": platform.python_version()}

@@ -55,9 +55,10 @@ def svg(draw: Callable[[Axes], None], salt: str, size: tuple[float, float]) -> s
 
 
 def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
-    """1, 2, 5, 10, ... written as plain numbers."""
+    """1, 2, 5, 10, ... written as plain numbers; over many decades only their beginnings."""
     axis: Axis = axes.xaxis if which == "x" else axes.yaxis
     axes.set(**{f"{which}scale": "log"})
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

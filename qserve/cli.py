@@ -26,6 +26,7 @@ from qserve.commands.inspect import inspect
 from qserve.commands.key import key
 from qserve.commands.plan import plan
 from qserve.commands.quantize import quantize
+from qserve.commands.report import report
 from qserve.commands.run import run
 from qserve.commands.simulate import simulate
 from qserve.commands.store import list_models, pull, rm
@@ -46,6 +47,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect,
     "doctor": doctor,
     "bench": bench,
+    "report": report,
     "plan": plan,
     "simulate": simulate,
     "demo": demo,

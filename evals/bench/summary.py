@@ -125,27 +125,27 @@ def _metrics(levels: Sequence[Level], top: Level | None) -> tuple[Metric, ...]:
     if top is not None:
         times = top.latencies()
         found += [
-            Metric("load at the ceiling", top.value, "", "higher"),
-            Metric("output at the ceiling", top.rate, "tok/s", "higher"),
-            Metric("goodput at the ceiling", top.figures()["goodput_per_second"], "requests/s", "higher"),
+            Metric("load_at_the_ceiling", top.value, "", "higher"),
+            Metric("output_at_the_ceiling", top.rate, "tok/s", "higher"),
+            Metric("goodput_at_the_ceiling", top.figures()["goodput_per_second"], "requests/s", "higher"),
             *(
-                Metric(f"{name} p95 at the ceiling", times[name]["p95"] * 1e3, "ms", "lower")
+                Metric(f"{name}_p95_at_the_ceiling", times[name]["p95"] * 1e3, "ms", "lower")
                 for name in ("ttft", "tpot") if name in times
             ),
         ]
     if len(levels) > 1:
-        found.append(Metric("output at most", max(level.rate for level in levels), "tok/s", "higher"))
+        found.append(Metric("output_at_most", max(level.rate for level in levels), "tok/s", "higher"))
     for level in levels:
         if not len(level.run.records):
             continue
-        at = f" at {level.value:g}" if len(levels) > 1 else ""
+        at = f"_at_{level.value:g}" if len(levels) > 1 else ""
         records = level.run.records
         found.append(Metric(f"output{at}", level.rate, "tok/s", "higher"))
         for name, values in (("ttft", records.ttft()), ("tpot", records.tpot())):
             if values:
                 found += [
-                    _mean(f"{name} mean{at}", [value * 1e3 for value in values]),
-                    Metric(f"{name} p95{at}", percentiles(values)["p95"] * 1e3, "ms", "lower"),
+                    _mean(f"{name}_mean{at}", [value * 1e3 for value in values]),
+                    Metric(f"{name}_p95{at}", percentiles(values)["p95"] * 1e3, "ms", "lower"),
                 ]
     return tuple(found)
 

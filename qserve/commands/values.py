@@ -65,8 +65,8 @@ def gates(max_kl: float | None, max_ppl_increase: str | None, min_top1: str | No
     return quality_gates(max_kl=max_kl, max_ppl_increase=max_ppl_increase, min_top1=min_top1)
 
 
-def eval_job(data: str, tokens: int, window: int) -> EvalJob:
-    """``tokens`` of the text named ``data``, in windows of ``window`` tokens."""
+def eval_job(data: str, tokens: int, window: int, by: str = "window", stride: int | None = None) -> EvalJob:
+    """``tokens`` of the text named ``data``, in windows of ``window`` tokens, or by document."""
     from qserve.calibration.text import load_text
     from qserve.evals.quality import EvalJob
 
@@ -74,7 +74,11 @@ def eval_job(data: str, tokens: int, window: int) -> EvalJob:
         raise UsageError("--window must be at least 2")
     if tokens < window:
         raise UsageError(f"--tokens {tokens} does not fill one --window of {window}")
-    return EvalJob(load_text(data, "evaluate"), tokens, window)
+    if by not in ("window", "document"):
+        raise UsageError(f"--by knows window and document, not {by!r}")
+    if stride is not None and not (1 <= stride <= window and by == "window"):
+        raise UsageError(f"--stride must be 1..{window}, the --window, and goes with --by window alone")
+    return EvalJob(load_text(data, "evaluate"), tokens, window, "window" if by == "window" else "document", stride)
 
 
 def command_line() -> str:

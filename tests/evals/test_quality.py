@@ -16,6 +16,7 @@ from qserve.calibration.windows import evaluation_windows
 from qserve.checkpoint.errors import CheckpointError, DataError, UsageError
 from qserve.checkpoint.source import open_model
 from qserve.evals import quality
+from qserve.evals.pieces import of_windows
 from qserve.evals.quality import EvalJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
@@ -67,7 +68,8 @@ def test_compare_matches_an_independent_computation(tiny_model: Path, perturbed:
     p, q = log_probabilities(tiny_model, windows), log_probabilities(perturbed, windows)
     target = windows[:, 1:, None]
     steps: list[tuple[int, int]] = []
-    found = quality.compare(engine(tiny_model), engine(perturbed), windows, lambda *step: steps.append(step))
+    pair = engine(tiny_model), engine(perturbed)
+    found = quality.compare(*pair, of_windows(windows), lambda *step: steps.append(step))
     assert steps == [(1, 3), (2, 3), (3, 3)]
     assert found.tokens == 3 * (WINDOW - 1)
     close = {"atol": 1e-3, "rtol": 1e-3}
@@ -98,20 +100,20 @@ def test_measure_sums_up_what_compare_finds(tiny_model: Path, perturbed: Path, w
 
 
 def test_a_model_is_exactly_itself(tiny_model: Path, windows: Tensor) -> None:
-    found = quality.compare(engine(tiny_model), engine(tiny_model), windows)
+    found = quality.compare(engine(tiny_model), engine(tiny_model), of_windows(windows))
     assert bool((found.kl == 0).all()) and bool((found.agree == 1).all())
     assert torch.equal(found.nll, found.base_nll)
 
 
 def test_what_is_measured_does_not_depend_on_the_chunks(tiny_model: Path, perturbed: Path, windows: Tensor) -> None:
-    small = quality.compare(engine(tiny_model), engine(perturbed), windows)
+    small = quality.compare(engine(tiny_model), engine(perturbed), of_windows(windows))
     whole = {"max_num_batched_tokens": 64, "max_num_seqs": 64}
-    large = quality.compare(engine(tiny_model, **whole), engine(perturbed, **whole), windows)
+    large = quality.compare(engine(tiny_model, **whole), engine(perturbed, **whole), of_windows(windows))
     tolerance = 0.0 if engine(tiny_model).executor.batch_invariant else 1e-4
     for name in ("base_nll", "nll", "kl"):
         torch.testing.assert_close(getattr(small, name), getattr(large, name), atol=tolerance, rtol=0)
     with pytest.raises(DataError, match="different chunks"):
-        quality.compare(engine(tiny_model), engine(perturbed, **whole), windows)
+        quality.compare(engine(tiny_model), engine(perturbed, **whole), of_windows(windows))
 
 
 def test_a_model_that_computes_nan_is_damaged(tiny_model: Path, windows: Tensor, tmp_path: Path) -> None:
@@ -121,7 +123,7 @@ def test_a_model_that_computes_nan_is_damaged(tiny_model: Path, windows: Tensor,
         model.model.norm.weight[3] = float("nan")
     model.save_pretrained(out)
     with pytest.raises(CheckpointError, match="nan computes NaN"):
-        quality.compare(engine(tiny_model), engine(out), windows)
+        quality.compare(engine(tiny_model), engine(out), of_windows(windows))
 
 
 def test_text_and_window_limits(tiny_model: Path, text: Text) -> None:

@@ -1,0 +1,71 @@
+"""Pieces of text to score: consecutive or sliding windows of one text, or documents one by one.
+
+Knows token ids; does not know models or metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.errors import DataError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``tokens`` int64 [n] are read together; those from place ``first`` (at least 1) on count. ``unit`` is the window
+    or document that they belong to: what a confidence interval takes as one observation."""
+
+    tokens: Tensor
+    first: int
+    unit: int
+
+    @property
+    def scored(self) -> int:
+        return len(self.tokens) - self.first
+
+
+def of_windows(windows: Tensor) -> list[Piece]:
+    """Each row of int64 [n, length] by itself; its first token has nothing to be predicted from."""
+    return [Piece(window, 1, unit) for unit, window in enumerate(windows)]
+
+
+def sliding(token_ids: Sequence[int], tokens: int, window: int, stride: int) -> list[Piece]:
+    """Windows that begin every ``stride`` tokens within the first ``tokens``; each token counts once, in the first
+    window that holds it, so all but those of the first window have ``window - stride`` tokens before them at least.
+
+    Raises ``DataError`` where the text is too short.
+    """
+    count = (tokens - window) // stride + 1
+    needed = window + (count - 1) * stride
+    if count < 1 or len(token_ids) < needed:
+        raise DataError(
+            f"{max(count, 1)} windows of {window} tokens, one every {stride}, need {max(needed, window):,} tokens, "
+            f"the text has {len(token_ids):,}; lower --tokens or give more text"
+        )
+    ids = torch.as_tensor(token_ids[:needed], dtype=torch.int64)
+    return [
+        Piece(ids[unit * stride : unit * stride + window], 1 if unit == 0 else window - stride, unit)
+        for unit in range(count)
+    ]
+
+
+def of_documents(documents: Sequence[Sequence[int]], tokens: int, window: int) -> list[Piece]:
+    """The first documents with ``tokens`` tokens together; long ones in parts of ``window``, read by themselves.
+
+    Documents with one token have nothing to predict and are passed over. Raises ``DataError`` where nothing is left.
+    """
+    pieces: list[Piece] = []
+    left = tokens
+    for unit, document in enumerate(documents):
+        ids = torch.as_tensor(document[:left], dtype=torch.int64)
+        pieces += [Piece(part, 1, unit) for part in ids.split(window) if len(part) > 1]
+        left -= len(ids)
+        if left <= 0:
+            break
+    if not pieces:
+        raise DataError("no document has two tokens: there is nothing to predict")
+    return pieces

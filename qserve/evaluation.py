@@ -1,0 +1,164 @@
+"""The four things that ``qserve eval`` measures, each from models to a report: divergence, a reference, tasks, needles.
+
+Composes ``evals``; knows progress bars and what is shown, not the options of the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qserve import console, steps
+from qserve.calibration.text import Text
+from qserve.checkpoint.card import write_card
+from qserve.checkpoint.errors import UsageError
+from qserve.evals import quality
+from qserve.evals.divergence import Divergence, Scorer, compare
+from qserve.evals.gate import Gate, GateReport, judge_values
+from qserve.evals.needle import Haystack, search
+from qserve.evals.needle_report import metrics as needle_metrics
+from qserve.evals.needle_report import needle_report
+from qserve.evals.partial import Partial
+from qserve.evals.pieces import Piece
+from qserve.evals.quality_report import metrics as quality_metrics
+from qserve.evals.quality_report import quality_report
+from qserve.evals.reference import Reference, Setting, record, stored_bytes, vocabulary_hash
+from qserve.evals.report import Metric, Report
+from qserve.evals.tasks import require_lm_eval, run_tasks
+from qserve.evals.tasks_report import metrics as task_metrics
+from qserve.evals.tasks_report import side_by_side, tasks_report
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+
+
+def measure_quality(
+    checkpoint: str, against: str, job: quality.EvalJob | None, kernels: str, threads: int | None, command: str,
+    gates: Sequence[Gate], *, resume: Path | None, noise_floor: bool, card: bool,
+    written: tuple[Path | None, Path | None, Path | None],
+) -> list[GateReport]:  # fmt: skip
+    """Against a base model, or where ``job`` is None against the reference file that ``against`` names."""
+    model = steps.open_source(checkpoint)
+    base: Scorer | Reference
+    setting: Setting
+    pieces: Sequence[Piece]
+    if job is None:
+        reference = base = Reference.load(Path(against))
+        setting, pieces = reference.setting, reference.pieces
+        scorer = quality.scorer(model, quality.eval_config(setting.window, (model,), kernels=kernels, threads=threads))
+        remark = (
+            f"KL from the base's {reference.top:,} likeliest tokens, all others ({reference.rest_mean:.2%} on average) "
+            "as one: never above the true value"
+        )
+    else:
+        source = steps.open_source(against)
+        base, scorer = quality.scorers(source, model, job.window, kernels=kernels, threads=threads)
+        setting, pieces, remark = job.setting(source), quality.pieces_of(job, source), ""
+    quality.require_one_vocabulary(base, scorer)
+    partial = None if resume is None else Partial(resume, quality.measurement_key(setting, scorer, pieces))
+    with console.progress("evaluate") as update:
+        try:
+            found = compare(base, scorer, pieces, update, partial=partial)
+        except KeyboardInterrupt as stopped:
+            if resume is not None:
+                stopped.add_note(f"what was done is in {resume}: the same command goes on from there")
+            raise
+    floor = None
+    if noise_floor:
+        assert not isinstance(base, Reference)
+        floor = _noise_floor(base, setting.window, pieces, kernels, threads)
+    result = quality.card_of(found, setting, quality.kernel_path(scorer), remark)
+    known = quality_metrics(found, setting, floor)
+    reports = _judge(gates, known, found.tokens, result.kernel_path, {"perplexity_increase": result.perplexity_base})
+    steps.show_card(result, reports)  # first: a file that cannot be written must not lose the measurement
+    _show_intervals(known)
+    quality_report(result, model.name, command, reports, found, setting, floor).write(*written)
+    if card and model.spec is not None:
+        write_card(model.path, result)
+    if partial is not None:
+        partial.remove()
+    return reports
+
+
+def save_reference(
+    checkpoint: str, job: quality.EvalJob, out: Path, top: int, kernels: str, threads: int | None
+) -> None:
+    """Store what the model predicts for the text of ``job``."""
+    source = steps.open_source(checkpoint)
+    config = quality.eval_config(job.window, (source,), kernels=kernels, threads=threads)
+    pieces = quality.pieces_of(job, source)
+    vocabulary = source.tokenizer().get_vocab()
+    console.note(f"{out} will hold {console.size(stored_bytes(pieces, min(top, len(vocabulary))))}")
+    with console.progress("record") as update:
+        reference = record(
+            quality.scorer(source, config), job.setting(source), vocabulary_hash(vocabulary), pieces, top, update
+        )
+    reference.save(out)
+    console.line(
+        f"{out}: {len(reference.following):,} tokens of {job.text.name}, {reference.top:,} likeliest of "
+        f"{reference.vocab_size:,} each; all others have {reference.rest_mean:.3%} of the probability on average"
+    )
+
+
+def measure_tasks(
+    checkpoint: str, against: str | None, tasks: Sequence[str], directory: Path | None, limit: int | None,
+    kernels: str, threads: int | None, command: str, gates: Sequence[Gate],
+    written: tuple[Path | None, Path | None, Path | None],
+) -> list[GateReport]:  # fmt: skip
+    """One model after the other, so that both need not fit."""
+    require_lm_eval()
+    sources = [steps.open_source(name) for name in ([] if against is None else [against]) + [checkpoint]]
+    results, path = [], ""
+    for source in sources:
+        engine = Engine(source, EngineConfig(kernels=kernels, threads=threads, max_waiting=1 << 16))
+        path = quality.kernel_path(engine)
+        with console.progress(source.name[:12]) as update:
+            results.append(run_tasks(engine, tasks, directory, limit, update))
+        del engine
+    found = side_by_side(results[0] if against is not None else [], results[-1])
+    reports = _judge(gates, task_metrics(found), len(found), path)
+    base_name = None if against is None else sources[0].name
+    return _tell(tasks_report(found, sources[-1].name, base_name, command, reports), written)
+
+
+def measure_needles(
+    checkpoint: str, text: Text, haystack: Haystack, kv_cache_dtypes: Sequence[str], kernels: str, threads: int | None,
+    command: str, gates: Sequence[Gate], written: tuple[Path | None, Path | None, Path | None],
+) -> list[GateReport]:  # fmt: skip
+    source = steps.open_source(checkpoint)
+    tokens = source.tokenizer()(text.text, add_special_tokens=False, verbose=False)["input_ids"]
+    with console.progress("needle") as update:
+        found = search(source, tokens, haystack, kv_cache_dtypes, update, kernels=kernels, threads=threads)
+    reports = _judge(gates, needle_metrics(found), len(found), f"KV {', '.join(kv_cache_dtypes)}")
+    return _tell(needle_report(found, source.name, command, reports), written)
+
+
+def _noise_floor(
+    base: Scorer, window: int, pieces: Sequence[Piece], kernels: str, threads: int | None
+) -> Divergence:
+    """The base as it serves from the base with keys and values in float32: no quantization can be told apart below."""
+    if not isinstance(base, Engine):
+        raise UsageError("--noise-floor: this family is measured by transformers in float32, which rounds nothing")
+    config = quality.eval_config(window, (base.source,), kernels=kernels, threads=threads, kv_cache_dtype="fp32")
+    with console.progress("noise floor") as update:
+        return compare(Engine(base.source, config), base, pieces, update)
+
+
+def _judge(
+    gates: Sequence[Gate], known: Sequence[Metric], samples: int, environment: str,
+    baselines: dict[str, float] | None = None,
+) -> list[GateReport]:  # fmt: skip
+    return judge_values(gates, {metric.name: metric.value for metric in known}, samples, environment, baselines)
+
+
+def _show_intervals(known: Sequence[Metric]) -> None:
+    for metric in known:
+        if metric.low is not None and metric.high is not None:
+            name = metric.name.replace("_", " ")
+            console.line(f"{name:<20}{metric.value:.4g}, 95 % within {metric.low:.4g} to {metric.high:.4g}")
+
+
+def _tell(report: Report, written: tuple[Path | None, Path | None, Path | None]) -> list[GateReport]:
+    for section in report.tables():
+        console.table(section.title, section.header, section.rows)
+    report.write(*written)
+    return list(report.gates)
