@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from qserve import console
 from qserve.checkpoint.errors import QServeError, UsageError
-from qserve.commands.options import ENGINE, HtmlOut, JsonOut, Kernels, MarkdownOut, Threads
+from qserve.commands.options import ENGINE, GateFile, HtmlOut, JsonOut, Kernels, MarkdownOut, Threads
 from qserve.commands.values import command_line, integers, numbers
 from qserve.runtime.config import EngineConfig
 
@@ -108,6 +109,7 @@ def bench(
     json_path: JsonOut = None,
     markdown_path: MarkdownOut = None,
     html_path: HtmlOut = None,
+    gate: GateFile = None,
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
 ) -> None:
@@ -117,6 +119,9 @@ def bench(
     option of a load (--serve, --rate, --requests, --slo ...), is asked over HTTP: by so many users at once or at a
     rate, and a list of either is a sweep that finds where the objective breaks.
     """
+    from qserve.evals.gate import enforce, judge_values, read_gates
+
+    wanted = [] if gate is None else read_gates(gate)
     load = {
         "--rate": rate, "--requests": requests, "--warmup": warmup, "--burst": burst, "--trace": trace,
         "--dataset": dataset, "--prefixes": prefixes, "--prefix-tokens": prefix_tokens, "--turns": turns,
@@ -148,11 +153,13 @@ def bench(
         report = _batches(
             model, concurrency or "1,8,16", prompt, output or "64", repeats, against, min_ratio, kernels, threads
         )
+    if wanted:
+        values = {metric.name: metric.value for metric in report.metrics}
+        judged = judge_values(wanted, values, 1, report.environment["machine"])
+        report = replace(report, gates=(*report.gates, *judged))
     report.write(json_path, markdown_path, html_path)
     for section in report.sections:
         console.table(section.title, section.header, section.rows)
-    from qserve.evals.gate import enforce
-
     enforce(report.gates)
     if report.data.get("partial"):
         raise QServeError(f"not all of it was measured: {report.data['stopped']}")

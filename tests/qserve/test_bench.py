@@ -48,6 +48,15 @@ def test_the_key_comes_from_the_environment_too(cli: Cli, url: str, monkeypatch:
     cli("bench", url, "--rate", "50", "--model", "hare", *SMALL).refused(1, "does not serve hare; it lists fox")
 
 
+def test_gates(cli: Cli, url: str, tmp_path: Path) -> None:
+    gates = tmp_path / "gates.toml"
+    gates.write_text("[ttft_p95]\nmax = 1e6\n[output]\nmin = 1e9\n")
+    load = ("bench", url, "--api-key", KEY, "--concurrency", "1", *SMALL, "--gate", gates)
+    cli(*load).refused(3, "output")
+    gates.write_text("[e2e]\nmax = 1\n")
+    cli(*load).refused(2, "no e2e is measured", "ttft_p95")
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
