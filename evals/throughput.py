@@ -18,7 +18,7 @@ from qserve.calibration.text import load_text
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.evals.gate import GateReport
-from qserve.evals.report import Report, Section
+from qserve.evals.report import Metric, Report, Section
 from qserve.kernels.threads import default_threads, torch_threads
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
@@ -203,7 +203,16 @@ def report(
                 )  # fmt: skip
     title = f"prompts of {load.prompt} and outputs of {load.output} tokens; {engine.executor.name} kernels"
     section = Section(title, tuple(header), tuple(map(tuple, rows)))
-    return Report("throughput", f"Throughput of {engine.model_name}", command, data, (section,), tuple(judged))
+    metrics = [
+        metric
+        for s in speeds
+        for metric in (
+            Metric(f"output_at_{s.concurrency}", s.output, "tok/s", "higher"),
+            Metric(f"ttft_at_{s.concurrency}", s.ttft * 1e3, "ms", "lower"),
+        )
+    ]
+    title = f"Throughput of {engine.model_name}"
+    return Report("throughput", title, command, data, (section,), tuple(judged), metrics=tuple(metrics))
 
 
 def _cells(speed: Speed) -> list[str]:

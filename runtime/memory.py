@@ -52,8 +52,8 @@ class MemoryPlan:
             f"memory: {_mib(self.weights)} weights + {_mib(self.workspace)} workspace + {_mib(self.kv_cache)} "
             f"KV cache of {_mib(self.available)} available",
             f"KV cache: {self.num_blocks} blocks of {BLOCK_SIZE} tokens; context {self.max_model_len} tokens",
-            f"peak: {_mib(self.peak)} resident with {_mib(self.process)} of the process and {_mib(self.files)} of files "
-            "that can be dropped",
+            f"peak: {_mib(self.peak)} resident, with {_mib(self.process)} of the process itself and "
+            f"{_mib(self.files)} of files that the system drops when it needs room",
         ]
 
 

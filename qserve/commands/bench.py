@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from qserve import console
 from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.commands.options import ENGINE, GateFile, HtmlOut, JsonOut, Kernels, MarkdownOut, Threads
-from qserve.commands.values import command_line, integers, numbers
 from qserve.runtime.config import EngineConfig
-
-if TYPE_CHECKING:
-    from qserve.evals.bench.job import Job
-    from qserve.evals.report import Report
 
 
 def bench(
@@ -119,6 +114,7 @@ def bench(
     option of a load (--serve, --rate, --requests, --slo ...), is asked over HTTP: by so many users at once or at a
     rate, and a list of either is a sweep that finds where the objective breaks.
     """
+    from qserve import benching
     from qserve.evals.gate import enforce, judge_values, read_gates
 
     wanted = [] if gate is None else read_gates(gate)
@@ -134,196 +130,34 @@ def bench(
         others = [*given, *["--serve"] * serve, *["--against"] * (against is not None)]
         if others := [option for option in others if option not in ("--requests", "--seed")]:
             raise UsageError(f"--static is measured in this process: leave out {others[0]}")
-        report = _static(model, concurrency or "64", prompt, output, requests or 0, seed or 0, kernels, threads)
+        report = benching.static(model, concurrency or "64", prompt, output, requests, seed or 0, kernels, threads)
     elif "://" in model or serve or given:
         if against is not None:
             raise UsageError(f"--against is measured in this process: leave out {[*given, '--serve'][0]}")
-        job = _job(
+        job = benching.job(
             concurrency, rate, prompt, output or "64", endpoint or "completions", slo,
             dict(
-                requests=requests, warmup=warmup, burst=burst or 1, trace=trace, dataset=dataset,
-                prefixes=prefixes or 0, prefix_tokens=prefix_tokens or 0, turns=turns or 1, think=think or 0.0,
+                requests=requests, warmup=warmup, burst=1 if burst is None else burst, trace=trace, dataset=dataset,
+                prefixes=prefixes or 0, prefix_tokens=prefix_tokens or 0, turns=1 if turns is None else turns,
+                think=think or 0.0,
                 seed=seed or 0,
             ),
         )  # fmt: skip
         fields = {"temperature": 0.0, **({"ignore_eos": True} if ignore_eos else {})}
         engine = EngineConfig(kernels=kernels, threads=threads)
-        report = _load(model, job, name, api_key, fields, timeout or 600.0, engine)
+        report = benching.load(model, job, name, api_key, fields, 600.0 if timeout is None else timeout, engine)
     else:
-        report = _batches(
+        report = benching.batches(
             model, concurrency or "1,8,16", prompt, output or "64", repeats, against, min_ratio, kernels, threads
         )
-    if wanted:
+    try:
         values = {metric.name: metric.value for metric in report.metrics}
         judged = judge_values(wanted, values, 1, report.environment["machine"])
         report = replace(report, gates=(*report.gates, *judged))
-    report.write(json_path, markdown_path, html_path)
+    finally:  # what was measured is kept, also where a gate asks for something else
+        report.write(json_path, markdown_path, html_path)
     for section in report.sections:
         console.table(section.title, section.header, section.rows)
     enforce(report.gates)
     if report.data.get("partial"):
         raise QServeError(f"not all of it was measured: {report.data['stopped']}")
-
-
-def _job(
-    concurrency: str | None,
-    rate: str | None,
-    prompt: str,
-    output: str,
-    endpoint: str,
-    slo: str | None,
-    rest: dict[str, Any],
-) -> Job:
-    """The loads that the options describe. Raises ``UsageError`` where they contradict each other."""
-    from qserve.evals.bench.job import Job
-    from qserve.evals.simulator.traffic import Lengths
-    from qserve.evals.slo import UNLIMITED, parse_slo
-
-    is_open = rate is not None or rest["trace"] is not None
-    if sum(each is not None for each in (concurrency, rate, rest["trace"])) > 1:
-        raise UsageError("a load has one rhythm: give --concurrency, --rate or --trace")
-    if not is_open and rest["burst"] > 1:
-        raise UsageError("--burst is for a load that comes at a --rate")
-    match endpoint:
-        case "completions" | "chat":
-            kind = endpoint
-        case _:
-            raise UsageError(f"--endpoint is completions or chat, not {endpoint!r}")
-    levels: list[float] = [1.0]
-    if rate is not None:
-        levels = numbers(rate, "--rate")
-    elif rest["trace"] is None:
-        levels = [float(each) for each in integers(concurrency or "1,8,16", "--concurrency")]
-    lengths = Lengths.parse(prompt, "--prompt"), Lengths.parse(output, "--output")
-    objective = UNLIMITED if slo is None else parse_slo(slo, UNLIMITED)
-    return Job(tuple(levels), is_open, *lengths, endpoint=kind, slo=objective, **rest)
-
-
-def _load(
-    model: str,
-    job: Job,
-    name: str | None,
-    api_key: str | None,
-    fields: dict[str, Any],
-    timeout: float,
-    engine: EngineConfig,
-) -> Report:
-    """Of a server, which is started where MODEL is none."""
-    from contextlib import ExitStack
-
-    from qserve.chat_client import api_url
-    from qserve.evals.bench.client import Client
-    from qserve.evals.bench.job import run
-    from qserve.evals.bench.summary import bench_report
-
-    if not 0 < timeout <= 86400:
-        raise UsageError(f"--timeout must be above 0 seconds and at most a day, not {timeout:g}")
-    with ExitStack() as stack:
-        if "://" in model:
-            url = api_url(model)
-        else:
-            from qserve import steps
-            from qserve.evals.reliability.server import ServerProcess
-            from qserve.runtime.server.config import ServerConfig
-
-            source = steps.open_source(model)  # what is wrong with it is known before a process is started
-            console.note(f"serving {source.name} on a free port of this machine")
-            server = stack.enter_context(ServerProcess(model, engine, ServerConfig()))
-            url = f"http://127.0.0.1:{server.port}/v1"
-            api_key = None
-        client = Client(url, api_key, timeout)
-        with console.progress("bench") as update:
-            found = run(job, client, name, fields, update)
-    place = model if "://" in model else "a server of its own"
-    more = {"model": found.model, "server": place, "workload": job.to_json()}
-    return bench_report(found.levels, found.unit, f"Load on {found.model}", command_line(), more, job.slo)
-
-
-def _static(
-    model: str,
-    concurrency: str,
-    prompt: str,
-    output: str | None,
-    requests: int,
-    seed: int,
-    kernels: str,
-    threads: int | None,
-) -> Report:
-    from qserve import steps
-    from qserve.evals import throughput
-    from qserve.evals.bench import batching
-    from qserve.evals.simulator.traffic import Lengths
-
-    levels, (tokens,) = integers(concurrency, "--concurrency"), integers(prompt, "--prompt")[:1]
-    if len(levels) > 1:
-        raise UsageError("--static compares at one --concurrency")
-    requests = requests or 16 * levels[0]
-    lengths = batching.lengths_of(Lengths.parse(output or "10/50/200/500", "--output"), requests, levels[0], seed)
-    source = steps.open_source(model)
-    config = EngineConfig(
-        kernels=kernels,
-        threads=threads,
-        max_num_seqs=levels[0],
-        max_num_batched_tokens=max(levels[0], ENGINE.max_num_batched_tokens),
-        max_waiting=max(requests, ENGINE.max_waiting),
-        max_waiting_tokens=max(1, requests * tokens),
-    )
-    engine = steps.load(source, config)
-    with console.progress("bench") as update:
-        found = batching.compare(engine, throughput.text_tokens(source), tokens, lengths, update)
-    return batching.batching_report(found, f"Static and continuous batching of {source.name}", command_line())
-
-
-def _batches(
-    model: str,
-    concurrency: str,
-    prompt: str,
-    output: str,
-    repeats: int,
-    against: str | None,
-    min_ratio: str | None,
-    kernels: str,
-    threads: int | None,
-) -> Report:
-    from qserve import steps
-    from qserve.evals import throughput
-
-    levels = integers(concurrency, "--concurrency")
-    gates = throughput.ratio_gates(min_ratio) if min_ratio else {}
-    if gates and against is None:
-        raise UsageError("--min-ratio compares with a model: give --against")
-    if not gates.keys() <= set(levels):
-        raise UsageError(f"--min-ratio names a concurrency that --concurrency {concurrency} does not run")
-    try:
-        load = throughput.Load(int(prompt), int(output))
-    except ValueError:
-        raise UsageError("closed batches have prompts and outputs of one length: give --prompt and --output a number, "
-                         "or --serve") from None
-    if min(load.prompt, load.output, repeats) < 1:
-        raise UsageError("--prompt, --output and --repeats must be at least 1")
-    source = steps.open_source(model)
-    base = None if against is None else steps.open_source(against)
-    if base is not None and base.spec is not None:
-        raise UsageError(f"--against {against} is quantized: transformers runs the dense model it was made from")
-    most = max(levels)
-    config = EngineConfig(
-        kernels=kernels,
-        threads=threads,
-        max_num_seqs=max(most, ENGINE.max_num_seqs),
-        max_num_batched_tokens=max(most, ENGINE.max_num_batched_tokens),
-        max_waiting=max(most, ENGINE.max_waiting),
-    )
-    engine = steps.load(source, config)
-    text = throughput.text_tokens(source)
-    if len(text) < most * repeats + load.prompt:
-        raise UsageError("--concurrency, --repeats and --prompt need more text than there is: lower them")
-    found = []
-    with console.progress("bench") as update:
-        for i, level in enumerate(levels):
-            update(i, len(levels))
-            found.append(throughput.measure(engine, text, level, load, repeats))
-        update(len(levels), len(levels))
-    peer = None
-    if base is not None:
-        peer = throughput.fastest_transformers(base, text, load, config.threads, console.note)
-    return throughput.report(engine, found, load, peer, gates, command_line())
