@@ -169,7 +169,7 @@ def _sweep(levels: Sequence[Level], unit: str, slo: Slo) -> list[Plot]:
     if slo != UNLIMITED:
         verdict = f" Even the lightest load breaks {slo}."
         if top is not None:
-            marks = ((top.value, f"ceiling: {top.value:g} {unit}, {top.rate:.0f} tok/s"),)
+            marks = ((top.value, f"ceiling: {top.value:g}"),)
             verdict = f" The ceiling is the heaviest load at which 95 % of the requests keep {slo}."
     output = Series("output tok/s", x, tuple(level.rate for level in shown), right=True)
     good = tuple(level.figures()["goodput_per_second"] for level in shown)
@@ -210,7 +210,8 @@ def _curves(levels: Sequence[Level]) -> list[Plot]:
                 series.append(Series(f"at {level.value:g}", tuple(values[rank] * 1e3 for rank in ranks), shares))
         if series:
             found.append(Plot(
-                f"{title}: how many requests within how long", "One curve for each load; the further left, the better.",
+                f"{title}, request by request",
+                "How many requests had it within how long; one curve for each load, the further left the better.",
                 "milliseconds", "requests (%)", tuple(series), log_x=min(each.x[0] for each in series) > 0,
             ))  # fmt: skip
     return found

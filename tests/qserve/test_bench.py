@@ -37,7 +37,7 @@ def test_a_sweep_and_its_reports(cli: Cli, url: str, tmp_path: Path) -> None:
     assert KEY not in (tmp_path / "r.json").read_text() + (tmp_path / "r.html").read_text().split("<pre>")[0]
     for shown in (done.out, (tmp_path / "r.md").read_text(), (tmp_path / "r.html").read_text()):
         assert "time to first token" in shown and "highest load that keeps the SLO" in shown
-    assert "ceiling: 2 concurrent requests" in (tmp_path / "r.html").read_text()
+    assert "ceiling: 2<" in (tmp_path / "r.html").read_text()
 
 
 def test_the_key_comes_from_the_environment_too(cli: Cli, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,9 +264,9 @@ def test_the_ceiling_and_its_report() -> None:
     assert ceiling(levels[2:]) is None
     report = bench_report(levels, "concurrent requests", "t", "c", {}, parse_slo("ttft=500ms,tpot=50ms"))
     assert report.data["ceiling"] == 2 and json.dumps(report.to_json(), allow_nan=False)
-    assert report.plots[0].marks == ((2, f"ceiling: 2 concurrent requests, {levels[1].rate:.0f} tok/s"),)
+    assert report.plots[0].marks == ((2, "ceiling: 2"),)
     text = page(report)
-    assert text.count("<svg") == 4 and "ceiling: 2 concurrent" in text and "Even the lightest" not in text
+    assert text.count("<svg") == 4 and "ceiling: 2<" in text and "Even the lightest" not in text
     assert "Even the lightest" in page(bench_report(levels[2:], "u", "t", "c", {}, Slo(0.5, 0.05)))
     single = bench_report(levels[:1], "u", "t", "c", {})
     assert single.data["ceiling"] is None and len(single.plots) == 2 and not single.data["slo"]
