@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, Normalize
 
 from qserve.evals.report import Plot, Series
 from qserve.evals.svg import COLOURS, MARKERS, logarithmic, svg
@@ -46,7 +46,7 @@ def _curves(axes: Axes, plot: Plot) -> None:
         axes.set_ylim(bottom=0)  # heights compare only from nothing up
     if plot.ticks:
         step = max(1, len(plot.ticks) // 20)
-        axes.set_xticks(range(0, len(plot.ticks), step), plot.ticks[::step])
+        axes.set_xticks(range(0, len(plot.ticks), step), plot.ticks[::step], fontsize=8 if len(plot.ticks) > 5 else 9)
     axes.set_xlabel(plot.x)
     axes.set_ylabel(plot.y)
     axes.grid(True, axis="y")
@@ -84,7 +84,10 @@ def _bars(axes: Axes, series: Series, index: int, count: int) -> None:
 def _grid(axes: Axes, plot: Plot) -> None:
     cells = [list(series.y) for series in plot.series]
     colours = LinearSegmentedColormap.from_list("cells", ["#c8588f", "#e8c37a", "#2a9d6f"])
-    axes.pcolormesh(cells, cmap=colours, edgecolor="#80808040", linewidth=0.5)
+    known = [value for values in cells for value in values if math.isfinite(value)]
+    # From nothing up, so that small differences look small, and grids of one page alike.
+    limits = Normalize(min([0.0, *known]), max([0.0, *known]) or 1.0)
+    axes.pcolormesh(cells, cmap=colours, norm=limits, edgecolor="#80808040", linewidth=0.5)
     for row, values in enumerate(cells):
         for column, value in enumerate(values):
             if math.isfinite(value):

@@ -17,7 +17,7 @@ from qserve.checkpoint.spec import QuantSpec
 from qserve.evals import plots
 from qserve.evals.page import document, figure, table
 from qserve.evals.quality_report import quality_report
-from qserve.evals.report import Report, Section, save
+from qserve.evals.report import Metric, Report, Section, save
 from qserve.evals.worst import WorstToken
 from qserve.quantize.job import QuantizeReport
 
@@ -32,7 +32,10 @@ def write_report(
     ``QServeError`` where a file cannot be written.
     """
     paths = tuple(directory / f"{NAME}.{ending}" for ending in ("json", "md", "html"))
-    full = Report(NAME, f"Quantization of {name}", command, _data(report, worst), _sections(report, name, worst))
+    full = Report(
+        NAME, f"Quantization of {name}", command, _data(report, worst), _sections(report, name, worst),
+        metrics=_metrics(report),
+    )  # fmt: skip
     shown = replace(full, title=_markdown(full.title), sections=tuple(map(_escaped, full.sections)))
     full.write(paths[0], None)
     shown.write(None, paths[1])
@@ -55,6 +58,18 @@ def _data(report: QuantizeReport, worst: Sequence[WorstToken]) -> dict[str, Any]
         "tried": [asdict(each) for each in report.tried],
         "worst": [asdict(each) for each in worst],
     }
+
+
+def _metrics(report: QuantizeReport) -> tuple[Metric, ...]:
+    card = report.card
+    measured = () if card is None else (
+        Metric("kl_mean", card.kl_mean, "nats", "lower"), Metric("perplexity", card.perplexity, "", "lower"),
+        Metric("top1_agreement", card.top1_agreement, "", "higher"),
+    )  # fmt: skip
+    return (
+        *measured, Metric("checkpoint_size", report.forecast.checkpoint_bytes, "bytes", "lower"),
+        Metric("seconds", report.seconds, "s", "lower"), Metric("peak_memory", report.peak_bytes, "bytes", "lower"),
+    )  # fmt: skip
 
 
 def _spec(spec: QuantSpec) -> dict[str, Any]:

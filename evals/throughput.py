@@ -18,7 +18,7 @@ from qserve.calibration.text import load_text
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.evals.gate import GateReport
-from qserve.evals.report import Metric, Report, Section
+from qserve.evals.report import Metric, Plot, Report, Section, Series
 from qserve.kernels.threads import default_threads, torch_threads
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
@@ -203,16 +203,23 @@ def report(
                 )  # fmt: skip
     title = f"prompts of {load.prompt} and outputs of {load.output} tokens; {engine.executor.name} kernels"
     section = Section(title, tuple(header), tuple(map(tuple, rows)))
-    metrics = [
-        metric
-        for s in speeds
-        for metric in (
-            Metric(f"output_at_{s.concurrency}", s.output, "tok/s", "higher"),
-            Metric(f"ttft_at_{s.concurrency}", s.ttft * 1e3, "ms", "lower"),
-        )
-    ]
-    title = f"Throughput of {engine.model_name}"
-    return Report("throughput", title, command, data, (section,), tuple(judged), metrics=tuple(metrics))
+    metrics = [Metric(f"output_rate/{s.concurrency}", s.output, "tok/s", "higher") for s in speeds]
+    metrics += [Metric(f"ttft/{s.concurrency}", s.ttft, "s", "lower") for s in speeds]
+    return Report(
+        "throughput", f"Throughput of {engine.model_name}", command, data, (section,), tuple(judged),
+        metrics=tuple(metrics), plots=(_plot(speeds, peer),),
+    )  # fmt: skip
+
+
+def _plot(speeds: Sequence[Speed], peer: tuple[Speed, str] | None) -> Plot:
+    levels = tuple(map(float, range(len(speeds))))
+    output, decode = tuple(s.output for s in speeds), tuple(s.decode for s in speeds)
+    series = [Series("output", levels, output), Series("decode", levels, decode)]
+    if peer is not None:
+        series.append(Series("transformers, one at a time", levels, (peer[0].output,) * len(speeds)))
+    caption = "Tokens per second of all requests together; medians of the repeats."
+    ticks = tuple(str(s.concurrency) for s in speeds)
+    return Plot("Rates by concurrency", caption, "requests at once", "tok/s", tuple(series), "bar", ticks)
 
 
 def _cells(speed: Speed) -> list[str]:

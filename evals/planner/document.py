@@ -1,6 +1,6 @@
 """A plan as the report that every evaluation writes: tables for a person, figures unrounded for a program.
 
-The same JSON as ``qserve.evals.report`` writes, made without torch, since a plan answers in a second.
+Made without torch, since a plan answers in a second.
 """
 
 from __future__ import annotations
@@ -13,20 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qserve.checkpoint.errors import QServeError
-from qserve.checkpoint.files import write_atomically
 from qserve.evals.planner import arithmetic, cost
 from qserve.evals.planner.catalog import ApiPrice
 from qserve.evals.planner.plan import Plan
+from qserve.evals.report import Metric, Plot, Report, Section, Series
 
-
-@dataclass(frozen=True)
-class Table:
-    """Cells are text already rounded for reading."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+_SHOWN = 6  # bars
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class Document:
         replica = self.plan.replica
         return f"{replica.roofline.shape.name} for {replica.traffic} within {replica.slo}"
 
-    def recommendation(self) -> Table:
+    def recommendation(self) -> Section:
         plan, replica, load = self.plan, self.plan.replica, self.plan.load
         roofline = replica.roofline
         made = roofline.quantization.made_by
@@ -66,18 +58,14 @@ class Document:
                 ("cost", f"${hourly:,.2f} an hour, ${hourly * cost.HOURS_PER_MONTH:,.0f} a month ({self._price()})"),
                 ("per million tokens", f"${cost.per_million(hourly, plan.tokens_per_second):.3f}, prompt and output"),
             ]
-        return Table(self.title, ("", "plan"), tuple(rows))
+        return Section(self.title, ("", "plan"), tuple(rows))
 
-    def alternatives(self) -> Table:
+    def alternatives(self) -> Section:
         """The best of every GPU and quantization."""
-        best: dict[tuple[str, str], Plan] = {}
-        for plan in self.tried:
-            best.setdefault((plan.roofline.gpu.key, plan.roofline.quantization.name), plan)
-        ranked = sorted(best.values(), key=lambda plan: (bool(plan.refused), plan.rank))
         header = ("plan", "GPUs", "batch", "TTFT ms", "TPOT ms", "$/h", "$/M tokens")
-        return Table("Best of each GPU and quantization", header, tuple(_row(plan) for plan in ranked))
+        return Section("Best of each GPU and quantization", header, tuple(map(_row, self._ranked())))
 
-    def break_even(self) -> Table:
+    def break_even(self) -> Section:
         """From which volume the plan's GPUs cost less than a service."""
         rows = []
         for service in self.services:
@@ -88,12 +76,12 @@ class Document:
             prices = f"${service.input:g} / ${service.output:g}{when}"
             rows.append((service.key, prices, f"${blended:.3f}", shown, verdict))
         header = ("service", "$/M in / out", "$/M blended", "break-even a month", "")
-        return Table("Against services", header, tuple(rows))
+        return Section("Against services", header, tuple(rows))
 
-    def arithmetic(self) -> Table:
-        return Table("Arithmetic", ("", "how"), tuple(arithmetic.lines(self.plan)))
+    def arithmetic(self) -> Section:
+        return Section("Arithmetic", ("", "how"), tuple(arithmetic.lines(self.plan)))
 
-    def answer(self) -> list[Table]:
+    def answer(self) -> list[Section]:
         """What is shown first: the plan, what else there is, and what it competes with."""
         priced = self.services and self.plan.dollars_per_hour is not None
         return [self.recommendation(), self.alternatives(), *([self.break_even()] if priced else [])]
@@ -107,10 +95,32 @@ class Document:
             f"memory (--memory), {e.utilization:.0%} of the capacity (--utilization)"
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def report(self) -> Report:
+        """Figures that two plans compare by, and what the alternatives cost."""
+        load, hourly = self.plan.load, self.plan.dollars_per_hour
+        metrics = [
+            Metric("ttft", load.ttft, "s", "lower"), Metric("tpot", load.tpot, "s", "lower"),
+            Metric("gpus", self.plan.gpus, "", "lower"),
+        ]  # fmt: skip
+        if hourly is not None:
+            million = cost.per_million(hourly, self.plan.tokens_per_second)
+            metrics.insert(0, Metric("cost_per_million_tokens", million, "$", "lower"))
+            metrics.insert(0, Metric("cost_per_hour", hourly, "$", "lower"))
+        assumed = Section("Assumed", ("",), ((self.assumptions(),),))
+        return Report(
+            "plan", self.title, self.command, json.loads(json.dumps(self._data(), default=str)),
+            (*self.answer(), self.arithmetic(), assumed), environment={"qserve": version("qserve-llm")},
+            metrics=tuple(metrics), plots=self._plots(),
+        )  # fmt: skip
+
+    def write(self, json_path: Path | None, markdown_path: Path | None, html_path: Path | None = None) -> None:
+        """Any path may be None. Raises ``QServeError`` where a file cannot be written."""
+        self.report().write(json_path, markdown_path, html_path)
+
+    def _data(self) -> dict[str, Any]:
         replica = self.plan.replica
         shape = replica.roofline.shape
-        data = {
+        return {
             "model": {
                 **{key: value for key, value in asdict(shape).items() if key not in ("linears", "windows")},
                 "parameters": shape.parameters,
@@ -125,37 +135,28 @@ class Document:
             "tried": [_figures(plan) for plan in self.tried],
             "services": [self._service(service) for service in self.services],
         }
-        return {
-            "kind": "plan",
-            "title": self.title,
-            "command": self.command,
-            "data": data,
-            "sections": [asdict(table) for table in (*self.answer(), self.arithmetic())],
-            "gates": [],
-            "environment": {"qserve": version("qserve-llm")},
-            "passed": True,
-            "schema": 1,
-        }
 
-    def to_markdown(self) -> str:
-        lines = [f"# {self.title}", "", f"    {self.command}", "", self.assumptions(), ""]
-        for table in (*self.answer(), self.arithmetic()):
-            lines += [f"## {table.title}", "", _cells(table.header), _cells(["---"] * len(table.header))]
-            lines += [*map(_cells, table.rows), ""]
-        return "\n".join(lines)
+    def _ranked(self) -> list[Plan]:
+        """The best of every GPU and quantization, those that are refused last."""
+        best: dict[tuple[str, str], Plan] = {}
+        for plan in self.tried:
+            best.setdefault((plan.roofline.gpu.key, plan.roofline.quantization.name), plan)
+        return sorted(best.values(), key=lambda plan: (bool(plan.refused), plan.rank))
 
-    def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
-        """Either path may be None. Raises ``QServeError`` where a file cannot be written."""
-        for path, text in (
-            (json_path, lambda: json.dumps(self.to_json(), indent=2, allow_nan=False, default=str) + "\n"),
-            (markdown_path, self.to_markdown),
-        ):
-            if path is not None:
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomically(path, text().encode())
-                except OSError as error:
-                    raise QServeError(f"cannot write {path}: {error.strerror or error}") from None
+    def _plots(self) -> tuple[Plot, ...]:
+        """Dollars per million tokens of the cheapest plans; nothing where no price is known."""
+        priced = [
+            (plan, hourly)
+            for plan in self._ranked()
+            if not plan.refused and (hourly := plan.dollars_per_hour) is not None
+        ][:_SHOWN]
+        if len(priced) < 2:
+            return ()
+        names = tuple(f"{p.gpus} x {p.roofline.gpu.key}\n{p.roofline.quantization.name}" for p, _ in priced)
+        dollars = tuple(cost.per_million(hourly, plan.tokens_per_second) for plan, hourly in priced)
+        series = Series("cost", tuple(map(float, range(len(dollars)))), dollars)
+        caption = "The cheapest plan of each GPU and quantization that keeps the limits, cheapest first."
+        return (Plot("Cost of the alternatives", caption, "", "$ per million tokens", (series,), "bar", names),)
 
     def _price(self) -> str:
         price = self.plan.roofline.gpu.price
@@ -221,7 +222,3 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "dollars_per_hour": hourly,
         "dollars_per_million_tokens": None if hourly is None else cost.per_million(hourly, plan.tokens_per_second),
     }
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from qserve.evals.report import Report, Section
+from qserve.evals.report import Metric, Report, Section
 from qserve.evals.simulator.cost import CostModel
 from qserve.evals.simulator.fleet import Fleet, FleetConfig
 from qserve.evals.simulator.recorder import recording
@@ -128,7 +128,9 @@ def comparison_report(found: Sequence[Comparison], title: str, command: str) -> 
     }
     rows += [("median", key, "", "", f"{value:.1%}") for key, value in medians.items()]
     data = {"workloads": [{**asdict(each), "errors": each.errors} for each in found], "median_errors": medians}
-    return Report("simulation", title, command, data, (Section("measured and simulated", header, tuple(rows)),))
+    metrics = tuple(Metric(f"median_error/{key}", value, "", "lower") for key, value in medians.items())
+    section = Section("measured and simulated", header, tuple(rows))
+    return Report("simulation", title, command, data, (section,), metrics=metrics)
 
 
 def _figures(records: Records, peak_blocks: int) -> dict[str, float]:

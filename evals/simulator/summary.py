@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from qserve.checkpoint.errors import UsageError
-from qserve.evals.report import Report, Section
+from qserve.evals.report import Metric, Plot, Report, Section, Series
 from qserve.evals.simulator.fleet import FleetConfig, Outcome
 from qserve.evals.simulator.records import percentiles
 from qserve.evals.slo import Slo
@@ -100,7 +100,34 @@ def simulation_report(
     title = f"Simulation of {found['requests']:,.0f} requests on {len(outcome.usages)} replica" + "s" * (
         len(outcome.usages) > 1
     )
-    return Report("simulation", title, command, data, tuple(sections))
+    return Report(
+        "simulation", title, command, data, tuple(sections), metrics=_metrics(found, times), plots=_plots(times)
+    )
+
+
+def _metrics(found: Mapping[str, float], times: Mapping[str, Mapping[str, float]]) -> tuple[Metric, ...]:
+    """Those that say whether a fleet is better, first; a simulation of the same seed has no noise."""
+    latencies = [
+        Metric(f"{name}_{key}", times[name][key], "s", "lower")
+        for name in ("ttft", "tpot", "e2e")
+        for key in ("mean", "p95")
+        if key in times.get(name, {})
+    ]
+    higher = ("output_tokens_per_second", "goodput_per_second", "goodput_share", "utilisation", "prefix_hit_rate")
+    lower = ("rejected", "preemptions", "cost", "cost_per_million_output_tokens")
+    rates = [Metric(name, found[name], "", "higher") for name in higher if name in found]
+    losses = [Metric(name, found[name], "", "lower") for name in lower if name in found]
+    return (*rates[:3], *latencies, *rates[3:], *losses)
+
+
+def _plots(times: Mapping[str, Mapping[str, float]]) -> tuple[Plot, ...]:
+    if not times:
+        return ()
+    ticks = tuple(next(iter(times.values())))
+    places = tuple(map(float, range(len(ticks))))
+    series = tuple(Series(_NAMES[name], places, tuple(values.values())) for name, values in times.items())
+    positive = all(value > 0 for each in series for value in each.y)
+    return (Plot("Latency", "Over all requests.", "", "seconds", series, "line", ticks, log_y=positive),)
 
 
 def _label(name: str) -> str:

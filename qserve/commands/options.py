@@ -44,10 +44,8 @@ Data = Annotated[
 Tokens = Annotated[int, typer.Option(help="Tokens to evaluate, rounded down to whole windows.")]
 Window = Annotated[int, typer.Option(help="Tokens per evaluation window.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", metavar="PATH")]
+HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write the report as an HTML page.", metavar="PATH")]
 MarkdownOut = Annotated[Path | None, typer.Option("--markdown", help="Write the report as Markdown.", metavar="PATH")]
-HtmlOut = Annotated[
-    Path | None, typer.Option("--html", help="Write the report as one HTML page with plots.", metavar="PATH")
-]
 GateFile = Annotated[
     Path | None,
     typer.Option(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from qserve import console
-from qserve.commands.options import JsonOut, MarkdownOut
+from qserve.commands.options import HtmlOut, JsonOut, MarkdownOut
 from qserve.commands.values import command_line
 from qserve.evals.planner.demand import Traffic, parse_traffic
 from qserve.evals.planner.plan import Wish
@@ -60,6 +60,7 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic of every figure.")] = False,
     json_path: JsonOut = None,
     markdown_path: MarkdownOut = None,
+    html_path: HtmlOut = None,
 ) -> None:
     """Say which GPUs, quantization and parallelism serve a model's traffic for the least money, from config.json alone.
 
@@ -79,7 +80,7 @@ def plan(
     shape = catalog.model(model)
     best, tried = choose(shape, gpus, parse_traffic(traffic), parse_slo(slo), efficiency, wish)
     document = Document(best, tried, services, command_line())
-    document.write(json_path, markdown_path)
+    document.write(json_path, markdown_path, html_path)
     for table in document.answer():
         console.table(table.title, table.header, table.rows)
     if explain:

@@ -12,7 +12,7 @@ import typer
 
 from qserve import console
 from qserve.checkpoint.errors import QServeError, UsageError
-from qserve.commands.options import ENGINE, JsonOut, MarkdownOut, MaxNumBatchedTokens, MaxNumSeqs, Threads
+from qserve.commands.options import ENGINE, HtmlOut, JsonOut, MarkdownOut, MaxNumBatchedTokens, MaxNumSeqs, Threads
 from qserve.commands.values import command_line
 from qserve.runtime.config import EngineConfig
 
@@ -93,6 +93,7 @@ def simulate(
     ] = None,
     json_path: JsonOut = None,
     markdown_path: MarkdownOut = None,
+    html_path: HtmlOut = None,
     threads: Threads = None,
 ) -> None:
     """Simulate replicas of the engine under a load: latency, goodput, utilisation, KV usage and cost.
@@ -123,7 +124,8 @@ def simulate(
             threads=threads,
         )
         known = None if cost is None else FittedCost.load(cost)
-        _measure(model, limits, fit, known, validate_seconds if validate else None, seed, json_path, markdown_path)
+        written = (json_path, markdown_path, html_path)
+        _measure(model, limits, fit, known, validate_seconds if validate else None, seed, written)
         return
     if model is not None:
         raise UsageError("a model is measured with --fit or --validate; a simulation takes --cost or --roofline")
@@ -166,7 +168,7 @@ def simulate(
     source = {"roofline": roofline} if roofline is not None else {"fitted": json.loads((cost or Path()).read_text())}
     more = {"traffic": load, "cost_model": source}
     report = simulation_report(outcome, fleet, objective, money, command_line(), more)
-    _show(report, json_path, markdown_path)
+    _show(report, (json_path, markdown_path, html_path))
     if animate is not None:
         _animate(animate, arrivals, one, steps)
 
@@ -178,8 +180,7 @@ def _measure(
     cost: FittedCost | None,
     seconds: float | None,
     seed: int,
-    json_path: Path | None,
-    markdown_path: Path | None,
+    written: tuple[Path | None, Path | None, Path | None],
 ) -> None:
     """Fit, compare, or both, on one engine."""
     from qserve import steps
@@ -212,11 +213,11 @@ def _measure(
             found.append(compare(engine, cost, name, arrivals, text))
         update(len(loads), len(loads))
     report = comparison_report(found, f"Simulated and measured: {engine.model_name}", command_line())
-    _show(report, json_path, markdown_path)
+    _show(report, written)
 
 
-def _show(report: Report, json_path: Path | None, markdown_path: Path | None) -> None:
-    report.write(json_path, markdown_path)
+def _show(report: Report, written: tuple[Path | None, Path | None, Path | None]) -> None:
+    report.write(*written)
     for section in report.sections:
         console.table(section.title, section.header, section.rows)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
 from qserve.checkpoint.card import QualityCard
@@ -72,6 +74,17 @@ FULL = Report(
         Plot("Logarithms", "", "x", "y", (Series("three", (1, 10), (1, 100)),), log_x=True, log_y=True),
     ),
 )  # fmt: skip
+
+
+SCHEMA: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs/report.schema.json").read_text(encoding="utf-8"))
+
+
+def test_the_published_schema_describes_every_report(tmp_path: Path) -> None:
+    gates = judge(quality_gates(max_kl=0.01), CARD)
+    for report in (FULL, quality_report(CARD, "w4", "c", gates)):
+        report.write(tmp_path / "r.json", None)
+        jsonschema.validate(json.loads((tmp_path / "r.json").read_text()), SCHEMA)
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:

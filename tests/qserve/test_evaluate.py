@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from qserve.checkpoint.card import read_card
@@ -16,6 +17,7 @@ from qserve.evals.pieces import Piece
 
 Cli = Callable[..., Any]
 SCORED = ("--tokens", "128", "--window", "32", "--no-card")
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/report.schema.json").read_text(encoding="utf-8"))
 SHORT = ("--needle-lengths", "128")
 
 
@@ -32,9 +34,12 @@ def test_a_reference_stands_in_for_the_base(
     for name in ("perplexity", "perplexity_base", "top1_agreement", "base_sha256", "data_sha256", "tokens"):
         assert recorded[name] == beside[name], name
     cli("eval", tiny_packed, "--against", stored, "--tokens", 64).refused(2, "--tokens", "holds its own text")
-    done = cli("report", one, other, "--fail-on-regression", "--html", tmp_path / "c.html")
+    written = ("--html", tmp_path / "c.html", "--json", tmp_path / "c.json")
+    done = cli("report", one, other, "--fail-on-regression", *written)
     assert done.code == 0 and "same" in done.out and "paired" in done.out
     assert (tmp_path / "c.html").read_text().count("<svg") == 1
+    for path in (one, tmp_path / "c.json"):
+        jsonschema.validate(json.loads(path.read_text()), SCHEMA)
 
 
 def test_an_interrupted_eval_is_resumed(
@@ -87,6 +92,7 @@ def test_needles_and_a_comparison_that_fails(cli: Cli, tiny_model: Path, tmp_pat
     assert done.code == 0 and "fp8" in done.out and "gained by the needle" in done.out
     content = json.loads(report.read_text())
     assert content["kind"] == "needle" and len(content["data"]["found"]) == 4
+    jsonschema.validate(content, SCHEMA)
     for metric in content["metrics"]:
         metric["value"] -= 5
         metric["low"], metric["high"], metric["pairing"] = metric["value"] - 0.1, metric["value"] + 0.1, ""

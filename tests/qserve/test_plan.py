@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 Cli = Callable[..., Any]
@@ -18,11 +19,15 @@ Cli = Callable[..., Any]
 def test_the_answer_and_its_arithmetic(cli: Cli, tmp_path: Path) -> None:
     asked = ("--gpu", "h200", "--slo", "ttft=500ms,tpot=50ms", "--traffic", "rate=10/s,prompt=2048,output=256")
     report, markdown = tmp_path / "reports" / "p.json", tmp_path / "reports" / "p.md"
-    done = cli("plan", "llama-3-70b", *asked, "--explain", "--json", report, "--markdown", markdown)
+    done = cli("plan", "llama-3-70b", *asked, "--explain", "--json", report, "--markdown", markdown,
+               "--html", tmp_path / "p.html")  # fmt: skip
     assert done.code == 0, done.err
     assert "6 x NVIDIA H200" in done.out and "3 replicas of TP 2" in done.out and "--scheme fp8" in done.out
     assert "2 x 8 KV heads x 128 x 80 layers x 1 bytes = 163,840 bytes" in done.out
     assert "openai/gpt-4o" in done.out and "assumed, not measured: 50% of the peak operations" in done.out
+    schema = json.loads((Path(__file__).parents[2] / "docs/report.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(json.loads(report.read_text()), schema)
+    assert "<svg" in (tmp_path / "p.html").read_text()
     plan = json.loads(report.read_text())["data"]["plan"]
     assert (plan["quantization"], plan["tp"], plan["gpus"]) == ("fp8", 2, 6)
     assert markdown.read_text().startswith("# llama-3-70b for rate=10/s")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 from typer.testing import CliRunner
 
 from qserve.cli import app
 
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/report.schema.json").read_text(encoding="utf-8"))
 ROOFLINE = "flops=1e14,bandwidth=1e12,parameters=1e9,weights=2e9,kv=1e5"
 
 
@@ -25,10 +27,14 @@ def test_a_report_and_a_page_come_out_the_same_each_time(tmp_path: Path) -> None
         code, output = run(
             "--roofline", ROOFLINE, "--rate", "20", "--requests", "120", "--output", "lognormal:30:0.8", "--price", "3",
             "--replicas", "2", "--slo", "ttft=200ms,tpot=20ms", "--json", files[0], "--markdown", files[1],
-            "--animate", files[2], "--max-replicas", "3",
+            "--animate", files[2], "--max-replicas", "3", "--html", str(tmp_path / "report.html"),
         )  # fmt: skip
         assert code == 0, output
-        reports.append(json.loads(Path(files[0]).read_text())["data"])
+        content = json.loads(Path(files[0]).read_text())
+        jsonschema.validate(content, SCHEMA)
+        assert {"goodput_per_second", "ttft_p95", "rejected"} <= {metric["name"] for metric in content["metrics"]}
+        reports.append(content["data"])
+    assert (tmp_path / "report.html").read_text().count("<svg") == 1
     assert reports[0] == reports[1]
     figures = reports[0]["figures"]
     assert figures["requests"] == 120 and figures["cost_per_million_output_tokens"] > 0
@@ -53,6 +59,7 @@ def test_a_fit_of_the_tiny_model_drives_a_simulation_and_is_compared(tiny_model:
         "--max-num-batched-tokens", "64", "--json", str(report),
     )  # fmt: skip
     assert code == 0, output
+    jsonschema.validate(json.loads(report.read_text()), SCHEMA)
     found = json.loads(report.read_text())["data"]
     assert [each["name"] for each in found["workloads"]] == ["steady", "bursty", "crowded"]
     for each in found["workloads"]:

@@ -168,7 +168,7 @@ def test_money(tmp_path: Path) -> None:
     assert cheap[3] == "never" and "at most" in cheap[4]
     document.write(tmp_path / "p.json", tmp_path / "p.md")
     written = json.loads((tmp_path / "p.json").read_text())
-    assert written["kind"] == "plan" and written["schema"] == 1 and written["passed"]
+    assert written["kind"] == "plan" and written["schema"] == 2 and written["passed"]
     per_million = cost.per_million(2.0 * best.gpus, 10 * 2304)
     assert written["data"]["plan"]["dollars_per_million_tokens"] == pytest.approx(per_million)
     assert len(written["data"]["tried"]) == len(tried)
