@@ -138,7 +138,7 @@ def _metrics(levels: Sequence[Level], top: Level | None) -> tuple[Metric, ...]:
     for level in levels:
         if not len(level.run.records):
             continue
-        at = f"_at_{level.value:g}" if len(levels) > 1 else ""
+        at = f"/{level.value:g}" if len(levels) > 1 else ""
         records = level.run.records
         found.append(Metric(f"output{at}", level.rate, "tok/s", "higher"))
         for name, values in (("ttft", records.ttft()), ("tpot", records.tpot())):
