@@ -11,7 +11,7 @@ from dataclasses import replace
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels.ops import Executor
 from qserve.runtime.config import EngineConfig
-from qserve.runtime.memory import MemoryPlan, plan_memory, weight_bytes
+from qserve.runtime.memory import MemoryPlan, file_bytes, give_back, plan_memory, weight_bytes
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_cache import cache_dtype
@@ -41,7 +41,14 @@ def load(
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         kv_cache_memory=config.kv_cache_memory,
+        files=file_bytes(source),
     )
+
+    def loaded(done: int, total: int) -> None:
+        give_back()  # now, not at the end: else what every layer left behind is the peak
+        if progress is not None:
+            progress(done, total)
+
     decoder = Decoder(
         source,
         model_config,
@@ -49,8 +56,9 @@ def load(
         replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks),
         kv_dtype=kv_dtype,
         int8_head=int8_head,
-        progress=progress,
+        progress=loaded,
     )
+    give_back()
     return decoder, memory
 
 

@@ -5,6 +5,8 @@ Knows shapes and byte counts; loads nothing.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,7 +26,11 @@ _SHARE = 0.5  # of what is free after weights and workspace; the rest is left to
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes, and the KV blocks and context they allow."""
+    """Bytes, and the KV blocks and context they allow.
+
+    ``process`` is resident before anything is loaded; ``files`` are those of the checkpoint, whose pages stay in memory
+    while nobody else needs it.
+    """
 
     weights: int
     workspace: int
@@ -32,6 +38,13 @@ class MemoryPlan:
     available: int
     num_blocks: int
     max_model_len: int
+    process: int = 0
+    files: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes resident when every KV block has been used."""
+        return self.process + self.files + self.weights + self.workspace + self.kv_cache
 
     def lines(self) -> list[str]:
         """The plan for a person."""
@@ -39,6 +52,8 @@ class MemoryPlan:
             f"memory: {_mib(self.weights)} weights + {_mib(self.workspace)} workspace + {_mib(self.kv_cache)} "
             f"KV cache of {_mib(self.available)} available",
             f"KV cache: {self.num_blocks} blocks of {BLOCK_SIZE} tokens; context {self.max_model_len} tokens",
+            f"peak: {_mib(self.peak)} resident, with {_mib(self.process)} of the process itself and "
+            f"{_mib(self.files)} of files that the system drops when it needs room",
         ]
 
 
@@ -79,6 +94,7 @@ def plan_memory(
     max_num_seqs: int,
     max_model_len: int | None = None,
     kv_cache_memory: int | None = None,
+    files: int = 0,
 ) -> MemoryPlan:
     """Divide the free memory. ``context`` is the model's own limit; ``max_model_len`` and ``kv_cache_memory`` are the
     user's wishes. Raises ``CapacityError`` with the arithmetic where they, or the model, cannot be had."""
@@ -116,7 +132,22 @@ def plan_memory(
         available=available,
         num_blocks=num_blocks,
         max_model_len=max_model_len or min(context, num_blocks * BLOCK_SIZE),
+        process=int(psutil.Process().memory_info().rss),
+        files=files,
     )
+
+
+def file_bytes(source: ModelSource) -> int:
+    """Bytes of the files that hold the weights."""
+    path = source.path
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)
+
+
+def give_back() -> None:
+    """Return to the system what loading freed, of which the allocator of glibc keeps much: a sixth of all, once."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_memory() -> int:

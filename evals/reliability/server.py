@@ -55,9 +55,12 @@ class ServerProcess:
         self._process.start()
         theirs.close()
         try:
-            self.port: int = self._control.recv()
+            answer: int | QServeError = self._control.recv()
         except EOFError:
             raise QServeError(f"the server of {model} did not start; its log says why") from None
+        if isinstance(answer, QServeError):
+            raise answer
+        self.port = answer
         ready = f"http://127.0.0.1:{self.port}/ready"
         while httpx.get(ready, timeout=20).status_code != 200:
             time.sleep(0.01)
@@ -101,7 +104,11 @@ class ServerProcess:
 def _serve(model: str, engine: EngineConfig, server: ServerConfig, port: int, control: Connection) -> None:
     logs.configure("json", "error")  # thousands of refusals are meant
     sock = claim_socket("127.0.0.1", port)
-    made = Engine(model, engine)
+    try:
+        made = Engine(model, engine)
+    except QServeError as error:
+        control.send(error)
+        return
     threading.Thread(target=_report, args=(made, control, sock.getsockname()[1]), daemon=True).start()
     serve(made, config=server, sock=sock)
 

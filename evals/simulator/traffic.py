@@ -34,14 +34,22 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens: always the median, or lognormal around it. ``sigma`` is of the logarithm, 0 is fixed."""
+    """How many tokens: always the median, or lognormal around it. ``sigma`` is of the logarithm, 0 is fixed.
+
+    ``mix``: one of these instead, each as likely.
+    """
 
     median: int
     sigma: float = 0.0
+    mix: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, text: str, option: str) -> Lengths:
-        """``200`` or ``lognormal:200:0.8``. Raises ``UsageError``."""
+        """``200``, ``lognormal:200:0.8`` or ``10/50/200``. Raises ``UsageError``."""
+        if "/" in text:
+            parts = [cls.parse(part, option).median for part in text.split("/") if ":" not in part]
+            if len(parts) == text.count("/") + 1:
+                return cls(parts[0], mix=tuple(parts))
         match text.split(":"):
             case [median]:
                 sigma = "0"
@@ -52,13 +60,20 @@ class Lengths:
         try:
             found = cls(int(median), float(sigma))
         except ValueError:
-            raise UsageError(f"{option} must be like 200 or lognormal:200:0.8, not {text!r}") from None
+            raise UsageError(f"{option} must be like 200, lognormal:200:0.8 or 10/50/200, not {text!r}") from None
         if not 1 <= found.median <= MAX_TOKENS or not 0 <= found.sigma <= 5:
             raise UsageError(f"{option} must be 1..{MAX_TOKENS} tokens with a sigma of 0..5, not {text!r}")
         return found
 
+    @property
+    def longest(self) -> int:
+        """Of a mix; else the median, for a tail has no end."""
+        return max(self.mix, default=self.median)
+
     def draw(self, random: random.Random, most: int) -> int:
         """One length, at most ``most``: a tail longer than the context is cut."""
+        if self.mix:
+            return min(random.choice(self.mix), most)
         if not self.sigma:
             return min(self.median, most)
         return max(1, min(most, round(self.median * math.exp(random.gauss(0.0, self.sigma)))))

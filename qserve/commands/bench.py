@@ -1,24 +1,98 @@
-"""``qserve bench``: how fast a model runs."""
+"""``qserve bench``: how fast a model runs, or a server serves."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from qserve import console
-from qserve.checkpoint.errors import UsageError
-from qserve.commands.options import ENGINE, JsonOut, Kernels, MarkdownOut, Model, Threads
-from qserve.commands.values import command_line, integers
+from qserve.checkpoint.errors import QServeError, UsageError
+from qserve.commands.options import ENGINE, GateFile, HtmlOut, JsonOut, Kernels, MarkdownOut, Threads
 from qserve.runtime.config import EngineConfig
 
 
 def bench(
-    model: Model,
-    concurrency: Annotated[str, typer.Option(help="Requests at once, one batch for each number.")] = "1,8,16",
-    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
-    output: Annotated[int, typer.Option(help="Tokens of each output.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs of each batch; the median counts.")] = 3,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face directory, a hub id, a .gguf file, demo, or the URL of any OpenAI-compatible server.",
+        ),
+    ],
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Requests at once; several are a sweep. [default: 1,8,16; 64 with --static]", metavar="LIST"),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Requests per second, as a Poisson process, answered or not; several are a sweep.",
+                     metavar="LIST"),
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option(help="Tokens of each prompt: 64; of a server also lognormal:MEDIAN:SIGMA or 10/50/200.")
+    ] = "64",
+    output: Annotated[
+        str | None,
+        typer.Option(help="Tokens of each output, in the same way. [default: 64; 10/50/200/500 with --static]"),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Load MODEL over HTTP: any option of a server's load means it too.")
+    ] = False,
+    requests: Annotated[
+        int | None,
+        typer.Option(help="Requests of each load. [default: 8 for each at once, or 30 s, at least 16]"),
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option(help="Requests before each load that do not count. [default: 1 to 16]")
+    ] = None,
+    burst: Annotated[int | None, typer.Option(help="With --rate: so many arrive together.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Repeat recorded traffic: JSON lines with arrival, prompt, output, and prefix.",
+                     metavar="JSONL"),
+    ] = None,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(help="Ask what users asked: JSON lines of conversations, messages, or prompt and output.",
+                     metavar="JSONL"),
+    ] = None,
+    prefixes: Annotated[int | None, typer.Option(help="As many prefixes are shared by the prompts.")] = None,
+    prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of each prefix, before those of --prompt.")] = None,
+    turns: Annotated[int | None, typer.Option(help="Turns of each session, every one after the last's answer.")] = None,
+    think: Annotated[float | None, typer.Option(help="Seconds before each further turn.")] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="What counts as good, as ttft=500ms,tpot=50ms.", metavar="SPEC")
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option(help="completions or chat. [default: completions]")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--model", help="Which model of a server. [default: the first that it lists]", metavar="NAME"),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The key that a server wants; OPENAI_API_KEY of the environment where it is not given.",
+            metavar="KEY",
+            envvar="OPENAI_API_KEY",
+            show_envvar=False,
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos", help="Answers go on to the length asked for; not all servers know that."
+        ),
+    ] = True,
+    timeout: Annotated[float | None, typer.Option(help="Seconds of one request. [default: 600]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which lengths and times are drawn. [default: 0]")] = None,
+    static: Annotated[
+        bool,
+        typer.Option("--static", help="Compare with static batching: a batch starts when all of the last has ended."),
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Without a server: runs of each batch; the median counts.")] = 3,
     against: Annotated[
         str | None,
         typer.Option(help="Run this dense model in transformers too, one prompt at a time.", metavar="MODEL"),
@@ -29,50 +103,61 @@ def bench(
     ] = None,
     json_path: JsonOut = None,
     markdown_path: MarkdownOut = None,
+    html_path: HtmlOut = None,
+    gate: GateFile = None,
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
 ) -> None:
-    """Measure prefill and decode rates at fixed concurrency, if asked beside transformers in the same run."""
-    from qserve import steps
-    from qserve.evals import throughput
-    from qserve.evals.gate import enforce
+    """Measure speed: of MODEL in this process, or of a server under load.
 
-    levels = integers(concurrency, "--concurrency")
-    gates = throughput.ratio_gates(min_ratio) if min_ratio else {}
-    if gates and against is None:
-        raise UsageError("--min-ratio compares with a model: give --against")
-    if not gates.keys() <= set(levels):
-        raise UsageError(f"--min-ratio names a concurrency that --concurrency {concurrency} does not run")
-    if min(prompt, output, repeats) < 1:
-        raise UsageError("--prompt, --output and --repeats must be at least 1")
-    source = steps.open_source(model)
-    base = None if against is None else steps.open_source(against)
-    if base is not None and base.spec is not None:
-        raise UsageError(f"--against {against} is quantized: transformers runs the dense model it was made from")
-    most = max(levels)
-    config = EngineConfig(
-        kernels=kernels,
-        threads=threads,
-        max_num_seqs=max(most, ENGINE.max_num_seqs),
-        max_num_batched_tokens=max(most, ENGINE.max_num_batched_tokens),
-        max_waiting=max(most, ENGINE.max_waiting),
-    )
-    engine = steps.load(source, config)
-    load = throughput.Load(prompt, output)
-    text = throughput.text_tokens(source)
-    if len(text) < most * repeats + prompt:
-        raise UsageError("--concurrency, --repeats and --prompt need more text than there is: lower them")
-    found = []
-    with console.progress("bench") as update:
-        for i, level in enumerate(levels):
-            update(i, len(levels))
-            found.append(throughput.measure(engine, text, level, load, repeats))
-        update(len(levels), len(levels))
-    peer = None
-    if base is not None:
-        peer = throughput.fastest_transformers(base, text, load, config.threads, console.note)
-    report = throughput.report(engine, found, load, peer, gates, command_line())
-    report.write(json_path, markdown_path)
+    A MODEL runs closed batches, if asked beside transformers or beside static batching. A URL, or a MODEL with any
+    option of a load (--serve, --rate, --requests, --slo ...), is asked over HTTP: by so many users at once or at a
+    rate, and a list of either is a sweep that finds where the objective breaks.
+    """
+    from qserve import benching
+    from qserve.evals.gate import enforce, judge_values, read_gates
+
+    wanted = [] if gate is None else read_gates(gate)
+    load = {
+        "--rate": rate, "--requests": requests, "--warmup": warmup, "--burst": burst, "--trace": trace,
+        "--dataset": dataset, "--prefixes": prefixes, "--prefix-tokens": prefix_tokens, "--turns": turns,
+        "--think": think, "--slo": slo, "--endpoint": endpoint, "--model": name, "--timeout": timeout, "--seed": seed,
+    }  # fmt: skip
+    given = [option for option, value in load.items() if value is not None]
+    if "://" in model and (serve or static or against is not None or (kernels, threads) != (ENGINE.kernels, None)):
+        raise UsageError("--serve, --static, --against, --kernels and --threads are for a MODEL, not for a URL")
+    if static:
+        others = [*given, *["--serve"] * serve, *["--against"] * (against is not None)]
+        if others := [option for option in others if option not in ("--requests", "--seed")]:
+            raise UsageError(f"--static is measured in this process: leave out {others[0]}")
+        report = benching.static(model, concurrency or "64", prompt, output, requests, seed or 0, kernels, threads)
+    elif "://" in model or serve or given:
+        if against is not None:
+            raise UsageError(f"--against is measured in this process: leave out {[*given, '--serve'][0]}")
+        job = benching.job(
+            concurrency, rate, prompt, output or "64", endpoint or "completions", slo,
+            dict(
+                requests=requests, warmup=warmup, burst=1 if burst is None else burst, trace=trace, dataset=dataset,
+                prefixes=prefixes or 0, prefix_tokens=prefix_tokens or 0, turns=1 if turns is None else turns,
+                think=think or 0.0,
+                seed=seed or 0,
+            ),
+        )  # fmt: skip
+        fields = {"temperature": 0.0, **({"ignore_eos": True} if ignore_eos else {})}
+        engine = EngineConfig(kernels=kernels, threads=threads)
+        report = benching.load(model, job, name, api_key, fields, 600.0 if timeout is None else timeout, engine)
+    else:
+        report = benching.batches(
+            model, concurrency or "1,8,16", prompt, output or "64", repeats, against, min_ratio, kernels, threads
+        )
+    try:
+        values = {metric.name: metric.value for metric in report.metrics}
+        judged = judge_values(wanted, values, 1, report.environment["machine"])
+        report = replace(report, gates=(*report.gates, *judged))
+    finally:  # what was measured is kept, also where a gate asks for something else
+        report.write(json_path, markdown_path, html_path)
     for section in report.sections:
         console.table(section.title, section.header, section.rows)
     enforce(report.gates)
+    if report.data.get("partial"):
+        raise QServeError(f"not all of it was measured: {report.data['stopped']}")

@@ -40,6 +40,17 @@ def integers(text: str, option: str) -> list[int]:
     return values
 
 
+def numbers(text: str, option: str) -> list[float]:
+    """Positive numbers, whole or not, with commas between."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [0.0]
+    if not all(0 < value < float("inf") for value in values):
+        raise UsageError(f"{option} must be positive numbers with commas between, not {text!r}")
+    return values
+
+
 def names(text: str) -> tuple[str, ...]:
     """Names with commas between."""
     return tuple(name.strip() for name in text.split(",") if name.strip())

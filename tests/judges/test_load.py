@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,19 +31,8 @@ def test_giraffe_accepts_the_server(environment, judge, served, tmp_path: Path) 
 
 
 def test_guidellm_finds_every_answer_whole(environment, judge, served, tmp_path: Path) -> None:
-    program = environment("guidellm") / "bin" / "guidellm"
-    open_model(served.model).save_tokenizer(tmp_path / "tokenizer")
-    report = tmp_path / "report.json"
-    prompt, output, requests, streams = 48, 24, 16, 4
-    done = judge(
-        [program, "run", "--backend", f"kind=openai_http,target={served.url.removesuffix('/v1')},model={served.name}",
-         "--profile", f"kind=concurrent,streams={streams}", "--constraint", f"kind=max_requests,count={requests}",
-         "--data", f"kind=synthetic_text,prompt_tokens={prompt},output_tokens={output}",
-         "--tokenizer", f"kind=huggingface_auto,model={tmp_path / 'tokenizer'}",
-         "--output", f"kind=json,path={report}", "--disable-console"]
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (found,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
+    output, requests, streams = 24, 16, 4
+    found = guidellm(environment, judge, served, tmp_path, streams, requests, 48, output)
     metrics = found["metrics"]
     errors = {request["info"]["error"] for request in found["requests"]["errored"]}
     assert not errors and metrics["request_totals"]["successful"] == requests, errors
@@ -51,3 +42,58 @@ def test_guidellm_finds_every_answer_whole(environment, judge, served, tmp_path:
     for name in ("time_to_first_token_ms", "inter_token_latency_ms"):
         values = metrics[name]["successful"]
         print(f"  {name}: median {values['median']:.1f}, p95 {values['percentiles']['p95']:.1f}")
+
+
+def test_guidellm_and_qserve_bench_agree(environment, judge, served_by_one_core, tmp_path: Path) -> None:
+    """By turns, on the same server at the same load: the medians of three rounds are within 5 %."""
+    served = served_by_one_core
+    streams, requests, output = 4, 24, 32
+    rounds: list[tuple[dict[str, float], dict[str, float]]] = []
+    for number in range(3):
+        home = tmp_path / f"{number}"
+        metrics = guidellm(environment, judge, served, home, streams, requests, 64, output, seed=number)["metrics"]
+        prompt = round(metrics["prompt_token_count"]["successful"]["mean"])  # with those of the chat template
+        theirs = {
+            "TTFT": metrics["time_to_first_token_ms"]["successful"]["mean"],
+            "ITL": metrics["inter_token_latency_ms"]["successful"]["mean"],
+            "output tokens/s": metrics["output_tokens_per_second"]["successful"]["mean"],
+        }
+        rounds.append((theirs, ours(judge, served, home / "ours.json", streams, requests, prompt, output)))
+        print(*rounds[-1], sep="\n")
+    for name in rounds[0][0]:
+        other, own = (statistics.median(each[side][name] for each in rounds) for side in (0, 1))
+        print(f"{name}: guidellm {other:.2f}, qserve bench {own:.2f}, ratio {own / other:.3f}")
+        assert own == pytest.approx(other, rel=0.05), name
+
+
+def guidellm(environment, judge, served, home: Path, streams, requests, prompt, output, *, seed: int = 42):
+    """Its findings, of so many requests. The same seed makes the same prompts, which a prefix cache knows."""
+    home.mkdir(exist_ok=True)
+    open_model(served.model).save_tokenizer(home / "tokenizer")
+    report = home / "report.json"
+    done = judge(
+        [environment("guidellm") / "bin" / "guidellm", "run",
+         "--backend", f"kind=openai_http,target={served.url.removesuffix('/v1')},model={served.name}",
+         "--profile", f"kind=concurrent,streams={streams}", "--constraint", f"kind=max_requests,count={requests}",
+         "--data", f"kind=synthetic_text,prompt_tokens={prompt},output_tokens={output}",
+         "--seed", f"kind=static,value={seed}", "--tokenizer", f"kind=huggingface_auto,model={home / 'tokenizer'}",
+         "--output", f"kind=json,path={report}", "--disable-console"]
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (found,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
+    return found
+
+
+def ours(judge, served, report: Path, streams, requests, prompt, output) -> dict[str, float]:
+    done = judge(
+        [sys.executable, "-m", "qserve", "bench", served.url, "--concurrency", streams, "--requests", requests,
+         "--prompt", prompt, "--output", output, "--endpoint", "chat", "--json", report]
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (level,) = json.loads(report.read_text(encoding="utf-8"))["data"]["levels"]
+    times = level["latency_seconds"]
+    return {
+        "TTFT": times["ttft"]["mean"] * 1e3,
+        "ITL": times["tpot"]["mean"] * 1e3,
+        "output tokens/s": level["figures"]["output_tokens_per_second"],
+    }

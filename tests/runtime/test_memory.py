@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from qserve.checkpoint.demo import demo_path
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.source import open_model
 from qserve.runtime.config import EngineConfig
@@ -42,3 +45,38 @@ def test_refusals_carry_the_arithmetic(tiny_model: Path) -> None:
         plan_memory(config, **{**plan, "weights": 1 << 60})  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="need 20"):
         plan_memory(config, **plan, max_model_len=320, kv_cache_memory=7 * block)  # type: ignore[arg-type]
+
+
+def test_the_peak_is_the_sum_of_its_parts(tiny_packed: Path) -> None:
+    source = open_model(tiny_packed)
+    plan = Engine(source, EngineConfig(kv_cache_memory=1 << 20, threads=1)).memory
+    assert plan.files == sum(file.stat().st_size for file in tiny_packed.glob("*.safetensors")) > 0
+    assert plan.process > 50 << 20, "an interpreter with torch"
+    assert plan.peak == plan.process + plan.files + plan.weights + plan.workspace + plan.kv_cache
+    assert f"{plan.peak / 2**20:.1f} MiB resident" in plan.lines()[2]
+
+
+_FILL = """
+import resource
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+from qserve.runtime.sampling import SamplingParams
+
+engine = Engine("demo", EngineConfig(kv_cache_memory=100 << 20, max_num_seqs=32))
+params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+for number in range(16):
+    prompt = [number + 5] * (engine.memory.num_blocks - 16)  # a sixteenth of all positions, and a little less
+    engine.submit(str(number), prompt, params, cache_salt=str(number))
+while engine.has_work():
+    engine.step()
+print(engine.memory.peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not demo_path().exists(), reason="no demo")
+def test_the_peak_is_what_is_resident_at_most() -> None:
+    """In a process of its own, with every block used once."""
+    done = subprocess.run([sys.executable, "-c", _FILL], capture_output=True, text=True, check=True)
+    predicted, measured = map(int, done.stdout.split())
+    assert predicted == pytest.approx(measured, rel=0.05)

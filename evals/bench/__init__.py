@@ -1,0 +1,1 @@
+"""A load for any OpenAI-compatible server, and what the server made of it."""

@@ -1,0 +1,174 @@
+"""What ``qserve bench`` measures: closed batches, static against continuous batching, or a server under load.
+
+Knows options and engines; does not know the terminal's arguments. Every function returns a report.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from qserve import console, steps
+from qserve.chat_client import api_url
+from qserve.checkpoint.errors import UsageError
+from qserve.commands.options import ENGINE
+from qserve.commands.values import command_line, integers, numbers
+from qserve.evals import throughput
+from qserve.evals.bench import batching
+from qserve.evals.bench.client import Client
+from qserve.evals.bench.job import Job, run
+from qserve.evals.bench.summary import bench_report
+from qserve.evals.reliability.server import ServerProcess
+from qserve.evals.report import Report
+from qserve.evals.simulator.traffic import Lengths
+from qserve.evals.slo import UNLIMITED, parse_slo
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.server.config import ServerConfig
+
+
+def job(
+    concurrency: str | None,
+    rate: str | None,
+    prompt: str,
+    output: str,
+    endpoint: str,
+    slo: str | None,
+    rest: dict[str, Any],
+) -> Job:
+    """The loads that the options describe. Raises ``UsageError`` where they contradict each other."""
+    is_open = rate is not None or rest["trace"] is not None
+    if sum(each is not None for each in (concurrency, rate, rest["trace"])) > 1:
+        raise UsageError("a load has one rhythm: give --concurrency, --rate or --trace")
+    if not is_open and rest["burst"] > 1:
+        raise UsageError("--burst is for a load that comes at a --rate")
+    match endpoint:
+        case "completions" | "chat":
+            kind = endpoint
+        case _:
+            raise UsageError(f"--endpoint is completions or chat, not {endpoint!r}")
+    levels: list[float] = [1.0]
+    if rate is not None:
+        levels = numbers(rate, "--rate")
+    elif rest["trace"] is None:
+        levels = [float(each) for each in integers(concurrency or "1,8,16", "--concurrency")]
+    lengths = Lengths.parse(prompt, "--prompt"), Lengths.parse(output, "--output")
+    objective = UNLIMITED if slo is None else parse_slo(slo, UNLIMITED)
+    return Job(tuple(levels), is_open, *lengths, endpoint=kind, slo=objective, **rest)
+
+
+def load(
+    model: str,
+    job: Job,
+    name: str | None,
+    api_key: str | None,
+    fields: dict[str, Any],
+    timeout: float,
+    engine: EngineConfig,
+) -> Report:
+    """Of a server, which is started where MODEL is none."""
+
+
+    if not 0 < timeout <= 86400:
+        raise UsageError(f"--timeout must be above 0 seconds and at most a day, not {timeout:g}")
+    with ExitStack() as stack:
+        if "://" in model:
+            url = api_url(model)
+        else:
+
+            source = steps.open_source(model)  # what is wrong with it is known before a process is started
+            console.note(f"serving {source.name} on a free port of this machine")
+            server = stack.enter_context(ServerProcess(model, engine, ServerConfig()))
+            url = f"http://127.0.0.1:{server.port}/v1"
+            api_key = None
+        client = Client(url, api_key, timeout)
+        with console.progress("bench") as update:
+            found = run(job, client, name, fields, update)
+    place = model if "://" in model else "a server of its own"
+    more = {"model": found.model, "server": place, "workload": job.to_json()}
+    return bench_report(found.levels, found.unit, f"Load on {found.model}", command_line(), more, job.slo)
+
+
+def static(
+    model: str,
+    concurrency: str,
+    prompt: str,
+    output: str | None,
+    requests: int | None,
+    seed: int,
+    kernels: str,
+    threads: int | None,
+) -> Report:
+
+    levels, (tokens,) = integers(concurrency, "--concurrency"), integers(prompt, "--prompt")[:1]
+    if len(levels) > 1:
+        raise UsageError("--static compares at one --concurrency")
+    requests = 16 * levels[0] if requests is None else requests
+    if requests < 1:
+        raise UsageError("--requests must be at least 1")
+    lengths = batching.lengths_of(Lengths.parse(output or "10/50/200/500", "--output"), requests, levels[0], seed)
+    source = steps.open_source(model)
+    config = EngineConfig(
+        kernels=kernels,
+        threads=threads,
+        max_num_seqs=levels[0],
+        max_num_batched_tokens=max(levels[0], ENGINE.max_num_batched_tokens),
+        max_waiting=max(requests, ENGINE.max_waiting),
+        max_waiting_tokens=max(1, requests * tokens),
+    )
+    engine = steps.load(source, config)
+    with console.progress("bench") as update:
+        found = batching.compare(engine, throughput.text_tokens(source), tokens, lengths, update)
+    return batching.batching_report(found, f"Static and continuous batching of {source.name}", command_line())
+
+
+def batches(
+    model: str,
+    concurrency: str,
+    prompt: str,
+    output: str,
+    repeats: int,
+    against: str | None,
+    min_ratio: str | None,
+    kernels: str,
+    threads: int | None,
+) -> Report:
+
+    levels = integers(concurrency, "--concurrency")
+    gates = throughput.ratio_gates(min_ratio) if min_ratio else {}
+    if gates and against is None:
+        raise UsageError("--min-ratio compares with a model: give --against")
+    if not gates.keys() <= set(levels):
+        raise UsageError(f"--min-ratio names a concurrency that --concurrency {concurrency} does not run")
+    try:
+        load = throughput.Load(int(prompt), int(output))
+    except ValueError:
+        raise UsageError("closed batches have prompts and outputs of one length: give --prompt and --output a number, "
+                         "or --serve") from None
+    if min(load.prompt, load.output, repeats) < 1:
+        raise UsageError("--prompt, --output and --repeats must be at least 1")
+    source = steps.open_source(model)
+    base = None if against is None else steps.open_source(against)
+    if base is not None and base.spec is not None:
+        raise UsageError(f"--against {against} is quantized: transformers runs the dense model it was made from")
+    most = max(levels)
+    config = EngineConfig(
+        kernels=kernels,
+        threads=threads,
+        max_num_seqs=max(most, ENGINE.max_num_seqs),
+        max_num_batched_tokens=max(most, ENGINE.max_num_batched_tokens),
+        max_waiting=max(most, ENGINE.max_waiting),
+    )
+    engine = steps.load(source, config)
+    text = throughput.text_tokens(source)
+    if len(text) < most * repeats + load.prompt:
+        raise UsageError("--concurrency, --repeats and --prompt need more text than there is: lower them")
+    found = []
+    with console.progress("bench") as update:
+        for i, level in enumerate(levels):
+            update(i, len(levels))
+            found.append(throughput.measure(engine, text, level, load, repeats))
+        update(len(levels), len(levels))
+    peer = None
+    if base is not None:
+        peer = throughput.fastest_transformers(base, text, load, config.threads, console.note)
+    return throughput.report(engine, found, load, peer, gates, command_line())
