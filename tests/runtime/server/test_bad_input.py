@@ -77,7 +77,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": "hi"}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [123]}, "messages[0]"),
-    (CHAT, {"messages": [123] * 40_000}, "messages[0]"),
+    (CHAT, {"messages": [123] * 40_000}, "messages"),
     (CHAT, {"messages": [USER] * 5000}, "messages"),
     (CHAT, {"messages": [{}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": 123, "content": "a"}]}, "messages[0].role"),
