@@ -65,7 +65,7 @@ class ConstraintChecker:
         self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
         self._trials: dict[_Key, asyncio.Task[_Verdict | None]] = {}
         self._turns = Turns()
-        self._starting: asyncio.Task[None] | None = None
+        self._starting: asyncio.Future[None] | None = None
         self._trying = ThreadPoolExecutor(1, "qserve-constraints")
         self._compiling = ThreadPoolExecutor(2, "qserve-compile")  # what is known to be good waits for no trial
 
