@@ -1,4 +1,5 @@
-"""``WireProtocol``: HTTP/1.1 as uvicorn speaks it, but for silent connections and for heads that are none.
+"""``WireProtocol``: HTTP/1.1 as uvicorn speaks it, but for silent connections, for heads that are none, and for
+bodies that nobody wants.
 
 Knows bytes, connections and timers; does not know routes, keys or what a request asks for.
 """
@@ -6,6 +7,7 @@ Knows bytes, connections and timers; does not know routes, keys or what a reques
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 
 import h11
@@ -15,6 +17,7 @@ from qserve.runtime.server.errors import APIError
 
 HEADER_TIMEOUT = 30.0  # seconds in which the headers of a connection's first request must have come
 REFUSED_SECONDS = 5.0  # in which a client whose head was refused may still be sending, and then reads why
+DISCARD = "qserve.discard"  # in a scope: ``await scope[DISCARD](seconds)`` after the answer ends its connection
 _REFUSALS = {
     431: "the request head is too large",
     400: "this is no valid HTTP/1.1 request",
@@ -29,15 +32,34 @@ class WireProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._refused = False
+        self._gone = asyncio.Event()
         self._late = self.loop.call_later(HEADER_TIMEOUT, self._close_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._late.cancel()
+        self._gone.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if not self._refused:  # to close on a client that is still sending would reset its connection
             super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None and self.transport.can_write_eof():  # not with TLS
+            self.scope[DISCARD] = self._discard
+
+    async def _discard(self, timeout: float) -> None:
+        """Say that nothing more will be sent, and drop what comes until the client closes, unread: a megabyte that is
+        parsed for nothing takes the interpreter from every stream."""
+        self._refused = True
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._gone.wait()
+        self.transport.abort()
+        await self._gone.wait()
 
     def on_response_complete(self) -> None:
         self._late.cancel()
