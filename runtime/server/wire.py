@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -47,7 +48,7 @@ class WireProtocol(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.scope is not None and self.transport.can_write_eof():  # not with TLS
-            self.scope[DISCARD] = self._discard
+            cast(dict[str, Any], self.scope)[DISCARD] = self._discard
 
     async def _discard(self, timeout: float) -> None:
         """Say that nothing more will be sent, and drop what comes until the client closes, unread: a megabyte that is
