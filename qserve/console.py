@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -18,9 +19,27 @@ from rich.progress import (
 )
 from rich.table import Table
 
+
+class _Stderr:
+    """``sys.stderr``, whichever it is now. Where it cannot be written, as on a full disk, its lines are lost and
+    nothing else: what is going on goes on."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 # Where there is no terminal to fit into, a table is as wide as it needs to be.
 out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+err = Console(file=cast(IO[str], _Stderr()), highlight=False, soft_wrap=True)
 
 Update = Callable[[int, int], None]
 

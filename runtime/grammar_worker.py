@@ -5,8 +5,8 @@ forks a child for each constraint: to end one that takes too long costs nothing,
 neither torch nor transformers.
 
 One JSON object a line. First ``{"tokenizer", "size", "eos_token_ids"}``, answered by ``{}`` when it is ready; then
-``{"kind", "text", "seconds"}`` each, answered within so many by ``{"grammar": str}`` (llguidance's format) or
-``{"error": str}``.
+``{"kind", "text", "seconds"}`` each, answered within so many by ``{"grammar": str}`` (llguidance's format),
+``{"error": str}``, or ``{"late": ""}`` when its time was over. An empty line ends the time of the one that is tried.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from qserve.runtime.sampling import RequestError
 EXTRA_MEMORY = 512 << 20  # bytes that compiling may take
 SLOW_SECONDS = 0.03  # what people write is compiled by then; what is not can wait for the model
 SLOW_NICENESS = 19
+STDIN = 0
 STACK_BYTES = 2 << 20  # less than any thread of the parent has: what fits here fits there
 
 
@@ -40,21 +41,49 @@ def main() -> None:
 
 
 def _serve() -> None:
-    content = json.loads(sys.stdin.buffer.readline() or "null")
-    if content is None:
+    questions = _Questions()
+    line = questions.next()
+    if not line:
         return
+    content = json.loads(line)
     vocabulary = Vocabulary(content["tokenizer"], content["size"], tuple(content["eos_token_ids"]))
     compiler = GrammarCompiler(lambda: vocabulary)
     compiler.matcher(Constraint("regex", "a"))  # loads the tokenizer
     _limit_memory()
     _answer({})
-    while line := sys.stdin.buffer.readline():
+    while line := questions.next():
         content = json.loads(line)
-        _answer(_child(compiler, Constraint(content["kind"], content["text"]), content["seconds"]))
+        _answer(_child(compiler, Constraint(content["kind"], content["text"]), content["seconds"], questions))
 
 
-def _child(compiler: GrammarCompiler, constraint: Constraint, seconds: float) -> dict[str, str]:
-    """Try it in a child, which is killed when its time is over."""
+class _Questions:
+    """The lines of standard input, and whether there is more of it: a buffered file cannot tell."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    @property
+    def more(self) -> bool:
+        return bool(self._buffer)
+
+    def next(self) -> bytes:
+        """The next line that is not empty; nothing at the end."""
+        while True:
+            line, end, rest = self._buffer.partition(b"\n")
+            if end:
+                self._buffer = rest
+                if line:
+                    return bytes(line)
+            elif part := os.read(STDIN, 1 << 20):
+                self._buffer += part
+            else:
+                return b""
+
+
+def _child(
+    compiler: GrammarCompiler, constraint: Constraint, seconds: float, questions: _Questions
+) -> dict[str, str]:
+    """Try it in a child, which is killed when its time is over, or when there is more on standard input."""
     taken, given = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -66,22 +95,35 @@ def _child(compiler: GrammarCompiler, constraint: Constraint, seconds: float) ->
     answer, deadline = bytearray(), time.monotonic() + seconds
     try:
         slow = time.monotonic() + min(SLOW_SECONDS, seconds)
-        while time.monotonic() < deadline:
-            if not select.select([taken], [], [], max(0.0, min(slow, deadline) - time.monotonic()))[0]:
+        while time.monotonic() < deadline and not questions.more:
+            wait = max(0.0, min(slow, deadline) - time.monotonic())
+            ready = select.select([taken, STDIN], [], [], wait)[0]
+            if not ready:
                 if slow < deadline:
-                    os.setpriority(os.PRIO_PROCESS, pid, SLOW_NICENESS)
+                    _yield_to_others(pid)
                     slow = deadline
+            elif taken not in ready:
+                break
             elif part := os.read(taken, 1 << 16):
                 answer += part
             elif answer:
                 return dict(json.loads(answer))
             else:
                 return {"error": "the constraint is refused: compiling it takes more memory than is allowed"}
-        return {"error": f"the constraint is refused: it takes more than {seconds:g} s to compile"}
+        return {"late": ""}
     finally:
         os.close(taken)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def _yield_to_others(pid: int) -> None:
+    """Let it compute only where nobody else wants to. Niceness alone would let it end its slice first: a step of the
+    model, which waits for all of its threads, would wait for that too."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.setpriority(os.PRIO_PROCESS, pid, SLOW_NICENESS)
 
 
 def _tried(compiler: GrammarCompiler, constraint: Constraint) -> dict[str, str]:

@@ -53,13 +53,14 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes, max_commas: int | None = None) -> dict[str, Any]:
-    """Strict JSON: no NaN, duplicate keys, lone surrogates, NUL or deep nesting. Raises ``APIError`` 400 or 413.
+    """Strict JSON: no NaN, duplicate keys, lone surrogates, NUL or deep nesting. Raises ``APIError`` 400.
 
     While a body is parsed no other thread of Python runs: a million numbers would hold up every stream for a quarter
     of a second. Their commas are counted first, which is quick; those within texts count too.
     """
     if max_commas is not None and body.count(b",") > max_commas:
-        raise APIError(413, f"the request body holds more than {max_commas:,} values", code="request_too_large")
+        # Not 413, which is of bytes: such a body may be small, and what is wrong with it is what it asks for.
+        raise APIError(400, f"the request body holds more than {max_commas:,} values", code="too_many_values")
     if b"\\u" in body and (bad := _BAD_ESCAPE.search(body.replace(rb"\\", b"__"))):
         raise _refuse("holds a NUL character" if bad["nul"] else "holds half of a surrogate pair")
     objects = 0

@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
@@ -28,12 +30,17 @@ from qserve.runtime.constraint import Constraint
 from qserve.runtime.grammar import GrammarCompiler
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.engine_thread import EngineFailure
+from qserve.runtime.server.turns import Turns
 
 COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds
+TURN_SECONDS = 0.06  # for one while others wait
+WAIT_SECONDS = 0.1  # more than COMPILE_SECONDS: by then everybody has an answer, however many came at once
+LOOK_SECONDS = 0.01  # between two looks at whether others wait
 GRACE_SECONDS = 0.15  # in which the worker says that they are over; it is killed if it does not
 NICENESS = 5  # the model goes first
 START_SECONDS = 60.0  # for a new worker, on a machine that has other things to do
 MAX_TRIALS = 32  # different constraints that wait for the worker
+LATE = {"late": ""}  # no verdict: others had their turns in the time that it takes
 MAX_VERDICTS = 256  # remembered, so that the same one again costs no trial
 REMEMBER_SECONDS = 60.0  # a refusal, which may be due to a busy moment
 
@@ -56,13 +63,18 @@ class ConstraintChecker:
         self._compiler = compiler
         self._worker = Worker(compiler)
         self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
-        self._trials: dict[_Key, asyncio.Task[_Verdict]] = {}
+        self._trials: dict[_Key, asyncio.Task[_Verdict | None]] = {}
+        self._turns = Turns()
+        self._starting: asyncio.Future[None] | None = None
         self._trying = ThreadPoolExecutor(1, "qserve-constraints")
         self._compiling = ThreadPoolExecutor(2, "qserve-compile")  # what is known to be good waits for no trial
 
-    async def matcher(self, constraint: Constraint) -> LLMatcher:
-        """The constraint, compiled. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``."""
-        verdict = await self._verdict(constraint)
+    async def matcher(self, constraint: Constraint, tenant: str = "") -> LLMatcher:
+        """The constraint, compiled. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``.
+
+        ``tenant``: who asks. Those who wait have their turns one tenant after another.
+        """
+        verdict = await self._verdict(constraint, tenant)
         if verdict.error:
             raise RequestError(verdict.error, constraint.param)
         loop = asyncio.get_running_loop()
@@ -74,7 +86,7 @@ class ConstraintChecker:
         self._trying.shutdown()
         self._compiling.shutdown()
 
-    async def _verdict(self, constraint: Constraint) -> _Verdict:
+    async def _verdict(self, constraint: Constraint, tenant: str) -> _Verdict:
         key = constraint.kind, constraint.text
         verdict = self._verdicts.get(key)
         if verdict is not None and time.monotonic() < verdict.until:
@@ -83,14 +95,19 @@ class ConstraintChecker:
         if key not in self._trials:
             if len(self._trials) >= MAX_TRIALS:
                 raise QueueFullError(f"{MAX_TRIALS} constraints wait to be tried out, the limit; try again later")
-            self._trials[key] = asyncio.create_task(self._try(key, constraint))
-        return await asyncio.shield(self._trials[key])  # others may be waiting for it too
+            self._trials[key] = asyncio.create_task(self._try(key, constraint, tenant))
+        verdict = await asyncio.shield(self._trials[key])  # others may be waiting for it too
+        if verdict is None:
+            raise QueueFullError("too many constraints to be tried out for one that takes so long; try again later")
+        return verdict
 
-    async def _try(self, key: _Key, constraint: Constraint) -> _Verdict:
+    async def _try(self, key: _Key, constraint: Constraint, tenant: str) -> _Verdict | None:
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(self._trying, self._worker.ask, constraint)
+            answer = await self._ask(constraint, tenant)
         finally:
             del self._trials[key]
+        if answer == LATE:
+            return None
         if "grammar" in answer:
             verdict = _Verdict(grammar=answer["grammar"])
         else:
@@ -99,6 +116,23 @@ class ConstraintChecker:
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
+
+
+    async def _ask(self, constraint: Constraint, tenant: str) -> dict[str, str]:
+        """As ``Worker.ask``, in less than a second once there is a worker."""
+        loop = asyncio.get_running_loop()
+        if not self._worker.ready:
+            if self._starting is None or self._starting.done():
+                self._starting = asyncio.ensure_future(loop.run_in_executor(self._trying, self._worker.start))
+            await asyncio.shield(self._starting)
+        end = time.monotonic() + COMPILE_SECONDS + WAIT_SECONDS
+        try:
+            async with self._turns.of(tenant, COMPILE_SECONDS + WAIT_SECONDS - TURN_SECONDS):
+                seconds = min(COMPILE_SECONDS, max(TURN_SECONDS, end - time.monotonic()))
+                ask = partial(self._worker.ask, constraint, seconds, self._turns.waited_for)
+                return await loop.run_in_executor(self._trying, ask)
+        except TimeoutError:
+            return LATE
 
 
 class Worker:
@@ -119,18 +153,34 @@ class Worker:
         """None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def ask(self, constraint: Constraint) -> dict[str, str]:
-        """``{"grammar": ...}`` or ``{"error": ...}``, within about ``COMPILE_SECONDS`` of a running worker."""
-        question = {"kind": constraint.kind, "text": constraint.text, "seconds": COMPILE_SECONDS}
+    @property
+    def ready(self) -> bool:
+        return self._ready
+
+    def start(self) -> None:
+        """Return when it can be asked. Raises ``EngineFailure`` where it does not come up."""
+        self._running()
+
+    def ask(self, constraint: Constraint, seconds: float, hurry: Callable[[], bool]) -> dict[str, str]:
+        """``{"grammar": ...}``, ``{"error": ...}`` or ``LATE``, within about ``seconds`` of a running worker.
+
+        After ``TURN_SECONDS`` as soon as ``hurry()``. Nothing that was tried for less than ``COMPILE_SECONDS`` is
+        refused as too slow.
+        """
+        question = {"kind": constraint.kind, "text": constraint.text, "seconds": seconds}
         for _ in range(2):  # that somebody killed the worker is no reason to refuse
             process = self._running()
             start = time.monotonic()
-            answer = _exchange(process, question, COMPILE_SECONDS + GRACE_SECONDS)
-            if answer is not None:
+            answer = _exchange(process, question, seconds + GRACE_SECONDS, hurry)
+            if answer is not None and answer != LATE:
                 return answer
-            self._end(process)
-            if time.monotonic() - start >= COMPILE_SECONDS:
+            tried = time.monotonic() - start
+            if answer is None:
+                self._end(process)
+            if tried >= COMPILE_SECONDS:
                 return {"error": f"the constraint is refused: it takes more than {COMPILE_SECONDS:g} s to compile"}
+            if answer == LATE or tried >= seconds:
+                return LATE
         return {"error": "the constraint is refused: compiling it takes more memory than is allowed"}
 
     def close(self) -> None:
@@ -178,10 +228,16 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _exchange(process: subprocess.Popen[bytes], message: dict[str, Any], seconds: float) -> dict[str, str] | None:
-    """Send a line and read one. None if the process is gone or late."""
+def _exchange(
+    process: subprocess.Popen[bytes],
+    message: dict[str, Any],
+    seconds: float,
+    hurry: Callable[[], bool] = lambda: False,
+) -> dict[str, str] | None:
+    """Send a line and read one. None if the process is gone or late. Where ``hurry()``, an empty line tells it."""
     assert process.stdin is not None and process.stdout is not None
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
+    deadline, look = began + seconds, began + TURN_SECONDS
     given, taken = process.stdin.fileno(), process.stdout.fileno()
     os.set_blocking(given, False)
     left = memoryview(json.dumps(message).encode() + b"\n")
@@ -189,6 +245,11 @@ def _exchange(process: subprocess.Popen[bytes], message: dict[str, Any], seconds
     try:
         while left and _wait(given, select.POLLOUT, deadline):
             left = left[os.write(given, left) :]
+        while not _wait(taken, select.POLLIN, min(look, deadline)) and look < deadline:
+            told, look = hurry(), time.monotonic() + LOOK_SECONDS
+            if told:
+                os.write(given, b"\n")
+                break
         while not line.endswith(b"\n") and _wait(taken, select.POLLIN, deadline):
             if not (part := os.read(taken, 1 << 16)):
                 return None

@@ -11,6 +11,8 @@ import contextlib
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from qserve.runtime.server.wire import DISCARD
+
 LINGER_SECONDS = 10.0
 
 
@@ -40,6 +42,9 @@ class Linger:
         async def lingering(message: Message) -> None:
             if more and message["type"] == "http.response.body" and not message.get("more_body", False):
                 await send({**message, "more_body": True})
+                if (discard := scope.get(DISCARD)) is not None:
+                    await discard(LINGER_SECONDS)
+                    return
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LINGER_SECONDS):
                         while more:

@@ -5,7 +5,6 @@ Knows sockets, signals and the order of starting and stopping; does not know rou
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import faulthandler
@@ -21,9 +20,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.server.app import create_app
@@ -32,13 +29,13 @@ from qserve.runtime.server.entrance import Entrance
 from qserve.runtime.server.keys import KeyRing
 from qserve.runtime.server.logs import event
 from qserve.runtime.server.service import Service
+from qserve.runtime.server.wire import WireProtocol
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-HEADER_TIMEOUT = 30.0  # seconds in which the headers of a connection's first request must have come
 FAILURE_GRACE = 2.0  # seconds in which clients read that the engine failed, and probes see it, before the server ends
 
 
@@ -68,32 +65,6 @@ def claim_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-class _Protocol(H11Protocol):
-    """HTTP/1.1, except that a connection whose next request does not come is closed, also where a part of its head
-    did: uvicorn would keep it."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._late = self.loop.call_later(HEADER_TIMEOUT, self._close_silent)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._late.cancel()
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        self._late.cancel()
-        self._late = self.loop.call_later(self.timeout_keep_alive, self._close_silent)
-        super().on_response_complete()
-
-    def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._late.cancel()  # the connection goes to another protocol
-        super().handle_websocket_upgrade(event)
-
-    def _close_silent(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
-
-
 class _Server(uvicorn.Server):
     """uvicorn, except that it answers before there is an engine, that the first signal drains and the second ends what
     is left at once, and that it ends by itself when the engine failed or a step is stuck.
@@ -104,7 +75,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self._entrance,
-                http=_Protocol,
+                http=WireProtocol,
                 ws="websockets-sansio",
                 ws_max_size=config.max_body_bytes,
                 ws_per_message_deflate=False,

@@ -118,12 +118,13 @@ class Service:
                 "n",
             )
         try:
-            matcher = None if params.constraint is None else await self.constraints.matcher(params.constraint)
+            tenant, constraint = request.scope["qserve.tenant"], params.constraint
+            matcher = None if constraint is None else await self.constraints.matcher(constraint, tenant)
             generation = await self.thread.submit(
                 prompts,
                 params,
                 priority=_priority(key, priority),
-                cache_salt=request.scope["qserve.tenant"],
+                cache_salt=tenant,
                 key=key,
                 matcher=matcher,
             )

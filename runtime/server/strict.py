@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from annotated_types import MaxLen
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
@@ -21,12 +22,22 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
     not_done: ClassVar[NotDone] = {}
+    longest: ClassVar[dict[str, int]] = {}  # lists, by field: pydantic looks at as many items before it counts them
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        rules = ((name, rule) for name, field in cls.model_fields.items() for rule in field.metadata)
+        cls.longest = {name: rule.max_length for name, rule in rules if isinstance(rule, MaxLen)}
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        for name, longest in cls.longest.items():
+            if isinstance(items := data.get(name), list) and len(items) > longest:
+                what = f"holds {len(items):,} items, at most {longest:,} are allowed"
+                raise PydanticCustomError("too_long", what, {"param": name})
         for name in cls.not_done.keys() & data.keys():
             if data[name] is not None and data[name] not in cls.not_done[name]:
                 raise PydanticCustomError(

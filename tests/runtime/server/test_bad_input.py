@@ -77,7 +77,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": "hi"}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [123]}, "messages[0]"),
-    (CHAT, {"messages": [123] * 40_000}, "messages[0]"),
+    (CHAT, {"messages": [123] * 40_000}, "messages"),
     (CHAT, {"messages": [USER] * 5000}, "messages"),
     (CHAT, {"messages": [{}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": 123, "content": "a"}]}, "messages[0].role"),
@@ -269,7 +269,9 @@ def test_bad_body(server: ServerHandle, name: str) -> None:
 def test_more_values_than_could_ever_be_served(server: ServerHandle) -> None:
     for body in ({"prompt": [0] * 2_000_000}, {"messages": [123] * 1_000_000}, {"prompt": "a", "b": [{}] * 100_000}):
         response = post(server, COMPLETION, body)
-        assert response.status_code == 413 and "values" in response.json()["error"]["message"]
+        error = response.json()["error"]
+        assert response.status_code == 400 and "values" in error["message"] and error["code"] == "too_many_values"
+        assert error["type"] == "invalid_request_error"
 
 
 def test_infinite_number_names_its_field(server: ServerHandle) -> None:
@@ -297,7 +299,7 @@ def test_too_large_a_body(server: ServerHandle) -> None:
 
 def test_huge_headers(server: ServerHandle) -> None:
     response = httpx.get(f"{server.url}/models", headers=HEADERS | {"X-Large": "a" * (64 << 10)}, timeout=30)
-    assert 400 <= response.status_code < 500
+    refused(response, 431, None)
 
 
 def test_unknown_route_method_and_model(server: ServerHandle) -> None:

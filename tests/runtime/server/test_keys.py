@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import signal
@@ -45,6 +46,24 @@ def test_a_new_key_is_stored_as_its_hash_alone(tmp_path: Path) -> None:
         add_key("bob", path)
     with pytest.raises(UsageError, match="name must have"):
         add_key('b"ob', path)
+
+
+def test_every_key_is_compared_in_constant_time_and_as_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is presented, the same comparisons are made: they end neither at the right key nor at a wrong byte."""
+    compare, compared = hmac.compare_digest, []
+
+    def told(presented: bytes, known: bytes) -> bool:
+        compared.append((presented, known))
+        return compare(presented, known)
+
+    monkeypatch.setattr(hmac, "compare_digest", told)
+    ring = KeyRing(["one", "two", "three"])
+    for presented in (b"one", b"three", b"thre", b"", b"a" * 10_000):
+        compared.clear()
+        found = ring.find(presented)
+        assert (found is not None) == (presented in (b"one", b"three"))
+        digest = sha256(presented).digest()
+        assert compared == [(digest, sha256(key).digest()) for key in (b"one", b"two", b"three")]
 
 
 def test_a_file_made_for_the_server_takes_its_first_key(tmp_path: Path) -> None:

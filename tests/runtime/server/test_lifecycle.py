@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -18,7 +19,7 @@ import pytest
 
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.engine import Engine
-from qserve.runtime.server import serve as serve_module
+from qserve.runtime.server import wire
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
 
@@ -59,11 +60,22 @@ def test_leaving_before_the_first_byte(own: ServerHandle, slow: None, stream: bo
     wait_until(lambda: idle(own), 3)
 
 
-def test_hundreds_of_aborts_at_once(own: ServerHandle, slow: None) -> None:
+@pytest.fixture
+def thousands_of_files() -> Iterator[None]:
+    """For both ends of every connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        pytest.skip("no process may have so many open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_thousand_aborts_at_once(own: ServerHandle, slow: None, thousands_of_files: None) -> None:
     sockets = []
     body = json.dumps(LONG | {"stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    for _ in range(200):
+    for _ in range(1000):
         sock = socket.create_connection((own.host, own.port))
         sock.sendall(head + body)
         sockets.append(sock)
@@ -244,7 +256,7 @@ def test_sigterm_drains_and_a_second_one_aborts(engine: Engine, slow: None, sign
 
 
 def test_a_connection_that_says_nothing_is_closed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_module, "HEADER_TIMEOUT", 0.3)
+    monkeypatch.setattr(wire, "HEADER_TIMEOUT", 0.3)
     with ServerHandle(engine) as server:
         for sent in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\nX-Slow: "):
             with socket.create_connection(("127.0.0.1", server.port)) as silent:

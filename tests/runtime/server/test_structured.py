@@ -267,3 +267,37 @@ def test_a_worker_that_does_not_start_fails_the_request_alone(
         patch.setattr("qserve.runtime.server.constraints.START_SECONDS", 0.0)
         assert post(own, guided_regex="never tried").status_code == 500
     assert text_of(post(own, guided_regex="never tried")) == "never tried"
+
+
+def beside_ten_slow_ones(server: ServerHandle) -> tuple[httpx.Response, list[httpx.Response]]:
+    """The answers to a good constraint that comes after ten slow ones, and to those."""
+    text_of(post(server, guided_regex="up and running"))
+    constraints, url = server.service.constraints, f"{server.url}/completions"
+
+    async def ask_all() -> list[httpx.Response]:
+        slow = [{"prompt": "hi", "guided_json": SLOW_SCHEMA | {"title": f"{i}"}} for i in range(10)]
+        async with httpx.AsyncClient(timeout=60) as client:
+            asking = [asyncio.ensure_future(client.post(url, json=body)) for body in slow]
+            while not constraints._turns.waited_for():
+                await asyncio.sleep(0.001)
+            good = await client.post(url, json={"prompt": "hi", "guided_regex": "beside"})
+            return [good, *await asyncio.gather(*asking)]
+
+    good, *bad = asyncio.run(ask_all())
+    return good, bad
+
+
+def test_ten_slow_ones_at_once_are_answered_soon(own: ServerHandle) -> None:
+    """In less than a second, on a machine that has time."""
+    _, bad = beside_ten_slow_ones(own)
+    assert max(response.elapsed.total_seconds() for response in bad) < 3
+    for response in bad:
+        assert response.status_code in (400, 503), response.text
+        assert response.status_code == 400 or int(response.headers["retry-after"]) >= 1
+
+
+def test_slow_ones_do_not_keep_a_good_one_from_its_turn(own: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qserve.runtime.server.constraints.WAIT_SECONDS", 50.0)
+    good, bad = beside_ten_slow_ones(own)
+    assert text_of(good) == "beside"
+    assert any(response.status_code == 503 for response in bad), "they were cut short for the others' sake"

@@ -163,7 +163,7 @@ def test_draining_ends_idle_connections_and_no_answer(engine: Engine, slow: None
 
 
 def test_an_idle_connection_outlives_the_header_timeout(own: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qserve.runtime.server.serve.HEADER_TIMEOUT", 0.2)
+    monkeypatch.setattr("qserve.runtime.server.wire.HEADER_TIMEOUT", 0.2)
     with dial(own, "/completions") as connection, socket.create_connection((own.host, own.port)) as silent:
         silent.settimeout(10)
         assert silent.recv(1) == b""  # closed: that time has passed for both
