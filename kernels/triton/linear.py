@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
 from qserve.kernels.triton.target import MINIMUM, Capability
+from qserve.kernels.triton.weight_only import WeightOnly
 
 
 class Product(Protocol):
@@ -50,9 +51,16 @@ def supports(weight: Tensor | PackedWeight, capability: Capability) -> str | Non
         return f"Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
     if isinstance(weight, Tensor):
         return None
+    if weight.scheme.dtype == "int" and weight.activations is None:
+        return None
     return f"no Triton kernel for {weight.scheme}"
 
 
-def prepare(op: ops.Linear, device: torch.device) -> Product:
-    """``op`` made ready on ``device``, where ``op.x`` and ``op.out`` already live; every workspace is allocated now."""
+def prepare(op: ops.Linear, device: torch.device, batch_invariant: bool = False) -> Product:
+    """``op`` made ready on ``device``, where ``op.x`` and ``op.out`` already live; every workspace is allocated now.
+
+    ``batch_invariant``: a row's result is bitwise the same in every batch, which costs speed at many rows.
+    """
+    if isinstance(op.weight, PackedWeight):
+        return WeightOnly(op, device, batch_invariant)
     return DensePrepared(op, device)
