@@ -178,22 +178,10 @@ class WeightOnly:
         self.planes = planes(op.weight, op.x.dtype, device)
         self.bias = None if op.bias is None else op.bias.to(device)
         gpu = target(device)
-        limits = [min(bucket, len(op.x)) for bucket in BUCKETS]
-        self.configs = {
-            bucket: self._config(limit, gpu, batch_invariant) for bucket, limit in zip(BUCKETS, limits)
-        }
+        self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         memory = workspace(device)
-        self.gathered = None
-        if self.planes.order is not None:
-            self.gathered = memory.take("gathered", len(op.x) * self.planes.k, op.x.dtype)
-        split = [
-            (config.splits * min(limit, SPLIT_ROWS), -(-min(limit, SPLIT_ROWS) // config.block_m))
-            for config, limit in zip(self.configs.values(), limits) if config.splits > 1
-        ]  # fmt: skip
-        self.partial = memory.take("partial", max((size for size, _ in split), default=0) * self.planes.padded_n,
-                                   torch.float32)  # fmt: skip
-        self.arrived = memory.take("arrived", max((tiles for _, tiles in split), default=0) * self.planes.padded_n // 16,
-                                   torch.int32)  # fmt: skip
+        self.gathered = memory.take("gathered", 0 if self.planes.order is None else len(op.x) * self.planes.k, op.x.dtype)
+        self.partial, self.arrived = memory.splits(self.configs, len(op.x), self.planes.padded_n)
 
     def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
@@ -209,7 +197,6 @@ class WeightOnly:
         held, config = self.planes, self.configs[bucket_of(rows)]
         x = self.op.x
         if held.order is not None:
-            assert self.gathered is not None
             x = self.gathered[: rows * held.k].view(rows, held.k)
             gather_columns(self.op.x, held.order, x, rows)
         step = SPLIT_ROWS if config.splits > 1 else rows

@@ -10,6 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from qserve.kernels.triton.configs import SPLIT_ROWS, Config
+
 
 class Workspace:
     """Scratch memory of one device, by name and dtype; it starts as zeros."""
@@ -25,6 +27,16 @@ class Workspace:
             held = torch.zeros(max(1, elements), dtype=dtype, device=self.device)
             self._held[name, dtype] = held
         return held
+
+    def splits(self, configs: dict[int, Config], rows: int, padded_n: int) -> tuple[Tensor, Tensor]:
+        """(partial sums, arrivals) for products of at most ``rows`` rows with ``configs`` by bucket."""
+        partial = arrived = 0
+        for bucket, config in configs.items():
+            if config.splits > 1:
+                most = min(bucket, rows, SPLIT_ROWS)
+                partial = max(partial, config.splits * most * padded_n)
+                arrived = max(arrived, -(-most // config.block_m) * (padded_n // config.block_n))
+        return self.take("partial", partial, torch.float32), self.take("arrived", arrived, torch.int32)
 
 
 @lru_cache

@@ -162,3 +162,47 @@ def test_dense(dtype: torch.dtype) -> None:
     op = ops.Linear(x, torch.randn(33, 100), wide[:, 10:43], torch.randn(33, device=DEVICE), accumulate=True)
     expected = want(op, 5)
     assert error(run(op, 5), expected) < TOLERANCE[dtype]
+
+
+def rounded(weight: PackedWeight, activations: ActivationScheme) -> PackedWeight:
+    return replace(weight, activations=activations, input_scale=None if activations.dynamic else 0.02)
+
+
+TOKEN8, STATIC8 = ActivationScheme("int8"), ActivationScheme("int8", "tensor", dynamic=False)
+GROUP8 = ActivationScheme("int8", "group", group_size=64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "inp", "bits", "group", "symmetric", "activations"),
+    [
+        (1, 130, 300, 8, -1, True, TOKEN8),
+        (3, 70, 192, 8, 64, True, TOKEN8),
+        (17, 128, 256, 4, 128, False, TOKEN8),
+        (70, 40, 256, 8, 128, True, STATIC8),
+        (3, 40, 200, 8, 64, True, GROUP8),
+        (2, 40, 256, 8, -1, True, GROUP8),
+    ],
+)
+def test_int8(
+    rows: int, out: int, inp: int, bits: int, group: int, symmetric: bool, activations: ActivationScheme
+) -> None:
+    torch.manual_seed(6)
+    for shuffled in [False] + [True] * (group > 0 and activations is TOKEN8):
+        weight = rounded(packed(out, inp, bits, group, symmetric, shuffled=shuffled), activations)
+        x = torch.randn(rows, inp, dtype=torch.float16, device=DEVICE)
+        wide = torch.randn(rows, out + 32, device=DEVICE)
+        op = ops.Linear(x, weight, wide[:, 16:-16], torch.randn(out, device=DEVICE), accumulate=True)
+        expected = want(op, rows)
+        assert error(run(op, rows), expected) < 2e-6  # the codes are the same, so nothing is lost but float32's places
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-30])
+def test_extreme_inputs_stay_in_their_row(value: float) -> None:
+    torch.manual_seed(7)
+    for activations in (TOKEN8, STATIC8, GROUP8):
+        weight = rounded(packed(40, 128, 8, 64), activations)
+        x = torch.randn(3, 128, device=DEVICE)
+        x[1] = value
+        op = ops.Linear(x, weight, torch.empty(3, 40, device=DEVICE))
+        expected = want(op, 3)
+        torch.testing.assert_close(run(op, 3), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
