@@ -27,6 +27,8 @@ from qserve.kernels.triton.workspace import workspace
 WIDEST_BLOCK = 128
 """Inputs to a step: the most that e4m3 products of sm_90 may sum before float32 takes over."""
 NARROWEST_BLOCK = 32
+WIDEST_GROUP = 2048
+"""Inputs that may share a dynamic scale, where they are not a whole token."""
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
@@ -99,8 +101,11 @@ def supports(weight: PackedWeight, capability: Capability) -> str | None:
             return "asymmetric 8 bit weights with int8 inputs"
     if block_k(weight) < NARROWEST_BLOCK:
         return f"{scheme} weights with {activations} inputs: groups must be multiples of {NARROWEST_BLOCK}"
-    if activations.granularity == "group" and (weight.g_idx is not None or activations.group_size > 1 << 12):
-        return f"{activations} inputs of a weight with reordered or very wide groups"
+    size = activations.group_size
+    if size > 0 and (size & (size - 1) or size > WIDEST_GROUP):
+        return f"{activations} inputs: groups must be a power of two up to {WIDEST_GROUP}"
+    if size > 0 and weight.g_idx is not None:
+        return f"{activations} inputs of a weight with reordered groups"
     return None
 
 

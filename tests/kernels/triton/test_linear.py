@@ -206,3 +206,43 @@ def test_extreme_inputs_stay_in_their_row(value: float) -> None:
         op = ops.Linear(x, weight, torch.empty(3, 40, device=DEVICE))
         expected = want(op, 3)
         torch.testing.assert_close(run(op, 3), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def packed_fp8(out: int, inp: int, group: int, rows: int) -> PackedWeight:
+    scheme = WeightScheme(8, group, dtype="fp8", rows=rows)
+    height = scheme.row_height(out)
+    codes = (torch.randn(out, inp) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(-(-out // height), scheme.groups(inp)) * 0.01 + 0.001
+    weight = PackedWeight(scheme, codes, scales.repeat_interleave(height, 0)[:out].contiguous())
+    weight.check()
+    return weight
+
+
+TOKEN_FP8, STATIC_FP8 = ActivationScheme("fp8"), ActivationScheme("fp8", "tensor", dynamic=False)
+GROUP_FP8 = ActivationScheme("fp8", "group", group_size=128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "inp", "group", "height", "activations"),
+    [
+        (1, 130, 300, -1, 1, TOKEN_FP8),
+        (17, 40, 256, -1, -1, STATIC_FP8),
+        (3, 200, 300, 128, 128, GROUP_FP8),
+        (70, 140, 256, 128, 128, TOKEN_FP8),
+    ],
+)
+def test_fp8(rows: int, out: int, inp: int, group: int, height: int, activations: ActivationScheme) -> None:
+    torch.manual_seed(8)
+    weight = rounded(packed_fp8(out, inp, group, height), activations)
+    x = torch.randn(rows, inp, device=DEVICE)
+    op = ops.Linear(x, weight, torch.randn(rows, out, device=DEVICE), torch.randn(out, device=DEVICE), accumulate=True)
+    expected = want(op, rows)
+    assert error(run(op, rows), expected) < 2e-6
+
+
+def test_integers_of_four_bits_are_exact_in_fp8() -> None:
+    torch.manual_seed(9)
+    weight = rounded(packed(70, 256, 4, 128, False), TOKEN_FP8)
+    op = ops.Linear(torch.randn(5, 256, device=DEVICE), weight, torch.empty(5, 70, device=DEVICE))
+    expected = want(op, 5)
+    assert error(run(op, 5), expected) < 2e-6
