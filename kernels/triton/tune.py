@@ -92,7 +92,7 @@ def seconds(products: list[Tuned], rows: int, config: Config, repeats: int = 5) 
     with torch.cuda.graph(graph):
         for product in products:
             product.run(rows)
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -100,7 +100,7 @@ def seconds(products: list[Tuned], rows: int, config: Config, repeats: int = 5) 
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / len(products))
-    return median(times[1:])
+    return float(median(times[1:]))
 
 
 def tune(schemes: list[str], shapes: list[str], rows: list[int], limit: float, path: Path) -> None:
