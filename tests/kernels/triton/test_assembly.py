@@ -1,0 +1,66 @@
+"""The lines of assembly in the kernels, read by a small machine of two 16-bit lanes: the interpreter skips them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from qserve.kernels.triton import target, weight_only
+
+pytestmark = pytest.mark.skipif(not target.is_interpreted(), reason="on a GPU the kernels' own tests run it")
+
+
+def assembly(shift: int, mask: int, magic: int) -> str:
+    """The program as ``_field`` writes it for these constants."""
+    field = weight_only._field
+    assert isinstance(field, InterpretedFunction)
+    found: list[str] = []
+
+    class Recorder:
+        int16 = None
+        constexpr = None
+
+        @staticmethod
+        def inline_asm_elementwise(text: str, *_: object, **__: object) -> None:
+            found.append(text)
+
+    namespace = field.fn.__globals__ | {"tl": Recorder}
+    type(field.fn)(field.fn.__code__, namespace)(None, shift, mask, magic, True)
+    return found[0]
+
+
+def execute(program: str, register: int) -> int:
+    """$0 from $1 of a block of ``shr.b32`` and ``lop3.b32`` (PTX ISA, 9.7.8)."""
+    registers = {"$1": register}
+    for line in program.strip("{} ").split(";"):
+        if (words := re.split(r"[ ,]+", line.strip())) and words[0] == "shr.b32":
+            registers[words[1]] = registers[words[2]] >> int(words[3])
+        elif words[0] == "lop3.b32":
+            a, b, c = (registers[word] if word in registers else int(word) for word in words[2:5])
+            table = int(words[5], 16)
+            registers[words[1]] = sum(
+                (table >> ((a >> bit & 1) << 2 | (b >> bit & 1) << 1 | (c >> bit & 1)) & 1) << bit for bit in range(32)
+            )
+        else:
+            assert words[0] in ("", ".reg"), line
+    return registers["$0"]
+
+
+FIELDS = [
+    *[(shift, mask, 0x6400) for shift in (0, 8) for mask in (0xF, 0xF0, 0xFF)],
+    *[(shift, 0xF, 0x4300) for shift in (0, 4, 8, 12)],
+    *[(shift, mask, 0x4300) for shift in (0, 8) for mask in (0x7F, 0x80)],
+]
+
+
+@pytest.mark.parametrize(("shift", "mask", "magic"), FIELDS)
+def test_two_words_are_unpacked_at_once(shift: int, mask: int, magic: int) -> None:
+    program = assembly(shift, mask, magic)
+    generator = torch.Generator().manual_seed(shift)
+    for word in torch.randint(0, 1 << 32, (200,), generator=generator).tolist():
+        low, high = word & 0xFFFF, word >> 16
+        wanted = ((low >> shift) & mask | magic) | (((high >> shift) & mask | magic) << 16)
+        assert execute(program, word) == wanted

@@ -1,0 +1,115 @@
+"""The linear products on a GPU: every scheme in every dtype, at few and at many rows, and in a graph.
+
+``pytest -m gpu``. What is checked in float16 without a GPU is checked here in bfloat16 too, and the assembly with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels import ops, reference
+from qserve.kernels.triton import linear
+from qserve.kernels.triton.target import target
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible")]
+
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 1e-5}
+INT8, FP8 = ActivationScheme("int8"), ActivationScheme("fp8")
+SCHEMES = [
+    *[(WeightScheme(bits, group, symmetric), None)
+      for bits, group in ((4, 128), (4, 64), (4, 32), (4, -1), (3, 128), (2, 64), (8, 128), (8, 32), (8, -1))
+      for symmetric in (True, False)],
+    (WeightScheme(8, -1), INT8),
+    (WeightScheme(8, 128), INT8),
+    (WeightScheme(8, -1), ActivationScheme("int8", "tensor", dynamic=False)),
+    (WeightScheme(8, -1, dtype="fp8"), FP8),
+    (WeightScheme(8, -1, dtype="fp8", rows=-1), ActivationScheme("fp8", "tensor", dynamic=False)),
+    (WeightScheme(8, 128, dtype="fp8", rows=128), ActivationScheme("fp8", "group", group_size=128)),
+    (WeightScheme(4, 128), FP8),
+]  # fmt: skip
+
+
+def weight_of(scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> PackedWeight:
+    groups, height = scheme.groups(inp), scheme.row_height(out)
+    scales = (torch.rand(-(-out // height), groups) * 0.02 + 0.001).half().float()
+    codes = torch.randint(0, scheme.max_code + 1, (out, inp)).to(torch.uint8)
+    if scheme.dtype == "fp8":
+        codes = (torch.randn(out, inp) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    zeros = None if scheme.symmetric else torch.randint(0, scheme.max_code + 1, (out, groups)).to(torch.uint8)
+    static = activations is not None and not activations.dynamic
+    made = PackedWeight(scheme, codes, scales.repeat_interleave(height, 0)[:out].contiguous(), zeros,
+                        activations=activations, input_scale=0.02 if static else None)  # fmt: skip
+    made.check()
+    return made
+
+
+def expected_of(op: ops.Linear, rows: int) -> torch.Tensor:
+    """The reference's result on the GPU, in float32 without TF32."""
+    assert isinstance(op.weight, PackedWeight) and op.bias is not None
+    x = op.x[:rows].float().cpu()
+    if op.weight.activations is not None:
+        x = reference.round_input(x, op.weight.activations, op.weight.input_scale)
+    product = x.cuda().double() @ op.weight.dequantize().cuda().double().t()
+    return product + op.bias.double() + op.out[:rows].double()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("scheme", "activations"), SCHEMES, ids=str)
+def test_every_scheme(scheme: WeightScheme, activations: ActivationScheme | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = weight_of(scheme, activations, 390, 1100)
+    if reason := linear.supports(weight, target(torch.device("cuda")).capability):
+        pytest.skip(reason)
+    for rows in (1, 3, 17, 70, 300):
+        x = torch.randn(rows, 1100, device="cuda", dtype=dtype)
+        wide = torch.randn(rows, 422, device="cuda", dtype=dtype)
+        before = wide.clone()
+        op = ops.Linear(x, weight, wide[:, 16:-16], torch.randn(390, device="cuda", dtype=dtype), accumulate=True)
+        expected = expected_of(op, rows)
+        linear.prepare(op, torch.device("cuda")).run(rows)
+        got = op.out.double()
+        assert float((got - expected).norm() / expected.norm()) < TOLERANCE[dtype], rows
+        assert torch.equal(wide[:, :16], before[:, :16]) and torch.equal(wide[:, -16:], before[:, -16:])
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("activations", [None, INT8])
+def test_a_row_is_the_same_in_every_batch(activations: ActivationScheme | None, shuffled: bool) -> None:
+    torch.manual_seed(1)
+    weight = weight_of(WeightScheme(4, 128), activations, 1024, 4096)
+    if shuffled:
+        weight = replace(weight, g_idx=(torch.arange(4096) // 128)[torch.randperm(4096)].int())
+    x = torch.randn(600, 4096, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(600, 1024, device="cuda", dtype=torch.bfloat16)
+    product = linear.prepare(ops.Linear(x, weight, out), torch.device("cuda"), batch_invariant=True)
+    product.run(600)
+    together = out.clone()
+    for rows in (1, 16, 17, 64, 300):
+        out.fill_(torch.nan)
+        product.run(rows)
+        assert torch.equal(out[:rows], together[:rows]), rows
+
+
+def test_a_graph_replays_a_split_product() -> None:
+    torch.manual_seed(2)
+    weight = weight_of(WeightScheme(4, 128), None, 1024, 8192)
+    x = torch.randn(16, 8192, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(16, 1024, device="cuda", dtype=torch.bfloat16)
+    product = linear.prepare(ops.Linear(x, weight, out), torch.device("cuda"))
+    product.run(16)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product.run(16)
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        replayed = out.clone()
+        out.fill_(torch.nan)
+        product.run(16)
+        assert torch.equal(out, replayed) and out.isfinite().all()
