@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when it is imported, and kernels when they are, whether they are compiled or interpreted.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from qserve.checkpoint.source import open_model
 from qserve.evals.reliability.tiny import save_tiny_model

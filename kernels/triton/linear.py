@@ -1,0 +1,58 @@
+"""Linear products on the GPU: which kernel serves a weight, and that kernel made ready.
+
+Knows the kernels of this folder; does not know models, steps or graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.kernels import ops
+from qserve.kernels.triton.target import MINIMUM, Capability
+
+
+class Product(Protocol):
+    """A product made ready. ``run`` allocates nothing and waits for nothing, so a CUDA graph may hold it."""
+
+    def run(self, rows: int) -> None:
+        """``op.out[:rows]`` from ``op.x[:rows]``."""
+        ...
+
+
+class DensePrepared:
+    """A weight in floating point: cuBLAS."""
+
+    def __init__(self, op: ops.Linear, device: torch.device) -> None:
+        assert isinstance(op.weight, Tensor)
+        self.op = op
+        self.weight = op.weight.to(device, op.x.dtype)
+        self.bias = None if op.bias is None else op.bias.to(device, op.out.dtype)
+
+    def run(self, rows: int) -> None:
+        y = F.linear(self.op.x[:rows], self.weight).to(self.op.out.dtype)
+        if self.bias is not None:
+            y += self.bias
+        out = self.op.out[:rows]
+        if self.op.accumulate:
+            out += y
+        else:
+            out.copy_(y)
+
+
+def supports(weight: Tensor | PackedWeight, capability: Capability) -> str | None:
+    """None, or why no kernel here multiplies by ``weight`` on a GPU of ``capability``."""
+    if capability < MINIMUM:
+        return f"Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
+    if isinstance(weight, Tensor):
+        return None
+    return f"no Triton kernel for {weight.scheme}"
+
+
+def prepare(op: ops.Linear, device: torch.device) -> Product:
+    """``op`` made ready on ``device``, where ``op.x`` and ``op.out`` already live; every workspace is allocated now."""
+    return DensePrepared(op, device)

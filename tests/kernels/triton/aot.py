@@ -1,0 +1,113 @@
+"""Compiles Triton kernels for GPUs that this machine lacks, and reads what the compiler made of them.
+
+A process either compiles or interprets (Triton decides at import), and the tests interpret. So ``compile_file`` runs
+this file as a program in a process of its own: it loads a file of cases, whose ``cases()`` names what to compile,
+and prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+BEGIN = "compiled kernels: "
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """``spills``: instructions that store to or load from local memory, and the bytes of a stack frame."""
+
+    ttgir: str
+    ptx: str
+    sass: str
+    registers: int
+    spills: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel, specialized. ``signature``: the type of each argument, as Triton writes it (``*fp16``, ``i32``,
+    ``constexpr``); ``divisible``: the arguments that are multiples of 16, pointers among them."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    capability: tuple[int, int]
+    num_warps: int = 4
+    num_stages: int = 3
+    divisible: tuple[str, ...] = field(default=())
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: dict[str, str],
+    constexprs: dict[str, Any],
+    capability: tuple[int, int],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    divisible: tuple[str, ...] = (),
+) -> Compiled:
+    """Compile for ``capability``. Only where kernels are not interpreted."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    order = [parameter.name for parameter in kernel.params]
+    # Arguments stand in the order of the function's; constants are typed so.
+    full = {name: "constexpr" if name in constexprs else signature[name] for name in order}
+    attrs = {(order.index(name),): [["tt.divisibility", 16]] for name in divisible if name not in constexprs}
+    source = ASTSource(kernel, full, {(order.index(name),): value for name, value in constexprs.items()}, attrs)
+    gpu = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    made = triton.compile(source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(made.asm["cubin"])
+        cubin.flush()
+        usage = _tool(knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name)
+        sass = _tool(knobs.nvidia.nvdisasm.path, "-c", cubin.name)
+    registers = int(re.findall(r"REG:(\d+)", usage)[-1])
+    stack = int(re.findall(r"STACK:(\d+)", usage)[-1])
+    spills = stack + len(re.findall(r"\b(?:STL|LDL)\b", sass))
+    return Compiled(made.asm["ttgir"], made.asm["ptx"], sass, registers, spills, made.metadata.shared)
+
+
+def _tool(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def compile_file(path: Path, timeout: float = 280) -> dict[str, Compiled]:
+    """Everything that ``cases()`` of the file names, compiled in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, str(path)], env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{path.name} does not compile:\n{done.stderr[-6000:]}")
+    found = json.loads(done.stdout.rpartition(BEGIN)[2])
+    return {name: Compiled(**values) for name, values in found.items()}
+
+
+def _main(path: str) -> None:
+    sys.modules["aot"] = sys.modules["__main__"]  # cases import Case from here
+    cases: dict[str, Case] = runpy.run_path(path)["cases"]()
+    compiled = {}
+    for name, case in cases.items():
+        try:
+            made = compile_kernel(**vars(case))
+        except Exception as error:
+            raise RuntimeError(f"{name}: {error}") from error
+        compiled[name] = asdict(made)
+    print(BEGIN + json.dumps(compiled))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
