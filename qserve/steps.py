@@ -85,7 +85,12 @@ def load(source: ModelSource, config: EngineConfig, *, quiet: bool = False) -> E
     if quiet:
         return Engine(source, config)
     with console.progress("load") as update:
-        return Engine(source, config, progress=update)
+        return Engine(source, config, progress=update, planned=_show_plan)
+
+
+def _show_plan(plan: MemoryPlan) -> None:
+    for text in plan.lines():
+        console.note(text)
 
 
 def measure(

@@ -37,17 +37,18 @@ class Shape:
 
 
 def tile_shape(op: Attention) -> Shape:
-    """For prompts: queries of a sequence side by side. 64 rows are what the matrix units of Hopper start at."""
+    """For prompts: queries of a sequence side by side. 64 rows are what the matrix units of Hopper start at; two sums
+    of a row are in registers, its chunk's and its own, which takes 8 warps."""
     wide = op.head_dim > 128
-    rows = max(64, triton.next_power_of_2(op.heads // op.kv_heads))
-    return Shape(rows, 32 if wide else 64, 8 if wide else 4, 2)
+    rows = max(32 if wide else 64, triton.next_power_of_2(op.heads // op.kv_heads))
+    return Shape(rows, 32 if wide else 64, 8, 2)
 
 
 def decode_shape(op: Attention) -> Shape:
     """For decodes: the heads of one query, 16 of which are the least that a matrix unit takes."""
     wide = op.head_dim > 128
     rows = max(16, triton.next_power_of_2(op.heads // op.kv_heads))
-    return Shape(rows, 32 if wide else 64, 4, 2 if op.k_cache.dtype.itemsize == 4 else 3)
+    return Shape(rows, 32 if wide else 64, 4, {1: 4, 2: 3}.get(op.k_cache.dtype.itemsize, 2))
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def tile_kernel(
     tokens = (row + rows // GROUP).to(tl.int64)[:, None]
     columns = (head * GROUP + rows % GROUP)[:, None] * DIM + dims[None, :]
     q = tl.load(qkv_ptr + tokens * ((HEADS + 2 * KV_HEADS) * DIM) + columns, mask=real, other=0.0).to(COMPUTE)
-    at = position + rows // GROUP
+    at = position + tl.minimum(rows // GROUP, queries - 1)
     if k_scale_ptr is not None:
         scale = scale * tl.load(k_scale_ptr + head)
     end = position + queries
@@ -195,7 +196,7 @@ def decode_kernel(
                 out = acc * (weight / total)[:, None]
                 tl.store(out_ptr + row * (HEADS * DIM) + columns, out.to(out_ptr.dtype.element_ty), mask=real)
             else:
-                heads = unit.to(tl.int64) * HEADS + head * GROUP + rows
+                heads = (unit * HEADS + head * GROUP) + rows.to(tl.int64)
                 tl.store(partial_ptr + heads[:, None] * DIM + dims[None, :], acc, mask=real)
                 tl.store(softmax_ptr + heads * 2, top, mask=rows < GROUP)
                 tl.store(softmax_ptr + heads * 2 + 1, total, mask=rows < GROUP)

@@ -20,7 +20,7 @@ def embed_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     groups = source * GROUPS + columns // GROUP
-    codes = tl.load(codes_ptr + source * WIDTH + columns, mask=inside, other=0).to(tl.float32)
+    codes = tl.load(codes_ptr + source * WIDTH + columns, mask=inside).to(tl.float32)
     if zeros_ptr is not None:
         codes -= tl.load(zeros_ptr + groups, mask=inside, other=0).to(tl.float32)
     else:

@@ -53,6 +53,6 @@ def supports(weight: Tensor | PackedWeight, capability: Capability) -> str | Non
     return f"no Triton kernel for {weight.scheme}"
 
 
-def prepare(op: ops.Linear, device: torch.device) -> Product:
+def prepare(op: ops.Linear, device: torch.device, batch_invariant: bool = False) -> Product:
     """``op`` made ready on ``device``, where ``op.x`` and ``op.out`` already live; every workspace is allocated now."""
     return DensePrepared(op, device)

@@ -20,6 +20,19 @@ _ENCODINGS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 @triton.jit
+def _e4m3(x):
+    """The code of a float32, rounded half to even and saturated: by integers, as compilers and GPUs differ in it."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    magic: tl.constexpr = 24576.0  # 1.5 * 2**14: adding it rounds to multiples of 2**-9
+    small = (((size + magic) - magic) * 512.0).to(tl.int32)
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(x < 0, code | 0x80, code)
+    return tl.where(x == x, code, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
 def _encode(x, scale, ENCODING: tl.constexpr):
     """float32 as the cache stores it: rounded half to even, saturated, NaN for what is not finite."""
     if ENCODING == 0:
@@ -30,7 +43,7 @@ def _encode(x, scale, ENCODING: tl.constexpr):
         magic: tl.constexpr = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, ties to even
         rounded = (tl.minimum(tl.maximum(scaled, -127.0), 127.0) + magic) - magic
         return tl.where(finite, rounded, -128.0)
-    return tl.where(finite, tl.minimum(tl.maximum(scaled, -448.0), 448.0), float("nan"))
+    return _e4m3(tl.where(finite, scaled, float("nan")))
 
 
 @triton.jit(do_not_specialize=["tokens"])
