@@ -35,12 +35,12 @@ class Placement:
             is that of ``RopeKV`` all the same.
     """
 
-    device: torch.device = torch.device("cpu")
-    activations: torch.dtype = torch.float32
+    device: torch.device
+    activations: torch.dtype
     keys_by_token: bool = False
 
 
-HOST = Placement()
+HOST = Placement(torch.device("cpu"), torch.float32)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def triton_kernels() -> list[tuple[str, str]]:
         if missing is None and found is None:
             reason = "Triton's interpreter, for tests"
         elif found is not None and found < kernel.since:
-            reason = f"the GPU has compute capability {found[0]}.{found[1]}, it needs {kernel.since[0]}.{kernel.since[1]}"
+            since = "{}.{}".format(*kernel.since)
+            reason = f"it needs compute capability {since}, the GPU has {found[0]}.{found[1]}"
         listed.append((kernel.name, kernel.computes if reason is None else f"{kernel.computes}; not used: {reason}"))
     return listed
 

@@ -20,6 +20,7 @@ from qserve.evals.worst import WorstTokens
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.memory import MemoryPlan
 
 
 def open_source(model: str) -> ModelSource:

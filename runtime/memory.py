@@ -124,7 +124,7 @@ def plan_memory(
 
 
 def measured(plan: MemoryPlan, free: int, block_bytes: int, wanted: int, needed: int) -> MemoryPlan:
-    """``plan`` with the KV cache that the ``free`` bytes of a GPU allow: what was left after its heaviest steps. At most
+    """``plan`` with the KV cache that the ``free`` bytes of a GPU allow, which its heaviest steps have left. At most
     ``wanted`` blocks; raises ``CapacityError`` where they are fewer than ``needed``."""
     num_blocks = min(wanted, int(free * _GPU_SHARE) // block_bytes)
     if num_blocks < needed:

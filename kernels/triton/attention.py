@@ -76,7 +76,7 @@ def _chunk(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, NAN_CODE: tl.constexpr,
 ):  # fmt: skip
-    """The partial softmax of queries q [ROWS, BLOCK_DIM] at positions ``at`` over the keys from ``begin`` to ``end``."""
+    """The partial softmax of queries q [ROWS, BLOCK_DIM] at positions ``at`` over keys from ``begin`` to ``end``."""
     dims = tl.arange(0, BLOCK_DIM)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ from qserve.kernels.triton.target import Target, target
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The padded numbers of rows of a captured step; larger ones gain nothing from a graph."""
-_PROGRAMS = {1: 4, 2: 2, 4: 1}  # of decode per multiprocessor, by the bytes of a cached number: what fits beside another
+_PROGRAMS = {1: 4, 2: 2, 4: 1}  # of decode on a multiprocessor, by the bytes of a cached number: as many as fit
 
 Launch = Callable[[Batch], None]
 
@@ -146,8 +147,8 @@ class _TritonProgram:
 
     def _rope_kv(self, op: RopeKV) -> RopeKV:
         names = ("cosine", "sine", "q_norm", "k_norm", "k_scale", "v_scale", "k_center")
-        vectors = {name: getattr(op, name) for name in names}
-        return replace(op, **{name: self._hold(x.float()) for name, x in vectors.items() if x is not None})
+        held: dict[str, Any] = {name: self._hold(x.float()) for name in names if (x := getattr(op, name)) is not None}
+        return replace(op, **held)
 
     def _embed(self, op: Embed) -> Launch:
         if isinstance(op.table, Tensor):

@@ -78,7 +78,7 @@ def rope_kv_kernel(
         turned = first * cosine - second * sine
         second = second * cosine + first * sine
         first = turned
-        if k_center_ptr is not None:
+        if k_center_ptr is not None:  # noqa: SIM102 (known to the compiler; the other is not)
             if head >= HEADS:
                 center = k_center_ptr + (head - HEADS) * DIM + pairs
                 first -= tl.load(center, mask=paired, other=0.0)[None, :]

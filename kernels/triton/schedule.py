@@ -1,6 +1,7 @@
 """A step divided into the work of attention: tiles of prompts, and units of decodes.
 
-Knows positions and rows; does not know where numbers lie on a device (``staging``) or how they are used (``attention``).
+Knows positions and rows; does not know where numbers lie on a device (``staging``), nor how they are used
+(``attention``).
 """
 
 from __future__ import annotations

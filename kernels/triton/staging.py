@@ -92,8 +92,8 @@ class Staging:
             self._copied.record()
         views = [self._there[place : place + length] for (_, length, _), place in zip(parts, places)]
         none = self._there[:0]
-        count, decodes_, tiles_, units_ = views[4:8] if work is not None else (none, none, none, none)
+        ids, positions, slots, rows, count, decodes_, tiles_, units_ = [*views, none, none, none, none][:8]
         return Batch(
-            tokens, logits, *views[:4], staged=self._there, count=count, decodes=decodes_.view(-1, 2),
-            tiles=tiles_.view(-1, 3), units=units_.view(-1, 3),
+            tokens, logits, ids, positions, slots, rows, self._there, count, decodes_.view(-1, 2), tiles_.view(-1, 3),
+            units_.view(-1, 3),
         ), moved  # fmt: skip

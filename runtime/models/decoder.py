@@ -146,7 +146,7 @@ class Decoder:
         pages = [self._views(i) for i in range(layers)]
         for old, new in zip(self._pages, pages):
             for tensor, other in zip(old, new):
-                tensor.set_(other)
+                tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
         self._pages = self._pages or pages
 
     def _views(self, i: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from aot import Case
 
-from qserve.kernels.triton import argmax, attention, embed, gather, log_softmax, rms_norm, rope_kv, silu_mul
-from qserve.kernels.triton.attention import CHUNK, LOG2E
+from qserve.kernels.triton import attention
+from qserve.kernels.triton.attention import CHUNK
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
 """Of an A100, an L40S, an H200 and a B200."""

@@ -128,7 +128,8 @@ class Cache:
     """Pages that lie token by token, and the two operations over them. They hold NaN until they are written."""
 
     def __init__(self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int = 0,
-                 activations: torch.dtype = torch.float32, *, norm: bool = False, center: bool = False) -> None:  # fmt: skip
+                 activations: torch.dtype = torch.float32, *, norm: bool = False,
+                 center: bool = False) -> None:  # fmt: skip
         self.shape, self.window, self.activations = (heads, kv_heads, dim), window, activations
         self.k = self._pages(dtype, kv_heads, dim).transpose(2, 3)
         self.v = self._pages(dtype, kv_heads, dim)
@@ -137,9 +138,8 @@ class Cache:
         self.options: dict[str, Any] = {"cosine": angles.cos(), "sine": angles.sin()}
         self.scales: dict[str, torch.Tensor] = {}
         if dtype in LIMITS:
-            self.scales = {
-                name: (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype] for name in ("k_scale", "v_scale")
-            }
+            for name in ("k_scale", "v_scale"):
+                self.scales[name] = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
         if norm:
             self.options |= {name: torch.rand(dim, generator=generator) + 0.5 for name in ("q_norm", "k_norm")}
         if center:
@@ -153,7 +153,7 @@ class Cache:
         return torch.full((80, kv_heads, 16, dim), nan, dtype=torch.int8).view(dtype)
 
     def ops(self, qkv: torch.Tensor) -> tuple[RopeKV, Attention, torch.Tensor]:
-        heads, kv_heads, dim = self.shape
+        heads, _, dim = self.shape
         out = torch.full((len(qkv), heads * dim), math.nan, dtype=self.activations)
         cosine, sine = self.options["cosine"], self.options["sine"]
         rest = {name: x for name, x in self.options.items() if name not in ("cosine", "sine")}
