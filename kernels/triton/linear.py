@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
+from qserve.kernels.triton import eight_bit
 from qserve.kernels.triton.target import MINIMUM, Capability
+from qserve.kernels.triton.weight_only import WeightOnly
 
 
 class Product(Protocol):
@@ -50,9 +52,19 @@ def supports(weight: Tensor | PackedWeight, capability: Capability) -> str | Non
         return f"Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
     if isinstance(weight, Tensor):
         return None
-    return f"no Triton kernel for {weight.scheme}"
+    if weight.activations is not None:
+        return eight_bit.supports(weight, capability)
+    if weight.scheme.dtype == "fp8":
+        return "FP8 weights whose inputs are not rounded to FP8"
+    return None
 
 
 def prepare(op: ops.Linear, device: torch.device, batch_invariant: bool = False) -> Product:
-    """``op`` made ready on ``device``, where ``op.x`` and ``op.out`` already live; every workspace is allocated now."""
+    """``op`` made ready on ``device``, where ``op.x`` and ``op.out`` already live; every workspace is allocated now.
+
+    ``batch_invariant``: a row's result is bitwise the same in every batch, which costs speed at many rows.
+    """
+    if isinstance(op.weight, PackedWeight):
+        kernel = WeightOnly if op.weight.activations is None else eight_bit.EightBit
+        return kernel(op, device, batch_invariant)
     return DensePrepared(op, device)

@@ -1,0 +1,210 @@
+"""Products of 8-bit weights and 8-bit inputs: INT8 with exact sums in int32, and FP8 (e4m3) with sums in float32.
+
+Scales by token and output are applied to the whole sum; scales by groups of inputs, of either side, to the sum of
+each group. Integers of at most 4 bits are e4m3 numbers too, so FP8 inputs multiply them exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.kernels import ops
+from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, choose, resolve
+from qserve.kernels.triton.finish import finish
+from qserve.kernels.triton.inputs import gather_columns, round_groups, round_rows
+from qserve.kernels.triton.prepack import PAD_N, by_group, slots
+from qserve.kernels.triton.target import FP8, Capability, Target, target
+from qserve.kernels.triton.workspace import workspace
+
+WIDEST_BLOCK = 128
+"""Inputs to a step: the most that e4m3 products of sm_90 may sum before float32 takes over."""
+NARROWEST_BLOCK = 32
+WIDEST_GROUP = 2048
+"""Inputs that may share a dynamic scale, where they are not a whole token."""
+
+
+@triton.jit(do_not_specialize=["rows", "blocks"])
+def eight_bit_kernel(
+    x, x_scales, weight, scales, bias, out, partial, arrived,
+    rows, n, stride_x, stride_out, padded_n, blocks, x_groups,
+    GROUP: tl.constexpr, X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [rows, n] = (x [rows, k] times weight [padded_n, k] transposed), both of int8 or both of e4m3, scaled.
+
+    ``x_scales`` float32 [rows, x_groups]; ``scales`` float32 [groups, padded_n]; a group size of 0 is all inputs.
+    """
+    INTEGER: tl.constexpr = x.dtype.element_ty == tl.int8
+    SUMS: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    tile, split = tl.program_id(0), tl.program_id(1)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ns = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    first = split * blocks // SPLITS
+    last = (split + 1) * blocks // SPLITS
+    seen = ms < rows
+    xs = x + ms[:, None].to(tl.int64) * stride_x + ks[None, :]
+    weights = weight + ns[None, :].to(tl.int64) * stride_x + ks[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), SUMS)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        block_x = tl.load(xs + block * BLOCK_K, mask=seen[:, None], other=0.0)
+        block_w = tl.load(weights + block * BLOCK_K)
+        if GROUP == 0 and X_GROUP == 0:
+            if INTEGER:
+                acc = tl.dot(block_x, block_w, acc, out_dtype=tl.int32)
+            else:
+                acc = tl.dot(block_x, block_w, acc, max_num_imprecise_acc=BLOCK_K)
+        else:
+            if INTEGER:
+                part = tl.dot(block_x, block_w, out_dtype=tl.int32).to(tl.float32)
+            else:
+                part = tl.dot(block_x, block_w, max_num_imprecise_acc=BLOCK_K)
+            if GROUP != 0:
+                part *= tl.load(scales + (block * BLOCK_K // GROUP) * padded_n + ns)[None, :]
+            if X_GROUP != 0:
+                at = x_scales + ms * x_groups + block * BLOCK_K // X_GROUP
+                part *= tl.load(at, mask=seen, other=0.0)[:, None]
+            total += part
+    if GROUP == 0 and X_GROUP == 0:
+        total = acc.to(tl.float32)
+    if GROUP == 0:
+        total *= tl.load(scales + ns)[None, :]
+    if X_GROUP == 0:
+        total *= tl.load(x_scales + ms, mask=seen, other=0.0)[:, None]
+    finish(total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,
+           HAS_BIAS, ACCUMULATE, SPLITS)  # fmt: skip
+
+
+def supports(weight: PackedWeight, capability: Capability) -> str | None:
+    """None, or why these kernels do not multiply by ``weight``, whose inputs are rounded to 8 bits."""
+    scheme, activations = weight.scheme, weight.activations
+    assert activations is not None
+    if activations.dtype == "fp8":
+        if capability < FP8:
+            return f"FP8 products need compute capability 8.9, not {capability[0]}.{capability[1]}"
+        if scheme.dtype == "int" and scheme.bits > 4:
+            return f"{scheme} weights with FP8 inputs: e4m3 holds integers of at most 4 bits"
+    else:
+        if scheme.dtype == "fp8":
+            return "FP8 weights with int8 inputs"
+        if scheme.bits == 8 and not scheme.symmetric:
+            return "asymmetric 8 bit weights with int8 inputs"
+    if block_k(weight) < NARROWEST_BLOCK:
+        return f"{scheme} weights with {activations} inputs: groups must be multiples of {NARROWEST_BLOCK}"
+    size = activations.group_size
+    if size > 0 and (size & (size - 1) or size > WIDEST_GROUP):
+        return f"{activations} inputs: groups must be a power of two up to {WIDEST_GROUP}"
+    if size > 0 and weight.g_idx is not None:
+        return f"{activations} inputs of a weight with reordered groups"
+    return None
+
+
+def block_k(weight: PackedWeight) -> int:
+    """Inputs to a step: a power of two that divides the groups of both sides."""
+    assert weight.activations is not None
+    groups = gcd(max(weight.scheme.group_size, 0), max(weight.activations.group_size, 0))
+    if weight.scheme.groups(weight.in_features) == 1:
+        groups = max(weight.activations.group_size, 0)
+    return gcd(groups, WIDEST_BLOCK)
+
+
+def default(rows: int) -> Config:
+    """Safe everywhere: no spills, and the shared memory of the smallest GPU."""
+    if rows <= 16:
+        return Config(16, 128, warps=4, stages=4)
+    if rows <= 32:
+        return Config(32, 128, warps=4, stages=4)
+    if rows <= 128:
+        return Config(64, 128, warps=4, stages=3)
+    return Config(128, 128, warps=8, stages=3, splits=1 if rows > SPLIT_ROWS else 0)
+
+
+class EightBit:
+    """A product of 8-bit weights and inputs, made ready. Weights of fewer bits are held in 8."""
+
+    def __init__(self, op: ops.Linear, device: torch.device, batch_invariant: bool) -> None:
+        weight = op.weight
+        assert isinstance(weight, PackedWeight) and weight.activations is not None
+        self.op, self.activations, self.input_scale = op, weight.activations, weight.input_scale
+        self.dtype = torch.float8_e4m3fn if self.activations.dtype == "fp8" else torch.int8
+        self.n, self.block_k = weight.out_features, block_k(weight)
+        groups = weight.scheme.groups(weight.in_features)
+        self.group = 0 if groups == 1 else weight.scheme.group_size
+        self.x_group = max(self.activations.group_size, 0)
+        order = slots(weight, self.group)
+        self.order = None if order is None else order.to(device, torch.int32)
+        values = _values(weight, self.dtype, order, device)
+        width = -(-values.shape[1] // self.block_k) * self.block_k
+        self.padded_n = -(-self.n // PAD_N) * PAD_N
+        self.k, self.blocks = width, width // self.block_k
+        padding = (0, width - values.shape[1], 0, self.padded_n - self.n)
+        self.weight = F.pad(values.view(torch.int8), padding).contiguous().view(self.dtype)
+        self.scales = by_group(weight.scales, self.padded_n, 1 if groups == 1 else groups).to(device)
+        self.bias = None if op.bias is None else op.bias.to(device)
+        gpu = target(device)
+        self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
+        memory = workspace(device)
+        self.x_groups = -(-width // self.x_group) if self.x_group else 1
+        self.codes = memory.take("codes", len(op.x) * width, self.dtype)
+        self.x_scales = memory.take("x scales", len(op.x) * self.x_groups, torch.float32)
+        self.gathered = memory.take("gathered", 0 if order is None else len(op.x) * len(order), op.x.dtype)
+        self.partial, self.arrived = memory.splits(self.configs, len(op.x), self.padded_n)
+
+    def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
+        """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
+        if batch_invariant:
+            least = resolve(default(1), 1, self.padded_n, self.blocks, gpu.sms)
+            return replace(least, block_m=16 if rows <= 16 else 32)
+        key = f"eight_bit {self.activations.dtype} group={self.group},{self.x_group} n={self.n} k={self.k}"
+        found = choose(key, rows, gpu, default, lambda config: self.padded_n % config.block_n == 0)
+        return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
+
+    def run(self, rows: int) -> None:
+        config, x = self.configs[bucket_of(rows)], self.op.x
+        if self.order is not None:
+            x = self.gathered[: rows * len(self.order)].view(rows, -1)
+            gather_columns(self.op.x, self.order, x, rows)
+        codes = self.codes[: rows * self.k].view(rows, self.k)
+        scales = self.x_scales[: rows * self.x_groups].view(rows, self.x_groups)
+        if self.x_group:
+            round_groups(x, codes, scales, rows, self.x_group)
+        else:
+            round_rows(x, codes, scales, rows, self.input_scale)
+        step = SPLIT_ROWS if config.splits > 1 else rows
+        for start in range(0, rows, step):
+            self._launch(codes[start:], scales[start:], self.op.out[start:], min(step, rows - start), config)
+
+    def _launch(self, codes: Tensor, x_scales: Tensor, out: Tensor, rows: int, config: Config) -> None:
+        grid = (-(-rows // config.block_m) * (self.padded_n // config.block_n), config.splits)
+        eight_bit_kernel[grid](
+            codes, x_scales, self.weight, self.scales, out if self.bias is None else self.bias, out,
+            self.partial, self.arrived,
+            rows, self.n, self.k, out.stride(0), self.padded_n, self.blocks, self.x_groups,
+            GROUP=self.group, X_GROUP=self.x_group, HAS_BIAS=self.bias is not None, ACCUMULATE=self.op.accumulate,
+            SPLITS=config.splits, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=self.block_k,
+            STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+
+
+def _values(weight: PackedWeight, dtype: torch.dtype, order: Tensor | None, device: torch.device) -> Tensor:
+    """The weight [out, k] without its scales, in ``dtype``, exactly; inputs in ``order``, 0 where it is -1."""
+    codes = weight.codes.to(device)
+    if weight.scheme.dtype == "int":
+        zeros: Tensor | int = weight.scheme.zero
+        if weight.zeros is not None:
+            zeros = weight.zeros.to(device, torch.int16)[:, weight.group_of_input().to(device)]
+        codes = (codes.to(torch.int16) - zeros).to(dtype).view(torch.uint8)
+    if order is not None:
+        order = order.to(device)
+        codes = torch.where(order < 0, 0, codes[:, order.clamp_min(0)])
+    return codes

@@ -1,0 +1,152 @@
+"""From canonical weights to the operands of the Triton kernels. Done once, at load; nothing of it is on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qserve.checkpoint.packed import PackedWeight
+
+PAD_N = 128
+"""Outputs are padded to a multiple of it, so that no kernel asks whether a weight is there."""
+SLICES = (64, 32, 16)
+"""Inputs to a plane, best first: 64 of two bytes are a line of the cache."""
+_HALF = 1 << 16
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Integer weights as ``weight_only_kernel`` reads them.
+
+    words   int16 [blocks, padded outputs, slice]
+    scales  int32 or float32 [groups or pairs of groups, padded outputs], as ``scales_kind`` says
+    zeros   float32 of the shape of float32 scales, where they are not constant
+    order   int32 [k]: the column of x behind each input, -1 for padding; or None
+    group   inputs to a scale, 0 for all; ``k`` counts the inputs, padding included where ``order`` holds it
+    zero    the zero point, or -1 where it varies
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    scales_kind: str
+    bits: int
+    slice: int
+    group: int
+    k: int
+    zero: int
+
+    @property
+    def blocks(self) -> int:
+        return int(self.words.shape[0])
+
+    @property
+    def padded_n(self) -> int:
+        return int(self.words.shape[1])
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _shape(width: int, groups: int, k: int, planes: int) -> tuple[int, int, int]:
+    """(slice, group, padded k) for groups of ``width`` inputs: the least padding, then the widest slice.
+
+    A plane lies in one group, and a block holds whole groups or lies in one.
+    """
+    choices = []
+    for size in SLICES:
+        block = planes * size
+        group = size
+        while group < min(width, block):
+            group *= 2
+        group = group if width <= block else _round_up(width, block)
+        padded = _round_up(k if groups == 1 or group == width else groups * group, block)
+        choices.append((padded, -size, group))
+    padded, negative, group = min(choices)
+    return -negative, group, padded
+
+
+def slots(packed: PackedWeight, group: int) -> Tensor | None:
+    """int64 [groups * group]: the input in each slot of groups of ``group`` slots, -1 for none.
+
+    None where inputs are in their slots as they are.
+    """
+    width, groups = packed.scheme.group_width(packed.in_features), packed.scheme.groups(packed.in_features)
+    if groups == 1 or (packed.g_idx is None and group == width):
+        return None
+    member = packed.group_of_input().cpu()
+    counts = torch.bincount(member, minlength=groups)
+    columns = torch.argsort(member, stable=True)
+    starts = torch.cumsum(counts, 0) - counts
+    rank = torch.arange(len(columns)) - starts[member[columns]]
+    slot = torch.full((groups * group,), -1, dtype=torch.int64)
+    slot[member[columns] * group + rank] = columns
+    return slot
+
+
+def planes(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> Planes:
+    """A packed weight of integers, for inputs of ``dtype``."""
+    bits = 4 if packed.scheme.bits <= 4 else 8
+    count = 16 // bits
+    groups = packed.scheme.groups(packed.in_features)
+    width = packed.scheme.group_width(packed.in_features)
+    size, group, k = _shape(width, groups, packed.in_features, count)
+    codes = packed.codes.to(device)
+    order = slots(packed, group)
+    if order is not None:
+        order = F.pad(order, (0, k - len(order)), value=-1).to(device)
+        codes = torch.where(order < 0, 0, codes[:, order.clamp_min(0)])
+    rows = _round_up(packed.out_features, PAD_N)
+    codes = F.pad(codes, (0, k - codes.shape[1], 0, rows - packed.out_features))
+    fields = codes.view(rows, -1, count, size).to(torch.int32)
+    words = torch.zeros_like(fields[:, :, 0])
+    for plane in range(count):
+        words |= fields[:, :, plane] << (bits * plane)
+    scales, zeros, kind = _scales(packed, rows, 1 if groups == 1 else -(-k // group), count * size // group, dtype)
+    return Planes(
+        words=_wrapped(words, torch.int16).transpose(0, 1).contiguous(),
+        scales=scales.to(device),
+        zeros=None if zeros is None else zeros.to(device),
+        order=None if order is None else order.to(torch.int32),
+        scales_kind=kind,
+        bits=bits,
+        slice=size,
+        group=0 if groups == 1 else group,
+        k=packed.in_features if order is None else k,
+        zero=packed.scheme.zero if packed.zeros is None else -1,
+    )
+
+
+def _wrapped(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """The low bits of integers, as signed integers of ``dtype``."""
+    bits = torch.iinfo(dtype).bits
+    return torch.where(words >= 1 << (bits - 1), words - (1 << bits), words).to(dtype)
+
+
+def by_group(values: Tensor, rows: int, groups: int) -> Tensor:
+    """[out, groups] -> float32 [groups padded, rows], contiguous, padded with zeros."""
+    padded = F.pad(values.float(), (0, groups - values.shape[1], 0, rows - values.shape[0]))
+    return padded.t().contiguous()
+
+
+def _scales(
+    packed: PackedWeight, rows: int, groups: int, per_block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, str]:
+    """(scales, zeros, kind): in 16 bits where that loses nothing."""
+    scales = by_group(packed.scales, rows, groups)
+    zeros = None if packed.zeros is None else by_group(packed.zeros, rows, groups)
+    halves = scales.half()
+    exact = bool((halves.float() == scales).all())
+    paired = zeros is not None or (per_block > 0 and per_block % 2 == 0)
+    if packed.scheme.groups(packed.in_features) == 1 or not exact or not paired or dtype == torch.float32:
+        return scales, zeros, "float"
+    low = halves.view(torch.int16).long() % _HALF
+    if zeros is None:
+        return _wrapped(low[::2] + low[1::2] * _HALF, torch.int32), None, "pairs"
+    high = zeros.to(dtype).view(torch.int16).long() % _HALF
+    return _wrapped(low + high * _HALF, torch.int32), None, "zeros"

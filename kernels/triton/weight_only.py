@@ -1,0 +1,218 @@
+"""Integer weights times inputs in floating point: W4A16, W8A16, and 2, 3 and 6 bits in their fields.
+
+A 16-bit word holds one field of 4 or 8 bits for each of its planes: field j of word i belongs to input
+``j * SLICE + i`` of a block of ``16 / BITS * SLICE`` inputs. So a plane is a slice of K of its own, words reach the
+registers of the matrix unit as float16 would, and every thread unpacks what it multiplies: nothing is shuffled. The
+integers are exact in the product; a group's sum is scaled after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.kernels import ops
+from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, choose, resolve
+from qserve.kernels.triton.finish import finish
+from qserve.kernels.triton.inputs import gather_columns
+from qserve.kernels.triton.prepack import planes
+from qserve.kernels.triton.target import Target, is_interpreted, target
+from qserve.kernels.triton.workspace import workspace
+
+
+@triton.jit
+def _field(word, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, COMPILED: tl.constexpr):
+    """(word >> SHIFT) & MASK | MAGIC.
+
+    Compilers take 16-bit words one by one. Here a register of 32 bits holds two, for what the shift moves from the
+    upper to the lower is masked. The interpreter knows no assembly.
+    """
+    if COMPILED:
+        ASM: tl.constexpr = (
+            f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; lop3.b32 $0, t, {MASK * 0x10001}, {MAGIC * 0x10001}, 0xEA; }}"
+        )
+        return tl.inline_asm_elementwise(ASM, "=r,r", [word], dtype=tl.int16, is_pure=True, pack=2)
+    else:
+        return ((word >> SHIFT) & MASK) | MAGIC
+
+
+@triton.jit
+def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
+    """Field PLANE of each 16-bit word less its zero point, in DTYPE, exactly.
+
+    The bits of a power of two whose last place is worth one or less are put over the field, so that a subtraction
+    replaces the conversion from integers, which is several times slower: 1024 in float16, where a field that is not
+    shifted counts 16, and 128 in bfloat16, whose seven bits an 8-bit field exceeds: its highest bit is apart.
+    """
+    if DTYPE == tl.float16:
+        if BITS == 4 and PLANE % 2 == 1:
+            high = _field(word, PLANE * 4 - 4, 0xF0, 0x6400, COMPILED).to(tl.float16, bitcast=True)
+            return high * 0.0625 - (zero + 64.0)
+        else:
+            return _field(word, PLANE * BITS, (1 << BITS) - 1, 0x6400, COMPILED).to(tl.float16, bitcast=True) - (
+                zero + 1024.0
+            )
+    elif DTYPE == tl.bfloat16:
+        if BITS == 4:
+            return _field(word, PLANE * 4, 0xF, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True) - (zero + 128.0)
+        else:
+            low = _field(word, PLANE * 8, 0x7F, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True)
+            high = _field(word, PLANE * 8, 0x80, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True)
+            return (low - 256.0) + (high - zero)
+    else:
+        return ((word >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - zero
+
+
+@triton.jit
+def _half(word, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """The 16-bit number in one half of a 32-bit word."""
+    return (word >> (16 * HIGH)).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["rows", "blocks"])
+def weight_only_kernel(
+    x, weight, scales, zeros, bias, out, partial, arrived,
+    rows, n, k, stride_x, stride_out, padded_n, blocks,
+    ZERO: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """out [rows, n] = x [rows, k] times weight [n, k] transposed.
+
+    weight  int16 [blocks, padded_n, SLICE]
+    scales  by group of GROUP inputs (0: all) and output; in words of 32 bits, so that they are copied asynchronously.
+            SCALES "pairs": float16, two groups to a word; "zeros": float16 below and the zero point above, in the
+            type of x; "float": float32, with ``zeros`` float32 where ZERO is -1
+    SWAP puts the weights on the left of the product, where the matrix unit of sm_90 takes them from registers.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    BLOCK_K: tl.constexpr = 16 // BITS * SLICE
+    # The inputs that are summed before a scale is due: a group, or the block where a group is wider.
+    SUM: tl.constexpr = BLOCK_K if (GROUP == 0) or (GROUP > BLOCK_K) else GROUP
+    tile, split = tl.program_id(0), tl.program_id(1)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ns = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, SLICE)
+    first = split * blocks // SPLITS
+    last = (split + 1) * blocks // SPLITS
+    seen = ms < rows
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        weights = weight + ns[:, None] * SLICE + ks[None, :]
+        xs = x + ms[None, :].to(tl.int64) * stride_x + ks[:, None]
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        weights = weight + ns[None, :] * SLICE + ks[:, None]
+        xs = x + ms[:, None].to(tl.int64) * stride_x + ks[None, :]
+    if GROUP == 0 and ZERO == -1:
+        zero_n = tl.load(zeros + ns).to(DTYPE)
+    for block in tl.range(first, last, num_stages=STAGES):
+        word = tl.load(weights + block * (padded_n * SLICE))
+        for part in tl.static_range(BLOCK_K // SUM):
+            if GROUP != 0:
+                group = (block * BLOCK_K + part * SUM) // GROUP
+                if SCALES == "pairs":
+                    if part % 2 == 0:
+                        packed = tl.load(scales + (group // 2) * padded_n + ns)
+                    scale = _half(packed, part % 2, tl.float16).to(tl.float32)
+                elif SCALES == "zeros":
+                    packed = tl.load(scales + group * padded_n + ns)
+                    scale = _half(packed, 0, tl.float16).to(tl.float32)
+                    zero_n = _half(packed, 1, DTYPE)
+                else:
+                    scale = tl.load(scales + group * padded_n + ns)
+                    if ZERO == -1:
+                        zero_n = tl.load(zeros + group * padded_n + ns).to(DTYPE)
+            if ZERO == -1:
+                zero = zero_n[:, None] if SWAP else zero_n[None, :]
+            else:
+                zero = tl.full((1, 1), ZERO, DTYPE)
+            acc = total if GROUP == 0 else tl.zeros_like(total)
+            for step in tl.static_range(SUM // SLICE):
+                at = block * BLOCK_K + part * SUM + step * SLICE
+                mask = seen[None, :] if SWAP else seen[:, None]
+                if not EVEN_K:
+                    inside = at + ks < k
+                    mask = mask & (inside[:, None] if SWAP else inside[None, :])
+                slice_x = tl.load(xs + at, mask=mask, other=0.0)
+                slice_w = unpack(word, zero, part * (SUM // SLICE) + step, BITS, DTYPE, COMPILED)
+                if SWAP:
+                    acc = tl.dot(slice_w, slice_x, acc, input_precision="tf32x3")
+                else:
+                    acc = tl.dot(slice_x, slice_w, acc, input_precision="tf32x3")
+            if GROUP == 0:
+                total = acc
+            else:
+                total += acc * (scale[:, None] if SWAP else scale[None, :])
+    if SWAP:
+        total = tl.trans(total)
+    if GROUP == 0:
+        total *= tl.load(scales + ns)[None, :]
+    finish(total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,
+           HAS_BIAS, ACCUMULATE, SPLITS)  # fmt: skip
+
+
+def default(rows: int) -> Config:
+    """Safe everywhere: no spills, and the shared memory of the smallest GPU."""
+    if rows <= 16:
+        return Config(16, 128, warps=4, stages=4)
+    if rows <= 32:
+        return Config(32, 128, warps=4, stages=3)
+    return Config(64, 128, warps=8, stages=2, swap=True, splits=1 if rows > SPLIT_ROWS else 0)
+
+
+class WeightOnly:
+    """A product with integer weights and inputs in floating point, made ready."""
+
+    def __init__(self, op: ops.Linear, device: torch.device, batch_invariant: bool) -> None:
+        assert isinstance(op.weight, PackedWeight)
+        self.op = op
+        self.n = op.weight.out_features
+        self.planes = planes(op.weight, op.x.dtype, device)
+        self.bias = None if op.bias is None else op.bias.to(device)
+        gpu = target(device)
+        self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
+        memory = workspace(device)
+        self.gathered = memory.take("gathered", 0 if self.planes.order is None else len(op.x) * self.planes.k, op.x.dtype)
+        self.partial, self.arrived = memory.splits(self.configs, len(op.x), self.planes.padded_n)
+
+    def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
+        """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
+        held = self.planes
+        if batch_invariant:
+            least = resolve(default(1), 1, held.padded_n, held.blocks, gpu.sms)
+            return replace(least, block_m=16 if rows <= 16 else 32, stages=3)
+        key = f"weight_only bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
+        found = choose(key, rows, gpu, default, lambda config: held.padded_n % config.block_n == 0)
+        return resolve(found, rows, held.padded_n, held.blocks, gpu.sms)
+
+    def run(self, rows: int) -> None:
+        held, config = self.planes, self.configs[bucket_of(rows)]
+        x = self.op.x
+        if held.order is not None:
+            x = self.gathered[: rows * held.k].view(rows, held.k)
+            gather_columns(self.op.x, held.order, x, rows)
+        step = SPLIT_ROWS if config.splits > 1 else rows
+        for start in range(0, rows, step):
+            self._launch(x[start:], self.op.out[start:], min(step, rows - start), config)
+
+    def _launch(self, x: Tensor, out: Tensor, rows: int, config: Config) -> None:
+        held = self.planes
+        grid = (-(-rows // config.block_m) * (held.padded_n // config.block_n), config.splits)
+        weight_only_kernel[grid](
+            x, held.words, held.scales, held.scales if held.zeros is None else held.zeros,
+            out if self.bias is None else self.bias, out, self.partial, self.arrived,
+            rows, self.n, held.k, x.stride(0), out.stride(0), held.padded_n, held.blocks,
+            ZERO=held.zero, BITS=held.bits, SLICE=held.slice, GROUP=held.group, SCALES=held.scales_kind,
+            HAS_BIAS=self.bias is not None, ACCUMULATE=self.op.accumulate,
+            EVEN_K=held.k == held.blocks * 16 // held.bits * held.slice, SWAP=config.swap, SPLITS=config.splits,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, COMPILED=not is_interpreted(),
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip

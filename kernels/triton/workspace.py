@@ -1,0 +1,44 @@
+"""Memory that products of one device share: they run one after another.
+
+Allocated when products are prepared. A tensor that was handed out stays where it is, for graphs remember addresses.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from qserve.kernels.triton.configs import SPLIT_ROWS, Config
+
+
+class Workspace:
+    """Scratch memory of one device, by name and dtype; it starts as zeros."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
+        """At least ``elements`` of ``dtype``; the same memory to everyone who asks by this name."""
+        held = self._held.get((name, dtype))
+        if held is None or held.numel() < elements:
+            held = torch.zeros(max(1, elements), dtype=dtype, device=self.device)
+            self._held[name, dtype] = held
+        return held
+
+    def splits(self, configs: dict[int, Config], rows: int, padded_n: int) -> tuple[Tensor, Tensor]:
+        """(partial sums, arrivals) for products of at most ``rows`` rows with ``configs`` by bucket."""
+        partial = arrived = 0
+        for bucket, config in configs.items():
+            if config.splits > 1:
+                most = min(bucket, rows, SPLIT_ROWS)
+                partial = max(partial, config.splits * most * padded_n)
+                arrived = max(arrived, -(-most // config.block_m) * (padded_n // config.block_n))
+        return self.take("partial", partial, torch.float32), self.take("arrived", arrived, torch.int32)
+
+
+@lru_cache
+def workspace(device: torch.device) -> Workspace:
+    return Workspace(device)

@@ -1,0 +1,133 @@
+"""What the ahead-of-time tests of the linear products compile: ``cases`` in the default suite, ``every_case`` in CI.
+
+Loaded by ``aot.py`` as a program, and by the tests for the names.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from aot import Case  # type: ignore[import-not-found]  # noqa: E402
+
+from qserve.kernels.triton import eight_bit, weight_only  # noqa: E402
+from qserve.kernels.triton.configs import BUCKETS, Config  # noqa: E402
+from qserve.kernels.triton.inputs import gather_columns_kernel, round_groups_kernel, round_rows_kernel  # noqa: E402
+from qserve.kernels.triton.target import FP8  # noqa: E402
+
+CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
+FEW, MANY = 1, 1024
+"""Rows of a decode and of a prefill."""
+SPLITS = 4  # where the size of the product decides
+
+
+def _case(
+    kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], capability: tuple[int, int], config: Config
+) -> Case:
+    sizes = ("n", "k", "stride_x", "stride_out", "stride_codes", "padded_n")
+    divisible = tuple(name for name, kind in signature.items() if kind.startswith("*") or name in sizes)
+    return Case(kernel, signature, constexprs, capability, config.warps, config.stages, divisible)
+
+
+def weight_only_case(
+    capability: tuple[int, int], config: Config, bits: int = 4, group: int = 128, kind: str = "pairs",
+    dtype: str = "fp16", accumulate: bool = False, even_k: bool = True,
+) -> Case:  # fmt: skip
+    planes = 16 // bits
+    size = min(64, group) if group else 64
+    if kind == "pairs" and planes * size // group < 2:
+        raise ValueError("pairs need two groups to a block")
+    signature = {
+        "x": "*" + dtype, "weight": "*i16", "scales": "*fp32" if kind == "float" else "*i32", "zeros": "*fp32",
+        "bias": "*" + dtype, "out": "*" + dtype, "partial": "*fp32", "arrived": "*i32",
+        "rows": "i32", "n": "i32", "k": "i32", "stride_x": "i32", "stride_out": "i32", "padded_n": "i32",
+        "blocks": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "ZERO": -1 if kind == "zeros" else 1 << (bits - 1), "BITS": bits, "SLICE": size, "GROUP": group,
+        "SCALES": kind, "HAS_BIAS": False, "ACCUMULATE": accumulate, "EVEN_K": even_k, "SWAP": config.swap,
+        "SPLITS": config.splits or SPLITS, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "STAGES": config.stages, "COMPILED": True,
+    }  # fmt: skip
+    return _case(weight_only.weight_only_kernel, signature, constexprs, capability, config)
+
+
+def eight_bit_case(
+    capability: tuple[int, int], config: Config, kind: str, group: int = 0, x_group: int = 0, out: str = "fp16"
+) -> Case:
+    signature = {
+        "x": "*" + kind, "x_scales": "*fp32", "weight": "*" + kind, "scales": "*fp32", "bias": "*" + out,
+        "out": "*" + out, "partial": "*fp32", "arrived": "*i32", "rows": "i32", "n": "i32", "stride_x": "i32",
+        "stride_out": "i32", "padded_n": "i32", "blocks": "i32", "x_groups": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "GROUP": group, "X_GROUP": x_group, "HAS_BIAS": False, "ACCUMULATE": False, "SPLITS": config.splits or SPLITS,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": 128, "STAGES": config.stages,
+    }  # fmt: skip
+    return _case(eight_bit.eight_bit_kernel, signature, constexprs, capability, config)
+
+
+def input_cases(capability: tuple[int, int]) -> dict[str, Case]:
+    """The kernels that make inputs ready."""
+    arch = capability[0] * 10 + capability[1]
+    config = Config(0, 0, warps=4, stages=3)
+    kinds = ("i8", "fp8e4nv") if capability >= FP8 else ("i8",)
+    gather = {"x": "*fp16", "order": "*i32", "out": "*fp16", "k": "i32", "stride_x": "i32", "stride_out": "i32"}
+    found = {f"gather_columns sm_{arch}": _case(gather_columns_kernel, gather, {"WIDTH": 1024}, capability, config)}
+    for kind in kinds:
+        limit = 127.0 if kind == "i8" else 448.0
+        common = {"x": "*fp16", "codes": "*" + kind, "scales": "*fp32", "k": "i32"}
+        strides = {"stride_x": "i32", "stride_codes": "i32"}
+        found[f"round_rows {kind} sm_{arch}"] = _case(
+            round_rows_kernel, {**common, **strides, "input_scale": "fp32"},
+            {"STATIC": False, "LIMIT": limit, "WIDTH": 4096}, capability, config,
+        )  # fmt: skip
+        found[f"round_groups {kind} sm_{arch}"] = _case(
+            round_groups_kernel, {**common, "groups": "i32", **strides},
+            {"LIMIT": limit, "GROUP": 128, "COUNT": 16}, capability, config,
+        )  # fmt: skip
+    return found
+
+
+def cases() -> dict[str, Case]:
+    """A decode of each kernel for each architecture, and a prefill where the matrix unit has another instruction."""
+    found = {}
+    for capability in CAPABILITIES:
+        arch = capability[0] * 10 + capability[1]
+        for name, rows in (("few", FEW), ("many", MANY))[: 2 if capability >= (9, 0) else 1]:
+            found[f"w4a16 {name} sm_{arch}"] = weight_only_case(capability, weight_only.default(rows))
+            config = eight_bit.default(rows)
+            found[f"int8 {name} sm_{arch}"] = eight_bit_case(capability, config, "i8")
+            if capability >= FP8:
+                found[f"fp8 {name} sm_{arch}"] = eight_bit_case(capability, config, "fp8e4nv")
+    found["w8a16 few sm_80"] = weight_only_case((8, 0), weight_only.default(FEW), bits=8, group=64)
+    found |= {name: case for name, case in input_cases((9, 0)).items() if "i8" not in name}
+    return found
+
+
+def every_case() -> dict[str, Case]:
+    """Every default configuration, and every way a kernel is specialized, for every architecture."""
+    found = {}
+    for capability in CAPABILITIES:
+        arch = capability[0] * 10 + capability[1]
+        found |= input_cases(capability)
+        for bucket in BUCKETS:
+            rows = min(bucket, MANY)
+            config = weight_only.default(rows)
+            for dtype in ("fp16", "bf16"):
+                for bits, group, kind in (
+                    (4, 128, "pairs"), (4, 64, "pairs"), (4, 32, "pairs"), (4, 128, "zeros"), (4, 128, "float"),
+                    (4, 0, "float"), (8, 64, "pairs"), (8, 128, "zeros"), (8, 0, "float"),
+                ):  # fmt: skip
+                    found[f"w{bits}a16 g{group} {kind} {dtype} rows {rows} sm_{arch}"] = weight_only_case(
+                        capability, config, bits, group, kind, dtype, accumulate=True, even_k=group != 0
+                    )
+            config = eight_bit.default(rows)
+            for kind in ("i8", "fp8e4nv") if capability >= FP8 else ("i8",):
+                for group, x_group in ((0, 0), (128, 0), (128, 128)):
+                    found[f"{kind} g{group},{x_group} rows {rows} sm_{arch}"] = eight_bit_case(
+                        capability, config, kind, group, x_group, "bf16"
+                    )
+    return found

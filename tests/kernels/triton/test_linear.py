@@ -1,0 +1,248 @@
+"""The linear products of the Triton kernels against the reference, at odd sizes.
+
+In float16 and float32 only: the interpreter multiplies the raw bits of bfloat16 and says nothing. On a machine with
+a GPU the same tests run compiled, on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels import ops, reference
+from qserve.kernels.triton import linear, target
+
+DEVICE = torch.device("cpu" if target.is_interpreted() else "cuda")
+
+pytestmark = pytest.mark.skipif(target.missing() is not None, reason=str(target.missing()))
+
+
+def packed(
+    out: int, inp: int, bits: int, group: int, symmetric: bool = True, *, shuffled: bool = False, half: bool = True
+) -> PackedWeight:
+    """Random integers; ``half``: with scales that float16 holds exactly."""
+    scheme = WeightScheme(bits, group, symmetric)
+    groups = scheme.groups(inp)
+    codes = torch.randint(0, scheme.max_code + 1, (out, inp)).to(torch.uint8)
+    scales = torch.rand(out, groups) * 0.02 + 0.001
+    zeros = None if symmetric else torch.randint(0, scheme.max_code + 1, (out, groups)).to(torch.uint8)
+    g_idx = (torch.arange(inp) // scheme.group_width(inp))[torch.randperm(inp)].int() if shuffled else None
+    weight = PackedWeight(scheme, codes, scales.half().float() if half else scales, zeros, g_idx)
+    weight.check()
+    return weight
+
+
+def want(op: ops.Linear, rows: int) -> torch.Tensor:
+    """What the reference makes of the same op, in float32 on the CPU."""
+    weight = op.weight if isinstance(op.weight, PackedWeight) else op.weight.float().cpu()
+    out = op.out[:rows].float().cpu()
+    same = ops.Linear(
+        op.x[:rows].float().cpu(), weight, out, None if op.bias is None else op.bias.float().cpu(), op.accumulate
+    )
+    reference._product(same).run(rows)
+    return out
+
+
+def run(op: ops.Linear, rows: int, batch_invariant: bool = False) -> torch.Tensor:
+    weight = op.weight
+    assert linear.supports(weight, target.target(DEVICE).capability) is None
+    linear.prepare(op, DEVICE, batch_invariant).run(rows)
+    return op.out[:rows].float().cpu()
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 2e-6}
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "inp", "bits", "group", "dtype"),
+    [
+        (1, 130, 512, 4, 128, torch.float16),
+        (3, 70, 192, 4, 64, torch.float16),
+        (17, 128, 96, 4, 32, torch.float16),
+        (70, 200, 256, 4, 128, torch.float16),
+        (1, 40, 100, 4, -1, torch.float16),
+        (3, 129, 300, 3, 128, torch.float16),
+        (2, 20, 48, 2, 16, torch.float16),
+        (2, 20, 80, 4, 24, torch.float16),
+        (2, 20, 600, 4, 256, torch.float16),
+        (1, 130, 256, 8, 128, torch.float16),
+        (17, 40, 192, 8, 32, torch.float16),
+        (3, 40, 100, 8, -1, torch.float16),
+        (3, 70, 192, 4, 64, torch.float32),
+        (70, 40, 64, 8, 64, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_weight_only(
+    rows: int, out: int, inp: int, bits: int, group: int, dtype: torch.dtype, symmetric: bool
+) -> None:
+    torch.manual_seed(0)
+    weight = packed(out, inp, bits, group, symmetric)
+    x = torch.randn(rows + 2, inp, dtype=dtype, device=DEVICE)
+    wide = torch.randn(rows + 2, out + 32, dtype=dtype, device=DEVICE)
+    before = wide.clone()
+    op = ops.Linear(x, weight, wide[:, 16:-16], torch.randn(out, dtype=dtype, device=DEVICE), accumulate=True)
+    expected = want(op, rows)
+    assert error(run(op, rows), expected) < TOLERANCE[dtype]
+    assert torch.equal(wide[:, :16], before[:, :16]) and torch.equal(wide[:, -16:], before[:, -16:])
+    assert torch.equal(wide[rows:], before[rows:])
+
+
+@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 32, True), (4, 128, False), (8, 64, True), (3, 128, True)])
+def test_inputs_in_the_order_of_their_groups(bits: int, group: int, symmetric: bool) -> None:
+    """Act-order: the inputs of a group are anywhere."""
+    torch.manual_seed(1)
+    weight = packed(70, 320, bits, group, symmetric, shuffled=group != 128) if group != 128 else shuffled_short(bits, symmetric)
+    x = torch.randn(5, weight.in_features, dtype=torch.float16, device=DEVICE)
+    op = ops.Linear(x, weight, torch.empty(5, 70, dtype=torch.float16, device=DEVICE))
+    expected = want(op, 5)
+    assert error(run(op, 5), expected) < 1e-3
+
+
+def shuffled_short(bits: int, symmetric: bool) -> PackedWeight:
+    """Groups of 128 over 300 inputs in any order: the last has 44."""
+    return packed(70, 300, bits, 128, symmetric, shuffled=True)
+
+
+def test_scales_that_float16_does_not_hold_stay_exact() -> None:
+    torch.manual_seed(2)
+    for symmetric in (True, False):
+        weight = replace(packed(70, 256, 4, 64, symmetric, half=False))
+        x = torch.randn(3, 256, dtype=torch.float16, device=DEVICE)
+        op = ops.Linear(x, weight, torch.empty(3, 70, dtype=torch.float32, device=DEVICE))
+        expected = want(op, 3)
+        # float16 inputs and integers: only the order of a float32 sum differs.
+        assert error(run(op, 3), expected) < 1e-6
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_is_the_same_in_every_batch(bits: int) -> None:
+    torch.manual_seed(3)
+    weight = packed(140, 1024, bits, 128)
+    x = torch.randn(70, 1024, dtype=torch.float16, device=DEVICE)
+    out = torch.empty(70, 140, dtype=torch.float16, device=DEVICE)
+    op = ops.Linear(x, weight, out)
+    together = run(op, 70, batch_invariant=True)
+    for rows in (1, 17):
+        first = 70 - rows
+        alone = run(replace(op, x=x[first:], out=torch.empty_like(out[first:])), rows, batch_invariant=True)
+        assert torch.equal(together[first:], alone)
+
+
+def test_a_split_sum_is_the_same_every_time_and_the_counters_return_to_zero() -> None:
+    torch.manual_seed(4)
+    weight = packed(256, 4096, 4, 128)
+    x = torch.randn(16, 4096, dtype=torch.float16, device=DEVICE)
+    op = ops.Linear(x, weight, torch.empty(16, 256, dtype=torch.float16, device=DEVICE))
+    product = linear.prepare(op, DEVICE)
+    assert product.configs[16].splits > 1
+    expected = want(op, 16)
+    runs = []
+    for _ in range(2):
+        op.out.fill_(torch.nan)
+        product.run(16)
+        runs.append(op.out.clone())
+    assert torch.equal(runs[0], runs[1]) and error(runs[0].float().cpu(), expected) < 1e-3
+    assert int(product.arrived.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dense(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    x = torch.randn(7, 100, dtype=dtype, device=DEVICE)
+    wide = torch.randn(7, 60, dtype=dtype, device=DEVICE)
+    op = ops.Linear(x, torch.randn(33, 100), wide[:, 10:43], torch.randn(33, device=DEVICE), accumulate=True)
+    expected = want(op, 5)
+    assert error(run(op, 5), expected) < TOLERANCE[dtype]
+
+
+def rounded(weight: PackedWeight, activations: ActivationScheme) -> PackedWeight:
+    return replace(weight, activations=activations, input_scale=None if activations.dynamic else 0.02)
+
+
+TOKEN8, STATIC8 = ActivationScheme("int8"), ActivationScheme("int8", "tensor", dynamic=False)
+GROUP8 = ActivationScheme("int8", "group", group_size=64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "inp", "bits", "group", "symmetric", "activations"),
+    [
+        (1, 130, 300, 8, -1, True, TOKEN8),
+        (3, 70, 192, 8, 64, True, TOKEN8),
+        (17, 128, 256, 4, 128, False, TOKEN8),
+        (70, 40, 256, 8, 128, True, STATIC8),
+        (3, 40, 200, 8, 64, True, GROUP8),
+        (2, 40, 256, 8, -1, True, GROUP8),
+    ],
+)
+def test_int8(
+    rows: int, out: int, inp: int, bits: int, group: int, symmetric: bool, activations: ActivationScheme
+) -> None:
+    torch.manual_seed(6)
+    for shuffled in [False] + [True] * (group > 0 and activations is TOKEN8):
+        weight = rounded(packed(out, inp, bits, group, symmetric, shuffled=shuffled), activations)
+        x = torch.randn(rows, inp, dtype=torch.float16, device=DEVICE)
+        wide = torch.randn(rows, out + 32, device=DEVICE)
+        op = ops.Linear(x, weight, wide[:, 16:-16], torch.randn(out, device=DEVICE), accumulate=True)
+        expected = want(op, rows)
+        assert error(run(op, rows), expected) < 2e-6  # the codes are the same, so nothing is lost but float32's places
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-30])
+def test_extreme_inputs_stay_in_their_row(value: float) -> None:
+    torch.manual_seed(7)
+    for activations in (TOKEN8, STATIC8, GROUP8):
+        weight = rounded(packed(40, 128, 8, 64), activations)
+        x = torch.randn(3, 128, device=DEVICE)
+        x[1] = value
+        op = ops.Linear(x, weight, torch.empty(3, 40, device=DEVICE))
+        expected = want(op, 3)
+        torch.testing.assert_close(run(op, 3), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def packed_fp8(out: int, inp: int, group: int, rows: int) -> PackedWeight:
+    scheme = WeightScheme(8, group, dtype="fp8", rows=rows)
+    height = scheme.row_height(out)
+    codes = (torch.randn(out, inp) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(-(-out // height), scheme.groups(inp)) * 0.01 + 0.001
+    weight = PackedWeight(scheme, codes, scales.repeat_interleave(height, 0)[:out].contiguous())
+    weight.check()
+    return weight
+
+
+TOKEN_FP8, STATIC_FP8 = ActivationScheme("fp8"), ActivationScheme("fp8", "tensor", dynamic=False)
+GROUP_FP8 = ActivationScheme("fp8", "group", group_size=128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "inp", "group", "height", "activations"),
+    [
+        (1, 130, 300, -1, 1, TOKEN_FP8),
+        (17, 40, 256, -1, -1, STATIC_FP8),
+        (3, 200, 300, 128, 128, GROUP_FP8),
+        (70, 140, 256, 128, 128, TOKEN_FP8),
+    ],
+)
+def test_fp8(rows: int, out: int, inp: int, group: int, height: int, activations: ActivationScheme) -> None:
+    torch.manual_seed(8)
+    weight = rounded(packed_fp8(out, inp, group, height), activations)
+    x = torch.randn(rows, inp, device=DEVICE)
+    op = ops.Linear(x, weight, torch.randn(rows, out, device=DEVICE), torch.randn(out, device=DEVICE), accumulate=True)
+    expected = want(op, rows)
+    assert error(run(op, rows), expected) < 2e-6
+
+
+def test_integers_of_four_bits_are_exact_in_fp8() -> None:
+    torch.manual_seed(9)
+    weight = rounded(packed(70, 256, 4, 128, False), TOKEN_FP8)
+    op = ops.Linear(torch.randn(5, 256, device=DEVICE), weight, torch.empty(5, 70, device=DEVICE))
+    expected = want(op, 5)
+    assert error(run(op, 5), expected) < 2e-6
