@@ -37,13 +37,15 @@ def _encode(x, scale, ENCODING: tl.constexpr):
     """float32 as the cache stores it: rounded half to even, saturated, NaN for what is not finite."""
     if ENCODING == 0:
         return x
-    finite = tl.abs(x) < float("inf")
-    scaled = tl.div_rn(x, scale + tl.zeros_like(x))
-    if ENCODING == 1:
-        magic: tl.constexpr = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, ties to even
-        rounded = (tl.minimum(tl.maximum(scaled, -127.0), 127.0) + magic) - magic
-        return tl.where(finite, rounded, -128.0)
-    return _e4m3(tl.where(finite, scaled, float("nan")))
+    else:  # what follows a return is compiled all the same
+        finite = tl.abs(x) < float("inf")
+        scaled = tl.div_rn(x, scale + tl.zeros_like(x))
+        if ENCODING == 1:
+            magic: tl.constexpr = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, ties to even
+            rounded = (tl.minimum(tl.maximum(scaled, -127.0), 127.0) + magic) - magic
+            return tl.where(finite, rounded, -128.0)
+        else:
+            return _e4m3(tl.where(finite, scaled, float("nan")))
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -84,11 +84,11 @@ def _tool(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def compile_file(path: Path, timeout: float = 280) -> dict[str, Compiled]:
-    """Everything that ``cases()`` of the file names, compiled in a process of its own."""
+def compile_file(path: Path, function: str = "cases", timeout: float = 280) -> dict[str, Compiled]:
+    """Everything that ``function`` of the file names, compiled in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, str(path)], env=environment, capture_output=True, text=True, timeout=timeout
+        [sys.executable, __file__, str(path), function], env=environment, capture_output=True, text=True, timeout=timeout
     )
     if done.returncode != 0:
         raise RuntimeError(f"{path.name} does not compile:\n{done.stderr[-6000:]}")
@@ -96,9 +96,9 @@ def compile_file(path: Path, timeout: float = 280) -> dict[str, Compiled]:
     return {name: Compiled(**values) for name, values in found.items()}
 
 
-def _main(path: str) -> None:
+def _main(path: str, function: str) -> None:
     sys.modules["aot"] = sys.modules["__main__"]  # cases import Case from here
-    cases: dict[str, Case] = runpy.run_path(path)["cases"]()
+    cases: dict[str, Case] = runpy.run_path(path)[function]()
     compiled = {}
     for name, case in cases.items():
         try:
@@ -110,4 +110,4 @@ def _main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(*sys.argv[1:])
