@@ -78,9 +78,8 @@ def _wanted(config: EngineConfig, memory: MemoryPlan) -> int:
 
 
 def activation_dtype(source: ModelSource) -> torch.dtype:
-    """In which a GPU computes: as the model was trained, bfloat16 where that is not said."""
-    stored = str(source.config.get("dtype") or source.config.get("torch_dtype"))
-    return torch.float16 if stored.removeprefix("torch.") == "float16" else torch.bfloat16
+    """In which a GPU computes: float16 for a model that was made for it, else bfloat16."""
+    return torch.float16 if source.dtype() == torch.float16 else torch.bfloat16
 
 
 def eos_token_ids(source: ModelSource) -> frozenset[int]:

@@ -197,6 +197,8 @@ class TritonExecutor:
         self.graph_pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
 
     def supports(self, op: Op) -> str | None:
+        if self.batch_invariant and self.has_graphs and isinstance(op, Linear) and isinstance(op.weight, Tensor):
+            return "dense products are those of cuBLAS, which vary with the batch"
         return unsupported(op, self.target.capability, self.has_graphs)
 
     def decode_shape(self, op: Attention) -> Shape:

@@ -149,8 +149,9 @@ def test_what_an_older_gpu_lacks_is_named(tiny_model: Path, monkeypatch: pytest.
 
 
 def test_a_gpu_computes_as_the_model_was_trained() -> None:
-    for stored, want in (("float16", torch.float16), ("bfloat16", torch.bfloat16), (None, torch.bfloat16)):
-        assert activation_dtype(SimpleNamespace(config={"torch_dtype": stored})) == want  # type: ignore[arg-type]
+    made_for = {torch.float16: torch.float16, torch.bfloat16: torch.bfloat16, torch.float32: torch.bfloat16}
+    for stored, want in made_for.items():
+        assert activation_dtype(SimpleNamespace(dtype=lambda stored=stored: stored)) == want  # type: ignore[arg-type]
 
 
 def test_the_engine_reports_its_plan(tiny_model: Path) -> None:
