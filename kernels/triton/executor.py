@@ -45,7 +45,7 @@ from qserve.kernels.triton.target import Target, target
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The padded numbers of rows of a captured step; larger ones gain nothing from a graph."""
-_PROGRAMS = {1: 4, 2: 2, 4: 1}  # of decode on a multiprocessor, by the bytes of a cached number: as many as fit
+_PROGRAMS = 2  # of decode on a multiprocessor: as many as its registers hold where codes are decoded
 
 Launch = Callable[[Batch], None]
 
@@ -75,6 +75,7 @@ class _TritonProgram:
         self._rows: set[str] = set()
         self._staging = Staging(executor.placement.device)
         self._partials = _Partials()
+        self._cache_at = 0
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def add(self, ops: Sequence[Op]) -> None:
@@ -91,8 +92,11 @@ class _TritonProgram:
             tokens, logits = (self._padded(rows) for rows in (tokens, logits))
         work = None if self._attention is None else divide(step, self._executor.queries(self._attention))
         batch, moved = self._staging.load(step, work, tokens, logits)
-        if self._attention is not None and len(batch.units):
+        if self._attention is not None:
             moved |= self._partials.reserve(len(batch.units), self._attention)
+            place = self._attention.k_cache.data_ptr()
+            moved |= place != self._cache_at
+            self._cache_at = place
         if moved:
             self._graphs.clear()
         if not captured:
@@ -167,7 +171,7 @@ class _TritonProgram:
             attend_tiles(op, tile_shape(op), batch.tiles, batch.positions, batch.staged)
         if len(batch.units):
             values, softmax = self._partials.values, self._partials.softmax
-            programs = min(self._executor.programs(op), len(values) * op.kv_heads)
+            programs = min(self._executor.programs, len(values) * op.kv_heads)
             attend_decodes(
                 op, self._executor.decode_shape(op), values, softmax, batch.units, batch.count, batch.decodes,
                 batch.positions, batch.staged, programs,
@@ -193,6 +197,7 @@ class TritonExecutor:
         self.placement = Placement(device, activations, keys_by_token=True)
         self.batch_invariant = invariant
         self.target: Target = target(device)
+        self.programs = self.target.sms * _PROGRAMS  # that share out the units of decodes
         self.has_graphs = device.type == "cuda"
         self.graph_pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
 
@@ -207,10 +212,6 @@ class TritonExecutor:
     def queries(self, op: Attention) -> int:
         """Of a sequence in a tile."""
         return tile_shape(op).rows // (op.heads // op.kv_heads)
-
-    def programs(self, op: Attention) -> int:
-        """That share out the units of decodes."""
-        return self.target.sms * _PROGRAMS[op.k_cache.dtype.itemsize]
 
     def program(self, max_rows: int) -> _TritonProgram:
         return _TritonProgram(self, max_rows)

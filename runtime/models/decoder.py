@@ -137,8 +137,8 @@ class Decoder:
         self._log_softmax.run(replace(step, logit_rows=rows))
 
     def resize_cache(self, num_blocks: int) -> None:
-        """A cache of ``num_blocks``, whose content is undefined. Only an executor that reads addresses when it runs
-        sees it after the load: that of a GPU, before its first captured step."""
+        """A cache of ``num_blocks``, whose content is undefined. After the load only an executor that asks for its
+        address in every run sees it: that of a GPU."""
         config = self.config
         layers, per_block = config.num_hidden_layers, config.kv_size * BLOCK_SIZE
         # Left uninitialized: pages that no token touches never become resident.

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
 
 sys.path.insert(0, str(Path(__file__).parent))
-from aot import Case  # type: ignore[import-not-found]  # noqa: E402
+from aot import Case
 
-from qserve.kernels.triton import (  # noqa: E402
+from qserve.kernels.triton import (
     argmax,
     attention,
     embed,
@@ -26,7 +27,7 @@ from qserve.kernels.triton import (  # noqa: E402
     rope_kv,
     silu_mul,
 )
-from qserve.kernels.triton.target import FP8  # noqa: E402
+from qserve.kernels.triton.target import FP8
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
 CACHES = {
@@ -78,7 +79,7 @@ def attention_cases(
         "attention merge": _case(
             attention.merge_kernel,
             f"out_ptr:bf16 partial_ptr:fp32 softmax_ptr:fp32 v_scale_ptr:{scales} decodes_ptr:i32 positions_ptr:i32",
-            capability, {**merged, "ROWS": heads // kv_heads}, stages=4,
+            capability, {**merged, "ROWS": triton.next_power_of_2(heads // kv_heads)}, stages=4,
         ),
     }  # fmt: skip
 

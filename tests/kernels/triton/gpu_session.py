@@ -37,7 +37,7 @@ def main() -> int:
             try:
                 left = max(1.0, LIMIT - (time.monotonic() - begin))
                 code = subprocess.run(
-                    [sys.executable, *command], cwd=HERE.parents[2], stdout=stream, stderr=subprocess.STDOUT, timeout=left
+                    [sys.executable, *command], cwd=HERE.parents[2], stdout=stream, stderr=stream, timeout=left
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = 124

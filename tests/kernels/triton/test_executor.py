@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,8 +67,9 @@ def logits_of(decoder: Decoder) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernels", ["triton", "triton-invariant"])
-def test_logits_are_those_of_the_reference(tiny_model: Path, kernels: str) -> None:
-    got, want = (logits_of(decoder_of(tiny_model, name)) for name in (kernels, "reference"))
+def test_logits_are_those_of_the_reference(tiny_model: Path, tiny_packed: Path, kernels: str) -> None:
+    path = tiny_packed if kernels == "triton-invariant" else tiny_model
+    got, want = (logits_of(decoder_of(path, name)) for name in (kernels, "reference"))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
@@ -158,3 +162,15 @@ def test_the_engine_reports_its_plan(tiny_model: Path) -> None:
     config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
     engine = Engine(str(tiny_model), config)
     assert engine.executor.name == "triton" and "KV cache" in engine.memory.lines()[1]
+
+
+@pytest.mark.slow
+def test_the_program_for_a_gpu_session_runs_in_the_interpreter(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    some = f"{here / 'test_gpu_engine.py'}::test_a_replayed_graph_gives_what_the_launches_gave"
+    command = [sys.executable, str(here / "gpu_session.py"), str(tmp_path), "--tiny", "--tests", some]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "whole-model.json").read_text())
+    lines = [(row["precision"], row["kind"]) for row in found["results"] if "skipped" not in row]
+    assert ("bf16", "prefill") in lines and ("w4a16", "decode") in lines and ("fp8+fp8kv", "decode") in lines

@@ -95,7 +95,7 @@ def model_on(path: Path, executor: object, kv_dtype: torch.dtype) -> Decoder:
 
 
 def logits_of(decoder: Decoder, order: list[int]) -> torch.Tensor:
-    """[sequences, steps, vocab]: a prompt each, then decodes together in ``order``, twice for the graph to be replayed."""
+    """[sequences, steps, vocab]: a prompt each, then decodes together in ``order``, often enough for a graph."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, decoder.config.vocab_size, (len(order), 16), generator=generator).int()
     rows: dict[int, list[torch.Tensor]] = {index: [] for index in order}

@@ -157,12 +157,13 @@ def floor(config: DecoderConfig, spec: QuantSpec | None, kv_bytes: int, step: St
           logits: int) -> float:  # fmt: skip
     """Seconds below which no step can be: every weight and every key once, every product once."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    linears = config.num_hidden_layers * hidden * (2 * config.q_size // 1 + 2 * config.kv_size + 3 * inner)
+    linears = config.num_hidden_layers * hidden * (2 * config.q_size + 2 * config.kv_size + 3 * inner)
     head = hidden * config.vocab_size
     bits = 16.0 if spec is None else spec.weights.storage_bits(hidden, inner) / (hidden * inner)
     sequences, tokens = len(step.seq_start) - 1, len(step.token_ids)
     moved = linears * bits / 8 + head * 2 + sequences * context * config.kv_bytes_per_token(kv_bytes)
-    scores = 2 * 2 * config.num_hidden_layers * config.q_size * tokens * (context if tokens == sequences else context / 2)
+    seen = context if tokens == sequences else context / 2
+    scores = 4 * config.num_hidden_layers * config.q_size * tokens * seen
     rate = limits.rate * (2 if spec is not None and spec.activations is not None else 1)
     return max(moved / limits.bandwidth, (2 * linears * tokens + 2 * head * logits) / rate + scores / limits.rate)
 
@@ -223,7 +224,7 @@ def main() -> None:
         "torch": torch.__version__, "bandwidth": limits.bandwidth, "rate": limits.rate, "results": results,
     }  # fmt: skip
     asked.out.write_text(json.dumps(found, indent=1))
-    print(f"{found['device']}: copies {limits.bandwidth / 1e9:.0f} GB/s, bf16 products {limits.rate / 1e12:.1f} TFLOP/s")
+    print(f"{found['device']}: copies {limits.bandwidth / 1e9:.0f} GB/s, products {limits.rate / 1e12:.1f} TFLOP/s")
     for row in results:
         if "skipped" in row:
             print(f"{row['model']:<12} {row['precision']:<10} skipped: {row['skipped']}")
