@@ -125,7 +125,7 @@ def default(rows: int) -> Config:
     if rows <= 32:
         return Config(32, 128, warps=4, stages=4)
     if rows <= 128:
-        return Config(64, 128, warps=4, stages=3)
+        return Config(64, 128, warps=8, stages=3)
     return Config(128, 128, warps=8, stages=3, splits=1 if rows > SPLIT_ROWS else 0)
 
 

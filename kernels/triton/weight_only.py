@@ -105,16 +105,16 @@ def weight_only_kernel(
     seen = ms < rows
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        weights = weight + ns[:, None] * SLICE + ks[None, :]
-        xs = x + ms[None, :].to(tl.int64) * stride_x + ks[:, None]
+        w_at = ns[:, None] * SLICE + ks[None, :]
+        x_at = ms[None, :] * stride_x + ks[:, None]
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        weights = weight + ns[None, :] * SLICE + ks[:, None]
-        xs = x + ms[:, None].to(tl.int64) * stride_x + ks[None, :]
+        w_at = ns[None, :] * SLICE + ks[:, None]
+        x_at = ms[:, None] * stride_x + ks[None, :]
     if GROUP == 0 and ZERO == -1:
         zero_n = tl.load(zeros + ns).to(DTYPE)
     for block in tl.range(first, last, num_stages=STAGES):
-        word = tl.load(weights + block * (padded_n * SLICE))
+        word = tl.load(weight + block * (padded_n * SLICE) + w_at)
         for part in tl.static_range(BLOCK_K // SUM):
             if GROUP != 0:
                 group = (block * BLOCK_K + part * SUM) // GROUP
@@ -141,7 +141,7 @@ def weight_only_kernel(
                 if not EVEN_K:
                     inside = at + ks < k
                     mask = mask & (inside[:, None] if SWAP else inside[None, :])
-                slice_x = tl.load(xs + at, mask=mask, other=0.0)
+                slice_x = tl.load(x + at + x_at, mask=mask, other=0.0)
                 slice_w = unpack(word, zero, part * (SUM // SLICE) + step, BITS, DTYPE, COMPILED)
                 if SWAP:
                     acc = tl.dot(slice_w, slice_x, acc, input_precision="tf32x3")
@@ -162,9 +162,9 @@ def weight_only_kernel(
 def default(rows: int) -> Config:
     """Safe everywhere: no spills, and the shared memory of the smallest GPU."""
     if rows <= 16:
-        return Config(16, 128, warps=4, stages=4)
+        return Config(16, 128, warps=8, stages=4)
     if rows <= 32:
-        return Config(32, 128, warps=4, stages=3)
+        return Config(32, 128, warps=8, stages=3)
     return Config(64, 128, warps=8, stages=2, swap=True, splits=1 if rows > SPLIT_ROWS else 0)
 
 

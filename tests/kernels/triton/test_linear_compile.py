@@ -1,0 +1,108 @@
+"""The linear products compiled for GPUs that are not here: what the compiler made of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from qserve.kernels.triton.target import shared_bytes
+
+HERE = Path(__file__).parent
+
+
+def load(name: str):  # type: ignore[no-untyped-def]
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+aot = load("aot")
+
+
+def check(name: str, made) -> None:  # type: ignore[no-untyped-def]
+    major, minor = divmod(int(re.search(r"sm_(\d+)", name)[1]), 10)  # type: ignore[index]
+    assert made.spills == 0, name
+    assert made.registers <= 255, name
+    assert made.shared_bytes <= shared_bytes((major, minor)), name
+
+
+def opcodes(made) -> set[str]:  # type: ignore[no-untyped-def]
+    return set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", made.sass, re.M))
+
+
+def loop(made) -> list[str]:  # type: ignore[no-untyped-def]
+    """The instructions of the longest loop that multiplies."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    longest: list[str] = []
+    for line in made.sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(instruction[1])
+            back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            body = code[labels.get(back[1], len(code)) :] if back else []
+            if len(body) > len(longest) and any("MMA" in line for line in body):
+                longest = body
+    return longest
+
+
+@pytest.fixture(scope="module")
+def compiled():  # type: ignore[no-untyped-def]
+    return aot.compile_file(HERE / "linear_cases.py")
+
+
+def test_nothing_spills_and_shared_memory_suffices(compiled) -> None:  # type: ignore[no-untyped-def]
+    assert {name.split()[0] for name in compiled} >= {"w4a16", "w8a16", "int8", "fp8", "gather_columns"}
+    for name, made in compiled.items():
+        check(name, made)
+
+
+def test_products_load_asynchronously(compiled) -> None:  # type: ignore[no-untyped-def]
+    """Everything that the loop reads is copied ahead: weights, inputs and scales."""
+    for name, made in compiled.items():
+        if name.startswith(("w4", "w8", "int8", "fp8")):
+            assert "async_copy_global_to_local" in made.ttgir and "cp.async" in made.ptx, name
+            assert "LDGSTS" in opcodes(made), name
+            body = loop(made)
+            assert body and not any("LDG.E" in line for line in body), name
+
+
+def test_the_matrix_unit_is_used_as_each_architecture_wants(compiled) -> None:  # type: ignore[no-untyped-def]
+    for name, made in compiled.items():
+        if " few " in name:
+            assert "mma.sync" in made.ptx, name
+        elif " many " in name:
+            wanted = "wgmma.mma_async" if "sm_90" in name else "tcgen05.mma"
+            assert wanted in made.ptx and "mma.sync" not in made.ptx, name
+    for name, opcode in (
+        ("w4a16 many sm_90", "HGMMA"), ("int8 many sm_90", "IGMMA"), ("fp8 many sm_90", "QGMMA"),
+        ("int8 few sm_80", "IMMA"), ("fp8 few sm_89", "QMMA"), ("w4a16 few sm_80", "HMMA"),
+    ):  # fmt: skip
+        assert opcode in opcodes(compiled[name]), name
+
+
+def test_words_are_unpacked_where_they_are_multiplied(compiled) -> None:  # type: ignore[no-untyped-def]
+    """No conversion between layouts in the loop, and little more than one instruction to a weight."""
+    for name, made in compiled.items():
+        if name.startswith("w4a16 few"):
+            body = loop(made)
+            weights = 128 * 256 / 256  # a block of 128 outputs and 256 inputs, of 256 threads
+            unpacking = [line for line in body if re.search(r"\b(LOP3|SHF|PRMT|HADD2|HFMA2|I2F|F2F)", line)]
+            assert len(unpacking) / weights < 1.4, name
+            assert len(body) / weights < 2.5, name
+            assert not any(re.search(r"\bSTS", line) for line in body), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_configuration_that_is_shipped() -> None:
+    for name, made in aot.compile_file(HERE / "linear_cases.py", "every_case", timeout=1700).items():
+        check(name, made)
