@@ -250,13 +250,12 @@ def test_a_mixed_step_of_prompts_and_decodes_over_several_chunks() -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
-def test_attention_does_not_depend_on_chunks_or_neighbours(dtype: torch.dtype) -> None:
+def test_attention_does_not_depend_on_chunks_or_neighbours() -> None:
     """In the invariant mode a query's bits are the same whatever it is computed with, across a chunk's end too."""
     torch.manual_seed(6)
     heads, kv_heads, dim, begin, end = 6, 2, 16, 240, 275
     table = list(range(40, 60))
-    cache = Cache(dtype, heads, kv_heads, dim)
+    cache = Cache(torch.float16, heads, kv_heads, dim)
     before = torch.randn(begin, (heads + 2 * kv_heads) * dim)
     run_on(triton_executor(), [cache.ops(before)[0]], sequences((0, begin, table)))
     stream = torch.randn(end - begin, before.shape[1])
