@@ -31,12 +31,12 @@ WIDEST_GROUP = 2048
 """Inputs that may share a dynamic scale, where they are not a whole token."""
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
+@triton.jit(do_not_specialize=["rows", "blocks", "splits"])
 def eight_bit_kernel(
     x, x_scales, weight, scales, bias, out, partial, arrived,
-    rows, n, stride_x, stride_out, padded_n, blocks, x_groups,
+    rows, n, stride_x, stride_out, padded_n, blocks, splits, x_groups,
     GROUP: tl.constexpr, X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = (x [rows, k] times weight [padded_n, k] transposed), both of int8 or both of e4m3, scaled.
 
@@ -49,8 +49,8 @@ def eight_bit_kernel(
     ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     ns = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    first = split * blocks // SPLITS
-    last = (split + 1) * blocks // SPLITS
+    first = split * blocks // splits
+    last = (split + 1) * blocks // splits
     seen = ms < rows
     xs = x + ms[:, None].to(tl.int64) * stride_x + ks[None, :]
     weights = weight + ns[None, :].to(tl.int64) * stride_x + ks[:, None]
@@ -82,7 +82,7 @@ def eight_bit_kernel(
     if X_GROUP == 0:
         total *= tl.load(x_scales + ms, mask=seen, other=0.0)[:, None]
     finish(total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,
-           HAS_BIAS, ACCUMULATE, SPLITS)  # fmt: skip
+           splits, HAS_BIAS, ACCUMULATE, SPLIT)  # fmt: skip
 
 
 def supports(weight: PackedWeight, capability: Capability) -> str | None:
@@ -158,15 +158,21 @@ class EightBit:
         self.codes = memory.take("codes", len(op.x) * width, self.dtype)
         self.x_scales = memory.take("x scales", len(op.x) * self.x_groups, torch.float32)
         self.gathered = memory.take("gathered", 0 if order is None else len(op.x) * len(order), op.x.dtype)
-        self.partial, self.arrived = memory.splits(self.configs, len(op.x), self.padded_n)
+        self.configure({})
+
+    def configure(self, configs: dict[int, Config]) -> None:
+        """Use ``configs`` for these buckets of rows instead of what was chosen."""
+        self.configs |= configs
+        memory = workspace(self.weight.device)
+        self.partial, self.arrived = memory.splits(self.configs, len(self.op.x), self.padded_n)
 
     def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
         if batch_invariant:
             least = resolve(default(1), 1, self.padded_n, self.blocks, gpu.sms)
             return replace(least, block_m=16 if rows <= 16 else 32)
-        key = f"eight_bit {self.activations.dtype} group={self.group},{self.x_group} n={self.n} k={self.k}"
-        found = choose(key, rows, gpu, default, lambda config: self.padded_n % config.block_n == 0)
+        self.key = f"eight_bit {self.activations.dtype} group={self.group},{self.x_group} n={self.n} k={self.k}"
+        found = choose(self.key, rows, gpu, default, lambda config: self.padded_n % config.block_n == 0)
         return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
 
     def run(self, rows: int) -> None:
@@ -189,9 +195,9 @@ class EightBit:
         eight_bit_kernel[grid](
             codes, x_scales, self.weight, self.scales, out if self.bias is None else self.bias, out,
             self.partial, self.arrived,
-            rows, self.n, self.k, out.stride(0), self.padded_n, self.blocks, self.x_groups,
+            rows, self.n, self.k, out.stride(0), self.padded_n, self.blocks, config.splits, self.x_groups,
             GROUP=self.group, X_GROUP=self.x_group, HAS_BIAS=self.bias is not None, ACCUMULATE=self.op.accumulate,
-            SPLITS=config.splits, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=self.block_k,
+            SPLIT=config.splits > 1, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=self.block_k,
             STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 

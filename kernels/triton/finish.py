@@ -8,25 +8,25 @@ import triton.language as tl
 
 @triton.jit
 def finish(
-    total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,
-    HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, SPLITS: tl.constexpr,
+    total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n, splits,
+    HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of sums, float32 [ms, ns].
 
-    Of a split K, every program leaves its part in ``partial`` [SPLITS, rows, padded_n], and the one that comes last
+    Of a split K, every program leaves its part in ``partial`` [splits, rows, padded_n], and the one that comes last
     adds all in the order of K: no result depends on who that is. ``arrived`` counts them, one number for a tile, zero
     before and after.
     """
     mine = (ms < rows)[:, None]
-    if SPLITS > 1:
+    if SPLIT:
         at = partial + ms[:, None].to(tl.int64) * padded_n + ns[None, :]
         size = rows.to(tl.int64) * padded_n
         tl.store(at + split * size, total, mask=mine)
         tl.debug_barrier()  # the stores of all threads come before the one arrival
         done = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-        if done == SPLITS - 1:
+        if done == splits - 1:
             total = tl.zeros_like(total)
-            for other in range(SPLITS):
+            for other in range(splits):
                 # Past the first cache, which knows nothing of other programs' stores.
                 total += tl.load(at + other * size, mask=mine, other=0.0, cache_modifier=".cg")
             tl.store(arrived + tile, 0)

@@ -23,7 +23,7 @@ def gather_columns_kernel(x, order, out, k, stride_x, stride_out, WIDTH: tl.cons
 @triton.jit
 def _codes(scaled, DTYPE: tl.constexpr):
     """Numbers as int8, half to even and saturated, or as e4m3."""
-    if DTYPE == tl.int8:
+    if tl.int8 == DTYPE:
         # Past 2 ** 23 the last place of float32 is one: adding puts the rounding where it is wanted.
         return ((tl.minimum(tl.maximum(scaled, -128.0), 127.0) + 12582912.0) - 12582912.0).to(tl.int8)
     else:
@@ -41,7 +41,7 @@ def round_rows_kernel(
     x, codes, scales, k, stride_x, stride_codes, input_scale,
     STATIC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A row as 8-bit codes, padded with zeros, and its scale: NaN, which spoils the whole row, where it is not finite."""
+    """A row as 8-bit codes, padded with zeros, and its scale: NaN, which spoils the row, where it is not finite."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     value = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32)
@@ -83,7 +83,8 @@ def round_groups_kernel(
 def gather_columns(x: Tensor, order: Tensor, out: Tensor, rows: int) -> None:
     """out [rows, k] from the columns of x that ``order`` int32 [k] names; -1 is a column of zeros."""
     k = len(order)
-    gather_columns_kernel[rows, -(-k // _WIDTH)](x, order, out, k, x.stride(0), out.stride(0), WIDTH=_WIDTH, num_warps=4)
+    grid = (rows, -(-k // _WIDTH))
+    gather_columns_kernel[grid](x, order, out, k, x.stride(0), out.stride(0), WIDTH=_WIDTH, num_warps=4)
 
 
 def _limit(codes: Tensor) -> float:

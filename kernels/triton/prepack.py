@@ -56,11 +56,14 @@ def _round_up(value: int, multiple: int) -> int:
 def _shape(width: int, groups: int, k: int, planes: int) -> tuple[int, int, int]:
     """(slice, group, padded k) for groups of ``width`` inputs: the least padding, then the widest slice.
 
-    A plane lies in one group, and a block holds whole groups or lies in one.
+    A plane lies in one group, and a block holds whole groups or lies in one. Wide slices are for wide groups: a
+    kernel holds the words and scales of a whole block in registers.
     """
     choices = []
     for size in SLICES:
         block = planes * size
+        if groups > 1 and size > max(32, 2 * width // planes):
+            continue
         group = size
         while group < min(width, block):
             group *= 2

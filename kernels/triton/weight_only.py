@@ -49,7 +49,7 @@ def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.conste
     replaces the conversion from integers, which is several times slower: 1024 in float16, where a field that is not
     shifted counts 16, and 128 in bfloat16, whose seven bits an 8-bit field exceeds: its highest bit is apart.
     """
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         if BITS == 4 and PLANE % 2 == 1:
             high = _field(word, PLANE * 4 - 4, 0xF0, 0x6400, COMPILED).to(tl.float16, bitcast=True)
             return high * 0.0625 - (zero + 64.0)
@@ -57,7 +57,7 @@ def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.conste
             return _field(word, PLANE * BITS, (1 << BITS) - 1, 0x6400, COMPILED).to(tl.float16, bitcast=True) - (
                 zero + 1024.0
             )
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         if BITS == 4:
             return _field(word, PLANE * 4, 0xF, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True) - (zero + 128.0)
         else:
@@ -74,13 +74,13 @@ def _half(word, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     return (word >> (16 * HIGH)).to(tl.int16).to(DTYPE, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
+@triton.jit(do_not_specialize=["rows", "blocks", "splits"])
 def weight_only_kernel(
     x, weight, scales, zeros, bias, out, partial, arrived,
-    rows, n, k, stride_x, stride_out, padded_n, blocks,
+    rows, n, k, stride_x, stride_out, padded_n, blocks, splits,
     ZERO: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = x [rows, k] times weight [n, k] transposed.
@@ -100,8 +100,8 @@ def weight_only_kernel(
     ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     ns = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, SLICE)
-    first = split * blocks // SPLITS
-    last = (split + 1) * blocks // SPLITS
+    first = split * blocks // splits
+    last = (split + 1) * blocks // splits
     seen = ms < rows
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -156,7 +156,7 @@ def weight_only_kernel(
     if GROUP == 0:
         total *= tl.load(scales + ns)[None, :]
     finish(total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,
-           HAS_BIAS, ACCUMULATE, SPLITS)  # fmt: skip
+           splits, HAS_BIAS, ACCUMULATE, SPLIT)  # fmt: skip
 
 
 def default(rows: int) -> Config:
@@ -176,12 +176,19 @@ class WeightOnly:
         self.op = op
         self.n = op.weight.out_features
         self.planes = planes(op.weight, op.x.dtype, device)
+        self.padded_n = self.planes.padded_n
         self.bias = None if op.bias is None else op.bias.to(device)
         gpu = target(device)
         self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
-        memory = workspace(device)
-        self.gathered = memory.take("gathered", 0 if self.planes.order is None else len(op.x) * self.planes.k, op.x.dtype)
-        self.partial, self.arrived = memory.splits(self.configs, len(op.x), self.planes.padded_n)
+        gathered = 0 if self.planes.order is None else len(op.x) * self.planes.k
+        self.gathered = workspace(device).take("gathered", gathered, op.x.dtype)
+        self.configure({})
+
+    def configure(self, configs: dict[int, Config]) -> None:
+        """Use ``configs`` for these buckets of rows instead of what was chosen."""
+        self.configs |= configs
+        memory = workspace(self.planes.words.device)
+        self.partial, self.arrived = memory.splits(self.configs, len(self.op.x), self.planes.padded_n)
 
     def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
@@ -189,8 +196,8 @@ class WeightOnly:
         if batch_invariant:
             least = resolve(default(1), 1, held.padded_n, held.blocks, gpu.sms)
             return replace(least, block_m=16 if rows <= 16 else 32, stages=3)
-        key = f"weight_only bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
-        found = choose(key, rows, gpu, default, lambda config: held.padded_n % config.block_n == 0)
+        self.key = f"weight_only bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
+        found = choose(self.key, rows, gpu, default, lambda config: held.padded_n % config.block_n == 0)
         return resolve(found, rows, held.padded_n, held.blocks, gpu.sms)
 
     def run(self, rows: int) -> None:
@@ -209,10 +216,10 @@ class WeightOnly:
         weight_only_kernel[grid](
             x, held.words, held.scales, held.scales if held.zeros is None else held.zeros,
             out if self.bias is None else self.bias, out, self.partial, self.arrived,
-            rows, self.n, held.k, x.stride(0), out.stride(0), held.padded_n, held.blocks,
+            rows, self.n, held.k, x.stride(0), out.stride(0), held.padded_n, held.blocks, config.splits,
             ZERO=held.zero, BITS=held.bits, SLICE=held.slice, GROUP=held.group, SCALES=held.scales_kind,
             HAS_BIAS=self.bias is not None, ACCUMULATE=self.op.accumulate,
-            EVEN_K=held.k == held.blocks * 16 // held.bits * held.slice, SWAP=config.swap, SPLITS=config.splits,
+            EVEN_K=held.k == held.blocks * 16 // held.bits * held.slice, SWAP=config.swap, SPLIT=config.splits > 1,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, COMPILED=not is_interpreted(),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip

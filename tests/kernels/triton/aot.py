@@ -88,8 +88,9 @@ def compile_file(path: Path, function: str = "cases", timeout: float = 280) -> d
     """Everything that ``function`` of the file names, compiled in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, str(path), function], env=environment, capture_output=True, text=True, timeout=timeout
-    )
+        [sys.executable, __file__, str(path), function],
+        env=environment, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(f"{path.name} does not compile:\n{done.stderr[-6000:]}")
     found = json.loads(done.stdout.rpartition(BEGIN)[2])

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from aot import Case  # type: ignore[import-not-found]  # noqa: E402
+from aot import Case  # type: ignore[import-not-found]
 
-from qserve.kernels.triton import eight_bit, weight_only  # noqa: E402
-from qserve.kernels.triton.configs import Config  # noqa: E402
-from qserve.kernels.triton.inputs import gather_columns_kernel, round_groups_kernel, round_rows_kernel  # noqa: E402
-from qserve.kernels.triton.target import FP8  # noqa: E402
+from qserve.kernels.triton import eight_bit, weight_only
+from qserve.kernels.triton.configs import Config
+from qserve.kernels.triton.inputs import gather_columns_kernel, round_groups_kernel, round_rows_kernel
+from qserve.kernels.triton.prepack import _shape
+from qserve.kernels.triton.target import FP8
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
 FEW, MANY = 1, 1024
 """Rows of a decode and of a prefill."""
-SPLITS = 4  # where the size of the product decides
 
 
 def _case(
@@ -36,19 +36,18 @@ def weight_only_case(
     dtype: str = "fp16", accumulate: bool = False, even_k: bool = True,
 ) -> Case:  # fmt: skip
     planes = 16 // bits
-    size = min(64, group) if group else 64
-    if kind == "pairs" and planes * size // group < 2:
-        raise ValueError("pairs need two groups to a block")
+    size = _shape(group or 4096, 32 if group else 1, 4096, planes)[0]
+    assert kind != "pairs" or planes * size // group in (2, 4)
     signature = {
         "x": "*" + dtype, "weight": "*i16", "scales": "*fp32" if kind == "float" else "*i32", "zeros": "*fp32",
         "bias": "*" + dtype, "out": "*" + dtype, "partial": "*fp32", "arrived": "*i32",
         "rows": "i32", "n": "i32", "k": "i32", "stride_x": "i32", "stride_out": "i32", "padded_n": "i32",
-        "blocks": "i32",
+        "blocks": "i32", "splits": "i32",
     }  # fmt: skip
     constexprs = {
         "ZERO": -1 if kind == "zeros" else 1 << (bits - 1), "BITS": bits, "SLICE": size, "GROUP": group,
         "SCALES": kind, "HAS_BIAS": False, "ACCUMULATE": accumulate, "EVEN_K": even_k, "SWAP": config.swap,
-        "SPLITS": config.splits or SPLITS, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "SPLIT": config.splits != 1, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "STAGES": config.stages, "COMPILED": True,
     }  # fmt: skip
     return _case(weight_only.weight_only_kernel, signature, constexprs, capability, config)
@@ -60,10 +59,10 @@ def eight_bit_case(
     signature = {
         "x": "*" + kind, "x_scales": "*fp32", "weight": "*" + kind, "scales": "*fp32", "bias": "*" + out,
         "out": "*" + out, "partial": "*fp32", "arrived": "*i32", "rows": "i32", "n": "i32", "stride_x": "i32",
-        "stride_out": "i32", "padded_n": "i32", "blocks": "i32", "x_groups": "i32",
+        "stride_out": "i32", "padded_n": "i32", "blocks": "i32", "splits": "i32", "x_groups": "i32",
     }  # fmt: skip
     constexprs = {
-        "GROUP": group, "X_GROUP": x_group, "HAS_BIAS": False, "ACCUMULATE": False, "SPLITS": config.splits or SPLITS,
+        "GROUP": group, "X_GROUP": x_group, "HAS_BIAS": False, "ACCUMULATE": False, "SPLIT": config.splits != 1,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": 128, "STAGES": config.stages,
     }  # fmt: skip
     return _case(eight_bit.eight_bit_kernel, signature, constexprs, capability, config)
