@@ -22,7 +22,7 @@ _MOST_HEADS = 64  # that share a key head: the rows of a tile
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel beside the linear products, for people: ``since`` is the oldest architecture that runs it."""
+    """A kernel, for people: ``since`` is the oldest architecture that runs it."""
 
     name: str
     computes: str
@@ -37,6 +37,10 @@ KERNELS = (
     Kernel("rope_kv fp8", "the same into a cache in e4m3", FP8),
     Kernel("attention", "paged attention of prompts and decodes over fp16, bf16 or int8"),
     Kernel("attention fp8", "the same over e4m3", FP8),
+    Kernel("weight_only", "products with integer weights of 2 to 8 bits (dense ones are cuBLAS's)"),
+    Kernel("eight_bit", "products with weights and inputs in int8"),
+    Kernel("eight_bit fp8", "products with weights and inputs in e4m3", FP8),
+    Kernel("inputs", "inputs of products, rounded or reordered"),
     Kernel("silu_mul", "SiLU of the gate times up"),
     Kernel("argmax", "the greedy token"),
     Kernel("log_softmax", "log-probabilities of prompts"),
