@@ -17,6 +17,7 @@ from torch import Tensor
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels.ops import (
+    HOST,
     SCALED_KV,
     Argmax,
     Attention,
@@ -387,6 +388,7 @@ class NativeExecutor:
 
     name = "native"
     batch_invariant = True
+    placement = HOST
 
     def __init__(self, threads: int | None = None, isa: Isa | None = None) -> None:
         self.threads = threads or default_threads()

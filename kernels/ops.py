@@ -1,8 +1,8 @@
 """The operations a model step is made of, and the step itself: the contract between models and executors.
 
 A model describes itself once as a list of operations over fixed buffers (a program); an executor prepares that
-list at load and runs it for every step. Every buffer is float32, row-major, and has room for the largest step.
-Knows tensors; does not know models, files or how an operation is computed.
+list at load and runs it for every step. Every buffer is row-major, lies where the executor's ``Placement`` says, and
+has room for the largest step. Knows tensors; does not know models, files or how an operation is computed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,25 @@ SCALED_KV = (torch.int8, torch.float8_e4m3fn)
 """The KV caches that need scales."""
 
 Rows = Literal["tokens", "logits"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and in which form an executor takes a model's buffers.
+
+    Attributes:
+        device: of every buffer and of the cache; the tensors of a ``Step`` are in the memory of the machine.
+        activations: dtype of what products read. The residual stream and the logits are float32 everywhere.
+        keys_by_token: a page's keys lie token by token in memory, like its values; the shape that an operation sees
+            is that of ``RopeKV`` all the same.
+    """
+
+    device: torch.device
+    activations: torch.dtype
+    keys_by_token: bool = False
+
+
+HOST = Placement(torch.device("cpu"), torch.float32)
 
 
 @dataclass(frozen=True)
@@ -67,9 +86,9 @@ class RopeKV:
 
     The rotation pairs element j with j + rotary_dim / 2; cosine, sine [positions, rotary_dim / 2]. q_norm and
     k_norm [head_dim] normalize each head first (Qwen3). Caches: k [blocks, kv_heads, head_dim, 16],
-    v [blocks, kv_heads, 16, head_dim], float32, float16, int8 or float8_e4m3fn. The last two hold k / k_scale and
-    v / v_scale (float32 [kv_heads]), rounded to the nearest, ties to even, and saturated: int8 at 127 either way, e4m3
-    at 448. What is not finite is stored as NaN, which int8 writes as -128.
+    v [blocks, kv_heads, 16, head_dim], float32, float16, bfloat16, int8 or float8_e4m3fn. The last two hold k / k_scale
+    and v / v_scale (float32 [kv_heads]), rounded to the nearest, ties to even, and saturated: int8 at 127 either way,
+    e4m3 at 448. What is not finite is stored as NaN, which int8 writes as -128.
 
     k_center, float32 [kv_heads, head_dim], is taken from each rotated key: all scores of a query move alike, and what
     is common to all keys takes no bits of a coarse cache.
@@ -181,6 +200,7 @@ class Executor(Protocol):
 
     name: str
     batch_invariant: bool
+    placement: Placement
 
     def supports(self, op: Op) -> str | None: ...
 

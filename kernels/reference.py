@@ -18,6 +18,7 @@ from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import FP8_MAX, ActivationScheme
 from qserve.kernels.ops import (
     BLOCK_SIZE,
+    HOST,
     SCALED_KV,
     Argmax,
     Attention,
@@ -223,6 +224,7 @@ class ReferenceExecutor:
 
     name = "reference"
     batch_invariant = False
+    placement = HOST
 
     def supports(self, op: Op) -> str | None:
         return None

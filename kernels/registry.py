@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.kernels import native
@@ -21,28 +24,75 @@ class Candidate:
     cost: str  # what running without it means
 
 
+def _triton_missing() -> str | None:
+    """None where the GPU kernels run here, on a GPU or in Triton's interpreter; otherwise the reason why not."""
+    if find_spec("triton") is None:
+        return "triton is not installed (no GPU kernels on this platform)"
+    from qserve.kernels.triton import target  # Triton takes a while to import, and few commands need it
+
+    return target.missing()
+
+
+def _gpu() -> bool:
+    return torch.cuda.is_available() and _triton_missing() is None
+
+
 def candidates() -> list[Candidate]:
     """Every executor, best first."""
     missing = native.missing()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "Triton's interpreter, for tests"
     detail = "" if missing else f"best of {', '.join(native.ISAS)} here: {native.best_isa()}"
     return [
+        Candidate("triton", gpu, _triton_missing(), "models are computed on the CPU"),
         Candidate("native", detail, missing, "about 10 times slower, and results that vary with the batch"),
         Candidate("reference", "torch, for tests and as a last resort", None, ""),
     ]
 
 
+def triton_kernels() -> list[tuple[str, str]]:
+    """Each Triton kernel with what it computes, and why it is not used here where it is not."""
+    if find_spec("triton") is None:
+        return []
+    from qserve.kernels.triton import support, target
+
+    missing, found = target.missing(), None if not torch.cuda.is_available() else torch.cuda.get_device_capability()
+    listed = []
+    for kernel in support.KERNELS:
+        reason = missing
+        if missing is None and found is None:
+            reason = "Triton's interpreter, for tests"
+        elif found is not None and found < kernel.since:
+            since = "{}.{}".format(*kernel.since)
+            reason = f"it needs compute capability {since}, the GPU has {found[0]}.{found[1]}"
+        listed.append((kernel.name, kernel.computes if reason is None else f"{kernel.computes}; not used: {reason}"))
+    return listed
+
+
 def names() -> list[str]:
-    """What ``--kernels`` accepts: auto, an executor, or an ISA of the native one."""
-    return ["auto", "native", *[f"native-{isa}" for isa in native.ISAS], "reference"]
+    """What ``--kernels`` accepts: auto, an executor, the Triton kernels with results that do not vary with the batch,
+    or an ISA of the native ones."""
+    return ["auto", "triton", "triton-invariant", "native", *[f"native-{isa}" for isa in native.ISAS], "reference"]
 
 
-def make(name: str = "auto", threads: int | None = None) -> Executor:
-    """The executor called ``name``; ``auto`` is the best that this machine has.
+def make(
+    name: str = "auto", threads: int | None = None, activations: torch.dtype = torch.bfloat16
+) -> Executor:
+    """The executor called ``name``; ``auto`` is the best that this machine has. ``activations`` is in which dtype a GPU
+    computes; everything else computes in float32.
 
     Raises ``UsageError`` for an unknown name and ``CapacityError`` for one that is not available here.
     """
     if name not in names():
         raise UsageError(f"unknown kernels {name!r}: choose from {', '.join(names())}")
+    if name.startswith("triton") or (name == "auto" and _gpu()):
+        missing = _triton_missing()
+        if missing:
+            raise CapacityError(f"kernels {name!r} are not available: {missing}")
+        from qserve.kernels.triton.executor import TritonExecutor
+
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        return TritonExecutor(device, activations if on_gpu else torch.float32, invariant=name == "triton-invariant")
     missing = native.missing()
     if name == "reference" or (name == "auto" and missing):
         return ReferenceExecutor()

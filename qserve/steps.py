@@ -20,6 +20,7 @@ from qserve.evals.worst import WorstTokens
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.memory import MemoryPlan
 
 
 def open_source(model: str) -> ModelSource:
@@ -85,7 +86,12 @@ def load(source: ModelSource, config: EngineConfig, *, quiet: bool = False) -> E
     if quiet:
         return Engine(source, config)
     with console.progress("load") as update:
-        return Engine(source, config, progress=update)
+        return Engine(source, config, progress=update, planned=_show_plan)
+
+
+def _show_plan(plan: MemoryPlan) -> None:
+    for text in plan.lines():
+        console.note(text)
 
 
 def measure(

@@ -28,7 +28,7 @@ from qserve.runtime.grammar import GrammarCompiler, Vocabulary
 from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.loading import eos_token_ids, load
+from qserve.runtime.loading import activation_dtype, eos_token_ids, load
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.output import RequestOutput
@@ -54,6 +54,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         progress: Callable[[int, int], None] | None = None,
+        planned: Callable[[MemoryPlan], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config = config or EngineConfig()
@@ -62,8 +63,8 @@ class Engine:
         self.model_config = decoder_config(source.config, source.name)
         self.vocab_size = self.model_config.vocab_size
         self.tokenizer = source.tokenizer()
-        self.executor = registry.make(config.kernels, config.threads)
-        decoder, memory = load(source, self.model_config, config, self.executor, progress)
+        self.executor = registry.make(config.kernels, config.threads, activation_dtype(source))
+        decoder, memory = load(source, self.model_config, config, self.executor, progress, planned)
         self.memory: MemoryPlan = memory
         self.max_model_len = memory.max_model_len
         self.runner: ModelRunner = DecoderRunner(decoder)

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from qserve.checkpoint.source import ModelSource
-from qserve.kernels.ops import Executor
+from qserve.kernels.ops import BLOCK_SIZE, Executor
+from qserve.runtime import heaviest
 from qserve.runtime.config import EngineConfig
-from qserve.runtime.memory import MemoryPlan, file_bytes, give_back, plan_memory, weight_bytes
+from qserve.runtime.memory import MemoryPlan, file_bytes, give_back, measured, plan_memory, weight_bytes
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_cache import cache_dtype
@@ -24,8 +27,12 @@ def load(
     config: EngineConfig,
     executor: Executor,
     progress: Callable[[int, int], None] | None = None,
+    planned: Callable[[MemoryPlan], None] | None = None,
 ) -> tuple[Decoder, MemoryPlan]:
     """The decoder, and how its memory was divided. ``progress`` takes the layers that are there, and all of them.
+
+    On a GPU the KV cache gets what is left after the heaviest steps that may come; ``planned`` takes what is expected
+    before anything is loaded.
 
     Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
     """
@@ -35,14 +42,21 @@ def load(
     memory = plan_memory(
         model_config,
         weights=weight_bytes(source, int8_head=int8_head),
-        workspace=limits.workspace_bytes(model_config),
+        workspace=limits.workspace_bytes(model_config, executor.placement.activations),
         kv_dtype=kv_dtype,
         context=context_limit(model_config),
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         kv_cache_memory=config.kv_cache_memory,
         files=file_bytes(source),
+        device=executor.placement.device,
     )
+    limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
+    on_gpu = executor.placement.device.type == "cuda"
+    if on_gpu:
+        limits = replace(limits, num_blocks=heaviest.blocks(limits))
+        if planned:
+            planned(memory)
 
     def loaded(done: int, total: int) -> None:
         give_back()  # now, not at the end: else what every layer left behind is the peak
@@ -50,16 +64,31 @@ def load(
             progress(done, total)
 
     decoder = Decoder(
-        source,
-        model_config,
-        executor,
-        replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks),
-        kv_dtype=kv_dtype,
-        int8_head=int8_head,
-        progress=loaded,
+        source, model_config, executor, limits, kv_dtype=kv_dtype, int8_head=int8_head, progress=loaded
     )
     give_back()
+    if on_gpu:
+        heaviest.run(decoder, memory.num_blocks)
+        torch.cuda.empty_cache()  # what is set aside but unused is free
+        memory = measured(
+            memory,
+            torch.cuda.mem_get_info(executor.placement.device)[0] + decoder.kv.nbytes,
+            model_config.kv_bytes_per_token(kv_dtype.itemsize) * BLOCK_SIZE,
+            memory.num_blocks if config.kv_cache_memory is not None else _wanted(config, memory),
+            -(-(config.max_model_len or 1) // BLOCK_SIZE),
+        )
+        decoder.resize_cache(memory.num_blocks)
     return decoder, memory
+
+
+def _wanted(config: EngineConfig, memory: MemoryPlan) -> int:
+    """Blocks that all requests at once can fill."""
+    return config.max_num_seqs * -(-memory.max_model_len // BLOCK_SIZE)
+
+
+def activation_dtype(source: ModelSource) -> torch.dtype:
+    """In which a GPU computes: float16 for a model that was made for it, else bfloat16."""
+    return torch.float16 if source.dtype() == torch.float16 else torch.bfloat16
 
 
 def eos_token_ids(source: ModelSource) -> frozenset[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from qserve.kernels.prepack import tile_bytes
 from qserve.runtime.models.config import DecoderConfig
 
 _SHARE = 0.5  # of what is free after weights and workspace; the rest is left to the machine
+_GPU_SHARE = 0.9  # the same of a GPU, which serves nobody else; the rest is for the driver and the kernels
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,13 @@ def plan_memory(
     max_model_len: int | None = None,
     kv_cache_memory: int | None = None,
     files: int = 0,
+    device: torch.device | None = None,
 ) -> MemoryPlan:
     """Divide the free memory. ``context`` is the model's own limit; ``max_model_len`` and ``kv_cache_memory`` are the
-    user's wishes. Raises ``CapacityError`` with the arithmetic where they, or the model, cannot be had."""
-    available = available_memory()
+    user's wishes. On a GPU the memory is the ``device``'s. Raises ``CapacityError`` with the arithmetic where they, or
+    the model, cannot be had."""
+    on_gpu = device is not None and device.type == "cuda"
+    available = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
     block_bytes = config.kv_bytes_per_token(kv_dtype.itemsize) * BLOCK_SIZE
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
@@ -110,7 +114,7 @@ def plan_memory(
         )
     wanted = max_num_seqs * -(-(max_model_len or context) // BLOCK_SIZE)
     if kv_cache_memory is None:
-        num_blocks = min(wanted, int(free * _SHARE) // block_bytes)
+        num_blocks = min(wanted, int(free * (_GPU_SHARE if on_gpu else _SHARE)) // block_bytes)
     else:
         if kv_cache_memory > free:
             raise CapacityError(
@@ -148,6 +152,19 @@ def give_back() -> None:
     """Return to the system what loading freed, of which the allocator of glibc keeps much: a sixth of all, once."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def measured(plan: MemoryPlan, free: int, block_bytes: int, wanted: int, needed: int) -> MemoryPlan:
+    """``plan`` with the KV cache that the ``free`` bytes of a GPU allow, which its heaviest steps have left. At most
+    ``wanted`` blocks; raises ``CapacityError`` where they are fewer than ``needed``."""
+    num_blocks = min(wanted, int(free * _GPU_SHARE) // block_bytes)
+    if num_blocks < needed:
+        raise CapacityError(
+            f"after the heaviest step {_mib(free)} are left of {_mib(plan.available)}: {num_blocks} KV blocks of "
+            f"{_mib(block_bytes)}, and {needed} are needed; lower --max-model-len or --max-num-batched-tokens"
+        )
+    length = min(plan.max_model_len, num_blocks * BLOCK_SIZE)
+    return replace(plan, num_blocks=num_blocks, kv_cache=num_blocks * block_bytes, max_model_len=length)
 
 
 def available_memory() -> int:

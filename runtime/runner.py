@@ -22,7 +22,7 @@ The tensor is valid during the call only."""
 @dataclass(frozen=True)
 class StepOutput:
     """``logits`` float32 [n, vocab] and ``greedy`` int32 [n] (-1 where a row holds a NaN), one row per sequence
-    that samples, in the order of the plan. Valid until the next step."""
+    that samples, in the order of the plan. Valid until the next step. ``logits`` stay on the model's device."""
 
     request_ids: tuple[str, ...]
     logits: Tensor
@@ -61,17 +61,17 @@ class DecoderRunner:
         return StepOutput(
             tuple(plan.sequences[index].request_id for index in sampling),
             decoder.logits[: len(sampling)],
-            decoder.greedy[: len(sampling)],
+            decoder.greedy[: len(sampling)].cpu(),  # where there is a GPU, the only time that a step waits for it
         )
 
     def _logprobs(self, step: Step, rows: Tensor) -> Tensor:
         self.decoder.head(step, rows)
         self.decoder.log_softmax(step, rows)
-        return self.decoder.logits[: len(rows)]
+        return self.decoder.logits[: len(rows)].cpu()
 
     def _states(self, step: Step, rows: Tensor) -> Tensor:
         self.decoder.final_norm(step, rows)
-        return self.decoder.states[: len(rows)]
+        return self.decoder.states[: len(rows)].float().cpu()
 
 
 def describe(plan: StepPlan) -> Step:

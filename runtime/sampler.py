@@ -66,10 +66,13 @@ def sample(
 ) -> list[Sampled]:
     """One token per row. logits float32 [n, vocab], untouched; greedy int32 [n], -1 for a row with a NaN.
 
-    ``allowed``: per row bool [vocab], the tokens that may be chosen, or None for all.
+    ``allowed``: per row bool [vocab], the tokens that may be chosen, or None for all. Logits on a GPU are fetched
+    where a request needs more of them than the largest.
     """
     best = greedy.tolist()
     masks = allowed or [None] * len(best)
+    if any(mask is not None or _reads_logits(request) for request, mask in zip(requests, masks)):
+        logits = logits.cpu()
     return [
         Sampled(None)
         if best[i] < 0 or (mask is not None and not mask.any())
@@ -81,6 +84,14 @@ def sample(
 def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[TokenLogprobs]:
     """rows float32 [n, vocab] log-probabilities; following: the prompt's token after each of the n positions."""
     return [_logprobs(row, token, count) for row, token in zip(rows, following)]
+
+
+def _reads_logits(request: Request) -> bool:
+    """Whether more of the row than its largest may count."""
+    params = request.params
+    plain = params.greedy and params.logprobs is None and not params.use_beam_search and not params.biases
+    penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    return not plain or bool(penalties) or len(request.output_token_ids) < params.min_tokens
 
 
 def _sample_row(row: Tensor, best: int, request: Request, seed: int, allowed: Tensor | None) -> Sampled:

@@ -6,7 +6,7 @@ from qserve import console
 
 
 def doctor() -> None:
-    """Say which kernels this machine can run, what is missing, and what that costs."""
+    """Say which kernels this machine can run, what is missing, and what that costs; each GPU kernel by name."""
     from importlib.metadata import PackageNotFoundError, version
 
     from qserve.evals.report import environment
@@ -18,10 +18,13 @@ def doctor() -> None:
         triton = version("triton")
     except PackageNotFoundError:
         triton = "not installed (no GPU kernels on this platform)"
-    console.line(f"{'triton':<13}{triton}")
+    console.line(f"{'Triton':<13}{triton}")
     for candidate in registry.candidates():
         state = f"available ({candidate.detail})" if candidate.reason is None else f"missing: {candidate.reason}"
         console.line(f"{candidate.name:<13}{state}")
         if candidate.reason is not None:
             console.line(f"{'':<13}without it: {candidate.cost}")
+        if candidate.name == "triton":
+            for name, state in registry.triton_kernels():
+                console.line(f"{'':<13}{name:<16}{state}")
     console.line(f"{'selected':<13}{registry.make().name}")

@@ -59,7 +59,9 @@ def run(
     kv_cache_memory: KvCacheMemory = None,
     kv_cache_dtype: Annotated[
         str,
-        typer.Option(help="auto (what the checkpoint was calibrated for, else fp16), fp16, fp32, int8 or fp8."),
+        typer.Option(
+            help="auto (what the checkpoint was calibrated for, else fp16), fp16, bf16 (GPU), fp32, int8 or fp8."
+        ),
     ] = ENGINE.kv_cache_dtype,
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")

@@ -50,18 +50,18 @@ class DecoderLimits:
     max_positions: int
     num_blocks: int
 
-    def workspace_bytes(self, config: DecoderConfig) -> int:
+    def workspace_bytes(self, config: DecoderConfig, activations: torch.dtype = torch.float32) -> int:
         """Bytes of activations and logits."""
-        per_token = 2 * config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size
-        per_logit = 2 * config.hidden_size + config.vocab_size
-        return 4 * (self.max_tokens * per_token + self.max_logits * per_logit)
+        per_token = config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size
+        stream = self.max_tokens * config.hidden_size + self.max_logits * (config.hidden_size + config.vocab_size)
+        return 4 * stream + activations.itemsize * (self.max_tokens * per_token + self.max_logits * config.hidden_size)
 
 
 class Decoder:
     """Runs steps. ``logits`` float32 [max_logits, vocab] and ``greedy`` int32 [max_logits] hold the last head run;
-    ``kv`` [layers, 2, blocks, kv_heads * head_dim * 16] is the cache.
+    ``kv`` [layers, 2, blocks, kv_heads * head_dim * 16] is the cache. They are where the executor places them.
 
-    ``kv_dtype`` float32 or float16, or int8 or float8_e4m3fn with the scales of the checkpoint.
+    ``kv_dtype`` float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
 
     Raises ``CheckpointError`` where a weight or a scale is missing or misshapen, ``CapacityError`` where the executor
     lacks an operation.
@@ -83,18 +83,21 @@ class Decoder:
         self._source = source
         self._packed = frozenset(source.linears())
         layers, tokens, rows = config.num_hidden_layers, limits.max_tokens, limits.max_logits
-        per_block = config.kv_size * BLOCK_SIZE
-        self.kv = pages.empty((layers, 2, limits.num_blocks, per_block), kv_dtype)
-        self._cosine, self._sine = rope_tables(config, limits.max_positions)
-        self._x = torch.empty(tokens, config.hidden_size)
-        self._normed = torch.empty(tokens, config.hidden_size)
-        self._qkv = torch.empty(tokens, config.q_size + 2 * config.kv_size)
-        self._attended = torch.empty(tokens, config.q_size)
-        self._gate_up = torch.empty(tokens, 2 * config.intermediate_size)
-        self._activated = torch.empty(tokens, config.intermediate_size)
-        self.logits = torch.empty(rows, config.vocab_size)
-        self.greedy = torch.empty(rows, dtype=torch.int32)
-        self.states = torch.empty(rows, config.hidden_size)
+        self.placement = executor.placement
+        device, dtype = self.placement.device, self.placement.activations
+        self._kv_dtype = kv_dtype
+        self._pages: list[tuple[Tensor, Tensor]] = []
+        self.resize_cache(limits.num_blocks)
+        self._cosine, self._sine = (x.to(device) for x in rope_tables(config, limits.max_positions))
+        self._x = torch.empty(tokens, config.hidden_size, device=device)
+        self._normed = torch.empty(tokens, config.hidden_size, dtype=dtype, device=device)
+        self._qkv = torch.empty(tokens, config.q_size + 2 * config.kv_size, dtype=dtype, device=device)
+        self._attended = torch.empty(tokens, config.q_size, dtype=dtype, device=device)
+        self._gate_up = torch.empty(tokens, 2 * config.intermediate_size, dtype=dtype, device=device)
+        self._activated = torch.empty(tokens, config.intermediate_size, dtype=dtype, device=device)
+        self.logits = torch.empty(rows, config.vocab_size, device=device)
+        self.greedy = torch.empty(rows, dtype=torch.int32, device=device)
+        self.states = torch.empty(rows, config.hidden_size, dtype=dtype, device=device)
 
         table, _ = self._weight("model.embed_tokens", config.vocab_size, config.hidden_size)
         self._body = executor.program(tokens)
@@ -133,6 +136,30 @@ class Decoder:
         """Turn the logits just computed into log-probabilities, in place."""
         self._log_softmax.run(replace(step, logit_rows=rows))
 
+    def resize_cache(self, num_blocks: int) -> None:
+        """A cache of ``num_blocks``, whose content is undefined. After the load only an executor that asks for its
+        address in every run sees it: that of a GPU."""
+        config = self.config
+        layers, per_block = config.num_hidden_layers, config.kv_size * BLOCK_SIZE
+        shape, device = (layers, 2, num_blocks, per_block), self.placement.device
+        if device.type == "cpu":
+            self.kv = pages.empty(shape, self._kv_dtype)
+        else:
+            self.kv = torch.empty(shape, dtype=self._kv_dtype, device=device)
+        views = [self._views(i) for i in range(layers)]
+        for old, new in zip(self._pages, views):
+            for tensor, other in zip(old, new):
+                tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
+        self._pages = self._pages or views
+
+    def _views(self, i: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of layer ``i`` as the operations see them."""
+        shape = (-1, self.config.num_key_value_heads, BLOCK_SIZE, self.config.head_dim)
+        values = self.kv[i, 1].view(shape)
+        if self.placement.keys_by_token:
+            return self.kv[i, 0].view(shape).transpose(2, 3), values
+        return self.kv[i, 0].view(shape[0], shape[1], shape[3], shape[2]), values
+
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks of keys and values, in order: ``(source, destination)``."""
         for source, destination in copies:
@@ -141,8 +168,7 @@ class Decoder:
     def _layer(self, i: int) -> list[Op]:
         config, prefix = self.config, f"model.layers.{i}"
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        k_cache = self.kv[i, 0].view(-1, kv_heads, dim, BLOCK_SIZE)
-        v_cache = self.kv[i, 1].view(-1, kv_heads, BLOCK_SIZE, dim)
+        k_cache, v_cache = self._pages[i]
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         norm = self._tensor(f"{prefix}.input_layernorm.weight", config.hidden_size)
         post_norm = self._tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
@@ -177,7 +203,7 @@ class Decoder:
     def _head_ops(self, table: Weight, int8: bool) -> list[Op]:
         config, rows = self.config, self.limits.max_logits
         norm = self._tensor("model.norm.weight", config.hidden_size)
-        last, normed = torch.empty(rows, config.hidden_size), self.states
+        last, normed = torch.empty(rows, config.hidden_size, device=self.placement.device), self.states
         weight, bias = table, None
         if "lm_head" in self._packed or not config.tie_word_embeddings:
             weight, bias = self._weight("lm_head", config.vocab_size, config.hidden_size)

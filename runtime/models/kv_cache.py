@@ -15,6 +15,7 @@ from qserve.kernels.ops import SCALED_KV
 
 _DTYPES = {
     "fp16": torch.float16,
+    "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,

@@ -1,0 +1,290 @@
+"""Causal attention over the paged cache: prompts by tiles of queries, decodes by tiles of heads and pieces of keys.
+
+The softmax is computed online (Milakov and Gimelshein, 2018; Dao et al., 2022). The keys of every query are divided
+at the multiples of ``CHUNK``, whoever computes it: a tile of a prompt folds its chunks one after another, and of a
+decode the chunks are units of work of their own (Flash-Decoding), folded afterwards in the same order and by the same
+instructions. So the split depends on nothing but the query's own position, and nothing is added by atomics.
+
+Decodes run on a fixed number of programs that share out the units, so that one CUDA graph replays at any length. The
+query heads of a key head are the rows of one matrix product. Codes of 8 bits become float16, which holds them exactly;
+the scale of the keys goes into that of the softmax, the scale of the values into the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qserve.kernels.ops import BLOCK_SIZE, Attention
+
+CHUNK = 256
+"""Keys of one unit of work: about 2 us of one multiprocessor, and a partial result a thirtieth of the keys' bytes."""
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a product is cut. ``rows`` of queries and heads, ``keys`` at a time, ``stages`` of keys on their way."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile_shape(op: Attention) -> Shape:
+    """For prompts: queries of a sequence side by side. 64 rows are what the matrix units of Hopper start at; two sums
+    of a row are in registers, its chunk's and its own, which takes 8 warps."""
+    wide = op.head_dim > 128
+    rows = max(32 if wide else 64, triton.next_power_of_2(op.heads // op.kv_heads))
+    return Shape(rows, 32 if wide else 64, 8, 2)
+
+
+def decode_shape(op: Attention) -> Shape:
+    """For decodes: the heads of one query, 16 of which are the least that a matrix unit takes."""
+    wide = op.head_dim > 128
+    rows = max(16, triton.next_power_of_2(op.heads // op.kv_heads))
+    # Blackwell's compiler gives 4 warps too few registers for the NaN of int8 in small heads.
+    warps = 8 if op.k_cache.dtype == torch.int8 and op.head_dim <= 64 else 4
+    return Shape(rows, 32 if wide else 64, warps, {1: 4, 2: 3}.get(op.k_cache.dtype.itemsize, 2))
+
+
+@triton.jit
+def _fold(top, total, acc, next_top, next_total, next_acc):
+    """Two partial softmaxes as one: the maximum, the sum and the weighted values of both."""
+    largest = tl.maximum(top, next_top)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)  # neither saw a key
+    old = tl.exp2(top - safe)
+    new = tl.exp2(next_top - safe)
+    acc = tl.fma(acc, old[:, None] + tl.zeros_like(acc), next_acc * new[:, None])
+    return largest, tl.fma(total, old, next_total * new), acc
+
+
+@triton.jit
+def _decoded(codes, COMPUTE: tl.constexpr, NAN_CODE: tl.constexpr):
+    values = codes.to(COMPUTE)
+    if NAN_CODE:
+        values = tl.where(codes == -128, float("nan"), values)
+    return values
+
+
+@triton.jit
+def _chunk(
+    q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, NAN_CODE: tl.constexpr,
+):  # fmt: skip
+    """The partial softmax of queries q [ROWS, BLOCK_DIM] at positions ``at`` over keys from ``begin`` to ``end``."""
+    dims = tl.arange(0, BLOCK_DIM)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    ahead = begin + tl.arange(0, KEYS)
+    pages = tl.load(table_ptr + ahead // PAGE, mask=ahead < end, other=0)
+    for start in range(begin, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        inside = keys < end
+        cells = ((pages.to(tl.int64) * KV_HEADS + head) * PAGE + keys % PAGE)[:, None] * DIM + dims[None, :]
+        # Those of the next turn: copies of keys that wait for their pages would not run as far ahead.
+        pages = tl.load(table_ptr + (keys + KEYS) // PAGE, mask=keys + KEYS < end, other=0)
+        # What lies behind the last key may be NaN: of the keys it is masked by the scores, of the values here.
+        if BLOCK_DIM == DIM:
+            k = tl.load(k_ptr + cells)
+            v = tl.load(v_ptr + cells, mask=inside[:, None], other=0.0)
+        else:
+            k = tl.load(k_ptr + cells, mask=(dims < DIM)[None, :], other=0.0)
+            v = tl.load(v_ptr + cells, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, NAN_CODE)), input_precision="ieee") * scale
+        seen = keys[None, :] <= at[:, None]
+        if WINDOW > 0:
+            seen = seen & (keys[None, :] > at[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        largest = tl.maximum(top, tl.max(scores, 1))
+        safe = tl.where(largest == float("-inf"), 0.0, largest)
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(q.dtype), _decoded(v, q.dtype, NAN_CODE), acc, input_precision="ieee")
+        top = largest
+    return top, total, acc
+
+
+@triton.jit
+def _first_key(position, WINDOW: tl.constexpr):
+    """The first key that a query sees."""
+    if WINDOW > 0:
+        return tl.maximum(position - WINDOW + 1, 0)
+    return position * 0
+
+
+@triton.jit
+def tile_kernel(
+    qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tiles_ptr, positions_ptr, staged_ptr, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, COMPUTE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+):  # fmt: skip
+    """A tile: (first row, queries, where its block table begins among the staged numbers)."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(tiles_ptr + tile * 3)
+    queries = tl.load(tiles_ptr + tile * 3 + 1)
+    table_ptr = staged_ptr + tl.load(tiles_ptr + tile * 3 + 2)
+    position = tl.load(positions_ptr + row)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
+    real = (rows < queries * GROUP)[:, None] & (dims < DIM)[None, :]
+    tokens = (row + rows // GROUP).to(tl.int64)[:, None]
+    columns = (head * GROUP + rows % GROUP)[:, None] * DIM + dims[None, :]
+    q = tl.load(qkv_ptr + tokens * ((HEADS + 2 * KV_HEADS) * DIM) + columns, mask=real, other=0.0).to(COMPUTE)
+    at = position + tl.minimum(rows // GROUP, queries - 1)
+    if k_scale_ptr is not None:
+        scale = scale * tl.load(k_scale_ptr + head)
+    end = position + queries
+    begin = _first_key(position, WINDOW) // KEYS * KEYS
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
+        next_top, next_total, next_acc = _chunk(
+            q, at, k_ptr, v_ptr, table_ptr, head,
+            tl.maximum(begin, chunk * CHUNK), tl.minimum(end, (chunk + 1) * CHUNK), scale,
+            KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, NAN_CODE,
+        )  # fmt: skip
+        top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
+    weight = 1.0
+    if v_scale_ptr is not None:
+        weight = tl.load(v_scale_ptr + head)
+    out = acc * (weight / total)[:, None]
+    tl.store(out_ptr + tokens * (HEADS * DIM) + columns, out.to(out_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def decode_kernel(
+    qkv_ptr, out_ptr, partial_ptr, softmax_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    units_ptr, count_ptr, positions_ptr, staged_ptr, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, COMPUTE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+):  # fmt: skip
+    """A unit: (row, chunk, where its block table begins among the staged numbers); each for every key head."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
+    real = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
+    for task in range(tl.program_id(0), tl.load(count_ptr) * KV_HEADS, tl.num_programs(0)):
+        unit, head = task // KV_HEADS, task % KV_HEADS
+        row = tl.load(units_ptr + unit * 3).to(tl.int64)
+        chunk = tl.load(units_ptr + unit * 3 + 1)
+        table_ptr = staged_ptr + tl.load(units_ptr + unit * 3 + 2)
+        position = tl.load(positions_ptr + row)
+        first = _first_key(position, WINDOW)
+        if (chunk + 1) * CHUNK > first:
+            columns = (head * GROUP + rows)[:, None] * DIM + dims[None, :]
+            q_at = qkv_ptr + row * ((HEADS + 2 * KV_HEADS) * DIM) + columns
+            q = tl.load(q_at, mask=real, other=0.0).to(COMPUTE)
+            k_scale = scale
+            if k_scale_ptr is not None:
+                k_scale = scale * tl.load(k_scale_ptr + head)
+            top, total, acc = _chunk(
+                q, position + rows * 0, k_ptr, v_ptr, table_ptr, head,
+                tl.maximum(first // KEYS * KEYS, chunk * CHUNK), tl.minimum(position + 1, (chunk + 1) * CHUNK), k_scale,
+                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, NAN_CODE,
+            )  # fmt: skip
+            if first // CHUNK == position // CHUNK:  # all of its keys
+                weight = 1.0
+                if v_scale_ptr is not None:
+                    weight = tl.load(v_scale_ptr + head)
+                out = acc * (weight / total)[:, None]
+                tl.store(out_ptr + row * (HEADS * DIM) + columns, out.to(out_ptr.dtype.element_ty), mask=real)
+            else:
+                heads = (unit * HEADS + head * GROUP) + rows.to(tl.int64)
+                tl.store(partial_ptr + heads[:, None] * DIM + dims[None, :], acc, mask=real)
+                tl.store(softmax_ptr + heads * 2, top, mask=rows < GROUP)
+                tl.store(softmax_ptr + heads * 2 + 1, total, mask=rows < GROUP)
+
+
+@triton.jit
+def merge_kernel(
+    out_ptr, partial_ptr, softmax_ptr, v_scale_ptr, decodes_ptr, positions_ptr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """A decode: (row or -1, its first unit). Its chunks are folded in their order."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    head = tl.program_id(1)
+    row = tl.load(decodes_ptr + tl.program_id(0) * 2).to(tl.int64)
+    unit = tl.load(decodes_ptr + tl.program_id(0) * 2 + 1).to(tl.int64)
+    if row >= 0:
+        position = tl.load(positions_ptr + row)
+        first = _first_key(position, WINDOW) // CHUNK
+        last = position // CHUNK
+        if first < last:
+            rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
+            mine = rows < GROUP
+            real = mine[:, None] & (dims < DIM)[None, :]
+            top = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+            for chunk in range(first, last + 1):
+                heads = (unit + chunk) * HEADS + head * GROUP + rows
+                next_top = tl.load(softmax_ptr + heads * 2, mask=mine, other=0.0)
+                next_total = tl.load(softmax_ptr + heads * 2 + 1, mask=mine, other=1.0)
+                next_acc = tl.load(partial_ptr + heads[:, None] * DIM + dims[None, :], mask=real, other=0.0)
+                top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
+            weight = 1.0
+            if v_scale_ptr is not None:
+                weight = tl.load(v_scale_ptr + head)
+            out = acc * (weight / total)[:, None]
+            columns = (head * GROUP + rows)[:, None] * DIM + dims[None, :]
+            tl.store(out_ptr + row * (HEADS * DIM) + columns, out.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def compute_dtype(op: Attention) -> torch.dtype:
+    """In which the products are computed: the cache's own, or float16 for codes."""
+    if op.k_cache.dtype.itemsize == 1:
+        return torch.float32 if op.qkv.dtype == torch.float32 else torch.float16
+    return op.k_cache.dtype
+
+
+def constants(op: Attention, shape: Shape) -> dict[str, object]:
+    """What the kernels are specialized for."""
+    names = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    return {
+        "HEADS": op.heads, "KV_HEADS": op.kv_heads, "DIM": op.head_dim,
+        "BLOCK_DIM": triton.next_power_of_2(op.head_dim), "ROWS": shape.rows, "KEYS": shape.keys, "CHUNK": CHUNK,
+        "WINDOW": op.window, "PAGE": BLOCK_SIZE, "COMPUTE": names[compute_dtype(op)],
+        "NAN_CODE": op.k_cache.dtype == torch.int8,
+    }  # fmt: skip
+
+
+def attend_tiles(op: Attention, shape: Shape, tiles: Tensor, positions: Tensor, staged: Tensor) -> None:
+    """The queries of ``tiles`` int32 [n, 3], see ``tile_kernel``; each at most ``shape.rows`` rows of a key head."""
+    tile_kernel[(len(tiles), op.kv_heads)](
+        op.qkv, op.out, op.k_cache, op.v_cache, op.k_scale, op.v_scale, tiles, positions, staged, op.scale * LOG2E,
+        **constants(op, shape), num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+
+
+def attend_decodes(
+    op: Attention, shape: Shape, partial: Tensor, softmax: Tensor, units: Tensor, count: Tensor, decodes: Tensor,
+    positions: Tensor, staged: Tensor, programs: int,
+) -> None:  # fmt: skip
+    """The queries of ``decodes`` int32 [n, 2] by their ``units`` int32 [*, 3], of which ``count`` int32 [1] are there.
+
+    ``partial`` float32 [units, heads, head_dim] and ``softmax`` float32 [units, heads, 2] hold what the first kernel
+    leaves for the second. ``programs`` share out the units.
+    """
+    known = constants(op, shape)
+    decode_kernel[(programs,)](
+        op.qkv, op.out, partial, softmax, op.k_cache, op.v_cache, op.k_scale, op.v_scale, units, count, positions,
+        staged, op.scale * LOG2E, **known, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    folded = {name: known[name] for name in ("HEADS", "KV_HEADS", "DIM", "BLOCK_DIM", "CHUNK", "WINDOW")}
+    rows = triton.next_power_of_2(op.heads // op.kv_heads)
+    merge_kernel[(len(decodes), op.kv_heads)](
+        op.out, partial, softmax, op.v_scale, decodes, positions, **folded, ROWS=rows, num_warps=4, num_stages=4
+    )

@@ -1,0 +1,217 @@
+"""``TritonExecutor``: programs of Triton kernels on a GPU, decodes from CUDA graphs.
+
+A step's numbers are copied to the device asynchronously and its kernels are queued; nothing here waits for the device.
+A program of one token per sequence is captured as a graph for every padded number of rows that occurs, and replayed
+from then on; whatever else comes is launched kernel by kernel. In Triton's interpreter programs run on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qserve.kernels.ops import (
+    Argmax,
+    Attention,
+    Embed,
+    Gather,
+    Linear,
+    LogSoftmax,
+    Op,
+    Placement,
+    RMSNorm,
+    RopeKV,
+    SiluMul,
+    Step,
+)
+from qserve.kernels.triton import linear
+from qserve.kernels.triton.argmax import argmax
+from qserve.kernels.triton.attention import Shape, attend_decodes, attend_tiles, decode_shape, tile_shape
+from qserve.kernels.triton.embed import embed
+from qserve.kernels.triton.gather import gather
+from qserve.kernels.triton.log_softmax import log_softmax
+from qserve.kernels.triton.rms_norm import rms_norm
+from qserve.kernels.triton.rope_kv import rope_kv
+from qserve.kernels.triton.schedule import divide, is_decode
+from qserve.kernels.triton.silu_mul import silu_mul
+from qserve.kernels.triton.staging import Batch, Staging
+from qserve.kernels.triton.support import unsupported
+from qserve.kernels.triton.target import Target, target
+
+GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""The padded numbers of rows of a captured step; larger ones gain nothing from a graph."""
+_PROGRAMS = 2  # of decode on a multiprocessor: as many as its registers hold where codes are decoded
+
+Launch = Callable[[Batch], None]
+
+
+class _Partials:
+    """What decodes leave between their two kernels; all layers use the same memory, one after another."""
+
+    def __init__(self) -> None:
+        self.values = self.softmax = torch.empty(0)
+
+    def reserve(self, units: int, op: Attention) -> bool:
+        """Whether it moved."""
+        if units <= len(self.values):
+            return False
+        device = op.out.device
+        self.values = torch.empty(2 * units, op.heads, op.head_dim, dtype=torch.float32, device=device)
+        self.softmax = torch.empty(2 * units, op.heads, 2, dtype=torch.float32, device=device)
+        return True
+
+
+class _TritonProgram:
+    def __init__(self, executor: TritonExecutor, max_rows: int) -> None:
+        self._executor = executor
+        self._max_rows = max_rows
+        self._launches: list[Launch] = []
+        self._attention: Attention | None = None
+        self._rows: set[str] = set()
+        self._staging = Staging(executor.placement.device)
+        self._partials = _Partials()
+        self._cache_at = 0
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+
+    def add(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            self._rows.add(getattr(op, "rows", "tokens"))
+            self._launches.append(self._prepare(op))
+
+    def run(self, step: Step) -> None:
+        tokens = len(step.token_ids) if "tokens" in self._rows else 0
+        logits = len(step.logit_rows) if "logits" in self._rows else 0
+        captured = self._executor.has_graphs and max(tokens, logits) <= GRAPH_ROWS[-1]
+        captured = captured and (self._attention is None or is_decode(step))
+        if captured:
+            tokens, logits = (self._padded(rows) for rows in (tokens, logits))
+        work = None if self._attention is None else divide(step, self._executor.queries(self._attention))
+        batch, moved = self._staging.load(step, work, tokens, logits)
+        if self._attention is not None:
+            moved |= self._partials.reserve(len(batch.units), self._attention)
+            place = self._attention.k_cache.data_ptr()
+            moved |= place != self._cache_at
+            self._cache_at = place
+        if moved:
+            self._graphs.clear()
+        if not captured:
+            self._launch(batch)
+        elif graph := self._graphs.get((tokens, logits)):
+            graph.replay()
+        else:
+            self._launch(batch)  # and compiles what was not: a capture must not
+            self._graphs[tokens, logits] = self._capture(batch)
+
+    def _padded(self, rows: int) -> int:
+        return rows and min(self._max_rows, next(size for size in GRAPH_ROWS if size >= rows))
+
+    def _launch(self, batch: Batch) -> None:
+        for launch in self._launches:
+            launch(batch)
+
+    def _capture(self, batch: Batch) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._executor.graph_pool, capture_error_mode="thread_local"):
+            self._launch(batch)
+        return graph
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._executor.placement.device).contiguous()
+
+    def _prepare(self, op: Op) -> Launch:
+        match op:
+            case Embed():
+                return self._embed(op)
+            case RMSNorm():
+                weight = self._hold(op.weight.float())
+                return lambda batch: rms_norm(op.x, weight, op.out, op.eps, _count(batch, op.rows))
+            case Linear():
+                product = linear.prepare(op, self._executor.placement.device, self._executor.batch_invariant)
+                return lambda batch: product.run(_count(batch, op.rows))
+            case RopeKV():
+                ready = self._rope_kv(op)
+                return lambda batch: rope_kv(ready, batch.positions, batch.slots, batch.tokens)
+            case Attention():
+                k_scale, v_scale = (None if x is None else self._hold(x) for x in (op.k_scale, op.v_scale))
+                self._attention = replace(op, k_scale=k_scale, v_scale=v_scale)
+                return partial(self._attend, self._attention)
+            case SiluMul():
+                return lambda batch: silu_mul(op.gate_up, op.out, batch.tokens)
+            case Gather():
+                return lambda batch: gather(op.x, batch.logit_rows, op.out, batch.logits)
+            case Argmax():
+                return lambda batch: argmax(op.x, op.out, batch.logits)
+            case LogSoftmax():
+                return lambda batch: log_softmax(op.x, batch.logits)
+
+    def _rope_kv(self, op: RopeKV) -> RopeKV:
+        names = ("cosine", "sine", "q_norm", "k_norm", "k_scale", "v_scale", "k_center")
+        held: dict[str, Any] = {name: self._hold(x.float()) for name in names if (x := getattr(op, name)) is not None}
+        return replace(op, **held)
+
+    def _embed(self, op: Embed) -> Launch:
+        if isinstance(op.table, Tensor):
+            table = self._hold(op.table)
+            return lambda batch: gather(table, batch.token_ids, op.out, batch.tokens)
+        packed = op.table
+        fp8 = packed.scheme.dtype == "fp8"
+        codes = self._hold(packed.codes.view(torch.float8_e4m3fn) if fp8 else packed.codes)
+        scales = self._hold(packed.scales)
+        zeros = None if packed.zeros is None else self._hold(packed.zeros)
+        zero, group = 0 if fp8 else packed.scheme.zero, packed.scheme.group_width(packed.in_features)
+        return lambda batch: embed(batch.token_ids, codes, scales, zeros, zero, group, op.out, batch.tokens)
+
+    def _attend(self, op: Attention, batch: Batch) -> None:
+        if len(batch.tiles):
+            attend_tiles(op, tile_shape(op), batch.tiles, batch.positions, batch.staged)
+        if len(batch.units):
+            values, softmax = self._partials.values, self._partials.softmax
+            programs = min(self._executor.programs, len(values) * op.kv_heads)
+            attend_decodes(
+                op, self._executor.decode_shape(op), values, softmax, batch.units, batch.count, batch.decodes,
+                batch.positions, batch.staged, programs,
+            )  # fmt: skip
+
+
+def _count(batch: Batch, rows: str) -> int:
+    return batch.logits if rows == "logits" else batch.tokens
+
+
+class TritonExecutor:
+    """The Triton kernels on one device.
+
+    With ``invariant``, every shape of work is fixed, whatever runs beside it: a row's result does not depend on the
+    batch, nor on the chunks that its prompt was cut into, for the price of larger tiles in decode attention.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self, device: torch.device, activations: torch.dtype = torch.bfloat16, *, invariant: bool = False
+    ) -> None:
+        self.placement = Placement(device, activations, keys_by_token=True)
+        self.batch_invariant = invariant
+        self.target: Target = target(device)
+        self.programs = self.target.sms * _PROGRAMS  # that share out the units of decodes
+        self.has_graphs = device.type == "cuda"
+        self.graph_pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
+
+    def supports(self, op: Op) -> str | None:
+        if self.batch_invariant and self.has_graphs and isinstance(op, Linear) and isinstance(op.weight, Tensor):
+            return "dense products are those of cuBLAS, which vary with the batch"
+        return unsupported(op, self.target.capability, self.has_graphs)
+
+    def decode_shape(self, op: Attention) -> Shape:
+        return tile_shape(op) if self.batch_invariant else decode_shape(op)
+
+    def queries(self, op: Attention) -> int:
+        """Of a sequence in a tile."""
+        return tile_shape(op).rows // (op.heads // op.kv_heads)
+
+    def program(self, max_rows: int) -> _TritonProgram:
+        return _TritonProgram(self, max_rows)

@@ -1,0 +1,99 @@
+"""The numbers of a step on their way to the device: packed into pinned memory, copied at once, asynchronously.
+
+The place of everything but block tables and work depends on the padded number of rows alone, so that a captured graph
+finds it again. Knows steps and devices; does not know operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qserve.kernels.ops import Step
+from qserve.kernels.triton.schedule import Numbers, Work
+
+_ALIGN = 4  # int32 numbers: the 16 bytes of one access
+_SMALLEST = 1 << 14
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step on the device; int32. ``tokens`` and ``logits`` count rows, padding included: padding is token 0 at
+    position 0 with the slot -1, and a decode of the row -1. ``staged`` is what the tables of work point into, and
+    ``count`` [1] the number of ``units``. Without attention there is no work."""
+
+    tokens: int
+    logits: int
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    logit_rows: Tensor
+    staged: Tensor
+    count: Tensor
+    decodes: Tensor
+    tiles: Tensor
+    units: Tensor
+
+
+class Staging:
+    """Memory on both sides. What was staged is valid until the next step is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._reserve(_SMALLEST)
+
+    def _reserve(self, numbers: int) -> None:
+        self._host = torch.empty(numbers, dtype=torch.int32, pin_memory=self._copied is not None)
+        self._there = self._host if self._copied is None else torch.empty_like(self._host, device=self._device)
+
+    def load(self, step: Step, work: Work | None, tokens: int, logits: int) -> tuple[Batch, bool]:
+        """``step``, padded to ``tokens`` and ``logits`` rows, on its way to the device; and whether everything staged
+        has moved, so that what remembers an address is void."""
+        parts: list[tuple[Numbers, int, int]] = [  # numbers, padded length, padding
+            (step.token_ids.numpy()[:tokens], tokens, 0),
+            (step.positions.numpy()[:tokens], tokens, 0),
+            (step.slots.numpy()[:tokens], tokens, -1),
+            (step.logit_rows.numpy()[:logits], logits, 0),
+        ]
+        if work is not None:
+            decodes = tokens if len(work.tiles) == 0 else len(work.decodes)
+            parts += [
+                (np.array([len(work.units)], np.int32), 1, 0),
+                (work.decodes.reshape(-1), 2 * decodes, -1),
+                (work.tiles.reshape(-1), work.tiles.size, 0),
+            ]
+        places = [0]
+        for _, length, _ in parts:
+            places.append(places[-1] + -(-length // _ALIGN) * _ALIGN)
+        if work is not None:  # behind all that has a fixed place
+            units, tables = work.units.copy(), step.block_tables.numpy().reshape(-1)
+            begin = places[-1] + -(-units.size // _ALIGN) * _ALIGN
+            units[:, 2] += begin
+            tiles = work.tiles.copy()
+            tiles[:, 2] += begin
+            parts[6] = (tiles.reshape(-1), tiles.size, 0)
+            parts += [(units.reshape(-1), units.size, 0), (tables, tables.size, 0)]
+            places += [begin, begin + tables.size]
+        moved = places[-1] > len(self._host)
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy of the step before reads the same memory
+        if moved:
+            self._reserve(2 * places[-1])
+        host = self._host.numpy()
+        for (numbers, length, padding), place in zip(parts, places):
+            host[place : place + len(numbers)] = numbers
+            host[place + len(numbers) : place + length] = padding
+        if self._copied is not None:
+            self._there[: places[-1]].copy_(self._host[: places[-1]], non_blocking=True)
+            self._copied.record()
+        views = [self._there[place : place + length] for (_, length, _), place in zip(parts, places)]
+        none = self._there[:0]
+        ids, positions, slots, rows, count, decodes_, tiles_, units_ = [*views, none, none, none, none][:8]
+        return Batch(
+            tokens, logits, ids, positions, slots, rows, self._there, count, decodes_.view(-1, 2), tiles_.view(-1, 3),
+            units_.view(-1, 3),
+        ), moved  # fmt: skip

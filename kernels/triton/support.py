@@ -1,0 +1,88 @@
+"""What the Triton kernels can compute, on which GPU, and the reason where they cannot.
+
+Knows operations and architectures; does not know a machine (``target``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.kernels.ops import SCALED_KV, Attention, Embed, Linear, Op, RMSNorm, RopeKV
+from qserve.kernels.triton import linear
+from qserve.kernels.triton.target import FP8, MINIMUM, Capability
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_WIDEST_ROW = 16384  # of a norm: one program holds a row
+_MOST_HEADS = 64  # that share a key head: the rows of a tile
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, for people: ``since`` is the oldest architecture that runs it."""
+
+    name: str
+    computes: str
+    since: Capability = MINIMUM
+
+
+KERNELS = (
+    Kernel("embed", "packed embeddings, dequantized as they are looked up"),
+    Kernel("gather", "dense embeddings, and the rows whose logits are wanted"),
+    Kernel("rms_norm", "RMSNorm"),
+    Kernel("rope_kv", "rotation, and keys and values into a cache in fp16, bf16 or int8"),
+    Kernel("rope_kv fp8", "the same into a cache in e4m3", FP8),
+    Kernel("attention", "paged attention of prompts and decodes over fp16, bf16 or int8"),
+    Kernel("attention fp8", "the same over e4m3", FP8),
+    Kernel("weight_only", "products with integer weights of 2 to 8 bits (dense ones are cuBLAS's)"),
+    Kernel("eight_bit", "products with weights and inputs in int8"),
+    Kernel("eight_bit fp8", "products with weights and inputs in e4m3", FP8),
+    Kernel("inputs", "inputs of products, rounded or reordered"),
+    Kernel("silu_mul", "SiLU of the gate times up"),
+    Kernel("argmax", "the greedy token"),
+    Kernel("log_softmax", "log-probabilities of prompts"),
+)
+
+
+def unsupported(op: Op, capability: Capability, compiled: bool) -> str | None:
+    """None, or why no kernel computes ``op``. ``compiled``: for a GPU, not in the interpreter."""
+    match op:
+        case Embed(table=PackedWeight() as table):
+            if table.g_idx is not None:
+                return "embeddings with groups out of order have no Triton kernel"
+            return _float8(capability) if table.scheme.dtype == "fp8" else None
+        case Embed(table=Tensor() as table) if table.dtype not in _FLOATS:
+            return f"embeddings in {table.dtype} have no Triton kernel"
+        case RMSNorm() if op.x.shape[1] > _WIDEST_ROW:
+            return f"a norm over {op.x.shape[1]} values has no Triton kernel: at most {_WIDEST_ROW}"
+        case Linear():
+            return linear.supports(op.weight, capability)
+        case RopeKV() if 2 * op.cosine.shape[1] != op.head_dim:
+            return "a rotation of a part of each head has no Triton kernel"
+        case RopeKV() if (op.q_norm is None) != (op.k_norm is None):
+            return "a norm of queries without one of keys has no Triton kernel"
+        case RopeKV() | Attention():
+            return _cache(op, capability, compiled)
+    return None
+
+
+def _cache(op: RopeKV | Attention, capability: Capability, compiled: bool) -> str | None:
+    dtype = op.k_cache.dtype
+    if op.head_dim % 16 or op.head_dim > 256:
+        return f"head_dim {op.head_dim} is not a multiple of 16 up to 256"
+    if op.heads // op.kv_heads > _MOST_HEADS:
+        return f"{op.heads // op.kv_heads} query heads share a key head: at most {_MOST_HEADS}"
+    if dtype not in (*_FLOATS, *SCALED_KV) or (dtype == torch.float32 and compiled):
+        return f"a KV cache in {dtype} has no Triton kernel"
+    if dtype in SCALED_KV and (op.k_scale is None or op.v_scale is None):
+        return f"a KV cache in {dtype} needs scales"
+    if not op.k_cache.transpose(2, 3).is_contiguous():
+        return "keys that do not lie token by token have no Triton kernel"
+    return _float8(capability) if dtype == torch.float8_e4m3fn else None
+
+
+def _float8(capability: Capability) -> str | None:
+    return None if capability >= FP8 else f"e4m3 needs compute capability 8.9, not {capability[0]}.{capability[1]}"

@@ -1,0 +1,150 @@
+"""What the ahead-of-time tests of the kernels beside the linear products compile: ``cases`` in the default suite,
+``every_case`` in CI.
+
+Loaded by ``aot.py`` as a program, and by the tests for the names.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).parent))
+from aot import Case
+
+from qserve.kernels.triton import (
+    argmax,
+    attention,
+    embed,
+    gather,
+    log_softmax,
+    rms_norm,
+    rope_kv,
+    silu_mul,
+)
+from qserve.kernels.triton.target import FP8
+
+CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
+CACHES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "i8": torch.int8,
+}
+
+
+def _case(
+    kernel: Any, pointers: str, capability: tuple[int, int], known: dict[str, Any], numbers: str = "", warps: int = 4,
+    stages: int = 3,
+) -> Case:  # fmt: skip
+    """``pointers`` and ``numbers`` as ``name:type``; a pointer of no type is absent."""
+    signature = dict(word.split(":") for word in pointers.split())
+    absent = [name for name, kind in signature.items() if not kind]
+    signature = {name: f"*{kind}" for name, kind in signature.items() if kind}
+    full = signature | dict(word.split(":") for word in numbers.split())
+    return Case(kernel, full, known | dict.fromkeys(absent), capability, warps, stages, tuple(signature))
+
+
+def attention_cases(
+    capability: tuple[int, int], cache: str, window: int = 0, dim: int = 128, heads: int = 32, kv_heads: int = 8,
+    *, invariant: bool = False,
+) -> dict[str, Case]:  # fmt: skip
+    """The kernels of attention by name, as the launchers would specialize them."""
+    scales = "fp32" if cache in ("fp8e4nv", "i8") else ""
+    op: Any = SimpleNamespace(
+        heads=heads, kv_heads=kv_heads, head_dim=dim, window=window, k_cache=torch.empty(0, dtype=CACHES[cache]),
+        qkv=torch.empty(0, dtype=torch.bfloat16),
+    )  # fmt: skip
+    common = f"qkv_ptr:bf16 out_ptr:bf16 k_ptr:{cache} v_ptr:{cache} k_scale_ptr:{scales} v_scale_ptr:{scales} "
+    common += "positions_ptr:i32 staged_ptr:i32 "
+    tile, decode = attention.tile_shape(op), attention.decode_shape(op)
+    if invariant:
+        decode = tile
+    known = attention.constants(op, decode)
+    merged = {name: known[name] for name in ("HEADS", "KV_HEADS", "DIM", "BLOCK_DIM", "CHUNK", "WINDOW")}
+    return {
+        "attention tiles": _case(
+            attention.tile_kernel, common + "tiles_ptr:i32", capability, attention.constants(op, tile), "scale:fp32",
+            tile.warps, tile.stages,
+        ),
+        "attention decodes": _case(
+            attention.decode_kernel, common + "partial_ptr:fp32 softmax_ptr:fp32 units_ptr:i32 count_ptr:i32",
+            capability, known, "scale:fp32", decode.warps, decode.stages,
+        ),
+        "attention merge": _case(
+            attention.merge_kernel,
+            f"out_ptr:bf16 partial_ptr:fp32 softmax_ptr:fp32 v_scale_ptr:{scales} decodes_ptr:i32 positions_ptr:i32",
+            capability, {**merged, "ROWS": triton.next_power_of_2(heads // kv_heads)}, stages=4,
+        ),
+    }  # fmt: skip
+
+
+def rope_case(capability: tuple[int, int], cache: str, norm: str = "fp32", center: str = "fp32") -> Case:
+    scales = "fp32" if cache in ("fp8e4nv", "i8") else ""
+    pointers = (
+        f"qkv_ptr:bf16 cosine_ptr:fp32 sine_ptr:fp32 q_norm_ptr:{norm} k_norm_ptr:{norm} k_center_ptr:{center} "
+        f"k_scale_ptr:{scales} v_scale_ptr:{scales} k_cache_ptr:{cache} v_cache_ptr:{cache} positions_ptr:i32 "
+        "slots_ptr:i32"
+    )
+    known = {
+        "HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK_HALF": 64, "PAGE": 16, "TOKENS": rope_kv.TOKENS,
+        "ENCODING": {"i8": 1, "fp8e4nv": 2}.get(cache, 0),
+    }  # fmt: skip
+    return _case(rope_kv.rope_kv_kernel, pointers, capability, known, "tokens:i32 eps:fp32", warps=1)
+
+
+def plain_cases(capability: tuple[int, int]) -> dict[str, Case]:
+    """The kernels that have one configuration, at the width of Llama-3-8B."""
+    norm = _case(
+        rms_norm.rms_norm_kernel, "x_ptr:fp32 weight_ptr:fp32 out_ptr:bf16", capability,
+        {"WIDTH": 4096, "BLOCK": 4096}, "eps:fp32",
+    )  # fmt: skip
+    vocabulary = {"WIDTH": 128256, "BLOCK": 4096}
+    packed = {"ZERO": 8, "GROUP": 64, "GROUPS": 64, "WIDTH": 4096, "BLOCK": embed.BLOCK}
+    return {
+        "rms_norm": norm,
+        "silu_mul": _case(
+            silu_mul.silu_mul_kernel, "gate_up_ptr:bf16 out_ptr:bf16", capability,
+            {"WIDTH": 14336, "BLOCK": silu_mul.BLOCK},
+        ),
+        "gather": _case(
+            gather.gather_kernel, "x_ptr:bf16 rows_ptr:i32 out_ptr:fp32", capability,
+            {"WIDTH": 4096, "BLOCK": gather.BLOCK},
+        ),
+        "embed": _case(
+            embed.embed_kernel, "ids_ptr:i32 codes_ptr:u8 scales_ptr:fp32 zeros_ptr:u8 out_ptr:fp32", capability, packed
+        ),
+        "argmax": _case(argmax.argmax_kernel, "x_ptr:fp32 out_ptr:i32", capability, vocabulary, warps=8),
+        "log_softmax": _case(log_softmax.log_softmax_kernel, "x_ptr:fp32", capability, vocabulary, warps=8),
+    }  # fmt: skip
+
+
+def cases() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for capability in CAPABILITIES:
+        cache = "fp8e4nv" if capability >= FP8 else "fp16"
+        made = attention_cases(capability, cache) | plain_cases(capability)
+        made["rope_kv"] = rope_case(capability, cache)
+        found |= {f"{name} sm_{capability[0]}{capability[1]}": case for name, case in made.items()}
+    return found
+
+
+def every_case() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for capability in CAPABILITIES:
+        for cache in CACHES:
+            if cache == "fp8e4nv" and capability < FP8:
+                continue
+            name = f"{cache} sm_{capability[0]}{capability[1]}"
+            found[f"rope_kv {name}"] = rope_case(capability, cache, "", "")
+            for dim, window, heads in ((64, 0, 24), (80, 4096, 32), (128, 0, 64), (256, 0, 16)):
+                made = attention_cases(capability, cache, window, dim, heads)
+                found |= {f"{kernel} {dim} {name}": case for kernel, case in made.items()}
+            invariant = attention_cases(capability, cache, invariant=True)["attention decodes"]
+            found[f"attention decodes invariant {name}"] = invariant
+    return found

@@ -1,0 +1,298 @@
+"""The Triton kernels beside the linear products, in the interpreter, against the torch reference over odd shapes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import WeightScheme
+from qserve.kernels.ops import (
+    Argmax,
+    Attention,
+    Embed,
+    Executor,
+    Gather,
+    LogSoftmax,
+    Op,
+    RMSNorm,
+    RopeKV,
+    SiluMul,
+    Step,
+)
+from qserve.kernels.reference import ReferenceExecutor
+from qserve.kernels.triton.executor import TritonExecutor
+from qserve.kernels.triton.target import is_interpreted
+
+pytestmark = pytest.mark.skipif(not is_interpreted(), reason="there is a GPU: test_gpu_engine.py runs")
+
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def ints(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_step(rows: int, ids: Any = None) -> Step:
+    every = torch.arange(rows, dtype=torch.int32)
+    tables = torch.arange(-(-rows // 16), dtype=torch.int32)[None]
+    return Step(every if ids is None else ints(ids), every, every, ints([0, rows]), tables, every)
+
+
+def run_on(executor: Executor, ops: list[Op], step: Step) -> None:
+    program = executor.program(max(len(step.token_ids), len(step.logit_rows)))
+    for op in ops:
+        assert executor.supports(op) is None
+    program.add(ops)
+    program.run(step)
+
+
+def triton_executor(*, invariant: bool = False) -> TritonExecutor:
+    return TritonExecutor(torch.device("cpu"), torch.float32, invariant=invariant)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (100, torch.float16), (1536, torch.float16)])
+def test_rms_norm(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, width) * 5, torch.randn(width)
+    got, want = torch.full((3, width), math.nan, dtype=dtype), torch.empty(3, width)
+    run_on(triton_executor(), [RMSNorm(x, weight, got, 1e-5)], make_step(3))
+    run_on(ReferenceExecutor(), [RMSNorm(x, weight, want, 1e-5)], make_step(3))
+    torch.testing.assert_close(got, want.to(dtype), rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5)
+
+
+def test_silu_mul_gather_and_dense_embeddings() -> None:
+    torch.manual_seed(0)
+    gate_up, got, want = torch.randn(3, 2 * 1100) * 6, torch.empty(3, 1100), torch.empty(3, 1100)
+    for executor, out in ((triton_executor(), got), (ReferenceExecutor(), want)):
+        run_on(executor, [SiluMul(gate_up, out)], make_step(3))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    step = replace(make_step(3, [8, 0, 8]), logit_rows=ints([2, 0]))
+    table = torch.randn(9, 1100).half()
+    run_on(triton_executor(), [Embed(table, got)], step)
+    assert torch.equal(got, table[[8, 0, 8]].float())
+    out = torch.zeros(2, 1100, dtype=torch.float16)
+    run_on(triton_executor(), [Gather(got, out)], step)
+    assert torch.equal(out, got[[2, 0]].half())
+
+
+@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 32, True), (8, -1, False), (3, 24, False)])
+def test_packed_embeddings(bits: int, group: int, symmetric: bool) -> None:
+    torch.manual_seed(0)
+    scheme, width = WeightScheme(bits, group, symmetric), 520
+    groups = scheme.groups(width)
+    codes = torch.randint(0, scheme.max_code + 1, (11, width)).to(torch.uint8)
+    zeros = None if symmetric else torch.randint(0, scheme.max_code + 1, (11, groups)).to(torch.uint8)
+    table = PackedWeight(scheme, codes, torch.rand(11, groups), zeros)
+    got = torch.empty(3, width)
+    run_on(triton_executor(), [Embed(table, got)], make_step(3, [10, 0, 4]))
+    torch.testing.assert_close(got, table.dequantize()[[10, 0, 4]])
+
+
+def test_embeddings_in_e4m3() -> None:
+    codes = torch.randn(5, 40).to(torch.float8_e4m3fn).view(torch.uint8)
+    table = PackedWeight(WeightScheme(8, -1, dtype="fp8"), codes, torch.rand(5, 1))
+    got = torch.empty(2, 40)
+    run_on(triton_executor(), [Embed(table, got)], make_step(2, [4, 1]))
+    torch.testing.assert_close(got, table.dequantize()[[4, 1]])
+
+
+@pytest.mark.parametrize("width", [7, 1000, 9000])
+def test_argmax_is_the_first_of_equals_and_tells_of_nan(width: int) -> None:
+    torch.manual_seed(1)
+    x = torch.randint(0, 50, (6, width)).float()
+    x[2, width // 2] = math.nan
+    x[3] = -math.inf
+    x[4, [width - 1, width // 3]] = math.inf
+    got, want = torch.full((6,), 7, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
+    run_on(triton_executor(), [Argmax(x, got)], make_step(6))
+    run_on(ReferenceExecutor(), [Argmax(x, want)], make_step(6))
+    assert got.tolist() == want.tolist() and got[2] == -1
+
+
+def test_log_softmax() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(3, 5000) * 20
+    x[1, 3] = -math.inf
+    x[2, 4] = math.nan
+    want = x.log_softmax(-1)
+    run_on(triton_executor(), [LogSoftmax(x)], make_step(3))
+    torch.testing.assert_close(x, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+class Cache:
+    """Pages that lie token by token, and the two operations over them. They hold NaN until they are written."""
+
+    def __init__(self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int = 0,
+                 activations: torch.dtype = torch.float32, *, norm: bool = False,
+                 center: bool = False) -> None:  # fmt: skip
+        self.shape, self.window, self.activations = (heads, kv_heads, dim), window, activations
+        self.k = self._pages(dtype, kv_heads, dim).transpose(2, 3)
+        self.v = self._pages(dtype, kv_heads, dim)
+        generator = torch.Generator().manual_seed(3)
+        angles = torch.rand(1200, dim // 2, generator=generator) * 6
+        self.options: dict[str, Any] = {"cosine": angles.cos(), "sine": angles.sin()}
+        self.scales: dict[str, torch.Tensor] = {}
+        if dtype in LIMITS:
+            for name in ("k_scale", "v_scale"):
+                self.scales[name] = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
+        if norm:
+            self.options |= {name: torch.rand(dim, generator=generator) + 0.5 for name in ("q_norm", "k_norm")}
+        if center:
+            self.options["k_center"] = torch.randn(kv_heads, dim, generator=generator) * 0.3
+
+    @staticmethod
+    def _pages(dtype: torch.dtype, kv_heads: int, dim: int) -> torch.Tensor:
+        if dtype.itemsize > 1:
+            return torch.full((80, kv_heads, 16, dim), math.nan, dtype=dtype)
+        nan = -128 if dtype == torch.int8 else 0x7F
+        return torch.full((80, kv_heads, 16, dim), nan, dtype=torch.int8).view(dtype)
+
+    def ops(self, qkv: torch.Tensor) -> tuple[RopeKV, Attention, torch.Tensor]:
+        heads, _, dim = self.shape
+        out = torch.full((len(qkv), heads * dim), math.nan, dtype=self.activations)
+        cosine, sine = self.options["cosine"], self.options["sine"]
+        rest = {name: x for name, x in self.options.items() if name not in ("cosine", "sine")}
+        rope = RopeKV(qkv, cosine, sine, self.k, self.v, *self.shape, **rest, **self.scales)
+        return rope, Attention(qkv, out, self.k, self.v, *self.shape, dim**-0.5, self.window, **self.scales), out
+
+    def run(self, executor: Executor, qkv: torch.Tensor, step: Step, *, store: bool = True) -> torch.Tensor:
+        rope, attention, out = self.ops(qkv)
+        run_on(executor, [rope, attention] if store else [attention], step)
+        return out
+
+
+def sequences(*spans: tuple[int, int, list[int]]) -> Step:
+    """A step of sequences (start, end, block table)."""
+    positions, slots, starts, width = [], [], [0], max(len(table) for _, _, table in spans)
+    for start, end, table in spans:
+        positions += range(start, end)
+        slots += [table[p // 16] * 16 + p % 16 for p in range(start, end)]
+        starts.append(len(positions))
+    tables = [[*table, *[0] * (width - len(table))] for _, _, table in spans]
+    return Step(ints(positions), ints(positions), ints(slots), ints(starts), ints(tables), ints([]))
+
+
+CASES = [
+    # heads, kv_heads, dim, window, cache, activations, chunks
+    (9, 3, 64, 0, torch.float16, torch.float16, [37, 1, 12]),
+    (4, 4, 16, 0, torch.float32, torch.float32, [5, 16]),
+    (8, 2, 80, 7, torch.float16, torch.float32, [40, 1, 20]),
+    (14, 1, 48, 0, torch.float8_e4m3fn, torch.float16, [20, 9, 1]),
+    (8, 1, 128, 20, torch.float8_e4m3fn, torch.float32, [64, 3, 1]),
+    (2, 1, 256, 0, torch.int8, torch.float32, [30, 1]),
+    (6, 2, 32, 0, torch.int8, torch.float16, [33, 1]),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "dtype", "activations", "chunks"), CASES)
+def test_store_and_attend(heads: int, kv_heads: int, dim: int, window: int, dtype: torch.dtype,
+                          activations: torch.dtype, chunks: list[int]) -> None:  # fmt: skip
+    torch.manual_seed(4)
+    options: dict[str, Any] = {"norm": dim == 32, "center": dtype in LIMITS and dim != 48}
+    mine = Cache(dtype, heads, kv_heads, dim, window, activations, **options)
+    other = Cache(dtype, heads, kv_heads, dim, window, **options)
+    executor, twin = triton_executor(), ReferenceExecutor()
+    tight = activations == torch.float32
+    done = 0
+    for size in chunks:
+        qkv = torch.randn(size, (heads + 2 * kv_heads) * dim).to(activations)
+        first, second = qkv.clone(), qkv.float()
+        step = sequences((done, done + size, [7, 2, 9, 0, 4]))
+        got = mine.run(executor, first, step)
+        other.run(twin, second, step)
+        torch.testing.assert_close(first.float(), second, **({} if tight else {"rtol": 2e-3, "atol": 2e-3}))
+        for a, b in ((mine.k, other.k), (mine.v, other.v)):
+            if dtype in LIMITS:
+                ahead = a.view(torch.int8).short() - b.view(torch.int8).short()
+                assert ahead.abs().max() <= 1  # the last bit of a rotation may cross a tie
+                assert (ahead != 0).float().mean() < 1e-3
+                b.view(torch.int8).copy_(a.view(torch.int8))
+            else:
+                torch.testing.assert_close(a, b, equal_nan=True)
+                b.copy_(a)
+        want = other.run(twin, first.float(), step, store=False)
+        # Queries and weights become what the matrix unit takes: 11 bits of float16.
+        loose = {"rtol": 0, "atol": 4e-3} if activations == torch.float16 or dtype == torch.float16 else {}
+        torch.testing.assert_close(got.float(), want, **(loose or {"rtol": 1e-5, "atol": 2e-5}))
+        done += size
+
+
+def test_values_are_stored_bit_for_bit_like_the_reference() -> None:
+    torch.manual_seed(5)
+    for dtype in LIMITS:
+        qkv = torch.randn(16, 6 * 32) * torch.logspace(-6, 3, 16)[:, None]
+        qkv[3, 5 * 32 :], qkv[4, 5 * 32 + 3] = math.inf, math.nan
+        mine, other = Cache(dtype, 2, 2, 32), Cache(dtype, 2, 2, 32)
+        for cache, executor in ((mine, triton_executor()), (other, ReferenceExecutor())):
+            run_on(executor, [cache.ops(qkv.clone())[0]], sequences((0, 16, [3])))
+        assert torch.equal(mine.v[3].view(torch.int8), other.v[3].view(torch.int8))
+
+
+def test_a_mixed_step_of_prompts_and_decodes_over_several_chunks() -> None:
+    """Decodes whose keys are one chunk, several, and behind a window; prompts that begin and go on."""
+    torch.manual_seed(6)
+    heads, kv_heads, dim = 4, 2, 16
+    for window in (0, 300):
+        cache = Cache(torch.float32, heads, kv_heads, dim, window)
+        cache.k.copy_(torch.randn(cache.k.shape))
+        cache.v.copy_(torch.randn(cache.v.shape))
+        tables = torch.randperm(80).tolist()
+        step = sequences((600, 601, tables[:40]), (9, 10, tables[40:41]), (0, 20, tables[41:43]),
+                         (511, 512, tables[43:75]), (250, 290, tables[43:75]), (256, 257, tables[:40]))  # fmt: skip
+        qkv = torch.randn(len(step.token_ids), (heads + 2 * kv_heads) * dim)
+        got = cache.run(triton_executor(), qkv, step, store=False)
+        want = cache.run(ReferenceExecutor(), qkv, step, store=False)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_does_not_depend_on_chunks_or_neighbours() -> None:
+    """In the invariant mode a query's bits are the same whatever it is computed with, across a chunk's end too."""
+    torch.manual_seed(6)
+    heads, kv_heads, dim, begin, end = 6, 2, 16, 240, 275
+    table = list(range(40, 60))
+    cache = Cache(torch.float16, heads, kv_heads, dim)
+    before = torch.randn(begin, (heads + 2 * kv_heads) * dim)
+    run_on(triton_executor(), [cache.ops(before)[0]], sequences((0, begin, table)))
+    stream = torch.randn(end - begin, before.shape[1])
+
+    def run(chunks: list[int], neighbour: int) -> torch.Tensor:
+        outs, done = [], begin
+        for size in chunks:
+            qkv = torch.cat([torch.randn(neighbour, stream.shape[1]), stream[done - begin : done - begin + size]])
+            spans = [(done, done + size, table)]
+            step = sequences(*([(0, neighbour, [1, 2])] if neighbour else []), *spans)
+            outs.append(cache.run(triton_executor(invariant=True), qkv, step)[neighbour:])
+            done += size
+        return torch.cat(outs)
+
+    whole = run([end - begin], 0)
+    assert whole.isfinite().all()
+    for chunks, neighbour in (([35], 7), ([15, 1, 1, 18], 1)):
+        assert torch.equal(run(chunks, neighbour), whole), (chunks, neighbour)
+
+
+def test_what_is_not_finite_reaches_all_that_see_it() -> None:
+    torch.manual_seed(7)
+    heads, kv_heads, dim, bad = 6, 2, 32, 13
+    for dtype in (torch.float32, torch.int8):  # the interpreter reads the NaN of e4m3 as a number
+        for at in (heads, heads + kv_heads):
+            qkv = torch.randn(24, (heads + 2 * kv_heads) * dim)
+            qkv[bad, at * dim : (at + kv_heads) * dim] = math.nan
+            cache = Cache(dtype, heads, kv_heads, dim)
+            assert cache.run(triton_executor(), qkv, sequences((0, 24, [4, 6])))[bad:].isnan().all()
+
+
+def test_what_has_no_kernel_is_refused_by_name() -> None:
+    executor = triton_executor()
+    cache = Cache(torch.float8_e4m3fn, 2, 2, 32)
+    rope, attention, _ = cache.ops(torch.zeros(1, 6 * 32))
+    assert executor.supports(rope) is None and executor.supports(attention) is None
+    assert "scales" in str(executor.supports(replace(attention, k_scale=None)))
+    assert "token by token" in str(executor.supports(replace(rope, k_cache=cache.k.contiguous())))
+    assert "part of each head" in str(executor.supports(replace(rope, cosine=torch.ones(9, 8))))
+    assert "not a multiple" in str(executor.supports(replace(attention, head_dim=24)))

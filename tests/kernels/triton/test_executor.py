@@ -1,0 +1,176 @@
+"""A tiny model on the Triton executor, in the interpreter, against the reference; and what the GPU path is made of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qserve.checkpoint.errors import CapacityError
+from qserve.checkpoint.source import open_model
+from qserve.kernels import registry
+from qserve.kernels.ops import Step
+from qserve.kernels.triton import support, target
+from qserve.kernels.triton.schedule import divide
+from qserve.kernels.triton.staging import Staging
+from qserve.runtime import heaviest
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+from qserve.runtime.llm import LLM
+from qserve.runtime.loading import activation_dtype
+from qserve.runtime.memory import MemoryPlan, measured
+from qserve.runtime.models.config import decoder_config
+from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.sampling import SamplingParams
+
+pytestmark = pytest.mark.skipif(not target.is_interpreted(), reason="there is a GPU: test_gpu_engine.py runs")
+
+
+def ints(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def decoder_of(path: Path, kernels: str, kv_dtype: torch.dtype = torch.float32) -> Decoder:
+    source = open_model(path)
+    limits = DecoderLimits(max_tokens=24, max_logits=6, max_positions=64, num_blocks=8)
+    executor = registry.make(kernels, threads=1)
+    return Decoder(source, decoder_config(source.config, "tiny"), executor, limits, kv_dtype=kv_dtype)
+
+
+def logits_of(decoder: Decoder) -> torch.Tensor:
+    """Of a prompt and a decode beside it, then of a step of decodes alone."""
+    def step(tokens: list[int], spans: list[tuple[int, int, list[int]]]) -> None:
+        positions = [p for start, count, _ in spans for p in range(start, start + count)]
+        slots = [table[p // 16] * 16 + p % 16 for start, count, table in spans for p in range(start, start + count)]
+        starts = [0]
+        for _, count, _ in spans:
+            starts.append(starts[-1] + count)
+        tables = ints([table for _, _, table in spans])
+        described = Step(ints(tokens), ints(positions), ints(slots), ints(starts), tables, ints([]))
+        decoder.run(described)
+        decoder.head(described, ints([end - 1 for end in starts[1:]]))
+        rows.append(decoder.logits[: len(spans)].clone())
+        assert decoder.greedy[: len(spans)].tolist() == rows[-1].argmax(-1).tolist()
+
+    rows: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, decoder.config.vocab_size, (60,), generator=generator).tolist()
+    step(ids[:17], [(0, 17, [5, 1])])
+    step(ids[17:40], [(17, 1, [5, 1]), (0, 22, [3, 2])])
+    step(ids[40:42], [(18, 1, [5, 1]), (22, 1, [3, 2])])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "triton-invariant"])
+def test_logits_are_those_of_the_reference(tiny_model: Path, tiny_packed: Path, kernels: str) -> None:
+    path = tiny_packed if kernels == "triton-invariant" else tiny_model
+    got, want = (logits_of(decoder_of(path, name)) for name in (kernels, "reference"))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+def test_logits_of_a_cache_in_e4m3(tiny_model: Path) -> None:
+    got, want = (logits_of(decoder_of(tiny_model, name, torch.float8_e4m3fn)) for name in ("triton", "reference"))
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-3)
+
+
+def test_an_engine_answers_alike(tiny_model: Path) -> None:
+    """Greedy, sampled, and with the log-probabilities of the prompt: what the engine needs of an executor."""
+    config = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48, "kv_cache_dtype": "fp32"}
+    params = [
+        SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=4, seed=3, ignore_eos=True, logprobs=1, prompt_logprobs=True),
+    ]
+    answers = [
+        LLM(str(tiny_model), EngineConfig(kernels=kernels, **config)).generate(["the quick brown", "a fox"], params)
+        for kernels in ("triton", "reference")
+    ]
+    got, want = ([generation.outputs[0].token_ids for generation in answer] for answer in answers)
+    assert got == want
+
+
+def test_the_heaviest_steps_run_in_few_blocks_and_the_cache_grows(tiny_model: Path) -> None:
+    decoder = decoder_of(tiny_model, "triton")
+    want = logits_of(decoder)
+    decoder.resize_cache(heaviest.blocks(decoder.limits))
+    assert decoder.kv.shape[2] == 2
+    heaviest.run(decoder, num_blocks=20)
+    decoder.resize_cache(9)
+    assert torch.equal(logits_of(decoder), want)
+
+
+def test_the_cache_gets_what_was_measured() -> None:
+    plan = MemoryPlan(weights=10, workspace=10, kv_cache=800, available=2000, num_blocks=8, max_model_len=128)
+    assert measured(plan, 1000, block_bytes=100, wanted=50, needed=8).num_blocks == 9
+    assert measured(plan, 10000, block_bytes=100, wanted=50, needed=8).kv_cache == 5000
+    assert measured(plan, 500, block_bytes=100, wanted=50, needed=1).max_model_len == 64
+    with pytest.raises(CapacityError, match="8 are needed"):
+        measured(plan, 500, block_bytes=100, wanted=50, needed=8)
+
+
+def test_a_step_is_staged_in_places_that_its_padded_size_gives() -> None:
+    """What a captured graph relies on: the same addresses for the same number of rows, whatever the lengths."""
+    staging, places = Staging(torch.device("cpu")), []
+    for lengths in ((5, 400, 1), (700, 2), (1,)):
+        rows = len(lengths)
+        tables = torch.arange(rows * 50, dtype=torch.int32).view(rows, 50)
+        step = Step(ints([7] * rows), ints(lengths) - 1, ints(lengths), ints(range(rows + 1)), tables, ints([]))
+        batch, _ = staging.load(step, divide(step, 16), 4, 0)
+        places.append([x.data_ptr() for x in (batch.positions, batch.slots, batch.count, batch.decodes, batch.units)])
+        assert batch.slots.tolist() == [*lengths, *[-1] * (4 - rows)]
+        assert batch.decodes[:, 0].tolist() == [*range(rows), *[-1] * (4 - rows)]
+        assert int(batch.count) == len(batch.units) == sum(-(-length // 256) for length in lengths)
+        for row, chunk, table in batch.units.tolist():
+            assert chunk <= lengths[row] // 256
+            assert batch.staged[table : table + 50].tolist() == tables[row].tolist()
+    assert places[0] == places[1] == places[2]
+    wide = torch.zeros(3, 9000, dtype=torch.int32)
+    step = Step(ints([7] * 3), ints([1, 2, 3]), ints([1, 2, 3]), ints(range(4)), wide, ints([]))
+    assert staging.load(step, divide(step, 16), 4, 0)[1], "everything has moved"
+
+
+def test_tiles_cover_prompts_and_those_with_the_most_keys_come_first() -> None:
+    starts = [0, 20, 21, 60]
+    positions = [*range(100, 120), 9, *range(39)]
+    step = Step(ints(positions), ints(positions), ints(positions), ints(starts), ints([[0], [0], [0]]), ints([]))
+    work = divide(step, 16)
+    assert [tuple(row[:2]) for row in work.tiles.tolist()] == [(16, 4), (0, 16), (53, 7), (37, 16), (21, 16)]
+    assert work.decodes.tolist() == [[20, 0]] and work.units.tolist() == [[20, 0, 1]]
+
+
+def test_what_an_older_gpu_lacks_is_named(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert registry.make("triton").placement.keys_by_token
+    monkeypatch.setattr(target, "is_interpreted", lambda: False)
+    assert registry.make().name in ("native", "reference")
+    with pytest.raises(CapacityError, match="no NVIDIA GPU"):
+        registry.make("triton")
+    assert [name for name, state in registry.triton_kernels() if "no NVIDIA GPU" not in state] == []
+    assert "8.9" in str(support._float8((8, 6))) and support._float8((8, 9)) is None
+
+
+def test_a_gpu_computes_as_the_model_was_trained() -> None:
+    made_for = {torch.float16: torch.float16, torch.bfloat16: torch.bfloat16, torch.float32: torch.bfloat16}
+    for stored, want in made_for.items():
+        assert activation_dtype(SimpleNamespace(dtype=lambda stored=stored: stored)) == want  # type: ignore[arg-type]
+
+
+def test_the_engine_reports_its_plan(tiny_model: Path) -> None:
+    config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
+    engine = Engine(str(tiny_model), config)
+    assert engine.executor.name == "triton" and "KV cache" in engine.memory.lines()[1]
+
+
+@pytest.mark.slow
+def test_the_program_for_a_gpu_session_runs_in_the_interpreter(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    some = f"{here / 'test_gpu_engine.py'}::test_a_replayed_graph_gives_what_the_launches_gave"
+    command = [sys.executable, str(here / "gpu_session.py"), str(tmp_path), "--tiny", "--tests", some]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "whole-model.json").read_text())
+    lines = [(row["precision"], row["kind"]) for row in found["results"] if "skipped" not in row]
+    assert ("bf16", "prefill") in lines and ("w4a16", "decode") in lines and ("fp8+fp8kv", "decode") in lines

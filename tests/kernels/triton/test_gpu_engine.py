@@ -1,0 +1,151 @@
+"""The kernels beside the linear products and a whole model on a GPU, in all dtypes and through CUDA graphs.
+
+``pytest -m gpu``. Without a GPU it is the interpreter that runs them, in float16.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qserve.checkpoint.source import open_model
+from qserve.kernels import ops
+from qserve.kernels.ops import Step
+from qserve.kernels.reference import ReferenceExecutor
+from qserve.kernels.triton.executor import TritonExecutor
+from qserve.kernels.triton.target import is_interpreted, target
+from qserve.runtime.models.config import decoder_config
+from qserve.runtime.models.decoder import Decoder, DecoderLimits
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cpu" if is_interpreted() else "cuda")
+ACTIVATIONS = [torch.float16] if is_interpreted() else [torch.float16, torch.bfloat16]
+CACHES = [torch.float16, torch.int8, *([] if is_interpreted() else [torch.bfloat16])]
+if target(DEVICE).capability >= (8, 9):
+    CACHES.append(torch.float8_e4m3fn)
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+SPANS = [(600, 1), (9, 1), (0, 40), (511, 1), (250, 60)]
+"""Sequences (start, tokens) of a mixed step."""
+
+
+def ints(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def step_of(spans: list[tuple[int, int]]) -> Step:
+    width = 42
+    tables = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(1)).int().view(-1, width)
+    positions = [torch.arange(start, start + count, dtype=torch.int32) for start, count in spans]
+    slots = [table[p.long() // 16] * 16 + p % 16 for p, table in zip(positions, tables)]
+    starts = torch.tensor([0, *(count for _, count in spans)]).cumsum(0).int()
+    every = torch.cat(positions)
+    return Step(every, every, torch.cat(slots), starts, tables, ints([]))
+
+
+def pages(dtype: torch.dtype, kv_heads: int, dim: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(len(SPANS) * 42, kv_heads, 16, dim, generator=generator)
+    return (values * 40).round().clamp(-127, 127).to(dtype) if dtype in LIMITS else values.to(dtype)
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (9, 3, 64), (4, 1, 80), (2, 2, 256)])
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("activations", ACTIVATIONS, ids=str)
+def test_rotate_store_and_attend(
+    activations: torch.dtype, cache: torch.dtype, heads: int, kv_heads: int, dim: int, window: int
+) -> None:
+    torch.manual_seed(3)
+    step = step_of(SPANS)
+    qkv = torch.randn(len(step.token_ids), (heads + 2 * kv_heads) * dim).to(activations)
+    angles = torch.rand(1200, dim // 2) * 6
+    scales = {name: torch.full((kv_heads,), 0.03) for name in ("k_scale", "v_scale")} if cache in LIMITS else {}
+    outs = []
+    for executor, device, dtype in (
+        (TritonExecutor(DEVICE, activations), DEVICE, activations),
+        (ReferenceExecutor(), torch.device("cpu"), torch.float32),
+    ):
+        k = pages(cache, kv_heads, dim).to(device).transpose(2, 3)
+        v = pages(cache, kv_heads, dim).to(device)
+        mine = qkv.to(device, dtype, copy=True)
+        out = torch.full((len(qkv), heads * dim), torch.nan, dtype=dtype, device=device)
+        on = {name: scale.to(device) for name, scale in scales.items()}
+        shape = (heads, kv_heads, dim)
+        program = executor.program(len(qkv))
+        listed = [
+            ops.RopeKV(mine, angles.cos().to(device), angles.sin().to(device), k, v, *shape, **on),
+            ops.Attention(mine, out, k, v, *shape, dim**-0.5, window, **on),
+        ]
+        assert [executor.supports(op) for op in listed] == [None, None]
+        program.add(listed)
+        program.run(step)
+        outs.append((out.float().cpu(), k.float().cpu(), v.float().cpu()))
+    coarse = activations == torch.bfloat16 or cache == torch.bfloat16
+    for got, want in zip(*outs):
+        assert float((got - want).norm() / want.norm()) < (2e-2 if coarse else 4e-3)
+
+
+def model_on(path: Path, executor: object, kv_dtype: torch.dtype) -> Decoder:
+    source = open_model(path)
+    limits = DecoderLimits(max_tokens=48, max_logits=12, max_positions=64, num_blocks=24)
+    return Decoder(source, decoder_config(source.config, "tiny"), executor, limits, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+
+
+def logits_of(decoder: Decoder, order: list[int]) -> torch.Tensor:
+    """[sequences, steps, vocab]: a prompt each, then decodes together in ``order``, often enough for a graph."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, decoder.config.vocab_size, (len(order), 16), generator=generator).int()
+    rows: dict[int, list[torch.Tensor]] = {index: [] for index in order}
+    tables = torch.arange(len(order) * 2, dtype=torch.int32).view(-1, 2)
+
+    def run(chosen: list[int], start: int, count: int) -> None:
+        positions = torch.arange(start, start + count, dtype=torch.int32)
+        step = Step(
+            token_ids=torch.cat([tokens[index, start : start + count] for index in chosen]),
+            positions=positions.repeat(len(chosen)),
+            slots=torch.cat([tables[index][positions.long() // 16] * 16 + positions % 16 for index in chosen]),
+            seq_start=torch.arange(0, len(chosen) * count + 1, count, dtype=torch.int32),
+            block_tables=tables[chosen],
+            logit_rows=ints([]),
+        )
+        decoder.run(step)
+        decoder.head(step, (step.seq_start[1:] - 1).contiguous())
+        for row, index in zip(decoder.logits[: len(chosen)].float().cpu(), chosen):
+            rows[index].append(row.clone())
+
+    for index in order:
+        run([index], 0, 11)
+    for position in range(11, 16):
+        run(order, position, 1)
+    return torch.stack([torch.stack(rows[index]) for index in sorted(rows)])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cache", CACHES[:1] + CACHES[3:], ids=str)
+@pytest.mark.parametrize("activations", ACTIVATIONS, ids=str)
+def test_logits_are_those_of_the_cpu(
+    tiny_model: Path, tiny_packed: Path, packed: bool, cache: torch.dtype, activations: torch.dtype
+) -> None:
+    path = tiny_packed if packed else tiny_model
+    got = logits_of(model_on(path, TritonExecutor(DEVICE, activations), cache), [0, 1, 2])
+    want = logits_of(model_on(path, ReferenceExecutor(), cache), [0, 1, 2])
+    error = float((got - want).norm() / want.norm())
+    assert error < (5e-2 if activations == torch.bfloat16 else 1e-2), error
+
+
+def test_in_the_invariant_mode_neighbours_change_nothing(tiny_packed: Path) -> None:
+    executor = TritonExecutor(DEVICE, ACTIVATIONS[-1], invariant=True)
+    first = logits_of(model_on(tiny_packed, executor, torch.float16), [0, 1, 2])
+    other = logits_of(model_on(tiny_packed, executor, torch.float16), [2, 1, 0])
+    alone = logits_of(model_on(tiny_packed, executor, torch.float16), [0])
+    assert torch.equal(first, other) and torch.equal(first[:1], alone)
+
+
+def test_a_replayed_graph_gives_what_the_launches_gave(tiny_model: Path) -> None:
+    """The first step of a size is launched and the others replayed: run twice, all are."""
+    decoder = model_on(tiny_model, TritonExecutor(DEVICE, ACTIVATIONS[0]), torch.float16)
+    first = logits_of(decoder, [0, 1, 2, 3, 4])
+    assert torch.equal(logits_of(decoder, [0, 1, 2, 3, 4]), first)
