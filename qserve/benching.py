@@ -22,6 +22,7 @@ from qserve.evals.reliability.server import ServerProcess
 from qserve.evals.report import Report
 from qserve.evals.simulator.traffic import Lengths
 from qserve.evals.slo import UNLIMITED, parse_slo
+from qserve.kernels import native, registry
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.server.config import ServerConfig
 
@@ -172,3 +173,18 @@ def batches(
     if base is not None:
         peer = throughput.fastest_transformers(base, text, load, config.threads, console.note)
     return throughput.report(engine, found, load, peer, gates, command_line())
+
+
+def kernels(name: str, threads: int | None, repeats: int) -> Report:
+    """The C kernels beside the machine's peaks."""
+    from qserve.evals.bench import kernels as timing
+
+    isa = name.removeprefix("native").removeprefix("-")
+    if name not in registry.names() or (name != "auto" and not name.startswith("native")):
+        raise UsageError(f"qserve bench kernels times the C kernels: --kernels native or native-ISA, not {name}")
+    registry.make(name if name != "auto" else "native", threads)  # what is not here is said in one line
+    with console.progress("kernels") as update:
+        return timing.run(
+            command_line(), threads=threads, isa=None if isa in ("", "auto") else native.ISAS[native.ISAS.index(isa)],
+            repeats=repeats, update=update,
+        )  # fmt: skip

@@ -19,7 +19,8 @@ def bench(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A Hugging Face directory, a hub id, a .gguf file, demo, or the URL of any OpenAI-compatible server.",
+            help="A Hugging Face directory, a hub id, a .gguf file, demo, the URL of any OpenAI-compatible server, "
+            "or the word kernels.",
         ),
     ],
     concurrency: Annotated[
@@ -112,7 +113,8 @@ def bench(
 
     A MODEL runs closed batches, if asked beside transformers or beside static batching. A URL, or a MODEL with any
     option of a load (--serve, --rate, --requests, --slo ...), is asked over HTTP: by so many users at once or at a
-    rate, and a list of either is a sweep that finds where the objective breaks.
+    rate, and a list of either is a sweep that finds where the objective breaks. The word kernels times the linear
+    products of the CPU beside what this machine does at most.
     """
     from qserve import benching
     from qserve.evals.gate import enforce, judge_values, read_gates
@@ -126,7 +128,11 @@ def bench(
     given = [option for option, value in load.items() if value is not None]
     if "://" in model and (serve or static or against is not None or (kernels, threads) != (ENGINE.kernels, None)):
         raise UsageError("--serve, --static, --against, --kernels and --threads are for a MODEL, not for a URL")
-    if static:
+    if model == "kernels":
+        if given or serve or static or against is not None or concurrency is not None or output is not None:
+            raise UsageError("kernels takes no load: --kernels, --threads and --repeats alone")
+        report = benching.kernels(kernels, threads, repeats)
+    elif static:
         others = [*given, *["--serve"] * serve, *["--against"] * (against is not None)]
         if others := [option for option in others if option not in ("--requests", "--seed")]:
             raise UsageError(f"--static is measured in this process: leave out {others[0]}")

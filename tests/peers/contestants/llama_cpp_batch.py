@@ -11,10 +11,9 @@ llama_cpp.llama_backend_init()
 settings = llama_cpp.llama_model_default_params()
 model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), settings)
 size = llama_cpp.llama_context_default_params()
-size.n_ctx = 64 * 192
+size.n_ctx = 64 * 640  # every sequence has its own part
 size.n_batch = size.n_ubatch = BATCH
 size.n_seq_max = 64
-size.kv_unified = True
 size.n_threads = size.n_threads_batch = int(sys.argv[2])
 context = llama_cpp.llama_init_from_model(model, size)
 vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))

@@ -1,0 +1,186 @@
+"""``qserve bench kernels``: how fast linear products run, beside what the machine does at most in the same run.
+
+Weights are read from memory as a model's are: as many copies take turns as fill 200 MB. Knows kernels and clocks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.evals.report import Metric, Plot, Report, Section, Series
+from qserve.kernels import native, peaks
+from qserve.kernels.ops import Linear, Step
+from qserve.kernels.prepack import tile_bytes
+
+ROWS = (1, 8, 32, 256)
+SHAPES = ((4096, 4096),)
+ROTATED = 200 << 20  # bytes: no cache holds them
+Update = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to hold a weight and to round its input."""
+
+    name: str
+    scheme: WeightScheme | None  # None for float16
+    activations: ActivationScheme | None = None
+
+    @property
+    def of_integers(self) -> bool:
+        """Whether bytes are multiplied, which have another peak than floats."""
+        return self.scheme is not None and self.scheme.dtype == "int"
+
+    def bytes(self, out: int, inp: int) -> int:
+        if self.scheme is None:
+            return 2 * out * inp
+        return tile_bytes(self.scheme, self.activations, out, inp)
+
+    def weight(self, out: int, inp: int) -> Tensor | PackedWeight:
+        if self.scheme is None:
+            return torch.ones(out, inp, dtype=torch.float16)
+        codes = torch.randint(0, 1 << self.scheme.bits, (out, inp), dtype=torch.uint8)
+        if self.scheme.dtype == "fp8":
+            codes = codes & 0x77  # no NaN
+        scales = torch.full((out, self.scheme.groups(inp)), 0.01)
+        return PackedWeight(self.scheme, codes, scales, activations=self.activations)
+
+
+KERNELS = (
+    Kernel("W4 g64, inputs int8 g64", WeightScheme(4, 64)),
+    Kernel("W8 g64, inputs int8 g64", WeightScheme(8, 64)),
+    Kernel("W8A8 per channel x token", WeightScheme(8, -1), ActivationScheme("int8")),
+    Kernel("fp8 W8A8 per channel x token", WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8")),
+    Kernel("float16, inputs float32", None),
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians. ``products`` multiply-adds and ``bytes`` of weights per second; ``intensity`` is their quotient."""
+
+    kernel: str
+    shape: tuple[int, int]
+    rows: int
+    seconds: float
+    products: float
+    bytes: float
+    of_integers: bool
+
+    @property
+    def intensity(self) -> float:
+        return self.products / self.bytes
+
+
+def _time(
+    executor: native.NativeExecutor, kernel: Kernel, shape: tuple[int, int], repeats: int, rotated: int
+) -> list[Timing]:
+    out, inp = shape
+    size = kernel.bytes(out, inp)
+    copies = -(-rotated // size)
+    x, y = torch.randn(max(ROWS), inp), torch.empty(max(ROWS), out)
+    weight = kernel.weight(out, inp)
+    program = executor.program(max(ROWS))
+    program.add([Linear(x, weight, y) for _ in range(copies)])
+    found = []
+    for rows in ROWS:
+        index = torch.arange(rows, dtype=torch.int32)
+        ends = torch.tensor([0, rows], dtype=torch.int32)
+        step = Step(index, index, index, ends, index[None], index)
+        program.run(step)
+        seconds = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            program.run(step)
+            seconds.append((time.perf_counter() - begin) / copies)
+        median = statistics.median(seconds)
+        products = rows * out * inp / median
+        found.append(Timing(kernel.name, shape, rows, median, products, size / median, kernel.of_integers))
+    return found
+
+
+def roof(peak: peaks.Peaks, intensity: float) -> float:
+    """Products per second at most where ``intensity`` of them belong to a byte of the weights."""
+    return min(peak.products or float("inf"), intensity * peak.bytes)
+
+
+def run(
+    command: str,
+    *,
+    threads: int | None = None,
+    isa: native.Isa | None = None,
+    repeats: int = 5,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    rotated: int = ROTATED,
+    update: Update = lambda done, total: None,
+) -> Report:
+    """Time every kernel between two measurements of the machine; the better of the two is the roof."""
+    executor = native.NativeExecutor(threads, isa)
+    before = peaks.measure(executor.threads, executor.isa)
+    timings = []
+    for index, kernel in enumerate(KERNELS):
+        update(index, len(KERNELS))
+        for shape in shapes:
+            timings += _time(executor, kernel, shape, repeats, rotated)
+    update(len(KERNELS), len(KERNELS))
+    after = peaks.measure(executor.threads, executor.isa)
+    best = max(before.products or 0.0, after.products or 0.0)
+    peak = peaks.Peaks(best or None, max(before.bytes, after.bytes))
+    return _report(executor, peak, timings, command)
+
+
+def _report(executor: native.NativeExecutor, peak: peaks.Peaks, timings: list[Timing], command: str) -> Report:
+    rows = []
+    for t in timings:
+        share = "" if peak.products is None or not t.of_integers else f"{t.products / peak.products:.0%}"
+        rows.append((
+            t.kernel, f"{t.shape[0]}x{t.shape[1]}", f"{t.rows}", f"{t.seconds * 1e6:.0f} us",
+            f"{t.products / 1e9:.0f}", share, f"{t.bytes / 1e9:.1f}", f"{t.bytes / peak.bytes:.0%}",
+        ))  # fmt: skip
+    header = ("kernel", "weight", "rows", "time", "GMAC/s", "of the peak", "GB/s", "of memory's rate")
+    integers = "" if peak.products is None else f"{peak.products / 1e9:.0f} GMAC/s of bytes in registers and "
+    title = (
+        f"{executor.isa} on {executor.threads} threads; at most {integers}{peak.bytes / 1e9:.1f} GB/s read from memory"
+    )
+    metrics = [
+        Metric(f"{t.kernel}, {t.rows} rows", t.products / 1e9, "GMAC/s", "higher") for t in timings
+    ]
+    data = {
+        "isa": executor.isa,
+        "threads": executor.threads,
+        "peak_products": peak.products,
+        "peak_bytes": peak.bytes,
+        "timings": [
+            {"kernel": t.kernel, "shape": list(t.shape), "rows": t.rows, "seconds": t.seconds} for t in timings
+        ],
+    }
+    return Report(
+        "kernels", "Linear products beside the machine", command, data, (Section(title, header, tuple(rows)),),
+        metrics=tuple(metrics), plots=(_roofline(peak, timings),),
+    )  # fmt: skip
+
+
+def _roofline(peak: peaks.Peaks, timings: list[Timing]) -> Plot:
+    """Williams, Waterman and Patterson, Roofline (2009)."""
+    lowest = min(t.intensity for t in timings) / 2
+    highest = max(t.intensity for t in timings) * 2
+    points = [lowest]
+    while points[-1] < highest:
+        points.append(points[-1] * 1.1)
+    lines = [Series("the machine", tuple(points), tuple(roof(peak, at) / 1e9 for at in points))]
+    for name in dict.fromkeys(t.kernel for t in timings):
+        own = [t for t in timings if t.kernel == name]
+        lines.append(Series(name, tuple(t.intensity for t in own), tuple(t.products / 1e9 for t in own)))
+    return Plot(
+        "Roofline",
+        f"Rows: {', '.join(map(str, ROWS))}, from left to right. The roof is of bytes; floats have a lower one.",
+        "multiply-adds per byte of weights", "GMAC/s", tuple(lines), log_x=True, log_y=True,
+    )  # fmt: skip
