@@ -1,12 +1,30 @@
-/* What the machine does at most, to compare kernels with: products in registers, and memory read in a stream. */
+/* What the machine does at most, to compare kernels with: products in registers, and memory read in streams. */
 #include <stdint.h>
 
 #include "qserve.h"
 
+/* Four streams, as many as a product reads. */
+#define READ_STREAMS(name)                                            \
+    static int64_t name(const int64_t *words, int64_t part)           \
+    {                                                                 \
+        int64_t sums[32] = {0}, sum = 0;                              \
+        for (int64_t i = 0; i < part; i += 8)                         \
+            for (int stream = 0; stream < 4; stream++)                \
+                for (int j = 0; j < 8; j++)                           \
+                    sums[8 * stream + j] += words[stream * part + i + j]; \
+        for (int j = 0; j < 32; j++)                                  \
+            sum += sums[j];                                           \
+        return sum;                                                   \
+    }
+
+READ_STREAMS(read_streams)
+
 #if defined(__x86_64__) || defined(__i386__)
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni,prefer-vector-width=512")
 #include <immintrin.h>
+
+READ_STREAMS(read_wide)
 
 /* Six sums, more than an instruction takes cycles, of products of 64 bytes each; none of it touches memory. */
 static int64_t multiply(int64_t loops)
@@ -22,6 +40,8 @@ static int64_t multiply(int64_t loops)
 }
 #pragma GCC pop_options
 #else
+#define read_wide read_streams
+
 static int64_t multiply(int64_t loops)
 {
     (void)loops;
@@ -36,13 +56,5 @@ int64_t qs_peak_products(int64_t loops, int32_t isa)
 
 int64_t qs_peak_read(const void *memory, int64_t bytes)
 {
-    const int64_t *words = memory;
-    int64_t sum = 0;
-    for (int64_t i = 0; i < bytes / 8; i += 32) { /* 256 bytes: four lines, fetched 2 KB ahead */
-        for (int line = 0; line < 4; line++)
-            __builtin_prefetch((const char *)(words + i) + 2048 + 64 * line, 0, 2);
-        for (int j = 0; j < 32; j++)
-            sum += words[i + j];
-    }
-    return sum;
+    return (qs_best_isa() == QS_AVX512 ? read_wide : read_streams)(memory, bytes / 256 * 8);
 }

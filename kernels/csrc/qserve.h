@@ -185,7 +185,7 @@ int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *po
  * instruction of which a kernel could reach the rate. */
 int64_t qs_peak_products(int64_t loops, int32_t isa);
 
-/* Reads memory in a stream, `bytes` a multiple of 256; returns a sum of it. */
+/* Reads `bytes` of memory, a multiple of 256, in four streams; returns a sum of it. */
 int64_t qs_peak_read(const void *memory, int64_t bytes);
 
 /* The best ISA of this machine. */
