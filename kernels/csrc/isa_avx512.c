@@ -362,6 +362,18 @@ INLINE __m512 exp_lanes(__m512 x)
     return _mm512_mask_mov_ps(p, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ), _mm512_setzero_ps());
 }
 
+/* Where the portable one has its own exp, this has attention's; both are right to the last bits. */
+static void silu_mul(const float *gate, const float *up, float *out, int32_t width)
+{
+    int32_t j = 0;
+    for (; j + QS_LANES <= width; j += QS_LANES) {
+        __m512 g = _mm512_loadu_ps(gate + j), e = exp_lanes(_mm512_sub_ps(_mm512_setzero_ps(), g));
+        __m512 silu = _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+        _mm512_storeu_ps(out + j, _mm512_mul_ps(silu, _mm512_loadu_ps(up + j)));
+    }
+    QS_NAME(silu_mul)(gate + j, up + j, out + j, width - j);
+}
+
 /* The weighted values of one block: sums[r][j..] = sums * shrink + weights x values. `all`: every row sees every value. */
 INLINE void add_values(const qs_attention *op, int64_t base, int32_t begin, int32_t end, const uint32_t *seen,
                        float (*sums)[256], const float (*weights)[QS_LANES], const float *shrink, const int all,
@@ -487,7 +499,7 @@ static void attend(const qs_attention *op, const qs_queries *queries, const int3
 
 const qs_kernels qs_kernels_avx512 = {
     .rmsnorm = qs_avx512_rmsnorm,
-    .silu_mul = qs_avx512_silu_mul,
+    .silu_mul = silu_mul,
     .log_softmax = qs_avx512_log_softmax,
     .argmax = qs_avx512_argmax,
     .quantize = quantize_rows,
