@@ -10,7 +10,7 @@
  * 2 ulp over [-87, 88], below that 0, and exp(0) = 1 exactly. */
 static inline float QS_NAME(exp)(float x)
 {
-    float clamped = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+    float clamped = x > -87.0f ? (x < 88.0f ? x : 88.0f) : -87.0f; /* NaN too: it has no place in an integer */
     float n = floorf(clamped * 1.44269504088896341f + 0.5f);
     float r = clamped - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
