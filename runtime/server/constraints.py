@@ -117,7 +117,6 @@ class ConstraintChecker:
             self._verdicts.popitem(last=False)
         return verdict
 
-
     async def _ask(self, constraint: Constraint, tenant: str) -> dict[str, str]:
         """As ``Worker.ask``, in less than a second once there is a worker."""
         loop = asyncio.get_running_loop()
