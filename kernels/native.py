@@ -290,9 +290,10 @@ class _NativeProgram:
         if scheme.dtype == "int" and not is_expanded(scheme, activations):
             tiles = int_tiles(op.weight)
             return _Linear(
-                weight=keep(tiles.weight),
+                # In this order: what is fetched ahead at the end of the weights before are these scales.
                 scales=keep(tiles.scales),
                 zeros=keep(tiles.zeros),
+                weight=keep(tiles.weight),
                 permutation=keep(tiles.permutation),
                 k=tiles.k,
                 dtype=_U4 if tiles.bits == 4 else _U8,
