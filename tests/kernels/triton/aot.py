@@ -8,12 +8,14 @@ and prints one JSON object.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import runpy
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,17 +99,22 @@ def compile_file(path: Path, function: str = "cases", timeout: float = 280) -> d
     return {name: Compiled(**values) for name, values in found.items()}
 
 
+_cases: dict[str, Case] = {}
+
+
+def _compiled(name: str) -> dict[str, Any]:
+    try:
+        return asdict(compile_kernel(**vars(_cases[name])))
+    except Exception as error:
+        raise RuntimeError(f"{name}: {error}") from error
+
+
 def _main(path: str, function: str) -> None:
     sys.modules["aot"] = sys.modules["__main__"]  # cases import Case from here
-    cases: dict[str, Case] = runpy.run_path(path)[function]()
-    compiled = {}
-    for name, case in cases.items():
-        try:
-            made = compile_kernel(**vars(case))
-        except Exception as error:
-            raise RuntimeError(f"{name}: {error}") from error
-        compiled[name] = asdict(made)
-    print(BEGIN + json.dumps(compiled))
+    _cases.update(runpy.run_path(path)[function]())
+    # Forked, so that the kernels, which cannot be sent, are there already.
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
+        print(BEGIN + json.dumps(dict(zip(_cases, pool.map(_compiled, _cases)))))
 
 
 if __name__ == "__main__":

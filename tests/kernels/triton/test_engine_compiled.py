@@ -28,7 +28,7 @@ def check(name: str, compiled: Any) -> None:
         assert unit in compiled.ptx, name
 
 
-def compiled_by(function: str) -> dict[str, Any]:
+def compiled_by(function: str, timeout: float = 280) -> dict[str, Any]:
     import sys
 
     sys.path.insert(0, str(HERE))
@@ -36,7 +36,7 @@ def compiled_by(function: str) -> dict[str, Any]:
         from aot import compile_file
     finally:
         sys.path.remove(str(HERE))
-    return compile_file(HERE / "engine_cases.py", function)
+    return compile_file(HERE / "engine_cases.py", function, timeout)
 
 
 def test_one_configuration_of_every_kernel_for_every_gpu() -> None:
@@ -47,6 +47,7 @@ def test_one_configuration_of_every_kernel_for_every_gpu() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_configuration_for_every_gpu() -> None:
-    for name, compiled in compiled_by("every_case").items():
+    for name, compiled in compiled_by("every_case", timeout=1700).items():
         check(name, compiled)
