@@ -28,7 +28,7 @@ Update = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to hold a weight and to round its input."""
+    """A way to hold a weight and to round its input; where nothing is said, that of integers is int8 in groups of 64."""
 
     name: str
     scheme: WeightScheme | None  # None for float16
@@ -55,11 +55,11 @@ class Kernel:
 
 
 KERNELS = (
-    Kernel("W4 g64, inputs int8 g64", WeightScheme(4, 64)),
-    Kernel("W8 g64, inputs int8 g64", WeightScheme(8, 64)),
-    Kernel("W8A8 per channel x token", WeightScheme(8, -1), ActivationScheme("int8")),
-    Kernel("fp8 W8A8 per channel x token", WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8")),
-    Kernel("float16, inputs float32", None),
+    Kernel("W4 g64", WeightScheme(4, 64)),
+    Kernel("W8 g64", WeightScheme(8, 64)),
+    Kernel("W8A8", WeightScheme(8, -1), ActivationScheme("int8")),
+    Kernel("fp8 W8A8", WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8")),
+    Kernel("float16", None),
 )
 
 
