@@ -15,6 +15,7 @@ from qserve.commands.options import ENGINE
 from qserve.commands.values import command_line, integers, numbers
 from qserve.evals import throughput
 from qserve.evals.bench import batching
+from qserve.evals.bench import kernels as linear_speed
 from qserve.evals.bench.client import Client
 from qserve.evals.bench.job import Job, run
 from qserve.evals.bench.summary import bench_report
@@ -22,7 +23,8 @@ from qserve.evals.reliability.server import ServerProcess
 from qserve.evals.report import Report
 from qserve.evals.simulator.traffic import Lengths
 from qserve.evals.slo import UNLIMITED, parse_slo
-from qserve.kernels import native, registry
+from qserve.kernels import registry
+from qserve.kernels.native import NativeExecutor
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.server.config import ServerConfig
 
@@ -67,15 +69,12 @@ def load(
     engine: EngineConfig,
 ) -> Report:
     """Of a server, which is started where MODEL is none."""
-
-
     if not 0 < timeout <= 86400:
         raise UsageError(f"--timeout must be above 0 seconds and at most a day, not {timeout:g}")
     with ExitStack() as stack:
         if "://" in model:
             url = api_url(model)
         else:
-
             source = steps.open_source(model)  # what is wrong with it is known before a process is started
             console.note(f"serving {source.name} on a free port of this machine")
             server = stack.enter_context(ServerProcess(model, engine, ServerConfig()))
@@ -99,10 +98,11 @@ def static(
     kernels: str,
     threads: int | None,
 ) -> Report:
-
-    levels, (tokens,) = integers(concurrency, "--concurrency"), integers(prompt, "--prompt")[:1]
-    if len(levels) > 1:
-        raise UsageError("--static compares at one --concurrency")
+    """The same requests in static batches and continuously, in this process."""
+    levels, prompts = integers(concurrency, "--concurrency"), integers(prompt, "--prompt")
+    if len(levels) > 1 or len(prompts) > 1:
+        raise UsageError("--static compares at one --concurrency and one --prompt")
+    tokens = prompts[0]
     requests = 16 * levels[0] if requests is None else requests
     if requests < 1:
         raise UsageError("--requests must be at least 1")
@@ -133,7 +133,7 @@ def batches(
     kernels: str,
     threads: int | None,
 ) -> Report:
-
+    """Requests that start together, in this process; beside transformers where ``against`` names the dense model."""
     levels = integers(concurrency, "--concurrency")
     gates = throughput.ratio_gates(min_ratio) if min_ratio else {}
     if gates and against is None:
@@ -177,14 +177,11 @@ def batches(
 
 def kernels(name: str, threads: int | None, repeats: int) -> Report:
     """The C kernels beside the machine's peaks."""
-    from qserve.evals.bench import kernels as timing
-
-    isa = name.removeprefix("native").removeprefix("-")
-    if name not in registry.names() or (name != "auto" and not name.startswith("native")):
+    if name != "auto" and not name.startswith("native"):
         raise UsageError(f"qserve bench kernels times the C kernels: --kernels native or native-ISA, not {name}")
-    registry.make(name if name != "auto" else "native", threads)  # what is not here is said in one line
+    if repeats < 1:
+        raise UsageError("--repeats must be at least 1")
+    executor = registry.make("native" if name == "auto" else name, threads)
+    assert isinstance(executor, NativeExecutor)
     with console.progress("kernels") as update:
-        return timing.run(
-            command_line(), threads=threads, isa=None if isa in ("", "auto") else native.ISAS[native.ISAS.index(isa)],
-            repeats=repeats, update=update,
-        )  # fmt: skip
+        return linear_speed.run(executor, command_line(), repeats=repeats, update=update)

@@ -113,17 +113,15 @@ def roof(peak: peaks.Peaks, intensity: float) -> float:
 
 
 def run(
+    executor: native.NativeExecutor,
     command: str,
     *,
-    threads: int | None = None,
-    isa: native.Isa | None = None,
     repeats: int = 5,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     rotated: int = ROTATED,
     update: Update = lambda done, total: None,
 ) -> Report:
     """Time every kernel between two measurements of the machine; the better of the two is the roof."""
-    executor = native.NativeExecutor(threads, isa)
     before = peaks.measure(executor.threads, executor.isa)
     timings = []
     for index, kernel in enumerate(KERNELS):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there are 
 def test_every_kernel_is_timed_at_every_number_of_rows() -> None:
     seen: list[tuple[int, int]] = []
     report = kernels.run(
-        "qserve bench kernels", threads=1, repeats=1, shapes=[(48, 192)], rotated=1 << 14,
+        native.NativeExecutor(1), "qserve bench kernels", repeats=1, shapes=[(48, 192)], rotated=1 << 14,
         update=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     timings = report.data["timings"]
@@ -41,3 +41,14 @@ def test_what_is_no_c_kernel_is_refused() -> None:
 
     with pytest.raises(UsageError, match="C kernels"):
         benching.kernels("reference", None, 1)
+    with pytest.raises(UsageError, match="unknown kernels"):
+        benching.kernels("native-neon", None, 1)
+    with pytest.raises(UsageError, match="--repeats"):
+        benching.kernels("auto", None, 0)
+
+
+def test_static_batches_have_one_length_of_prompts() -> None:
+    from qserve import benching
+
+    with pytest.raises(UsageError, match="one --prompt"):
+        benching.static("demo", "64", "8,16", None, None, 0, "auto", None)
