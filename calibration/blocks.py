@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration import heap
 from qserve.calibration.activations import Activations
 from qserve.calibration.groups import Enough, Hooks, shared_inputs, stages
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats, fast_bfloat16
+from qserve.runtime import heap
 
 _DRY_TOKENS = 4
 # So many samples of the float model, which nothing interrupts, go through a block at once: they stay in cache.

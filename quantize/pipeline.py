@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration import heap
 from qserve.calibration.blocks import Visit, fast_products, walk
 from qserve.calibration.kv import KVRecorder
 from qserve.calibration.skeleton import Skeleton
@@ -41,6 +40,7 @@ from qserve.quantize.mixed import Choice, Mixed
 from qserve.quantize.prepare import Preparation, arrange, narrow, prepare
 from qserve.quantize.rest import write_rest
 from qserve.quantize.rounding import BlockQuantizer, BlockResult, restore
+from qserve.runtime import heap
 
 Progress = Callable[[ProgressEvent], None]
 Measure = Callable[[Path], QualityCard | None]

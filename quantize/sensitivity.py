@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration import heap
 from qserve.calibration.activations import Activations
 from qserve.calibration.head import head
 from qserve.calibration.skeleton import Call, Skeleton
@@ -25,6 +24,7 @@ from qserve.checkpoint.loaders import verdicts
 from qserve.checkpoint.spec import BITS, QuantSpec, WeightScheme
 from qserve.quantize import rtn
 from qserve.quantize.plan import word_values
+from qserve.runtime import heap
 
 Unit = tuple[str, ...]
 """Linears that must share a scheme, because a loader makes one of them."""

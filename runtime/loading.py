@@ -12,9 +12,9 @@ import torch
 
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels.ops import BLOCK_SIZE, Executor
-from qserve.runtime import heaviest
+from qserve.runtime import heap, heaviest
 from qserve.runtime.config import EngineConfig
-from qserve.runtime.memory import MemoryPlan, file_bytes, give_back, measured, plan_memory, weight_bytes
+from qserve.runtime.memory import MemoryPlan, file_bytes, measured, plan_memory, weight_bytes
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_cache import cache_dtype
@@ -59,14 +59,14 @@ def load(
             planned(memory)
 
     def loaded(done: int, total: int) -> None:
-        give_back()  # now, not at the end: else what every layer left behind is the peak
+        heap.release()  # now, not at the end: else what every layer left behind is the peak
         if progress is not None:
             progress(done, total)
 
     decoder = Decoder(
         source, model_config, executor, limits, kv_dtype=kv_dtype, int8_head=int8_head, progress=loaded
     )
-    give_back()
+    heap.release()
     if on_gpu:
         heaviest.run(decoder, memory.num_blocks)
         torch.cuda.empty_cache()  # what is set aside but unused is free

@@ -5,8 +5,6 @@ Knows shapes and byte counts; loads nothing.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -146,12 +144,6 @@ def file_bytes(source: ModelSource) -> int:
     path = source.path
     files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
     return sum(file.stat().st_size for file in files)
-
-
-def give_back() -> None:
-    """Return to the system what loading freed, of which the allocator of glibc keeps much: a sixth of all, once."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def measured(plan: MemoryPlan, free: int, block_bytes: int, wanted: int, needed: int) -> MemoryPlan:

@@ -17,9 +17,12 @@ from qserve.kernels.triton import eight_bit
 from qserve.kernels.triton.target import MINIMUM, Capability
 from qserve.kernels.triton.weight_only import WeightOnly
 
+MOST_WORDS = 2**31 - 2**24  # places are counted in 32 bits, padding included
+
 
 class Product(Protocol):
-    """A product made ready. ``run`` allocates nothing and waits for nothing, so a CUDA graph may hold it."""
+    """A product made ready. ``run`` waits for nothing, and what it allocates comes from the pool of the CUDA graph that
+    captures it."""
 
     def run(self, rows: int) -> None:
         """``op.out[:rows]`` from ``op.x[:rows]``."""
@@ -56,6 +59,9 @@ def supports(weight: Tensor | PackedWeight, capability: Capability) -> str | Non
         return eight_bit.supports(weight, capability)
     if weight.scheme.dtype == "fp8":
         return "FP8 weights whose inputs are not rounded to FP8"
+    words = weight.out_features * weight.in_features * (4 if weight.scheme.bits <= 4 else 8) // 16
+    if words >= MOST_WORDS:
+        return f"a weight of {words:,} words of 16 bits: {MOST_WORDS:,} are the most that the kernel counts"
     return None
 
 

@@ -244,3 +244,11 @@ def test_integers_of_four_bits_are_exact_in_fp8() -> None:
     op = ops.Linear(torch.randn(5, 256, device=DEVICE), weight, torch.empty(5, 70, device=DEVICE))
     expected = want(op, 5)
     assert error(run(op, 5), expected) < 2e-6
+
+
+@pytest.mark.parametrize(("bits", "side", "refused"), [(4, 1 << 16, False), (4, 100_000, True), (8, 1 << 16, True)])
+def test_what_the_kernel_cannot_count_is_refused(bits: int, side: int, refused: bool) -> None:
+    codes = torch.empty(side, side, dtype=torch.uint8, device="meta")
+    weight = PackedWeight(WeightScheme(bits, -1), codes, torch.empty(side, 1, device="meta"))
+    reason = linear.supports(weight, (9, 0))
+    assert (reason is not None and "16 bits" in reason) == refused
