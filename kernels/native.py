@@ -16,6 +16,8 @@ from torch import Tensor
 
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.packed import PackedWeight
+from qserve.kernels import abi
+from qserve.kernels.fusion import FusedLinear, fuse
 from qserve.kernels.ops import (
     HOST,
     SCALED_KV,
@@ -38,71 +40,7 @@ from qserve.kernels.threads import default_threads
 Isa = Literal["scalar", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512")
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_U8, _U4, _F8, _I8 = 3, 4, 5, 6
-_KV_DTYPES = {torch.float32: 0, torch.float16: 1, torch.float8_e4m3fn: _F8, torch.int8: _I8}
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
-
-
-def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[C.Structure]:
-    fields: list[tuple[str, Any]] = [(field, C.c_void_p) for field in pointers.split()]
-    fields += [(field, C.c_int32) for field in ints.split()]
-    fields += [(field, C.c_float) for field in floats.split()]
-    return type(name, (C.Structure,), {"_fields_": fields})
-
-
-_Embed = _struct("Embed", "table scales zeros out", "width dtype group zero")
-_RMSNorm = _struct("RMSNorm", "x weight out", "width", "eps")
-_Linear = _struct(
-    "Linear",
-    "x out weight scales zeros bias permutation",
-    "k n x_width out_stride dtype group act_dtype act_span act_group zero accumulate",
-    "input_scale",
-)
-_RopeKV = _struct(
-    "RopeKV",
-    "qkv cosine sine q_norm k_norm k_scale v_scale k_center k_cache v_cache",
-    "heads kv_heads head_dim rotary_dim kv_dtype",
-    "eps",
-)
-_Attention = _struct(
-    "Attention", "qkv k_scale v_scale out k_cache v_cache", "heads kv_heads head_dim kv_dtype window", "scale"
-)
-_SiluMul = _struct("SiluMul", "gate_up out", "width")
-_Gather = _struct("Gather", "x out", "width")
-_Argmax = _struct("Argmax", "x out", "width")
-_LogSoftmax = _struct("LogSoftmax", "x", "width")
-
-
-class _Union(C.Union):
-    _fields_ = [
-        ("embed", _Embed),
-        ("rmsnorm", _RMSNorm),
-        ("linear", _Linear),
-        ("rope_kv", _RopeKV),
-        ("attention", _Attention),
-        ("silu_mul", _SiluMul),
-        ("gather", _Gather),
-        ("argmax", _Argmax),
-        ("log_softmax", _LogSoftmax),
-    ]
-
-
-_ScaleSearch = _struct(
-    "ScaleSearch", "weight importance ranges scales zeros", "width period steps zero max_code"
-)
-_KINDS = [field[0] for field in _Union._fields_]
-
-
-class _Op(C.Structure):
-    _fields_ = [("kind", C.c_int32), ("rows", C.c_int32), ("of", _Union)]
-
-
-_Step = _struct(
-    "Step",
-    "token_ids positions slots logit_rows seq_start block_tables",
-    "tokens logits sequences table_stride",
-)
 
 
 def library_path() -> Path | None:
@@ -130,7 +68,7 @@ def library() -> C.CDLL:
     loaded.qs_peak_read.restype = C.c_int64
     loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
     loaded.qs_search_scales.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
-    if loaded.qs_op_size() != C.sizeof(_Op):
+    if loaded.qs_op_size() != C.sizeof(abi.Op):
         raise OSError(f"{path.name} was built from other sources: reinstall qserve")
     return loaded
 
@@ -183,18 +121,18 @@ class _NativeProgram:
         self._max_rows = max_rows
         self._isa = ISAS.index(isa)
         self._keep: list[Tensor] = []
-        self._described: list[_Op] = []
+        self._described: list[abi.Op] = []
 
     def add(self, ops: Sequence[Op]) -> None:
-        self._described += [self._describe(op) for op in ops]
+        self._described += [self._describe(op) for op in fuse(ops)]
         self._count = len(self._described)
-        self._ops = (_Op * self._count)(*self._described)
+        self._ops = (abi.Op * self._count)(*self._described)
         needed = self._library.qs_scratch_bytes(self._ops, self._count, self._max_rows, self._pool.threads)
         self._scratch = torch.empty(needed + 64, dtype=torch.uint8)
         self._aligned = -(-self._scratch.data_ptr() // 64) * 64
 
     def run(self, step: Step) -> None:
-        described = _Step(
+        described = abi.Step(
             token_ids=step.token_ids.data_ptr(),
             positions=step.positions.data_ptr(),
             slots=step.slots.data_ptr(),
@@ -229,54 +167,54 @@ class _NativeProgram:
         self._keep.append(tensor)
         return tensor.data_ptr()
 
-    def _describe(self, op: Op) -> _Op:
+    def _describe(self, op: Op | FusedLinear) -> abi.Op:
         hold = self._hold
         match op:
+            case FusedLinear():
+                return abi.operation(self._linear(op), of_logits=op.linear.rows == "logits")
             case Embed():
-                body: Any = self._embed(op)
+                body: C.Structure = self._embed(op)
             case RMSNorm():
                 weight = hold(op.weight.float().contiguous())
-                body = _RMSNorm(hold(op.x), weight, hold(op.out), op.x.shape[1], op.eps)
-            case Linear():
-                body = self._linear(op)
+                body = abi.RMSNorm(hold(op.x), weight, hold(op.out), op.x.shape[1], op.eps)
             case RopeKV():
                 norms = [None if w is None else hold(w.float().contiguous()) for w in (op.q_norm, op.k_norm)]
-                body = _RopeKV(
+                body = abi.RopeKV(
                     hold(op.qkv), hold(op.cosine), hold(op.sine), *norms, hold(op.k_scale), hold(op.v_scale),
-                    hold(op.k_center), hold(op.k_cache), hold(op.v_cache),
-                    op.heads, op.kv_heads, op.head_dim, 2 * op.cosine.shape[1], _KV_DTYPES[op.k_cache.dtype], op.eps,
+                    hold(op.k_center), hold(op.k_cache), hold(op.v_cache), op.heads, op.kv_heads, op.head_dim,
+                    2 * op.cosine.shape[1], abi.KV_DTYPES[op.k_cache.dtype], op.eps,
                 )  # fmt: skip
             case Attention():
-                body = _Attention(
+                body = abi.Attention(
                     hold(op.qkv), hold(op.k_scale), hold(op.v_scale), hold(op.out), hold(op.k_cache), hold(op.v_cache),
-                    op.heads, op.kv_heads, op.head_dim, _KV_DTYPES[op.k_cache.dtype], op.window, op.scale,
+                    op.heads, op.kv_heads, op.head_dim, abi.KV_DTYPES[op.k_cache.dtype], op.window, op.scale,
                 )  # fmt: skip
             case SiluMul():
-                body = _SiluMul(hold(op.gate_up), hold(op.out), op.out.shape[1])
+                body = abi.SiluMul(hold(op.gate_up), hold(op.out), op.out.shape[1])
             case Gather():
-                body = _Gather(hold(op.x), hold(op.out), op.x.shape[1])
+                body = abi.Gather(hold(op.x), hold(op.out), op.x.shape[1])
             case Argmax():
-                body = _Argmax(hold(op.x), hold(op.out), op.x.shape[1])
+                body = abi.Argmax(hold(op.x), hold(op.out), op.x.shape[1])
             case LogSoftmax():
-                body = _LogSoftmax(hold(op.x), op.x.shape[1])
-        kind = [_Embed, _RMSNorm, _Linear, _RopeKV, _Attention, _SiluMul, _Gather, _Argmax, _LogSoftmax].index(
-            type(body)
-        )
-        described = _Op(kind=kind, rows=int(getattr(op, "rows", "tokens") == "logits"))
-        setattr(described.of, _KINDS[kind], body)
-        return described
+                body = abi.LogSoftmax(hold(op.x), op.x.shape[1])
+            case Linear():
+                raise AssertionError("every product is a fused one")
+        return abi.operation(body, of_logits=getattr(op, "rows", "tokens") == "logits")
 
-    def _linear(self, op: Linear) -> C.Structure:
-        hold, keep = self._hold, self._keep_weight
-        bias = None if op.bias is None else hold(op.bias.float().contiguous())
+    def _linear(self, fused: FusedLinear) -> C.Structure:
+        hold, keep, op, norm = self._hold, self._keep_weight, fused.linear, fused.norm
+        x, out = norm.x if norm else op.x, fused.silu.out if fused.silu else op.out
         common: dict[str, Any] = {
-            "x": hold(op.x),
-            "out": self._hold_rows(op.out),
-            "bias": bias,
+            "x": hold(x),
+            "out": self._hold_rows(out),
+            "bias": None if op.bias is None else hold(op.bias.float().contiguous()),
             "n": op.out.shape[1],
-            "x_width": op.x.shape[1],
-            "out_stride": op.out.stride(0),
+            "x_width": x.shape[1],
+            "out_stride": out.stride(0),
             "accumulate": int(op.accumulate),
+            "silu": int(fused.silu is not None),
+            "norm": None if norm is None else hold(norm.weight.float().contiguous()),
+            "eps": norm.eps if norm else 0.0,
         }
         packed = isinstance(op.weight, PackedWeight)
         shape = (op.weight.out_features, op.weight.in_features) if packed else tuple(op.weight.shape)  # type: ignore[union-attr]
@@ -284,21 +222,21 @@ class _NativeProgram:
             raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
         if not isinstance(op.weight, PackedWeight):
             weight = float_tiles(op.weight)
-            return _Linear(weight=keep(weight), k=op.weight.shape[1], dtype=_DTYPES[weight.dtype], **common)
+            return abi.Linear(weight=keep(weight), k=op.weight.shape[1], dtype=abi.DTYPES[weight.dtype], **common)
         scheme, activations = op.weight.scheme, op.weight.activations
         common["input_scale"] = op.weight.input_scale or 0.0
         if scheme.dtype == "int" and not is_expanded(scheme, activations):
             tiles = int_tiles(op.weight)
-            return _Linear(
+            return abi.Linear(
                 # In this order: what is fetched ahead at the end of the weights before are these scales.
                 scales=keep(tiles.scales),
                 zeros=keep(tiles.zeros),
                 weight=keep(tiles.weight),
                 permutation=keep(tiles.permutation),
                 k=tiles.k,
-                dtype=_U4 if tiles.bits == 4 else _U8,
+                dtype=abi.U4 if tiles.bits == 4 else abi.U8,
                 group=tiles.group,
-                act_dtype=_I8,
+                act_dtype=abi.I8,
                 act_span=tiles.act_span,
                 act_group=tiles.act_group,
                 zero=tiles.zero,
@@ -306,25 +244,26 @@ class _NativeProgram:
             )
         inp = op.weight.in_features
         if activations is not None:
-            common["act_dtype"] = _F8 if activations.dtype == "fp8" else _I8
+            common["act_dtype"] = abi.F8 if activations.dtype == "fp8" else abi.I8
             common["act_span"] = activations.group_size if activations.granularity == "group" else inp
         if scheme.dtype == "int":
-            return _Linear(weight=keep(float_tiles(op.weight.dequantize())), k=inp, dtype=0, **common)
+            return abi.Linear(weight=keep(float_tiles(op.weight.dequantize())), k=inp, dtype=0, **common)
         codes, scales = float8_tiles(op.weight)
         group = scheme.group_width(inp)
-        return _Linear(weight=keep(codes), scales=keep(scales), k=inp, dtype=_F8, group=group, **common)
+        return abi.Linear(weight=keep(codes), scales=keep(scales), k=inp, dtype=abi.F8, group=group, **common)
 
     def _embed(self, op: Embed) -> C.Structure:
         table, width = op.table, op.out.shape[1]
         if isinstance(table, Tensor):
-            return _Embed(table=self._hold(table), out=self._hold(op.out), width=width, dtype=_DTYPES[table.dtype])
-        return _Embed(
+            dtype = abi.DTYPES[table.dtype]
+            return abi.Embed(table=self._hold(table), out=self._hold(op.out), width=width, dtype=dtype)
+        return abi.Embed(
             table=self._hold(table.codes),
             scales=self._hold(table.scales),
             zeros=self._hold(table.zeros),
             out=self._hold(op.out),
             width=width,
-            dtype=_F8 if table.scheme.dtype == "fp8" else _U8,
+            dtype=abi.F8 if table.scheme.dtype == "fp8" else abi.U8,
             group=table.scheme.group_width(width),
             zero=table.scheme.zero,
         )
@@ -364,7 +303,7 @@ def search_scales(
     What the search is: ``qs_scale_search`` in ``csrc/qserve.h``."""
     rows, width = weight.shape
     candidates = torch.tensor(ranges, dtype=torch.float32)
-    described = _ScaleSearch(
+    described = abi.ScaleSearch(
         weight=_address(weight), importance=_address(importance), ranges=_address(candidates),
         scales=_address(scales), zeros=_address(zeros), width=width, period=len(importance), steps=len(candidates),
         zero=zero, max_code=max_code,
@@ -402,13 +341,13 @@ class NativeExecutor:
         if isinstance(op, Embed):
             if isinstance(op.table, PackedWeight):
                 return "embeddings with groups out of order have no C kernel" if op.table.g_idx is not None else None
-            return None if op.table.dtype in _DTYPES else f"embeddings in {op.table.dtype} have no C kernel"
+            return None if op.table.dtype in abi.DTYPES else f"embeddings in {op.table.dtype} have no C kernel"
         if isinstance(op, Linear):
             if isinstance(op.weight, PackedWeight):
                 return _unsupported(op.weight)
-            return None if op.weight.dtype in _DTYPES else f"weights in {op.weight.dtype} have no C kernel"
+            return None if op.weight.dtype in abi.DTYPES else f"weights in {op.weight.dtype} have no C kernel"
         if isinstance(op, RopeKV | Attention):
-            if op.k_cache.dtype not in _KV_DTYPES:
+            if op.k_cache.dtype not in abi.KV_DTYPES:
                 return f"a KV cache in {op.k_cache.dtype} has no C kernel"
             if op.k_cache.dtype in SCALED_KV and (op.k_scale is None or op.v_scale is None):
                 return f"a KV cache in {op.k_cache.dtype} needs scales"

@@ -189,7 +189,8 @@ class Program(Protocol):
     """Operations made ready by an executor, in order."""
 
     def add(self, ops: Sequence[Op]) -> None:
-        """Make ``ops`` ready now; packed weights are laid out for the kernels, and need not be kept."""
+        """Make ``ops`` ready now; packed weights are laid out for the kernels, and need not be kept. What one of them
+        writes for others of them, and nothing else reads, may stay unwritten."""
         ...
 
     def run(self, step: Step) -> None: ...

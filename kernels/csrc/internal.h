@@ -31,12 +31,13 @@ typedef struct {
     /* One row of the input, rounded: to codes for an integer product, to f32 [k] for one of floats. */
     void (*quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums);
     void (*round_input)(const qs_linear *op, const float *x, float *rounded);
-    /* Tiles [tile, tile + tiles) of the product, all rows; `unpacked` holds 4 tiles of u8 or f32. */
-    void (*linear_int)(const qs_linear *op, const qs_acts *acts, int32_t rows, int32_t tile, int32_t tiles,
+    /* Tiles [tile, tile + tiles) of the product, rows [row, end); `unpacked` holds 4 tiles of u8 or f32. */
+    void (*linear_int)(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                        uint8_t *unpacked);
-    void (*linear_float)(const qs_linear *op, const float *x, int32_t rows, int32_t tile, int32_t tiles,
+    void (*linear_float)(const qs_linear *op, const float *x, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                          float *unpacked);
-    void (*rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot);
+    /* A key head of one row: the query heads that share it, its key and its value. */
+    void (*rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head);
     void (*attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
 } qs_kernels;

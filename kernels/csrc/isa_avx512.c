@@ -46,13 +46,40 @@ static void quantize_rows(const qs_linear *op, const float *x, int8_t *codes, fl
     }
 }
 
+INLINE __m512 exp_lanes(__m512 x)
+{
+    __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896341f)),
+                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    p = _mm512_scalef_ps(p, n);
+    return _mm512_mask_mov_ps(p, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ), _mm512_setzero_ps());
+}
+
+/* The portable one has its own exp; both are right to the last bits. */
+INLINE __m512 silu(__m512 x)
+{
+    __m512 e = exp_lanes(_mm512_sub_ps(_mm512_setzero_ps(), x));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+}
+
 INLINE void store_sums(const qs_linear *op, __m512 sums, int32_t row, int32_t tile)
 {
     int32_t start = tile * QS_LANES, lanes = op->n - start;
     __mmask16 mask = lanes >= QS_LANES ? 0xffff : (__mmask16)((1u << lanes) - 1);
-    float *out = op->out + (int64_t)row * op->out_stride + start;
+    float *out = op->out + (int64_t)row * op->out_stride + (op->silu ? tile / 2 * QS_LANES : start);
     if (op->bias)
         sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(mask, op->bias + start));
+    if (op->silu && tile % 2) /* the gate waits where its product belongs */
+        sums = _mm512_mul_ps(sums, silu(_mm512_loadu_ps(out)));
     if (op->accumulate)
         sums = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), sums);
     _mm512_mask_storeu_ps(out, mask, sums);
@@ -153,8 +180,8 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         .parts = parts,
         .stride = stride,
         .scale_stride = groups * QS_LANES,
-        .ahead = row == 0 ? ahead : 0,
-        .scales_ahead = row == 0 && ahead ? PIECES_AHEAD * TILES * groups * QS_LANES : 0,
+        .ahead = ahead,
+        .scales_ahead = ahead ? PIECES_AHEAD * TILES * groups * QS_LANES : 0,
     };
     UNROLL for (int i = 0; i < MR * TILES; i++)
         _mm512_store_ps(sums + i * QS_LANES, _mm512_setzero_ps());
@@ -179,13 +206,13 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         int_block(op, acts, row, tile, weight, stride, ahead, MR, NV, U4);                                       \
         break;
 
-/* All rows of NV tiles; 4-bit codes are unpacked on the fly. */
+/* Rows of NV tiles; 4-bit codes are unpacked on the fly. */
 #define INT_KERNEL(name, NV, U4)                                                                                  \
-    static void name(const qs_linear *op, const qs_acts *acts, int32_t rows, int32_t tile, const uint8_t *weight, \
-                     int64_t stride, int64_t ahead)                                                               \
+    static void name(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile,            \
+                     const uint8_t *weight, int64_t stride, int64_t ahead)                                        \
     {                                                                                                             \
-        for (int32_t row = 0; row < rows; row += INT_ROWS)                                                        \
-            switch (rows - row < INT_ROWS ? rows - row : INT_ROWS) {                                              \
+        for (; row < end; row += INT_ROWS, ahead = 0) /* fetched once */                                          \
+            switch (end - row < INT_ROWS ? end - row : INT_ROWS) {                                                \
                 INT_CASE(1, NV, U4)                                                                               \
                 INT_CASE(2, NV, U4)                                                                               \
                 INT_CASE(3, NV, U4)                                                                               \
@@ -198,7 +225,7 @@ INT_KERNEL(u4_narrow, 1, 1)
 INT_KERNEL(u8_wide, 4, 0)
 INT_KERNEL(u8_narrow, 1, 0)
 
-static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t rows, int32_t tile, int32_t tiles,
+static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                        uint8_t *unpacked)
 {
     int u4 = op->dtype == QS_U4, wide = tiles == TILES;
@@ -208,10 +235,10 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t rows, i
      * fetched meanwhile (measured on one row: 24 GB/s instead of 15; on tiles of 32 KB it does so by itself). */
     int64_t ahead = PIECES_AHEAD * stride * tiles <= NEAR ? PIECES_AHEAD * stride * tiles : 0;
     if (wide)
-        (u4 ? u4_wide : u8_wide)(op, acts, rows, tile, weight, stride, ahead);
+        (u4 ? u4_wide : u8_wide)(op, acts, row, end, tile, weight, stride, ahead);
     else
         for (int32_t t = 0; t < tiles; t++)
-            (u4 ? u4_narrow : u8_narrow)(op, acts, rows, tile + t, weight + t * stride, stride, ahead);
+            (u4 ? u4_narrow : u8_narrow)(op, acts, row, end, tile + t, weight + t * stride, stride, ahead);
 }
 
 INLINE __m512 load_floats(const void *values, int64_t at, const int dtype)
@@ -289,10 +316,11 @@ INLINE void float_block(const qs_linear *op, const float *input, const void *wei
         float_block(op, x, weight, row, tile, MR, NV, dtype);                                                    \
         break;
 #define FLOAT_KERNEL(name, NV, dtype)                                                                             \
-    static void name(const qs_linear *op, const float *x, int32_t rows, int32_t tile, const void *weight)         \
+    static void name(const qs_linear *op, const float *x, int32_t row, int32_t end, int32_t tile,                 \
+                     const void *weight)                                                                          \
     {                                                                                                             \
-        for (int32_t row = 0; row < rows; row += FLOAT_ROWS)                                                      \
-            switch (rows - row < FLOAT_ROWS ? rows - row : FLOAT_ROWS) {                                          \
+        for (; row < end; row += FLOAT_ROWS)                                                                      \
+            switch (end - row < FLOAT_ROWS ? end - row : FLOAT_ROWS) {                                            \
                 FLOAT_CASE(1, NV, dtype)                                                                          \
                 FLOAT_CASE(2, NV, dtype)                                                                          \
                 FLOAT_CASE(3, NV, dtype)                                                                          \
@@ -326,57 +354,58 @@ static void unpack_f8(const qs_linear *op, int32_t tile, int32_t tiles, float *u
         }
 }
 
-static void linear_float(const qs_linear *op, const float *x, int32_t rows, int32_t tile, int32_t tiles,
+static void linear_float(const qs_linear *op, const float *x, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                          float *unpacked)
 {
-    typedef void (*kernel)(const qs_linear *, const float *, int32_t, int32_t, const void *);
+    typedef void (*kernel)(const qs_linear *, const float *, int32_t, int32_t, int32_t, const void *);
     static const kernel wide[] = {[QS_F32] = f32_wide, [QS_F16] = f16_wide, [QS_BF16] = bf16_wide, [QS_F8] = f8_wide};
     static const kernel narrow[] = {
         [QS_F32] = f32_narrow, [QS_F16] = f16_narrow, [QS_BF16] = bf16_narrow, [QS_F8] = f8_narrow};
     int dtype = op->dtype;
     int64_t stride = (int64_t)op->k * QS_LANES * (dtype == QS_F32 ? 4 : dtype == QS_F8 ? 1 : 2);
     const uint8_t *weight = (const uint8_t *)op->weight + tile * stride;
-    if (dtype == QS_F8 && rows >= UNPACK) {
+    if (dtype == QS_F8 && end - row >= UNPACK) {
         unpack_f8(op, tile, tiles, unpacked);
         weight = (const uint8_t *)unpacked;
         stride *= 4;
         dtype = QS_F32;
     }
     if (tiles == TILES)
-        wide[dtype](op, x, rows, tile, weight);
+        wide[dtype](op, x, row, end, tile, weight);
     else
         for (int32_t t = 0; t < tiles; t++)
-            narrow[dtype](op, x, rows, tile + t, weight + t * stride);
+            narrow[dtype](op, x, row, end, tile + t, weight + t * stride);
 }
 
-INLINE __m512 exp_lanes(__m512 x)
-{
-    __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896341f)),
-                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    p = _mm512_scalef_ps(p, n);
-    return _mm512_mask_mov_ps(p, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ), _mm512_setzero_ps());
-}
-
-/* Where the portable one has its own exp, this has attention's; both are right to the last bits. */
 static void silu_mul(const float *gate, const float *up, float *out, int32_t width)
 {
     int32_t j = 0;
     for (; j + QS_LANES <= width; j += QS_LANES) {
-        __m512 g = _mm512_loadu_ps(gate + j), e = exp_lanes(_mm512_sub_ps(_mm512_setzero_ps(), g));
-        __m512 silu = _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-        _mm512_storeu_ps(out + j, _mm512_mul_ps(silu, _mm512_loadu_ps(up + j)));
+        __m512 value = _mm512_mul_ps(silu(_mm512_loadu_ps(gate + j)), _mm512_loadu_ps(up + j));
+        _mm512_storeu_ps(out + j, value);
     }
     QS_NAME(silu_mul)(gate + j, up + j, out + j, width - j);
+}
+
+/* Keys lie 16 values apart: only their rounding is worth vectors. */
+static void rope_kv(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head)
+{
+    if (op->kv_dtype != QS_F16 || op->head_dim % QS_LANES) {
+        QS_NAME(rope_kv)(op, row, position, slot, kv_head);
+        return;
+    }
+    int32_t dim = op->head_dim, offset = slot % QS_LANES;
+    const float *k = QS_NAME(rotate_heads)(op, row, position, kv_head), *v = k + (int64_t)op->kv_heads * dim;
+    int64_t base = ((int64_t)(slot / QS_LANES) * op->kv_heads + kv_head) * dim * QS_LANES;
+    uint16_t *keys = (uint16_t *)op->k_cache + base + offset, *values = (uint16_t *)op->v_cache + base + offset * dim;
+    for (int32_t j = 0; j < dim; j += QS_LANES) {
+        uint16_t halves[QS_LANES];
+        _mm256_storeu_si256((__m256i *)halves, _mm512_cvtps_ph(_mm512_loadu_ps(k + j), _MM_FROUND_TO_NEAREST_INT));
+        for (int i = 0; i < QS_LANES; i++)
+            keys[(j + i) * QS_LANES] = halves[i];
+        _mm256_storeu_si256((__m256i *)(values + j),
+                            _mm512_cvtps_ph(_mm512_loadu_ps(v + j), _MM_FROUND_TO_NEAREST_INT));
+    }
 }
 
 /* The weighted values of one block: sums[r][j..] = sums * shrink + weights x values. `all`: every row sees every value. */
@@ -511,7 +540,7 @@ const qs_kernels qs_kernels_avx512 = {
     .round_input = qs_avx512_round_input,
     .linear_int = linear_int,
     .linear_float = linear_float,
-    .rope_kv = qs_avx512_rope_kv,
+    .rope_kv = rope_kv,
     .attend = attend,
     .search_scale = qs_avx512_search_scale,
 };

@@ -43,10 +43,15 @@ static void QS_NAME(rmsnorm)(const float *x, const float *weight, float *out, in
         out[j] = x[j] * inverse * weight[j];
 }
 
+static inline float QS_NAME(silu)(float x)
+{
+    return x / (1.0f + QS_NAME(exp)(-x));
+}
+
 static void QS_NAME(silu_mul)(const float *gate, const float *up, float *out, int32_t width)
 {
     for (int32_t j = 0; j < width; j++)
-        out[j] = gate[j] / (1.0f + QS_NAME(exp)(-gate[j])) * up[j];
+        out[j] = QS_NAME(silu)(gate[j]) * up[j];
 }
 
 static void QS_NAME(log_softmax)(float *x, int32_t width)
@@ -189,15 +194,17 @@ static inline void QS_NAME(store_tile)(const qs_linear *op, const float *sums, i
 {
     int32_t start = tile * QS_LANES;
     int32_t lanes = op->n - start < QS_LANES ? op->n - start : QS_LANES;
-    float *out = op->out + (int64_t)row * op->out_stride + start;
+    float *out = op->out + (int64_t)row * op->out_stride + (op->silu ? tile / 2 * QS_LANES : start);
     for (int i = 0; i < lanes; i++) {
         float value = sums[i] + (op->bias ? op->bias[start + i] : 0.0f);
+        if (op->silu && tile % 2) /* the gate waits where its product belongs */
+            value *= QS_NAME(silu)(out[i]);
         out[i] = op->accumulate ? out[i] + value : value;
     }
 }
 
-static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_t rows, int32_t tile,
-                                int32_t tiles, uint8_t *unpacked)
+static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_t first, int32_t end,
+                                int32_t tile, int32_t tiles, uint8_t *unpacked)
 {
     int32_t parts = op->k / op->act_group, groups = op->k / op->group;
     for (int32_t t = tile; t < tile + tiles; t++) {
@@ -211,7 +218,7 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
                 }
             codes = unpacked;
         }
-        for (int32_t row = 0; row < rows; row++) {
+        for (int32_t row = first; row < end; row++) {
             float sums[QS_LANES] = {0};
             for (int32_t p = 0; p < parts; p++) {
                 int32_t dot[QS_LANES] = {0};
@@ -244,8 +251,8 @@ static void QS_NAME(unpack_f8)(const qs_linear *op, int32_t tile, float *unpacke
                 qs_e4m3_to_float(codes[k * QS_LANES + i]) * scales[k / op->group * QS_LANES + i];
 }
 
-static void QS_NAME(linear_float)(const qs_linear *op, const float *input, int32_t rows, int32_t tile, int32_t tiles,
-                                  float *unpacked)
+static void QS_NAME(linear_float)(const qs_linear *op, const float *input, int32_t first, int32_t end,
+                                  int32_t tile, int32_t tiles, float *unpacked)
 {
     for (int32_t t = tile; t < tile + tiles; t++) {
         int64_t start = (int64_t)t * op->k * QS_LANES;
@@ -254,7 +261,7 @@ static void QS_NAME(linear_float)(const qs_linear *op, const float *input, int32
             QS_NAME(unpack_f8)(op, t, unpacked);
             tile32 = unpacked;
         }
-        for (int32_t row = 0; row < rows; row++) {
+        for (int32_t row = first; row < end; row++) {
             float sums[QS_LANES] = {0};
             const float *x = input + (int64_t)row * op->k;
             for (int32_t k = 0; k < op->k; k++) {
@@ -282,54 +289,63 @@ static inline int8_t QS_NAME(kv_code)(float x)
     return (int8_t)(finite ? code : -128);
 }
 
-static void QS_NAME(rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot)
+/* Rotates a head in place, normed first where `norm` is not NULL. */
+static inline void QS_NAME(rotate)(const qs_rope_kv *op, float *x, const float *norm, int32_t position)
 {
-    int32_t half = op->rotary_dim / 2, dim = op->head_dim;
+    int32_t half = op->rotary_dim / 2;
     const float *cosine = op->cosine + (int64_t)position * half, *sine = op->sine + (int64_t)position * half;
-    for (int32_t head = 0; head < op->heads + op->kv_heads; head++) {
-        float *x = row + (int64_t)head * dim;
-        const float *norm = head < op->heads ? op->q_norm : op->k_norm;
-        if (norm)
-            QS_NAME(rmsnorm)(x, norm, x, dim, op->eps);
-        for (int32_t j = 0; j < half; j++) {
-            float a = x[j], b = x[j + half];
-            x[j] = a * cosine[j] - b * sine[j];
-            x[j + half] = b * cosine[j] + a * sine[j];
-        }
+    if (norm)
+        QS_NAME(rmsnorm)(x, norm, x, op->head_dim, op->eps);
+    for (int32_t j = 0; j < half; j++) {
+        float a = x[j], b = x[j + half];
+        x[j] = a * cosine[j] - b * sine[j];
+        x[j + half] = b * cosine[j] + a * sine[j];
     }
-    int64_t block = slot / QS_LANES, offset = slot % QS_LANES;
-    for (int32_t head = 0; head < op->kv_heads; head++) {
-        float *k = row + (int64_t)(op->heads + head) * dim;
-        const float *v = k + (int64_t)op->kv_heads * dim;
-        for (int32_t j = 0; op->k_center && j < dim; j++)
-            k[j] -= op->k_center[(int64_t)head * dim + j];
-        int64_t base = (block * op->kv_heads + head) * dim * QS_LANES;
-        if (op->kv_dtype == QS_F32) {
-            float *keys = (float *)op->k_cache + base, *values = (float *)op->v_cache + base + offset * dim;
-            for (int32_t j = 0; j < dim; j++)
-                keys[j * QS_LANES + offset] = k[j];
-            memcpy(values, v, sizeof(float) * (size_t)dim);
-        } else if (op->kv_dtype == QS_I8) {
-            int8_t *keys = (int8_t *)op->k_cache + base, *values = (int8_t *)op->v_cache + base + offset * dim;
-            for (int32_t j = 0; j < dim; j++)
-                keys[j * QS_LANES + offset] = QS_NAME(kv_code)(k[j] / op->k_scale[head]);
-            for (int32_t j = 0; j < dim; j++)
-                values[j] = QS_NAME(kv_code)(v[j] / op->v_scale[head]);
-        } else if (op->kv_dtype == QS_F8) {
-            uint8_t *keys = (uint8_t *)op->k_cache + base, *values = (uint8_t *)op->v_cache + base + offset * dim;
-            for (int32_t j = 0; j < dim; j++)
-                keys[j * QS_LANES + offset] = qs_float_to_e4m3(k[j] / op->k_scale[head]);
-            for (int32_t j = 0; j < dim; j++)
-                values[j] = qs_float_to_e4m3(v[j] / op->v_scale[head]);
-        } else {
-            uint16_t *keys = (uint16_t *)op->k_cache + base;
-            uint16_t *values = (uint16_t *)op->v_cache + base + offset * dim;
-            for (int32_t j = 0; j < dim; j++)
-                keys[j * QS_LANES + offset] = qs_float_to_half(k[j]);
-            for (int32_t j = 0; j < dim; j++)
-                values[j] = qs_float_to_half(v[j]);
+}
+
+/* Writes the key k and the value v of a head to their slot. */
+static void QS_NAME(store_kv)(const qs_rope_kv *op, const float *k, const float *v, int32_t slot, int32_t head)
+{
+    int64_t block = slot / QS_LANES, offset = slot % QS_LANES, dim = op->head_dim;
+    int64_t key = (block * op->kv_heads + head) * dim * QS_LANES + offset, value = key - offset + offset * dim;
+    for (int32_t j = 0; j < dim; j++, key += QS_LANES, value++)
+        switch (op->kv_dtype) {
+        case QS_F32:
+            ((float *)op->k_cache)[key] = k[j];
+            ((float *)op->v_cache)[value] = v[j];
+            break;
+        case QS_F16:
+            ((uint16_t *)op->k_cache)[key] = qs_float_to_half(k[j]);
+            ((uint16_t *)op->v_cache)[value] = qs_float_to_half(v[j]);
+            break;
+        case QS_I8:
+            ((int8_t *)op->k_cache)[key] = QS_NAME(kv_code)(k[j] / op->k_scale[head]);
+            ((int8_t *)op->v_cache)[value] = QS_NAME(kv_code)(v[j] / op->v_scale[head]);
+            break;
+        case QS_F8:
+            ((uint8_t *)op->k_cache)[key] = qs_float_to_e4m3(k[j] / op->k_scale[head]);
+            ((uint8_t *)op->v_cache)[value] = qs_float_to_e4m3(v[j] / op->v_scale[head]);
+            break;
         }
-    }
+}
+
+/* Rotates the query heads of a key head, and its key, without what is common to all keys: returned. */
+static inline float *QS_NAME(rotate_heads)(const qs_rope_kv *op, float *row, int32_t position, int32_t kv_head)
+{
+    int32_t group = op->heads / op->kv_heads, dim = op->head_dim;
+    for (int32_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+        QS_NAME(rotate)(op, row + (int64_t)head * dim, op->q_norm, position);
+    float *k = row + (int64_t)(op->heads + kv_head) * dim;
+    QS_NAME(rotate)(op, k, op->k_norm, position);
+    for (int32_t j = 0; op->k_center && j < dim; j++)
+        k[j] -= op->k_center[(int64_t)kv_head * dim + j];
+    return k;
+}
+
+static void QS_NAME(rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head)
+{
+    const float *k = QS_NAME(rotate_heads)(op, row, position, kv_head);
+    QS_NAME(store_kv)(op, k, k + (int64_t)op->kv_heads * op->head_dim, slot, kv_head);
 }
 
 static inline float QS_NAME(kv_value)(const void *cache, int64_t at, const int dtype)

@@ -15,6 +15,8 @@
 #define TILES 4       /* weight tiles in one piece of work */
 #define SPIN 4000     /* pauses before a waiting thread sleeps: tens of microseconds */
 #define ROW_PIECE 4   /* rows in one piece of row-wise work */
+#define PART 12       /* of so many rows are the parts into which a product is cut: whole blocks of the kernels */
+#define SHARE 8       /* pieces for each thread from which on the last one makes no thread wait long */
 
 /* One piece-wise part of an operation: the next piece to take, and how many are done. */
 struct phase {
@@ -35,13 +37,19 @@ struct qs_pool {
     const struct job *job;
 };
 
+/* Bytes of scratch: each thread has a prepared row, one that is normed, and unpacked tiles; behind them are the
+ * prepared rows that all share. */
+struct layout {
+    int64_t row, normed, unpacked, shared;
+};
+
 struct job {
     const qs_op *ops;
     int32_t count;
     const qs_step *step;
     const qs_kernels *kernels;
     uint8_t *scratch;
-    int64_t row_bytes, thread_bytes; /* see plan_scratch */
+    struct layout layout;
 };
 
 struct worker {
@@ -112,11 +120,17 @@ static int is_integer(const qs_linear *op)
     return op->dtype == QS_U8 || op->dtype == QS_U4;
 }
 
-/* Bytes of `rows` rounded rows of the input: codes, scales and sums, or floats. */
+/* Whether the product reads something else than x. */
+static int is_prepared(const qs_linear *op)
+{
+    return op->norm || op->act_dtype != QS_F32;
+}
+
+/* Bytes of `rows` prepared rows of the input: codes, scales and sums, or floats. */
 static int64_t input_bytes(const qs_linear *op, int64_t rows)
 {
     if (!is_integer(op))
-        return op->act_dtype == QS_F32 ? 0 : align64(rows * op->k * 4);
+        return is_prepared(op) ? align64(rows * op->k * 4) : 0;
     return align64(rows * op->k) + 2 * align64(rows * (op->k / op->act_group) * 4);
 }
 
@@ -130,42 +144,56 @@ static qs_acts acts_at(uint8_t *memory, const qs_linear *op, int64_t rows)
     return acts;
 }
 
-/* Scratch is one part per thread, a rounded row and the unpacked tiles, and then the rounded rows that all share. */
-static int64_t plan_scratch(const qs_op *ops, int32_t count, int32_t rows, int32_t threads, int64_t *row_bytes,
-                            int64_t *thread_bytes)
+static int64_t larger(int64_t a, int64_t b)
 {
-    int64_t unpacked = 0, shared = 0;
-    *row_bytes = 0;
+    return a > b ? a : b;
+}
+
+static int64_t thread_bytes(const struct layout *layout)
+{
+    return layout->row + layout->normed + layout->unpacked;
+}
+
+static struct layout plan_scratch(const qs_op *ops, int32_t count, int32_t rows)
+{
+    struct layout layout = {0, 0, 0, 0};
     for (int32_t i = 0; i < count; i++) {
         if (ops[i].kind != QS_LINEAR)
             continue;
         const qs_linear *op = &ops[i].linear;
-        int64_t row = input_bytes(op, 1), all = input_bytes(op, rows);
         int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_U4 ? 1 : op->dtype == QS_F8 ? 4 : 0);
-        *row_bytes = row > *row_bytes ? row : *row_bytes;
-        shared = all > shared ? all : shared;
-        unpacked = tiles > unpacked ? tiles : unpacked;
+        layout.row = larger(layout.row, input_bytes(op, 1));
+        layout.normed = larger(layout.normed, op->norm ? align64((int64_t)op->x_width * 4) : 0);
+        layout.unpacked = larger(layout.unpacked, align64(tiles));
+        layout.shared = larger(layout.shared, input_bytes(op, rows));
     }
-    *thread_bytes = *row_bytes + align64(unpacked);
-    return *thread_bytes * threads + shared;
+    return layout;
 }
 
 int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int32_t threads)
 {
-    int64_t row_bytes, thread_bytes;
-    return plan_scratch(ops, count, max_rows, threads, &row_bytes, &thread_bytes);
+    struct layout layout = plan_scratch(ops, count, max_rows);
+    return thread_bytes(&layout) * threads + layout.shared;
 }
 
-/* Rounds row r of the input, to codes or to floats at `memory`, which holds `rows` of them. */
-static void round_row(const struct job *job, const qs_linear *op, uint8_t *memory, int64_t rows, int64_t r)
+/* Row r of the input as the product reads it, to `memory`, which holds `rows` of them; `normed` holds a row of x. */
+static void prepare_row(const struct job *job, const qs_linear *op, uint8_t *memory, float *normed, int64_t rows,
+                        int64_t r)
 {
+    const qs_kernels *kernels = job->kernels;
     const float *x = op->x + r * op->x_width;
+    if (op->norm) {
+        kernels->rmsnorm(x, op->norm, normed, op->x_width, op->eps);
+        x = normed;
+    }
     if (is_integer(op)) {
         qs_acts acts = acts_at(memory, op, rows);
         int64_t parts = op->k / op->act_group;
-        job->kernels->quantize(op, x, acts.codes + r * op->k, acts.scales + r * parts, acts.sums + r * parts);
-    } else
-        job->kernels->round_input(op, x, (float *)memory + r * op->k);
+        kernels->quantize(op, x, acts.codes + r * op->k, acts.scales + r * parts, acts.sums + r * parts);
+    } else if (op->act_dtype != QS_F32)
+        kernels->round_input(op, x, (float *)memory + r * op->k);
+    else
+        memcpy((float *)memory + r * op->k, x, sizeof(float) * (size_t)op->k);
 }
 
 static int32_t row_pieces(int32_t rows)
@@ -176,65 +204,100 @@ static int32_t row_pieces(int32_t rows)
 static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, struct phase *phase, const qs_linear *op,
                        int32_t rows)
 {
-    int32_t tiles = (op->n + QS_LANES - 1) / QS_LANES, pieces = (tiles + TILES - 1) / TILES, mine = 0;
-    int rounded = op->act_dtype != QS_F32;
-    uint8_t *own = job->scratch + job->thread_bytes * thread, *unpacked = own + job->row_bytes;
-    uint8_t *memory = rows == 1 ? own : job->scratch + job->thread_bytes * pool->threads;
-    if (rounded && rows == 1) {
-        /* Every thread rounds it for itself: cheaper than to wait. Where the others go on meanwhile and the row changes,
+    int32_t tiles = (op->n + QS_LANES - 1) / QS_LANES, columns = (tiles + TILES - 1) / TILES, mine = 0;
+    int32_t most = (rows + PART - 1) / PART, parts = (SHARE * pool->threads + columns - 1) / columns;
+    parts = parts < most ? parts : most;
+    int32_t part = (most + parts - 1) / parts * PART; /* rows */
+    int32_t pieces = columns * (parts = (rows + part - 1) / part);
+    const struct layout *layout = &job->layout;
+    uint8_t *own = job->scratch + thread_bytes(layout) * thread, *unpacked = own + layout->row + layout->normed;
+    uint8_t *memory = rows == 1 ? own : job->scratch + thread_bytes(layout) * pool->threads;
+    float *normed = (float *)(own + layout->row);
+    if (is_prepared(op) && rows == 1) {
+        /* Every thread does it for itself: cheaper than to wait. Where the others go on meanwhile and the row changes,
          * there is no piece left for this one. */
         if (atomic_load_explicit(&phase[1].next, memory_order_relaxed) < pieces)
-            round_row(job, op, memory, 1, 0);
-    } else if (rounded) {
+            prepare_row(job, op, memory, normed, 1, 0);
+    } else if (is_prepared(op)) {
         for (int32_t piece; (piece = take(phase)) < row_pieces(rows); mine++)
             for (int64_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
-                round_row(job, op, memory, rows, r);
+                prepare_row(job, op, memory, normed, rows, r);
         settle(pool, phase, row_pieces(rows), mine);
     }
     mine = 0;
     for (int32_t piece; (piece = take(phase + 1)) < pieces; mine++) {
-        int32_t tile = piece * TILES, some = tiles - tile < TILES ? tiles - tile : TILES;
+        int32_t tile = piece / parts * TILES, some = tiles - tile < TILES ? tiles - tile : TILES;
+        int32_t row = piece % parts * part, end = rows - row < part ? rows : row + part;
         if (is_integer(op)) {
             qs_acts acts = acts_at(memory, op, rows);
-            job->kernels->linear_int(op, &acts, rows, tile, some, unpacked);
+            job->kernels->linear_int(op, &acts, row, end, tile, some, unpacked);
         } else
-            job->kernels->linear_float(op, rounded ? (const float *)memory : op->x, rows, tile, some,
-                                       (float *)unpacked);
+            job->kernels->linear_float(op, is_prepared(op) ? (const float *)memory : op->x, row, end, tile,
+                                       some, (float *)unpacked);
     }
     settle(pool, phase + 1, pieces, mine);
 }
 
-/* A piece of work is a key head of a sequence and a few of its tokens: as many as make full query rows. */
-static void run_attention(const struct job *job, qs_pool *pool, struct phase *phase, const qs_attention *op)
+/* Whether operation i is a rotation that the attention behind it can do: no piece of that needs the keys of another
+ * where every sequence has one token, and a key head one piece. */
+static int is_joined(const struct job *job, int32_t i)
+{
+    const qs_op *op = job->ops + i;
+    return i + 1 < job->count && op[0].kind == QS_ROPE_KV && op[1].kind == QS_ATTENTION &&
+           job->step->tokens == job->step->sequences &&
+           op[1].attention.heads <= op[1].attention.kv_heads * QS_MAX_QUERY_ROWS;
+}
+
+/* A key head and a few tokens of a sequence: as many as make full query rows. `split` numbers the parts of more query
+ * heads than make one. */
+static void attend_tokens(const struct job *job, const qs_attention *op, int32_t sequence, int32_t start, int32_t tokens,
+                          int32_t kv_head, int32_t split)
 {
     const qs_step *step = job->step;
     int32_t group = op->heads / op->kv_heads, dim = op->head_dim, width = (op->heads + 2 * op->kv_heads) * dim;
-    int32_t heads = group < QS_MAX_QUERY_ROWS ? group : QS_MAX_QUERY_ROWS;
-    int32_t tokens = QS_MAX_QUERY_ROWS / heads, splits = (group + heads - 1) / heads;
+    int32_t from = split * QS_MAX_QUERY_ROWS, to = group - from < QS_MAX_QUERY_ROWS ? group : from + QS_MAX_QUERY_ROWS;
+    qs_queries queries;
+    queries.count = 0;
+    for (int32_t t = start; t < start + tokens && t < step->seq_start[sequence + 1]; t++)
+        for (int32_t h = from; h < to; h++) {
+            int32_t i = queries.count++, head = kv_head * group + h, position = step->positions[t];
+            queries.q[i] = op->qkv + (int64_t)t * width + (int64_t)head * dim;
+            queries.out[i] = op->out + ((int64_t)t * op->heads + head) * dim;
+            queries.last[i] = position;
+            queries.first[i] = op->window > 0 && position >= op->window ? position - op->window + 1 : 0;
+        }
+    job->kernels->attend(op, &queries, step->block_tables + (int64_t)sequence * step->table_stride, kv_head);
+}
+
+/* A piece is a few tokens of a sequence, with one key head, or with all where there are sequences enough: their caches
+ * are neighbours. `rope`: to be done first, or NULL. */
+static void run_attention(const struct job *job, qs_pool *pool, struct phase *phase, const qs_attention *op,
+                          const qs_rope_kv *rope)
+{
+    const qs_step *step = job->step;
+    int32_t group = op->heads / op->kv_heads, width = (op->heads + 2 * op->kv_heads) * op->head_dim;
+    int32_t tokens = group < QS_MAX_QUERY_ROWS ? QS_MAX_QUERY_ROWS / group : 1;
+    int32_t splits = (group + QS_MAX_QUERY_ROWS - 1) / QS_MAX_QUERY_ROWS;
+    int32_t heads = step->sequences >= SHARE * pool->threads ? op->kv_heads : 1, times = op->kv_heads / heads;
     int32_t sequence = 0, before = 0, pieces = 0, mine = 0;
     for (int32_t piece;; mine++) {
         piece = take(phase);
         for (; sequence < step->sequences; sequence++, before += pieces) {
             int32_t length = step->seq_start[sequence + 1] - step->seq_start[sequence];
-            pieces = (length + tokens - 1) / tokens * op->kv_heads * splits;
+            pieces = (length + tokens - 1) / tokens * times * splits;
             if (piece < before + pieces)
                 break;
         }
         if (sequence == step->sequences)
             break;
-        int32_t at = piece - before, kv_head = at % op->kv_heads, split = at / op->kv_heads % splits;
-        int32_t start = step->seq_start[sequence] + at / op->kv_heads / splits * tokens;
-        qs_queries queries;
-        queries.count = 0;
-        for (int32_t t = start; t < start + tokens && t < step->seq_start[sequence + 1]; t++)
-            for (int32_t h = split * heads; h < group && h < (split + 1) * heads; h++) {
-                int32_t i = queries.count++, head = kv_head * group + h, position = step->positions[t];
-                queries.q[i] = op->qkv + (int64_t)t * width + (int64_t)head * dim;
-                queries.out[i] = op->out + ((int64_t)t * op->heads + head) * dim;
-                queries.last[i] = position;
-                queries.first[i] = op->window > 0 && position >= op->window ? position - op->window + 1 : 0;
-            }
-        job->kernels->attend(op, &queries, step->block_tables + (int64_t)sequence * step->table_stride, kv_head);
+        int32_t at = piece - before, first = at % times * heads, split = at / times % splits;
+        int32_t start = step->seq_start[sequence] + at / times / splits * tokens;
+        for (int32_t kv_head = first; kv_head < first + heads; kv_head++) {
+            if (rope)
+                job->kernels->rope_kv(rope, rope->qkv + (int64_t)start * width, step->positions[start],
+                                      step->slots[start], kv_head);
+            attend_tokens(job, op, sequence, start, tokens, kv_head, split);
+        }
     }
     settle(pool, phase, before, mine); /* of all sequences, now that there is no further piece */
 }
@@ -273,7 +336,8 @@ static void run_row(const struct job *job, const qs_op *op, int64_t r)
         break;
     case QS_ROPE_KV: {
         int64_t width = (int64_t)(op->rope_kv.heads + 2 * op->rope_kv.kv_heads) * op->rope_kv.head_dim;
-        kernels->rope_kv(&op->rope_kv, op->rope_kv.qkv + r * width, step->positions[r], step->slots[r]);
+        for (int32_t head = 0; head < op->rope_kv.kv_heads; head++)
+            kernels->rope_kv(&op->rope_kv, op->rope_kv.qkv + r * width, step->positions[r], step->slots[r], head);
         break;
     }
     case QS_SILU_MUL: {
@@ -303,12 +367,13 @@ static void run_job(qs_pool *pool, int32_t thread)
         const qs_op *op = job->ops + i;
         struct phase *phase = pool->phases + 2 * i;
         int32_t rows = op->rows == QS_ROWS_LOGITS ? job->step->logits : job->step->tokens, mine = 0;
-        if (rows == 0)
+        if (rows == 0 || is_joined(job, i))
             continue;
         if (op->kind == QS_LINEAR)
             run_linear(job, pool, thread, phase, &op->linear, rows);
         else if (op->kind == QS_ATTENTION)
-            run_attention(job, pool, phase, &op->attention);
+            run_attention(job, pool, phase, &op->attention,
+                          i && is_joined(job, i - 1) ? &op[-1].rope_kv : NULL);
         else {
             for (int32_t piece; (piece = take(phase)) < row_pieces(rows); mine++)
                 for (int32_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
@@ -414,7 +479,7 @@ int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows,
 
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa)
 {
-    struct job job = {ops, count, step, kernels_of(isa), scratch, 0, 0};
+    struct job job = {ops, count, step, kernels_of(isa), scratch, plan_scratch(ops, count, 1)};
     if (!job.kernels)
         return -1;
     if (count > pool->capacity) {
@@ -425,7 +490,6 @@ int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *po
         pool->capacity = count;
     }
     memset(pool->phases, 0, sizeof(*pool->phases) * 2 * (size_t)count);
-    plan_scratch(ops, count, 1, pool->threads, &job.row_bytes, &job.thread_bytes);
     pool->job = &job;
     atomic_store(&pool->open, 1);
     atomic_fetch_add(&pool->epoch, 1);

@@ -73,6 +73,11 @@ typedef struct { const float *x, *weight; float *out; int32_t width; float eps; 
  *
  * x is [rows, x_width]; row r of the output starts at out + r * out_stride. permutation (i32 [k], NULL for none; u8 and
  * u4 only) names the x column of each input, -1 for padding.
+ *
+ * norm (f32 [x_width], NULL for none): the input is that of qs_rmsnorm with this weight and `eps`.
+ *
+ * silu: tiles come in pairs, a gate and what it is multiplied with, and out[r, 16 t + i] is silu(gate) * up of lane i of
+ * the tiles 2t and 2t + 1, bias included. n is a multiple of 32 then and counts both; accumulate is not set.
  */
 typedef struct {
     const float *x;
@@ -80,10 +85,10 @@ typedef struct {
     const void *weight;
     const float *scales;
     const int32_t *zeros;
-    const float *bias;
+    const float *bias, *norm;
     const int32_t *permutation;
-    int32_t k, n, x_width, out_stride, dtype, group, act_dtype, act_span, act_group, zero, accumulate;
-    float input_scale;
+    int32_t k, n, x_width, out_stride, dtype, group, act_dtype, act_span, act_group, zero, accumulate, silu;
+    float input_scale, eps;
 } qs_linear;
 
 /* Rotates q and k in place (halves convention) and stores k and v in the paged cache.

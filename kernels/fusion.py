@@ -1,0 +1,83 @@
+"""Which neighbouring operations the C kernels do in one: a norm with the products that read it, and a product of gate
+and up projections with the SiLU that joins them. What passes between them is not written then.
+
+Knows operations and how they are wired; does not know kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from qserve.kernels.ops import Attention, Gather, Linear, Op, RMSNorm, RopeKV, SiluMul
+from qserve.kernels.prepack import LANES
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """``linear`` of its input normed by ``norm``, its outputs joined by ``silu``. The rows of its weight and its bias
+    alternate then: 16 of the gate projection, 16 of the up projection."""
+
+    linear: Linear
+    norm: RMSNorm | None = None
+    silu: SiluMul | None = None
+
+
+def fuse(ops: Sequence[Op]) -> list[Op | FusedLinear]:
+    """``ops`` with what can be done in one done in one, in order."""
+    fused: list[Op | FusedLinear] = []
+    norm: RMSNorm | None = None
+    for i, op in enumerate(ops):
+        previous = fused[-1] if fused else None
+        if isinstance(op, RMSNorm) and _is_for_products(op, ops[i + 1 :]):
+            norm = op
+        elif isinstance(op, Linear):
+            fused.append(FusedLinear(op, norm if norm and norm.out is op.x else None))
+        elif isinstance(op, SiluMul) and isinstance(previous, FusedLinear) and _joins(op, previous.linear):
+            fused[-1] = replace(previous, linear=_alternating(previous.linear), silu=op)
+        else:
+            fused.append(op)
+    return fused
+
+
+def _is_for_products(norm: RMSNorm, behind: Sequence[Op]) -> bool:
+    """Whether products alone read what ``norm`` writes, next of all, and before its input changes."""
+    products = list(takewhile(lambda op: isinstance(op, Linear) and op.x is norm.out and op.out is not norm.x, behind))
+    for op in behind[len(products) :]:
+        if _input(op) is norm.out:
+            return False
+        if getattr(op, "out", None) is norm.out:
+            break
+    return bool(products)
+
+
+def _input(op: Op) -> Tensor | None:
+    match op:
+        case RMSNorm() | Linear() | Gather():
+            return op.x
+        case RopeKV() | Attention():
+            return op.qkv
+        case SiluMul():
+            return op.gate_up
+    return None
+
+
+def _joins(silu: SiluMul, linear: Linear) -> bool:
+    return silu.gate_up is linear.out and not linear.accumulate and silu.out.shape[1] % LANES == 0
+
+
+def _alternating(linear: Linear) -> Linear:
+    width = linear.out.shape[1] // 2
+    order = torch.arange(2 * width).view(2, width // LANES, LANES).transpose(0, 1).flatten()
+    bias = None if linear.bias is None else linear.bias[order]
+    weight = linear.weight
+    if isinstance(weight, Tensor):
+        return replace(linear, weight=weight[order], bias=bias)
+    zeros = None if weight.zeros is None else weight.zeros[order]
+    return replace(
+        linear, weight=replace(weight, codes=weight.codes[order], scales=weight.scales[order], zeros=zeros), bias=bias
+    )
