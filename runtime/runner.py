@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -44,22 +45,21 @@ class DecoderRunner:
         decoder.copy_blocks(plan.copies)
         step = describe(plan)
         decoder.run(step)
-        ends = step.seq_start[1:] - 1
-        for index, sequence in enumerate(plan.sequences):
+        first = 0
+        for sequence in plan.sequences:
             if sequence.wants_prompt_logprobs or sequence.wants_prompt_states:
-                first = int(step.seq_start[index])
                 rows = torch.arange(first, first + len(sequence.token_ids), dtype=torch.int32)
                 start = sequence.start
                 for part in rows.split(decoder.limits.max_logits):
                     wanted = self._states(step, part) if sequence.wants_prompt_states else self._logprobs(step, part)
                     prompt_sink(sequence.request_id, start, wanted)
                     start += len(part)
-        sampling = [index for index, sequence in enumerate(plan.sequences) if sequence.num_sampled]
-        rows = ends[sampling]
+            first += len(sequence.token_ids)
+        sampling = tuple(sequence.request_id for sequence in plan.sequences if sequence.num_sampled)
         if sampling:
-            decoder.head(step, rows)
+            decoder.head(step, step.logit_rows)
         return StepOutput(
-            tuple(plan.sequences[index].request_id for index in sampling),
+            sampling,
             decoder.logits[: len(sampling)],
             decoder.greedy[: len(sampling)].cpu(),  # where there is a GPU, the only time that a step waits for it
         )
@@ -75,13 +75,14 @@ class DecoderRunner:
 
 
 def describe(plan: StepPlan) -> Step:
-    """A plan as the int32 arrays that the kernels read."""
+    """A plan as the int32 arrays that the kernels read; the logits wanted are those that are sampled from."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     starts = [0]
+    rows: list[int] = []
+    tables: list[int] = []
     widest = max(len(sequence.block_table) for sequence in plan.sequences)
-    tables = []
     for sequence in plan.sequences:
         ids += sequence.token_ids
         table = sequence.block_table
@@ -89,13 +90,12 @@ def describe(plan: StepPlan) -> Step:
         positions += span
         slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
         starts.append(len(ids))
-        tables.append([*table, *[0] * (widest - len(table))])
-    int32 = torch.int32
-    return Step(
-        token_ids=torch.tensor(ids, dtype=int32),
-        positions=torch.tensor(positions, dtype=int32),
-        slots=torch.tensor(slots, dtype=int32),
-        seq_start=torch.tensor(starts, dtype=int32),
-        block_tables=torch.tensor(tables, dtype=int32),
-        logit_rows=torch.empty(0, dtype=int32),
-    )
+        if sequence.num_sampled:
+            rows.append(len(ids) - 1)
+        tables += table
+        tables += [0] * (widest - len(table))
+    parts = (ids, positions, slots, starts, rows, tables)
+    # One tensor for all: after a step the caches hold weights, and each call into torch is slow.
+    arrays = torch.tensor(list(chain(*parts)), dtype=torch.int32).split([len(part) for part in parts])
+    token_ids, position, slot, seq_start, logit_rows, block_tables = arrays
+    return Step(token_ids, position, slot, seq_start, block_tables.view(-1, widest), logit_rows)

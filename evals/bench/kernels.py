@@ -28,7 +28,7 @@ Update = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to hold a weight and to round its input; unless said, that of integers is int8 in groups of 64."""
+    """A way to hold a weight and to round its input; unless said, that of integers is int8 in groups of 64 or 32."""
 
     name: str
     scheme: WeightScheme | None  # None for float16

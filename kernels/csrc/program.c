@@ -101,6 +101,14 @@ static int32_t take(struct phase *phase)
     return atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
 }
 
+/* The piece behind a ticket: threads that work at the same time are a share of all pieces apart, for what one writes the
+ * processor fetches ahead of the other where they are neighbours, and takes it away. */
+static int32_t spread(int32_t ticket, int32_t pieces, int32_t threads)
+{
+    int32_t share = pieces / threads, more = pieces % threads, at = ticket % threads;
+    return at * share + (at < more ? at : more) + ticket / threads;
+}
+
 /* Adds the pieces that this thread did, and returns when all are done. */
 static void settle(qs_pool *pool, struct phase *phase, int32_t pieces, int32_t mine)
 {
@@ -225,9 +233,10 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
         settle(pool, phase, row_pieces(rows), mine);
     }
     mine = 0;
-    for (int32_t piece; (piece = take(phase + 1)) < pieces; mine++) {
-        int32_t tile = piece / parts * TILES, some = tiles - tile < TILES ? tiles - tile : TILES;
-        int32_t row = piece % parts * part, end = rows - row < part ? rows : row + part;
+    for (int32_t ticket; (ticket = take(phase + 1)) < pieces; mine++) {
+        int32_t piece = spread(ticket, pieces, pool->threads);
+        int32_t tile = piece % columns * TILES, some = tiles - tile < TILES ? tiles - tile : TILES;
+        int32_t row = piece / columns * part, end = rows - row < part ? rows : row + part;
         if (is_integer(op)) {
             qs_acts acts = acts_at(memory, op, rows);
             job->kernels->linear_int(op, &acts, row, end, tile, some, unpacked);
