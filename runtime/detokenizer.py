@@ -147,6 +147,9 @@ class StopChecker:
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     """The text of ``token_ids`` as it is: whatever the tokenizer's default, no spaces are tidied away."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # transformers would call it too, after a look at every token
+        return str(backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
