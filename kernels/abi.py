@@ -10,7 +10,7 @@ import torch
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 U8, U4, F8, I8 = 3, 4, 5, 6
-KV_DTYPES = {torch.float32: 0, torch.float16: 1, torch.float8_e4m3fn: F8, torch.int8: I8}
+KV_DTYPES = {**DTYPES, torch.float8_e4m3fn: F8, torch.int8: I8}
 
 
 def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[C.Structure]:

@@ -21,8 +21,8 @@ class EngineConfig:
         max_waiting: queued choices at most; more are refused.
         max_waiting_tokens: their prompt tokens at most; None allows 32 contexts (``max_model_len``).
         kv_cache_memory: bytes of the KV cache; None takes half of the memory that weights leave free.
-        kv_cache_dtype: auto (what the checkpoint was calibrated for, else fp16), fp16, bf16 (on a
-            GPU), fp32, int8 or fp8.
+        kv_cache_dtype: auto (what the checkpoint was calibrated for, else fp16), fp16, bf16, fp32,
+            int8 or fp8.
         enable_prefix_caching: reuse the KV of equal prompt beginnings.
         kernels: which executor, see ``registry.names``.
         threads: of the native kernels; None takes the cores of this process.

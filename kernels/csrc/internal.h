@@ -92,6 +92,15 @@ static inline float qs_bf16_to_float(uint16_t b)
     return v.f;
 }
 
+/* Round to nearest even; NaN stays NaN. */
+static inline uint16_t qs_float_to_bf16(float f)
+{
+    union { float f; uint32_t u; } v = {f};
+    if ((v.u & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(v.u >> 16 | 0x40u);
+    return (uint16_t)((v.u + 0x7fffu + (v.u >> 16 & 1u)) >> 16);
+}
+
 /* The bits of e4m3, moved to where float16 has them, are a 256th of the value, subnormals included. */
 static inline float qs_e4m3_to_float(uint8_t code)
 {

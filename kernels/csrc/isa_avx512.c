@@ -261,7 +261,7 @@ INLINE __m512 small_e4m3(__m128i codes)
 INLINE __m512 load_kv(const void *cache, int64_t at, const int dtype)
 {
     const __m512 nan = _mm512_set1_ps(NAN);
-    if (dtype == QS_F32 || dtype == QS_F16)
+    if (dtype == QS_F32 || dtype == QS_F16 || dtype == QS_BF16)
         return load_floats(cache, at, dtype);
     __m128i codes = _mm_loadu_si128((const __m128i *)((const uint8_t *)cache + at));
     if (dtype == QS_I8)
@@ -435,7 +435,7 @@ INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32
     const float lift = op->kv_dtype == QS_F8 ? 256.0f : 1.0f;
     const float k_scale = op->scale * (op->k_scale ? op->k_scale[kv_head] * lift : 1.0f);
     const float v_scale = op->v_scale ? op->v_scale[kv_head] * lift : 1.0f;
-    const int32_t bytes = op->kv_dtype == QS_F32 ? 4 : op->kv_dtype == QS_F16 ? 2 : 1;
+    const int32_t bytes = op->kv_dtype == QS_F32 ? 4 : op->kv_dtype == QS_F16 || op->kv_dtype == QS_BF16 ? 2 : 1;
     float q[QS_MAX_QUERY_ROWS][256]; /* at one distance from each other: a pointer each would need a register each */
     float sums[QS_MAX_QUERY_ROWS][256] __attribute__((aligned(64)));
     float weights[QS_MAX_QUERY_ROWS][QS_LANES] __attribute__((aligned(64)));

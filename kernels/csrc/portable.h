@@ -318,6 +318,10 @@ static void QS_NAME(store_kv)(const qs_rope_kv *op, const float *k, const float 
             ((uint16_t *)op->k_cache)[key] = qs_float_to_half(k[j]);
             ((uint16_t *)op->v_cache)[value] = qs_float_to_half(v[j]);
             break;
+        case QS_BF16:
+            ((uint16_t *)op->k_cache)[key] = qs_float_to_bf16(k[j]);
+            ((uint16_t *)op->v_cache)[value] = qs_float_to_bf16(v[j]);
+            break;
         case QS_I8:
             ((int8_t *)op->k_cache)[key] = QS_NAME(kv_code)(k[j] / op->k_scale[head]);
             ((int8_t *)op->v_cache)[value] = QS_NAME(kv_code)(v[j] / op->v_scale[head]);
@@ -354,6 +358,8 @@ static inline float QS_NAME(kv_value)(const void *cache, int64_t at, const int d
         return ((const float *)cache)[at];
     if (dtype == QS_F16)
         return qs_half_to_float(((const uint16_t *)cache)[at]);
+    if (dtype == QS_BF16)
+        return qs_bf16_to_float(((const uint16_t *)cache)[at]);
     if (dtype == QS_F8)
         return qs_e4m3_to_float(((const uint8_t *)cache)[at]);
     int8_t code = ((const int8_t *)cache)[at];
@@ -404,6 +410,7 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, c
     switch (op->kv_dtype) {
     case QS_F32: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_F32); break;
     case QS_F16: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_F16); break;
+    case QS_BF16: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_BF16); break;
     case QS_F8: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_F8); break;
     case QS_I8: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_I8); break;
     }

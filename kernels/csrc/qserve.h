@@ -94,8 +94,8 @@ typedef struct {
 /* Rotates q and k in place (halves convention) and stores k and v in the paged cache.
  * qkv f32 [tokens, (heads + 2 * kv_heads) * head_dim]; cos, sin f32 [positions, rotary_dim / 2];
  * q_norm, k_norm f32 [head_dim] or NULL: RMS norm of each head before the rotation.
- * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32, f16, i8 or f8.
- * i8 and f8 hold k / k_scale and v / v_scale, scales f32 [kv_heads]: i8 rounded half to even and saturated at
+ * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32, f16, bf16, i8 or
+ * f8. i8 and f8 hold k / k_scale and v / v_scale, scales f32 [kv_heads]: i8 rounded half to even and saturated at
  * -127 .. 127, f8 rounded to the nearest, ties to even, and saturated at 448. What is not finite becomes NaN, which
  * i8 writes as -128. k_center f32 [kv_heads, head_dim] or NULL is taken from each rotated key. */
 typedef struct {
@@ -108,7 +108,7 @@ typedef struct {
 
 /* Causal attention of each query over the cached keys of its sequence, block after block with a running
  * softmax. window > 0 limits a query to the last `window` positions. out f32 [tokens, heads * head_dim].
- * Caches and their scales are those of qs_rope_kv; scales are NULL for f32 and f16.
+ * Caches and their scales are those of qs_rope_kv; scales are NULL for f32, f16 and bf16.
  * head_dim is a multiple of 16 and at most 256. */
 typedef struct {
     const float *qkv, *k_scale, *v_scale;

@@ -60,7 +60,7 @@ def run(
     kv_cache_dtype: Annotated[
         str,
         typer.Option(
-            help="auto (what the checkpoint was calibrated for, else fp16), fp16, bf16 (GPU), fp32, int8 or fp8."
+            help="auto (what the checkpoint was calibrated for, else fp16), fp16, bf16, fp32, int8 or fp8."
         ),
     ] = ENGINE.kv_cache_dtype,
     prefix_caching: Annotated[

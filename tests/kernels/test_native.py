@@ -225,7 +225,7 @@ def attention_case(
     return torch.randn(tokens, (heads + 2 * kv_heads) * head_dim), k_cache, v_cache, step
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window", "lengths"),
     [
@@ -254,7 +254,7 @@ def test_rope_and_attention(
         results.append((mine, k, v, out))
     (mine, k, v, out), (mine2, k2, v2, out2) = results
     torch.testing.assert_close(mine[:, : (heads + kv_heads) * head_dim], mine2[:, : (heads + kv_heads) * head_dim])
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     torch.testing.assert_close(k, k2, rtol=tolerance, atol=tolerance, equal_nan=True)
     torch.testing.assert_close(v, v2, rtol=tolerance, atol=tolerance, equal_nan=True)
     torch.testing.assert_close(out, out2, rtol=tolerance, atol=tolerance)
