@@ -80,27 +80,25 @@ def beating(tiny_model: Path) -> Iterator[Served]:
 
 
 def test_guidellm_and_qserve_bench_agree(environment, judge, beating, tmp_path: Path) -> None:
-    """By turns, on a server whose times are known: the medians of three rounds are within a tenth."""
-    served = beating
-    streams, requests, output = 4, 24, 32
+    """By turns, on a server that needs no processor: the medians of three rounds are within a tenth, or a step."""
+    streams, requests, output = 4, 16, 32
     rounds: list[tuple[dict[str, float], dict[str, float]]] = []
     for number in range(3):
         home = tmp_path / f"{number}"
-        metrics = guidellm(environment, judge, served, home, streams, requests, 64, output, seed=number)["metrics"]
+        metrics = guidellm(environment, judge, beating, home, streams, requests, 64, output, seed=number)["metrics"]
         prompt = round(metrics["prompt_token_count"]["successful"]["mean"])  # with those of the chat template
         theirs = {
             "TTFT": metrics["time_to_first_token_ms"]["successful"]["mean"],
             "ITL": metrics["inter_token_latency_ms"]["successful"]["mean"],
             "output tokens/s": metrics["output_tokens_per_second"]["successful"]["mean"],
         }
-        rounds.append((theirs, ours(judge, served, home / "ours.json", streams, requests, prompt, output)))
+        rounds.append((theirs, ours(judge, beating, home / "ours.json", streams, requests, prompt, output)))
         print(*rounds[-1], sep="\n")
     for name in rounds[0][0]:
         other, own = (statistics.median(each[side][name] for each in rounds) for side in (0, 1))
         print(f"{name}: guidellm {other:.2f}, qserve bench {own:.2f}, ratio {own / other:.3f}")
-        assert own == pytest.approx(other, rel=0.1), name
-        if name == "ITL":
-            assert own == pytest.approx(STEP * 1e3, rel=0.1)
+        # Whoever just misses a step waits for the next one.
+        assert own == pytest.approx(other, **({"abs": STEP * 1e3} if name == "TTFT" else {"rel": 0.1})), name
 
 
 def guidellm(environment, judge, served, home: Path, streams, requests, prompt, output, *, seed: int = 42):
