@@ -97,8 +97,9 @@ def make(environment: Environment, home: Path) -> None:
         subprocess.run(["npm", "install", *options, *environment.packages], cwd=home, check=True)
     else:
         venv.create(home, with_pip=True)
-        (site,) = home.glob("lib/python*/site-packages")
-        (site / "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
+        if borrowed:
+            (site,) = home.glob("lib/python*/site-packages")
+            (site / "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
         _run(home, "-m", "pip", "install", "--quiet", *environment.packages)
         if environment.alone:
             # Not isolated: their build scripts import torch. Their CUDA extensions are not what is judged.
