@@ -23,12 +23,14 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Environment:
     """``packages`` from PyPI, then ``alone`` without what they ask for: their own pins are years old, and they need
-    nothing of it here. ``imports`` must succeed at the end. With ``node``, ``packages`` are from npm."""
+    nothing of it here. ``imports`` must succeed at the end. With ``node``, ``packages`` are from npm. With
+    ``borrows`` it sees what the environment that makes it has, and only what is missing there is installed."""
 
     packages: tuple[str, ...]
     imports: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     node: bool = False
+    borrows: bool = False
 
 
 TORCH = "torch>=2.11,<2.14"
@@ -59,7 +61,8 @@ JUDGES = {
     "deploy": Environment(
         ("kubernetes-validate==1.37.0", "promql-parser==0.12.0"), ("kubernetes_validate", "promql_parser")
     ),
-    "guidellm": Environment(("guidellm==0.8.1", TORCH), ("guidellm",)),
+    # torch, transformers and datasets are 1.3 GB of the 1.5 that it needs, and qserve has them.
+    "guidellm": Environment(("guidellm==0.8.1", TORCH), ("guidellm",), borrows=True),
 }
 PEERS = {
     "llama-cpp": Environment(("llama-cpp-python>=0.3.16",), ("llama_cpp",)),  # compiled for this machine
@@ -79,7 +82,9 @@ COMPLETE = "complete.json"
 
 def make(environment: Environment, home: Path) -> None:
     """Make it at ``home`` unless it is there already, made from the same pins."""
-    name, pins = home.name, json.dumps([*environment.packages, *environment.alone])
+    # Last on the path, and as mere folders: the .pth files in them, qserve's own among them, do not count.
+    borrowed = [folder for folder in sys.path if Path(folder).name == "site-packages"] if environment.borrows else []
+    name, pins = home.name, json.dumps([*environment.packages, *environment.alone, *borrowed])
     if (home / COMPLETE).exists() and (home / COMPLETE).read_text(encoding="utf-8") == pins:
         print(f"{name}: complete already")
         return
@@ -92,6 +97,9 @@ def make(environment: Environment, home: Path) -> None:
         subprocess.run(["npm", "install", *options, *environment.packages], cwd=home, check=True)
     else:
         venv.create(home, with_pip=True)
+        if borrowed:
+            (site,) = home.glob("lib/python*/site-packages")
+            (site / "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
         _run(home, "-m", "pip", "install", "--quiet", *environment.packages)
         if environment.alone:
             # Not isolated: their build scripts import torch. Their CUDA extensions are not what is judged.

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from qserve.evals.reliability.client import Client, Json, Outcome, percentile
 from qserve.evals.reliability.load import Load, asker, closed, count, opened
 from qserve.evals.reliability.misuser import Misuser
@@ -250,6 +252,7 @@ def http(options: Options) -> list[Figure]:
 def sigterm(options: Options) -> list[Figure]:
     """SIGTERM under load: who is being served is served to the end, nobody new is, and then nothing is left."""
     with ServerProcess(options.model, options.engine(), ServerConfig()) as server:
+        children = server.children()
         outcomes = _during(server, options, lambda: server.signal(signal.SIGTERM))
         ended = server.wait(40)
         code = server.exit_code
@@ -259,6 +262,7 @@ def sigterm(options: Options) -> list[Figure]:
         Figure("streams that ended whole", ends.get("done", 0), at_least=options.concurrency),
         Figure("truncated, failed or hung", sum(ends.get(e, 0) for e in ("truncated", "error", "hung")), at_most=0),
         Figure("still running", float(not ended), at_most=0),
+        Figure("processes left of those that it started", _left(children), at_most=0),
         Figure("exit code", -1 if code is None else code, at_least=0, at_most=0),
         Figure("port not free", float(not free), at_most=0),
     ]
@@ -267,6 +271,7 @@ def sigterm(options: Options) -> list[Figure]:
 def kill(options: Options) -> list[Figure]:
     """``kill -9`` under load: the port is free at once, and a new server on it works."""
     with ServerProcess(options.model, options.engine(), ServerConfig()) as server:
+        children = server.children()
         outcomes = _during(server, options, lambda: server.signal(signal.SIGKILL))
         ended = server.wait(10)
         free = _is_free(server.port)
@@ -275,6 +280,7 @@ def kill(options: Options) -> list[Figure]:
     return [
         Figure("hung", count(outcomes).get("hung", 0), at_most=0),
         Figure("still running", float(not ended), at_most=0),
+        Figure("processes left of those that it started", _left(children), at_most=0),
         Figure("port not free", float(not free), at_most=0),
         Figure("the next server does not work", float(works.end != "done"), at_most=0),
     ]
@@ -308,6 +314,21 @@ def _during(server: ServerProcess, options: Options, act: Callable[[], None]) ->
         return [*await asyncio.gather(*streams), *late]
 
     return asyncio.run(run())
+
+
+def _left(processes: list[psutil.Process]) -> int:
+    """How many of them still run after a while in which to end."""
+    end = time.monotonic() + 10
+    while (left := sum(map(_runs, processes))) and time.monotonic() < end:
+        time.sleep(0.01)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return str(process.status()) != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_free(port: int) -> bool:

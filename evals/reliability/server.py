@@ -82,9 +82,9 @@ class ServerProcess:
         self._process.join(timeout)
         return self._process.exitcode is not None
 
-    def children(self) -> int:
+    def children(self) -> list[psutil.Process]:
         """Processes that it started and that live."""
-        return len(psutil.Process(self._process.pid).children(recursive=True))
+        return list(psutil.Process(self._process.pid).children(recursive=True))
 
     def until_idle(self, timeout: float) -> float:
         """Seconds until nothing runs, waits or holds a block; ``timeout`` if it takes longer."""

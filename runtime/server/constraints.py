@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import select
@@ -31,6 +32,8 @@ from qserve.runtime.grammar import GrammarCompiler
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.turns import Turns
+
+logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds
 TURN_SECONDS = 0.06  # for one while others wait
@@ -68,6 +71,19 @@ class ConstraintChecker:
         self._starting: asyncio.Future[None] | None = None
         self._trying = ThreadPoolExecutor(1, "qserve-constraints")
         self._compiling = ThreadPoolExecutor(2, "qserve-compile")  # what is known to be good waits for no trial
+
+    def start(self) -> None:
+        """Return when a constraint can be tried out at once, or after ``START_SECONDS``.
+
+        The first constraint would wait for that otherwise, and pays for it where this fails: a server that nobody asks
+        for structured output needs none of it.
+        """
+        try:
+            starting = self._trying.submit(self._worker.start)
+            _ = self._compiler.tokenizer  # this process has one of its own
+            starting.result()
+        except Exception:
+            logger.warning("constraints cannot be tried out yet; the first of them tries again", exc_info=True)
 
     async def matcher(self, constraint: Constraint, tenant: str = "") -> LLMatcher:
         """The constraint, compiled. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``.
@@ -135,7 +151,7 @@ class ConstraintChecker:
 
 
 class Worker:
-    """The process ``grammar_worker``: started with the first question, and again after it died or was killed.
+    """The process ``grammar_worker``: started by ``start`` or by a question, also after it died or was killed.
 
     Questions come from one thread; ``close`` may come from another.
     """

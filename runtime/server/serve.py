@@ -182,8 +182,10 @@ def serve(
         # What is loaded stays. To look through half a million objects for garbage would stop every stream for 0.2 s.
         gc.collect()
         gc.freeze()
+        service = Service(loaded, config, server.keys)
+        service.constraints.start()
         with _signals(server):
-            server.open(Service(loaded, config, server.keys))
+            server.open(service)
             if opened is not None:
                 opened(loaded)
             thread.join()

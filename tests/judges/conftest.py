@@ -71,20 +71,13 @@ def served(tiny_model: Path) -> Iterator[Served]:
         yield server
 
 
-@pytest.fixture
-def served_by_one_core(tiny_model: Path) -> Iterator[Served]:
-    """What a client takes of the processor, the server does not miss, where there are two cores."""
-    with serving(tiny_model, "--threads", "1") as server:
-        yield server
-
-
 @contextmanager
-def serving(tiny_model: Path, *options: str) -> Iterator[Served]:
+def serving(tiny_model: Path) -> Iterator[Served]:
     """``python -m qserve run`` with the demo model where it is, else the tiny one."""
     if not os.environ.get(VARIABLE):
         pytest.skip(f"{VARIABLE} is not set")
     model = "demo" if demo_path().exists() else str(tiny_model)
-    command = ["run", model, "--port", "0", "--served-model-name", "judged", "--kv-cache-memory", "256MiB", *options]
+    command = ["run", model, "--port", "0", "--served-model-name", "judged", "--kv-cache-memory", "256MiB"]
     with subprocess.Popen(
         [sys.executable, "-m", "qserve", *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     ) as process:

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import httpx
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.constraints import Worker
-from qserve.runtime.server.serve import ServerHandle
+from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
 
 from .waiting import wait_until
 
@@ -267,6 +268,34 @@ def test_a_worker_that_does_not_start_fails_the_request_alone(
         patch.setattr("qserve.runtime.server.constraints.START_SECONDS", 0.0)
         assert post(own, guided_regex="never tried").status_code == 500
     assert text_of(post(own, guided_regex="never tried")) == "never tried"
+
+
+def test_a_worker_that_does_not_start_with_the_server_starts_later(
+    own: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("qserve.runtime.server.constraints.START_SECONDS", 0.0)
+        own.service.constraints.start()
+    assert not worker(own).ready
+    assert text_of(post(own, guided_regex="later")) == "later"
+
+
+def test_the_first_constraint_waits_for_no_worker(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sock = claim_socket("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+    def ask() -> httpx.Response:
+        try:
+            wait_until(lambda: httpx.get(f"{url}/ready", timeout=20).status_code == 200)
+            monkeypatch.setattr("qserve.runtime.server.constraints.START_SECONDS", 0.0)  # what starts now fails
+            return httpx.post(f"{url}/v1/completions", json={"prompt": "hi", "guided_json": SLOW_SCHEMA}, timeout=60)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        serve(engine, sock=sock)
+        refused(asked.result(), "guided_json", "0.75 s")
 
 
 def beside_ten_slow_ones(server: ServerHandle) -> tuple[httpx.Response, list[httpx.Response]]:
