@@ -158,23 +158,25 @@ class Scheduler:
         tenant is next, with its running prefills and then with its waiting requests, by rank. Nobody is
         admitted past one that must wait for room; ``now`` (seconds) becomes the ``scheduled_time``.
         """
+        running = Status.RUNNING  # a member of an enumeration is found more slowly than what is asked of it here
         decodes = [request for request in self._running if _can_decode(request)]
         for request in decodes:
-            if request.status is Status.RUNNING and not self.blocks.is_writable(
-                request.request_id, request.num_computed
-            ):
+            if request.status is running and not self.blocks.is_writable(request.request_id, request.num_computed):
                 self._grow(request)
-        decodes = [request for request in decodes if request.status is Status.RUNNING]
+        decodes = [request for request in decodes if request.status is running]
         # Prompts first: to admit one may preempt a decode, for which nothing must be planned by then.
         planned: list[tuple[Request, ScheduledSequence]] = []
         if self._waiting or len(decodes) < len(self._running):
             planned = self._prefill(self.config.max_num_batched_tokens - len(decodes), now)
         pausing = self._giving_way(planned) if planned else ()
-        planned += [
+        # Decodes go first, and with them who came back from a preemption and lacks the newest token alone.
+        first = [pair for pair in planned if not pair[1].is_prefill]
+        first += [
             (request, self._decode(request))
             for request in decodes
-            if request.status is Status.RUNNING and request.tenant not in pausing
+            if request.status is running and request.tenant not in pausing
         ]
+        planned = first + [pair for pair in planned if pair[1].is_prefill]
         return self._plan(planned) if planned else None
 
     def commit(self, plan: StepPlan, results: Mapping[str, int]) -> list[RequestUpdate]:
@@ -192,15 +194,16 @@ class Scheduler:
             if sequence.num_sampled and sequence.request_id not in results and not request.is_finished:
                 raise ValueError(f"plan {plan.step} has no result for {sequence.request_id}")
         self._in_flight.popleft()
+        running, finished = Status.RUNNING, Status.FINISHED
         updates = []
         tokens: tuple[int, ...]
         for sequence, request in pairs:
             request.num_plans -= 1
             request.num_in_flight -= sequence.num_sampled
             end = sequence.start + len(sequence.token_ids)
-            if request.status is Status.RUNNING:
+            if request.status is running:
                 self._publish(request, end)
-            if request.status is Status.FINISHED:
+            if request.status is finished:
                 continue
             if sequence.num_sampled:
                 tokens = (results[request.request_id],)
@@ -405,14 +408,13 @@ class Scheduler:
 
     def _decode(self, request: Request) -> ScheduledSequence:
         """Plan the newest token: what ``_advance`` does, where nothing of the prompt is left."""
-        start = request.num_computed
+        request_id, start = request.request_id, request.num_computed
         newest = PLACEHOLDER if request.num_in_flight else request.output_token_ids[-1]
-        table = self.blocks.table(request.request_id)
         self._shares.charge(request.tenant, 0, 1, request.weight)
         request.num_computed = start + 1
         request.num_in_flight += 1
         request.num_plans += 1
-        return ScheduledSequence(request.request_id, (newest,), start, table, 1, False)
+        return ScheduledSequence(request_id, (newest,), start, self.blocks.table(request_id), 1, False)
 
     def _advance(self, request: Request, budget: int) -> ScheduledSequence:
         """Plan up to ``budget`` further tokens of a running request."""
@@ -442,10 +444,9 @@ class Scheduler:
         return sequence
 
     def _plan(self, planned: list[tuple[Request, ScheduledSequence]]) -> StepPlan:
-        planned.sort(key=lambda pair: pair[1].is_prefill)  # decodes first; stable
-        sequences = tuple(sequence for _, sequence in planned)
+        requests, sequences = zip(*planned)
         plan = StepPlan(self._step, sequences, tuple(self._preempted), tuple(self._copies))
-        self._in_flight.append((plan, tuple(request for request, _ in planned)))
+        self._in_flight.append((plan, requests))
         self._step += 1
         self._preempted, self._copies = [], []
         return plan
@@ -493,9 +494,10 @@ class Scheduler:
 
 def _can_decode(request: Request) -> bool:
     """Its newest token is all that is to be computed. Beams wait until that is so, and the token known, of each."""
-    if not request.beams:
-        return request.is_decoding and not request.is_fully_sampled
-    return all(
-        member.is_decoding and not member.is_fully_sampled and not (member.beams and member.num_in_flight)
-        for member in request.members
-    )
+    if request.beams:
+        return all(
+            member.is_decoding and not member.is_fully_sampled and not member.num_in_flight for member in request.beams
+        )
+    # ``is_decoding`` and not ``is_fully_sampled``, written out: it is asked of everybody in every step.
+    outputs, prompt = len(request.output_token_ids) + request.num_in_flight, len(request.prompt_token_ids)
+    return prompt <= request.num_computed == prompt + outputs - 1 and outputs < request.max_output_tokens
