@@ -37,9 +37,12 @@ class _Stderr:
         return getattr(sys.stderr, name)
 
 
+# What is shown comes from models, files and users: nothing in it is markup, and ``:abc:`` is no emoji.
 # Where there is no terminal to fit into, a table is as wide as it needs to be.
-out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-err = Console(file=cast(IO[str], _Stderr()), highlight=False, soft_wrap=True)
+out = Console(
+    highlight=False, markup=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
+)
+err = Console(file=cast(IO[str], _Stderr()), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 Update = Callable[[int, int], None]
 
@@ -70,11 +73,11 @@ def progress(label: str) -> Iterator[Update]:
 
 def note(text: str) -> None:
     """A line about what is going on; results go to stdout, this does not."""
-    err.print(text, markup=False)
+    err.print(text)
 
 
 def line(text: str = "") -> None:
-    out.print(text, markup=False)
+    out.print(text)
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -88,7 +91,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def error(text: str) -> None:
-    err.print(f"error: {text}", markup=False, style="bold red")
+    err.print(f"error: {text}", style="bold red")
 
 
 def size(count: float) -> str:

@@ -135,5 +135,5 @@ def ask(url: str, model: str, question: str) -> None:
             if "error" in chunk:
                 raise QServeError(f"the server answered: {chunk['error']['message']}")
             for choice in chunk["choices"]:
-                console.out.print(choice["delta"].get("content") or "", end="", markup=False)
+                console.out.print(choice["delta"].get("content") or "", end="")
     console.line()

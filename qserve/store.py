@@ -42,7 +42,7 @@ def show(directories: list[Path], *, as_json: bool) -> None:
 
     models = list(find_models(directories))
     if as_json:
-        console.out.print(json.dumps([model.to_json() for model in models], indent=2), markup=False)
+        console.out.print(json.dumps([model.to_json() for model in models], indent=2))
         return
     if not models:
         console.line("no models here; qserve pull demo fetches a small one")

@@ -133,18 +133,19 @@ class BlockManager:
         whose every position is about to be written needs none. Raises ``ValueError``, changing nothing, when
         there are too few blocks.
         """
-        if not self.can_allocate(request_id, num_tokens, write_from=write_from):
+        table = self._tables[request_id]
+        unwritable, more = self._unwritable(table, num_tokens, write_from), self.blocks_for(num_tokens) - len(table)
+        if len(unwritable) + max(more, 0) > self.num_free:
             raise ValueError(
                 f"no room for {num_tokens} tokens of {request_id}, {self.num_free} blocks are free"
             )
-        table = self._tables[request_id]
         copies = []
-        for index in self._unwritable(table, num_tokens, write_from):
+        for index in unwritable:
             source, table[index] = table[index], self._take()
             if index * self.block_size < write_from:
                 copies.append((source, table[index]))
             self._release(source)
-        for _ in range(self.blocks_for(num_tokens) - len(table)):
+        for _ in range(more):
             table.append(self._take())
         return copies
 

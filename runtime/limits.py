@@ -86,7 +86,7 @@ def fit(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None
             f"{limit} tokens; ask for max_tokens of at most {room}",
             "max_tokens",
         )
-    request.max_total_tokens = limit if request.params.max_tokens is not None else min(limit, pool // width * size)
+    request.limit(limit if request.params.max_tokens is not None else min(limit, pool // width * size))
     needed = width * blocks.blocks_for(request.max_positions)
     if needed > pool and width > 1:
         raise RequestError(

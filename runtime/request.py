@@ -31,6 +31,8 @@ class Request:
         prompt_token_ids: at least one token, none negative.
         eos_token_ids: tokens that end the output unless ``params.ignore_eos``.
         max_total_tokens: prompt and output tokens at most; ``Scheduler.add`` lowers it to the context.
+        max_output_tokens: outputs at most; a prompt that fills the context still yields one, which is never fed back,
+            unless it is for an embedding.
         priority: lower runs first, -1000..1000.
         cache_salt: only requests of the same salt share cached prefixes.
         tenant: whose request it is; tenants are served equally, by weight.
@@ -66,6 +68,7 @@ class Request:
     arrival_time: float = 0.0
     parent: Request | None = field(default=None, repr=False)
 
+    max_output_tokens: int = field(default=0, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
     status: Status = field(default=Status.WAITING, init=False)
     finish_reason: str | None = field(default=None, init=False)
@@ -89,6 +92,7 @@ class Request:
         if min(self.prompt_token_ids) < 0:
             raise RequestError(f"token id {min(self.prompt_token_ids)} of the prompt is negative", "prompt")
         self.num_queued = 0 if self.parent else len(self.prompt_token_ids)
+        self.limit(self.max_total_tokens)
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise RequestError(
                 f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, not {self.priority}",
@@ -103,6 +107,13 @@ class Request:
         ):
             raise RequestError(f"prompt and salt differ from those of parent {parent.request_id}", "parent")
 
+    def limit(self, max_total_tokens: int) -> None:
+        """Set how many tokens it may have, the prompt's included."""
+        self.max_total_tokens = max_total_tokens
+        room = max(1, max_total_tokens - len(self.prompt_token_ids))
+        wanted = room if self.params.max_tokens is None else min(room, self.params.max_tokens)
+        self.max_output_tokens = 0 if self.is_pooled else wanted
+
     @property
     def num_prompt(self) -> int:
         return len(self.prompt_token_ids)
@@ -111,16 +122,6 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt, outputs, and placeholders of outputs in flight."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
-
-    @property
-    def max_output_tokens(self) -> int:
-        """Outputs at most; a prompt that fills the context still yields one, which is never fed back, unless it is for
-        an embedding."""
-        if self.params.pooling is not None:
-            return 0
-        room = self.max_total_tokens - len(self.prompt_token_ids)
-        limit = self.params.max_tokens
-        return (room if limit is None or limit > room else limit) if room > 1 else 1
 
     @property
     def max_positions(self) -> int:
@@ -159,7 +160,6 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Only its newest sampled token is not yet computed."""
-        # Written out: the scheduler asks every running request several times a step.
         prompt = len(self.prompt_token_ids)
         return prompt <= self.num_computed == prompt + len(self.output_token_ids) + self.num_in_flight - 1
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Mapping
+from itertools import islice
 
 from qserve.runtime.backlog import Backlog
 from qserve.runtime.blocks import BlockManager, chain_digests
@@ -158,23 +159,28 @@ class Scheduler:
         tenant is next, with its running prefills and then with its waiting requests, by rank. Nobody is
         admitted past one that must wait for room; ``now`` (seconds) becomes the ``scheduled_time``.
         """
+        running = Status.RUNNING  # a member of an enumeration is found more slowly than what is asked of it here
         decodes = [request for request in self._running if _can_decode(request)]
         for request in decodes:
-            if request.status is Status.RUNNING and not self.blocks.is_writable(
-                request.request_id, request.num_computed
-            ):
+            if request.status is running and not self.blocks.is_writable(request.request_id, request.num_computed):
                 self._grow(request)
-        decodes = [request for request in decodes if request.status is Status.RUNNING]
+        decodes = [request for request in decodes if request.status is running]
         # Prompts first: to admit one may preempt a decode, for which nothing must be planned by then.
         planned: list[tuple[Request, ScheduledSequence]] = []
-        if self._waiting or len(decodes) < len(self._running):
-            planned = self._prefill(self.config.max_num_batched_tokens - len(decodes), now)
+        active: list[Request] = []
+        if len(decodes) < len(self._running):
+            active = [r for r in self._running if not r.is_decoding and r.num_computed < r.num_tokens]
+        if self._waiting or active:
+            planned = self._prefill(active, self.config.max_num_batched_tokens - len(decodes), now)
         pausing = self._giving_way(planned) if planned else ()
-        planned += [
+        # Decodes go first, and with them who came back from a preemption and lacks the newest token alone.
+        first = [pair for pair in planned if not pair[1].is_prefill]
+        first += [
             (request, self._decode(request))
             for request in decodes
-            if request.status is Status.RUNNING and request.tenant not in pausing
+            if request.status is running and request.tenant not in pausing
         ]
+        planned = first + [pair for pair in planned if pair[1].is_prefill]
         return self._plan(planned) if planned else None
 
     def commit(self, plan: StepPlan, results: Mapping[str, int]) -> list[RequestUpdate]:
@@ -192,15 +198,18 @@ class Scheduler:
             if sequence.num_sampled and sequence.request_id not in results and not request.is_finished:
                 raise ValueError(f"plan {plan.step} has no result for {sequence.request_id}")
         self._in_flight.popleft()
+        running, finished, size = Status.RUNNING, Status.FINISHED, self.blocks.block_size
         updates = []
         tokens: tuple[int, ...]
         for sequence, request in pairs:
             request.num_plans -= 1
             request.num_in_flight -= sequence.num_sampled
             end = sequence.start + len(sequence.token_ids)
-            if request.status is Status.RUNNING:
-                self._publish(request, end)
-            if request.status is Status.FINISHED:
+            if request.status is running:
+                if end // size > request.num_committed // size:
+                    self._publish(request, end)
+                request.num_committed = end
+            if request.status is finished:
                 continue
             if sequence.num_sampled:
                 tokens = (results[request.request_id],)
@@ -267,15 +276,12 @@ class Scheduler:
             parent = request.parent = None  # its prompt may still be in the prefix cache
         return parent is not None and parent.num_committed < max(request.num_prompt - 1, 1)
 
-    def _prefill(self, budget: int, now: float) -> list[tuple[Request, ScheduledSequence]]:
-        """Plan up to ``budget`` prompt tokens, admitting whom there is room for."""
+    def _prefill(self, active: list[Request], budget: int, now: float) -> list[tuple[Request, ScheduledSequence]]:
+        """Plan up to ``budget`` prompt tokens of those that run, ``active``, and of whom there is room to admit."""
         full = self.num_running == self.config.max_num_seqs and self._shares.num_tenants == 1
-        active = [r for r in self._running if not r.is_decoding and r.num_computed < r.num_tokens]
-        queues: dict[str, deque[Request]] = {}
-        for request in active if full else (*active, *self._waiting):
-            queues.setdefault(request.tenant, deque()).append(request)
+        queues = self._by_tenant(active if full else [*active, *self._waiting])
         planned: list[tuple[Request, ScheduledSequence]] = []
-        ahead = AHEAD_TOKENS
+        ahead, most = AHEAD_TOKENS, self.config.max_num_seqs
         while budget and queues:
             queue = min(queues.values(), key=lambda queue: self._turn(queue[0]))
             is_ahead = self._shares.is_ahead(queue[0].tenant)
@@ -293,7 +299,8 @@ class Scheduler:
                     queues = {
                         tenant: running
                         for tenant, queue in queues.items()
-                        if (running := deque(r for r in queue if r.status is Status.RUNNING))
+                        # Who runs is before who waits.
+                        if (running := deque(r for r in islice(queue, most) if r.status is Status.RUNNING))
                     }
                     continue
             planned.append((request, self._advance(request, min(budget, ahead) if is_ahead else budget)))
@@ -301,6 +308,15 @@ class Scheduler:
             budget -= num_tokens
             ahead -= num_tokens
         return planned
+
+    def _by_tenant(self, requests: list[Request]) -> dict[str, deque[Request]]:
+        """The queue of each tenant, in the order given."""
+        if requests and self._shares.num_tenants == 1:  # in one piece, however many wait
+            return {requests[0].tenant: deque(requests)}
+        queues: dict[str, deque[Request]] = {}
+        for request in requests:
+            queues.setdefault(request.tenant, deque()).append(request)
+        return queues
 
     def _giving_way(self, planned: list[tuple[Request, ScheduledSequence]]) -> set[str]:
         """Tenants whose decodes wait for the next step: the short prompt of one that was served less is in this one.
@@ -405,14 +421,13 @@ class Scheduler:
 
     def _decode(self, request: Request) -> ScheduledSequence:
         """Plan the newest token: what ``_advance`` does, where nothing of the prompt is left."""
-        start = request.num_computed
+        request_id, start = request.request_id, request.num_computed
         newest = PLACEHOLDER if request.num_in_flight else request.output_token_ids[-1]
-        table = self.blocks.table(request.request_id)
         self._shares.charge(request.tenant, 0, 1, request.weight)
         request.num_computed = start + 1
         request.num_in_flight += 1
         request.num_plans += 1
-        return ScheduledSequence(request.request_id, (newest,), start, table, 1, False)
+        return ScheduledSequence(request_id, (newest,), start, self.blocks.table(request_id), 1, False)
 
     def _advance(self, request: Request, budget: int) -> ScheduledSequence:
         """Plan up to ``budget`` further tokens of a running request."""
@@ -442,10 +457,9 @@ class Scheduler:
         return sequence
 
     def _plan(self, planned: list[tuple[Request, ScheduledSequence]]) -> StepPlan:
-        planned.sort(key=lambda pair: pair[1].is_prefill)  # decodes first; stable
-        sequences = tuple(sequence for _, sequence in planned)
+        requests, sequences = zip(*planned)
         plan = StepPlan(self._step, sequences, tuple(self._preempted), tuple(self._copies))
-        self._in_flight.append((plan, tuple(request for request, _ in planned)))
+        self._in_flight.append((plan, requests))
         self._step += 1
         self._preempted, self._copies = [], []
         return plan
@@ -462,14 +476,11 @@ class Scheduler:
             request.digests += chain_digests(tokens, size, salt=request.cache_salt, parent=parent)
         return request.digests[:count]
 
-    def _publish(self, request: Request, num_committed: int) -> None:
-        """Let others find the blocks that a committed plan has just completed."""
-        size = self.blocks.block_size
-        first, count = request.num_committed // size, num_committed // size
-        request.num_committed = num_committed
-        if first < count:
-            for index, digest in enumerate(self._digests(request, num_committed)[first:], first):
-                self.blocks.publish(request.request_id, index, digest)
+    def _publish(self, request: Request, end: int) -> None:
+        """Let others find the blocks that are complete once the positions before ``end`` are committed."""
+        first = request.num_committed // self.blocks.block_size
+        for index, digest in enumerate(self._digests(request, end)[first:], first):
+            self.blocks.publish(request.request_id, index, digest)
 
     def _leave_running(self, request: Request) -> None:
         self._running.remove(request)
@@ -493,9 +504,10 @@ class Scheduler:
 
 def _can_decode(request: Request) -> bool:
     """Its newest token is all that is to be computed. Beams wait until that is so, and the token known, of each."""
-    if not request.beams:
-        return request.is_decoding and not request.is_fully_sampled
-    return all(
-        member.is_decoding and not member.is_fully_sampled and not (member.beams and member.num_in_flight)
-        for member in request.members
-    )
+    if request.beams:
+        return all(
+            member.is_decoding and not member.is_fully_sampled and not member.num_in_flight for member in request.beams
+        )
+    # ``is_decoding`` and not ``is_fully_sampled``, written out: it is asked of everybody in every step.
+    outputs, prompt = len(request.output_token_ids) + request.num_in_flight, len(request.prompt_token_ids)
+    return prompt <= request.num_computed == prompt + outputs - 1 and outputs < request.max_output_tokens

@@ -20,10 +20,13 @@ TEMPLATE = (
 )
 
 
-def save_tiny_model(out: Path, more_special: Sequence[str] = (), context: int = 512) -> Path:
-    """Two random llama layers and a byte-level BPE tokenizer of about 320 tokens, in the directory ``out``.
+def save_tiny_model(
+    out: Path, more_special: Sequence[str] = (), context: int = 512, *, width: int = 64, layers: int = 2
+) -> Path:
+    """Random llama layers and a byte-level BPE tokenizer of about 320 tokens, in the directory ``out``.
 
-    ``more_special``: special tokens besides those of the chat template; ``context``: tokens.
+    ``more_special``: special tokens besides those of the chat template; ``context``: tokens; ``width``: of four heads
+    together.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,9 +46,9 @@ def save_tiny_model(out: Path, more_special: Sequence[str] = (), context: int = 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=context,

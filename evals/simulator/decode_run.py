@@ -69,6 +69,7 @@ class LeapingScheduler(Scheduler):
             request.num_computed = stop
             self._shares.charge(request.tenant, 0, steps, request.weight)
             self._publish(request, stop)
+            request.num_committed = stop
             if len(request.output_token_ids) >= request.max_output_tokens:
                 ended.append(request)
         # At the end, as when they end in the last step: until then their blocks are nobody else's.

@@ -74,6 +74,7 @@ class Replica:
         self._cost = cost
         self._leaps = config.leaps and not config.static
         self._plan: StepPlan | None = None
+        self._tokens = 0  # of the plan
         self._leap: _Leap | None = None
         self._start = 0.0
         self._requests: dict[str, Request] = {}
@@ -120,6 +121,7 @@ class Replica:
                 self.end = None
                 return False
             tokens, rows, prefill_kv, decode_kv = shape_of(self._plan)
+            self._tokens = tokens
             padded = max(0, self._batch - self.scheduler.num_running)
             if padded:
                 longest = max(s.start + len(s.token_ids) for s in self._plan.sequences)
@@ -139,7 +141,7 @@ class Replica:
         plan = self._plan
         assert plan is not None
         self._plan = None
-        self.usage.step(end - self._start, plan.num_tokens, len(plan.sequences), self.blocks.num_used)
+        self.usage.step(end - self._start, self._tokens, len(plan.sequences), self.blocks.num_used)
         results = {sequence.request_id: _TOKEN for sequence in plan.sequences if sequence.num_sampled}
         first = self._first
         for update in self.scheduler.commit(plan, results):

@@ -28,6 +28,23 @@ def test_it_is_valid_by_the_schema_of_github() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["actionlint"], ["zizmor", "--offline", "--no-progress", "--min-severity", "high", "--config", "CONFIG"]],
+    ids=lambda command: command[0],
+)
+def test_the_examiners_of_workflows_find_no_fault(command: list[str], tmp_path: Path) -> None:
+    """One reads expressions, contexts and the shell; the other looks for what strangers could make it do."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    config = tmp_path / "zizmor.yml"
+    # GitHub's own actions, by the version that GitHub moves.
+    config.write_text("rules: {unpinned-uses: {config: {policies: {'actions/*': ref-pin}}}}\n", encoding="utf-8")
+    command = [str(config) if each == "CONFIG" else each for each in command]
+    done = subprocess.run([*command, str(WORKFLOW)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_it_starts_the_script_and_keeps_what_that_writes() -> None:
     (job,) = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"].values()
     commands = [step["run"] for step in job["steps"] if "run" in step]

@@ -80,7 +80,8 @@ def test_what_is_counted(engine: Engine) -> None:
     assert static.paged == 64 * 6 * 16 and static.whole_context == 64 * 6 * 512
     report = batching_report(found, "t", "c")
     assert {metric.name for metric in report.metrics} >= {"gain_in_steps", "kv_waste_paged"}
-    assert report.sections[0].rows[2][0] == "gain" and "<svg" in page(report)
+    assert report.sections[0].rows[2][0] == "gain" and report.sections[0].rows[3][4:] == ("1.60x", "", "")
+    assert "<svg" in page(report)
 
 
 def test_lengths_of_a_mix_are_in_every_batch() -> None:
