@@ -51,6 +51,19 @@ def numbers(text: str, option: str) -> list[float]:
     return values
 
 
+def cpu_list(text: str | None) -> tuple[int, ...] | None:
+    """``0,2-3`` as taskset takes it: numbers of CPUs and ranges of them; None where the option is not given."""
+    if text is None:
+        return None
+    cpus: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first) < 8192):
+            raise UsageError(f"--cpu-list must be CPUs and ranges of them, as 0,2-3, not {text!r}")
+        cpus += range(int(first), int(last or first) + 1)
+    return tuple(cpus)
+
+
 def names(text: str) -> tuple[str, ...]:
     """Names with commas between."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
