@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from typing import TYPE_CHECKING
@@ -57,10 +58,11 @@ def cpu_list(text: str | None) -> tuple[int, ...] | None:
         return None
     cpus: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first) < 8192):
+        found = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
+        ends = [] if found is None else [int(number) for number in found.groups() if number is not None]
+        if not ends or ends[0] > ends[-1]:
             raise UsageError(f"--cpu-list must be CPUs and ranges of them, as 0,2-3, not {text!r}")
-        cpus += range(int(first), int(last or first) + 1)
+        cpus += range(ends[0], ends[-1] + 1)
     return tuple(cpus)
 
 

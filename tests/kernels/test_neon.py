@@ -26,7 +26,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package's own sources with the package's own flags, and what compares two ISAs."""
-    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["ext-modules"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (extension,) = project["tool"]["setuptools"]["ext-modules"]
     program = tmp_path_factory.mktemp("twins") / "twins"
     sources = [str(ROOT / source) for source in extension["sources"]] + [str(Path(__file__).with_name("twins.c"))]
     command = [str(COMPILER), *extension["extra-compile-args"], "-Wall", "-Werror", "-Wno-unused-function", "-static"]
