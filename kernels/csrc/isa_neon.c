@@ -59,6 +59,17 @@ INLINE int8x16_t signed_codes(const uint8_t *w, int part, const int half, const 
     return vreinterpretq_s8_u8(half ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
 }
 
+/* sum + the dots of four codes and four inputs, the first or the second. In assembly because clang before its 16th
+ * version declares the intrinsic only where the whole file is for such a processor. */
+INLINE int32x4_t dot4(int32x4_t sum, int8x16_t codes, int8x8_t x, const int second)
+{
+    if (second)
+        __asm__("sdot %0.4s, %1.16b, %2.4b[1]" : "+w"(sum) : "w"(codes), "w"(x));
+    else
+        __asm__("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sum) : "w"(codes), "w"(x));
+    return sum;
+}
+
 /* One activation group of `rows` rows by one tile. The sum starts at -zero * sum(codes), so that the zero point costs
  * nothing inside. */
 INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float32x4_t sums[ROWS][PARTS], const int rows,
@@ -81,12 +92,12 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float32x4
             codes[part] = signed_codes(w, part, 0, u4);
         UNROLL for (int m = 0; m < rows; m++)
             UNROLL for (int part = 0; part < PARTS; part++)
-                dot[m][part] = vdotq_lane_s32(dot[m][part], codes[part], x[m], 0);
+                dot[m][part] = dot4(dot[m][part], codes[part], x[m], 0);
         UNROLL for (int part = 0; part < PARTS; part++)
             codes[part] = signed_codes(w, part, 1, u4);
         UNROLL for (int m = 0; m < rows; m++)
             UNROLL for (int part = 0; part < PARTS; part++)
-                dot[m][part] = vdotq_lane_s32(dot[m][part], codes[part], x[m], 1);
+                dot[m][part] = dot4(dot[m][part], codes[part], x[m], 1);
     }
     UNROLL for (int part = 0; part < PARTS; part++) {
         float32x4_t scale = vld1q_f32(at->scales + 4 * part);
