@@ -1,9 +1,13 @@
 /* AVX2: the product of integers by hand, the rest from portable.h. Rounding is that of the portable kernels, so the bits
  * are theirs too. */
 #if defined(__x86_64__) || defined(__i386__)
-#pragma GCC target("avx2,fma,f16c")
-#pragma GCC diagnostic ignored "-Wunused-function"
 #include <immintrin.h>
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#pragma GCC diagnostic ignored "-Wunused-function"
 
 #define QS_NAME(name) qs_avx2_##name
 #include "portable.h"
@@ -162,4 +166,7 @@ const qs_kernels qs_kernels_avx2 = {
     .attend = QS_NAME(attend),
     .search_scale = QS_NAME(search_scale),
 };
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
 #endif

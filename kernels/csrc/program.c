@@ -386,7 +386,7 @@ int32_t qs_best_isa(void)
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return QS_AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) /* f16c is older than avx2 */
         return QS_AVX2;
 #elif defined(QS_ARM)
     if (qs_has_dot_products())
