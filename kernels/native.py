@@ -406,7 +406,7 @@ class NativeExecutor:
     ) -> None:
         if cpus is not None:
             require_cpus(cpus)
-        self.threads = len(cpus) if cpus else threads or default_threads()
+        self.threads = len(cpus) if cpus is not None else threads or default_threads()
         self.cpus = cpus
         self.isa: Isa = isa or best_isa()
         self._pool = _Pool(self.threads, cpus)
