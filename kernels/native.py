@@ -35,10 +35,10 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.pages import Arena
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
-from qserve.kernels.threads import default_threads
+from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus
 
-Isa = Literal["scalar", "avx2", "avx512"]
-ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512")
+Isa = Literal["scalar", "avx2", "avx512", "neon"]
+ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon")
 
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
 
@@ -57,7 +57,7 @@ def library() -> C.CDLL:
         raise OSError("the C kernels were not built")
     loaded = C.CDLL(str(path))
     loaded.qs_pool_create.restype = C.c_void_p
-    loaded.qs_pool_create.argtypes = [C.c_int32]
+    loaded.qs_pool_create.argtypes = [C.c_int32, C.c_void_p]
     loaded.qs_pool_destroy.restype = None
     loaded.qs_pool_destroy.argtypes = [C.c_void_p]
     loaded.qs_scratch_bytes.restype = C.c_int64
@@ -88,6 +88,11 @@ def best_isa() -> Isa:
     return ISAS[int(library().qs_best_isa())]
 
 
+def available() -> tuple[Isa, ...]:
+    """The ISAs that this machine has; none where there is no library."""
+    return () if missing() else tuple(isa for i, isa in enumerate(ISAS) if library().qs_has_isa(i))
+
+
 def _address(tensor: Tensor | None) -> int | None:
     if tensor is None:
         return None
@@ -99,13 +104,14 @@ def _address(tensor: Tensor | None) -> int | None:
 class _Pool:
     """Threads that sleep when there is nothing to do, and end with the executor."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, cpus: Sequence[int] | None) -> None:
         self._library = library()
         self.threads = threads
         self.arena = Arena()
-        self.handle = self._library.qs_pool_create(threads)
+        self.handle = self._library.qs_pool_create(threads, None if cpus is None else (C.c_int32 * threads)(*cpus))
         if not self.handle:
-            raise CapacityError(f"cannot start {threads} threads: use a smaller --threads")
+            where, option = ("", "threads") if cpus is None else (f" on the CPUs {cpu_ranges(cpus)}", "cpu-list")
+            raise CapacityError(f"cannot start {threads} threads{where}: use a smaller --{option}")
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -324,16 +330,25 @@ def search_scales(
 
 
 class NativeExecutor:
-    """The C kernels on ``threads`` threads. A row's result does not depend on the rest of the batch."""
+    """The C kernels on ``threads`` threads. A row's result does not depend on the rest of the batch.
+
+    ``cpus``: one thread is pinned to each; the first is that of the thread that runs a program, while it does.
+    Raises ``CapacityError`` where threads cannot be had, or not there.
+    """
 
     name = "native"
     batch_invariant = True
     placement = HOST
 
-    def __init__(self, threads: int | None = None, isa: Isa | None = None) -> None:
-        self.threads = threads or default_threads()
+    def __init__(
+        self, threads: int | None = None, isa: Isa | None = None, cpus: Sequence[int] | None = None
+    ) -> None:
+        if cpus is not None:
+            require_cpus(cpus)
+        self.threads = len(cpus) if cpus is not None else threads or default_threads()
+        self.cpus = cpus
         self.isa: Isa = isa or best_isa()
-        self._pool = _Pool(self.threads)
+        self._pool = _Pool(self.threads, cpus)
 
     def supports(self, op: Op) -> str | None:
         if isinstance(op, Attention) and (op.head_dim % 16 or op.head_dim > 256):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -41,7 +41,7 @@ def candidates() -> list[Candidate]:
     """Every executor, best first."""
     missing = native.missing()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "Triton's interpreter, for tests"
-    detail = "" if missing else f"best of {', '.join(native.ISAS)} here: {native.best_isa()}"
+    detail = "" if missing else f"best of {', '.join(native.available())} here: {native.best_isa()}"
     return [
         Candidate("triton", gpu, _triton_missing(), "models are computed on the CPU"),
         Candidate("native", detail, missing, "about 10 times slower, and results that vary with the batch"),
@@ -75,16 +75,21 @@ def names() -> list[str]:
 
 
 def make(
-    name: str = "auto", threads: int | None = None, activations: torch.dtype = torch.bfloat16
+    name: str = "auto", threads: int | None = None, activations: torch.dtype = torch.bfloat16,
+    cpus: Sequence[int] | None = None,
 ) -> Executor:
     """The executor called ``name``; ``auto`` is the best that this machine has. ``activations`` is in which dtype a GPU
-    computes; everything else computes in float32.
+    computes; everything else computes in float32. ``threads`` and ``cpus``: of the native kernels.
 
     Raises ``UsageError`` for an unknown name and ``CapacityError`` for one that is not available here.
     """
     if name not in names():
         raise UsageError(f"unknown kernels {name!r}: choose from {', '.join(names())}")
-    if name.startswith("triton") or (name == "auto" and _gpu()):
+    missing = native.missing()
+    on_device = name.startswith("triton") or (name == "auto" and _gpu())
+    if cpus is not None and (on_device or name == "reference" or (name == "auto" and missing)):
+        raise CapacityError("--cpu-list pins the threads of the native kernels, and they do not compute here")
+    if on_device:
         missing = _triton_missing()
         if missing:
             raise CapacityError(f"kernels {name!r} are not available: {missing}")
@@ -93,17 +98,16 @@ def make(
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         return TritonExecutor(device, activations if on_gpu else torch.float32, invariant=name == "triton-invariant")
-    missing = native.missing()
     if name == "reference" or (name == "auto" and missing):
         return ReferenceExecutor()
     if missing:
         raise CapacityError(f"kernels {name!r} are not available: {missing}")
-    for rank, isa in enumerate(native.ISAS):
+    for isa in native.ISAS:
         if name == f"native-{isa}":
-            if rank > native.ISAS.index(native.best_isa()):
+            if isa not in native.available():
                 raise CapacityError(f"this machine has no {isa}: its best is {native.best_isa()}")
-            return native.NativeExecutor(threads, isa)
-    return native.NativeExecutor(threads)
+            return native.NativeExecutor(threads, isa, cpus)
+    return native.NativeExecutor(threads, cpus=cpus)
 
 
 def require(executor: Executor, ops: Iterable[Op]) -> None:

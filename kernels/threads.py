@@ -1,13 +1,15 @@
-"""How many threads compute. Torch's pool and ours share the same cores; only one of them may be at work."""
+"""How many threads compute, and where. Torch's pool and ours share the same cores; only one of them may be at work."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from qserve.checkpoint.errors import CapacityError
 
 
 def default_threads() -> int:
@@ -18,6 +20,33 @@ def default_threads() -> int:
     except (OSError, ValueError):
         return cores
     return max(1, min(cores, int(quota) // int(period))) if quota.isdigit() else cores
+
+
+def usable_cpus() -> list[int] | None:
+    """The CPUs that this thread may run on, or None where the system does not let a program choose."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else None
+
+
+def require_cpus(cpus: Sequence[int]) -> None:
+    """Raise ``CapacityError`` where a thread cannot be pinned to each of ``cpus``."""
+    usable = usable_cpus()
+    if usable is None:
+        raise CapacityError("this system does not let a program choose its CPUs: leave out --cpu-list")
+    missing = [cpu for cpu in cpus if cpu not in usable]
+    if missing:
+        here = cpu_ranges(usable)
+        raise CapacityError(f"--cpu-list names CPU {missing[0]}, and this process may run on {here} alone")
+
+
+def cpu_ranges(cpus: Sequence[int]) -> str:
+    """As ``--cpu-list`` takes them: 0,2-3."""
+    ranges: list[list[int]] = []
+    for cpu in cpus:
+        if ranges and cpu == ranges[-1][1] + 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 @contextmanager

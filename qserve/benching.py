@@ -6,6 +6,7 @@ Knows options and engines; does not know the terminal's arguments. Every functio
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from qserve import console, steps
@@ -95,8 +96,7 @@ def static(
     output: str | None,
     requests: int | None,
     seed: int,
-    kernels: str,
-    threads: int | None,
+    engine: EngineConfig,
 ) -> Report:
     """The same requests in static batches and continuously, in this process."""
     levels, prompts = integers(concurrency, "--concurrency"), integers(prompt, "--prompt")
@@ -108,17 +108,16 @@ def static(
         raise UsageError("--requests must be at least 1")
     lengths = batching.lengths_of(Lengths.parse(output or "10/50/200/500", "--output"), requests, levels[0], seed)
     source = steps.open_source(model)
-    config = EngineConfig(
-        kernels=kernels,
-        threads=threads,
+    config = replace(
+        engine,
         max_num_seqs=levels[0],
         max_num_batched_tokens=max(levels[0], ENGINE.max_num_batched_tokens),
         max_waiting=max(requests, ENGINE.max_waiting),
         max_waiting_tokens=max(1, requests * tokens),
     )
-    engine = steps.load(source, config)
+    loaded = steps.load(source, config)
     with console.progress("bench") as update:
-        found = batching.compare(engine, throughput.text_tokens(source), tokens, lengths, update)
+        found = batching.compare(loaded, throughput.text_tokens(source), tokens, lengths, update)
     return batching.batching_report(found, f"Static and continuous batching of {source.name}", command_line())
 
 
@@ -130,8 +129,7 @@ def batches(
     repeats: int,
     against: str | None,
     min_ratio: str | None,
-    kernels: str,
-    threads: int | None,
+    engine: EngineConfig,
 ) -> Report:
     """Requests that start together, in this process; beside transformers where ``against`` names the dense model."""
     levels = integers(concurrency, "--concurrency")
@@ -152,14 +150,13 @@ def batches(
     if base is not None and base.spec is not None:
         raise UsageError(f"--against {against} is quantized: transformers runs the dense model it was made from")
     most = max(levels)
-    config = EngineConfig(
-        kernels=kernels,
-        threads=threads,
+    config = replace(
+        engine,
         max_num_seqs=max(most, ENGINE.max_num_seqs),
         max_num_batched_tokens=max(most, ENGINE.max_num_batched_tokens),
         max_waiting=max(most, ENGINE.max_waiting),
     )
-    engine = steps.load(source, config)
+    loaded = steps.load(source, config)
     text = throughput.text_tokens(source)
     if len(text) < most * repeats + load.prompt:
         raise UsageError("--concurrency, --repeats and --prompt need more text than there is: lower them")
@@ -167,21 +164,22 @@ def batches(
     with console.progress("bench") as update:
         for i, level in enumerate(levels):
             update(i, len(levels))
-            found.append(throughput.measure(engine, text, level, load, repeats))
+            found.append(throughput.measure(loaded, text, level, load, repeats))
         update(len(levels), len(levels))
     peer = None
     if base is not None:
-        peer = throughput.fastest_transformers(base, text, load, config.threads, console.note)
-    return throughput.report(engine, found, load, peer, gates, command_line())
+        peer = throughput.fastest_transformers(base, text, load, config.num_threads, console.note)
+    return throughput.report(loaded, found, load, peer, gates, command_line())
 
 
-def kernels(name: str, threads: int | None, repeats: int) -> Report:
+def kernels(engine: EngineConfig, repeats: int) -> Report:
     """The C kernels beside the machine's peaks."""
+    name = engine.kernels
     if name != "auto" and not name.startswith("native"):
         raise UsageError(f"qserve bench kernels times the C kernels: --kernels native or native-ISA, not {name}")
     if repeats < 1:
         raise UsageError("--repeats must be at least 1")
-    executor = registry.make("native" if name == "auto" else name, threads)
+    executor = registry.make("native" if name == "auto" else name, engine.threads, cpus=engine.cpu_list)
     assert isinstance(executor, NativeExecutor)
     with console.progress("kernels") as update:
         return linear_speed.run(executor, command_line(), repeats=repeats, update=update)

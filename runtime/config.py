@@ -26,6 +26,7 @@ class EngineConfig:
         enable_prefix_caching: reuse the KV of equal prompt beginnings.
         kernels: which executor, see ``registry.names``.
         threads: of the native kernels; None takes the cores of this process.
+        cpu_list: the CPUs that they are pinned to, one each; None leaves them to the system.
         head: the output head of a quantized model: int8 (auto) or dense. A dense model's is dense.
     """
 
@@ -39,7 +40,13 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kernels: str = "auto"
     threads: int | None = None
+    cpu_list: tuple[int, ...] | None = None
     head: str = "auto"
+
+    @property
+    def num_threads(self) -> int | None:
+        """Threads of the native kernels, where a number is asked for."""
+        return self.threads if self.cpu_list is None else len(self.cpu_list)
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_DTYPES:
@@ -57,6 +64,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.cpu_list is not None:
+            if not self.cpu_list or len(set(self.cpu_list)) < len(self.cpu_list):
+                raise UsageError("--cpu-list names each CPU once, and at least one")
+            if self.threads not in (None, len(self.cpu_list)):
+                count = len(self.cpu_list)
+                raise UsageError(f"--cpu-list names {count} CPUs, one for each thread: leave out --threads")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise UsageError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs "

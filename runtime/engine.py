@@ -63,7 +63,7 @@ class Engine:
         self.model_config = decoder_config(source.config, source.name)
         self.vocab_size = self.model_config.vocab_size
         self.tokenizer = source.tokenizer()
-        self.executor = registry.make(config.kernels, config.threads, activation_dtype(source))
+        self.executor = registry.make(config.kernels, config.threads, activation_dtype(source), config.cpu_list)
         decoder, memory = load(source, self.model_config, config, self.executor, progress, planned)
         self.memory: MemoryPlan = memory
         self.max_model_len = memory.max_model_len

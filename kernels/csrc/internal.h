@@ -3,6 +3,7 @@
 #define QS_INTERNAL_H
 
 #include <math.h>
+#include <pthread.h>
 
 #include "qserve.h"
 
@@ -47,7 +48,21 @@ extern const qs_kernels qs_kernels_scalar;
 #define QS_X86 1
 extern const qs_kernels qs_kernels_avx2;
 extern const qs_kernels qs_kernels_avx512;
+#elif defined(__aarch64__)
+#define QS_ARM 1
+extern const qs_kernels qs_kernels_neon;
+int32_t qs_has_dot_products(void);
 #endif
+
+/* A set of CPUs, as wide as Linux has them. */
+#define QS_MAX_CPUS 8192
+typedef struct {
+    unsigned long words[QS_MAX_CPUS / 8 / sizeof(unsigned long)];
+} qs_cpus;
+
+/* Lets `thread` run on `cpu` alone. Returns 0 and, where asked, on which CPUs it ran `before`; or -1. */
+int32_t qs_pin(pthread_t thread, int32_t cpu, qs_cpus *before);
+void qs_unpin(pthread_t thread, qs_cpus *before);
 
 static inline float qs_half_to_float(uint16_t h)
 {

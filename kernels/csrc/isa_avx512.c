@@ -1,8 +1,13 @@
 /* AVX-512 with VNNI: the linear layers, attention and activation rounding by hand, the rest from portable.h. */
 #if defined(__x86_64__) || defined(__i386__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c,prefer-vector-width=512")
-#pragma GCC diagnostic ignored "-Wunused-function"
 #include <immintrin.h>
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c,prefer-vector-width=512")
+#endif
+#pragma GCC diagnostic ignored "-Wunused-function"
 
 #define QS_NAME(name) qs_avx512_##name
 #include "portable.h"
@@ -543,4 +548,7 @@ const qs_kernels qs_kernels_avx512 = {
     .attend = attend,
     .search_scale = qs_avx512_search_scale,
 };
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
 #endif

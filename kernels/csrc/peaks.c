@@ -20,9 +20,13 @@
 READ_STREAMS(read_streams)
 
 #if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni,prefer-vector-width=512")
-#include <immintrin.h>
+#endif
 
 READ_STREAMS(read_wide)
 
@@ -38,7 +42,11 @@ static int64_t multiply(int64_t loops)
                              : "v"(w), "v"(x));
     return loops * 12 * 64;
 }
+#ifdef __clang__
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 #else
 #define read_wide read_streams
 

@@ -32,6 +32,7 @@ struct qs_pool {
     atomic_int sleeping;
     atomic_int stop;
     int32_t threads, capacity;
+    int32_t cpu; /* of the caller, or -1 */
     pthread_t *workers;
     struct phase *phases; /* two for each operation; `capacity` operations */
     const struct job *job;
@@ -411,7 +412,7 @@ static void *worker_main(void *argument)
     }
 }
 
-qs_pool *qs_pool_create(int32_t threads)
+qs_pool *qs_pool_create(int32_t threads, const int32_t *cpus)
 {
     qs_pool *pool = calloc(1, sizeof(*pool));
     if (!pool || threads < 1 || !(pool->workers = calloc((size_t)threads, sizeof(pthread_t)))) {
@@ -419,6 +420,7 @@ qs_pool *qs_pool_create(int32_t threads)
         return NULL;
     }
     pool->threads = 1;
+    pool->cpu = cpus ? cpus[0] : -1;
     for (int32_t i = 1; i < threads; i++) {
         struct worker *worker = malloc(sizeof(*worker));
         if (worker)
@@ -429,6 +431,10 @@ qs_pool *qs_pool_create(int32_t threads)
             return NULL;
         }
         pool->threads++;
+        if (cpus && qs_pin(pool->workers[i], cpus[i], NULL)) {
+            qs_pool_destroy(pool);
+            return NULL;
+        }
     }
     return pool;
 }
@@ -454,8 +460,11 @@ int32_t qs_best_isa(void)
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return QS_AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) /* f16c is older than avx2 */
         return QS_AVX2;
+#elif defined(QS_ARM)
+    if (qs_has_dot_products())
+        return QS_NEON;
 #endif
     return QS_SCALAR;
 }
@@ -474,8 +483,16 @@ static const qs_kernels *kernels_of(int32_t isa)
         return &qs_kernels_avx2;
     if (isa == QS_AVX512)
         return &qs_kernels_avx512;
+#elif defined(QS_ARM)
+    if (isa == QS_NEON)
+        return &qs_kernels_neon;
 #endif
-    return &qs_kernels_scalar;
+    return isa == QS_SCALAR ? &qs_kernels_scalar : NULL;
+}
+
+int32_t qs_has_isa(int32_t isa)
+{
+    return kernels_of(isa) != NULL;
 }
 
 int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa)
@@ -491,6 +508,7 @@ int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *po
     struct job job = {ops, count, step, kernels_of(isa), scratch, plan_scratch(ops, count, 1)};
     if (!job.kernels)
         return -1;
+    qs_cpus before;
     if (count > pool->capacity) {
         struct phase *phases = realloc(pool->phases, sizeof(*phases) * 2 * (size_t)count);
         if (!phases)
@@ -499,6 +517,7 @@ int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *po
         pool->capacity = count;
     }
     memset(pool->phases, 0, sizeof(*pool->phases) * 2 * (size_t)count);
+    int pinned = pool->cpu >= 0 && qs_pin(pthread_self(), pool->cpu, &before) == 0;
     pool->job = &job;
     atomic_store(&pool->open, 1);
     atomic_fetch_add(&pool->epoch, 1);
@@ -507,5 +526,7 @@ int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *po
     atomic_store(&pool->open, 0);
     for (int inside; (inside = atomic_load(&pool->inside));) /* they may still look at the job, which ends with this call */
         wait_change(pool, &pool->inside, inside);
+    if (pinned)
+        qs_unpin(pthread_self(), &before);
     return 0;
 }

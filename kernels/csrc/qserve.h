@@ -32,7 +32,8 @@ enum qs_op_kind {
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
 enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6 };
-enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2 };
+/* QS_AVX512 has VNNI, QS_NEON the dot product of Armv8.2. */
+enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3 };
 enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
 
 /* out[r, :] = table[token_ids[r], :];  out f32; table [vocab, width] of dtype f32, f16 or bf16, or quantized:
@@ -175,9 +176,10 @@ int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows,
 
 typedef struct qs_pool qs_pool;
 
-/* A pool of `threads` threads, the caller being one. They spin briefly after work and then sleep.
- * NULL where threads or memory cannot be had. */
-qs_pool *qs_pool_create(int32_t threads);
+/* A pool of `threads` threads, the caller being one. They spin briefly after work and then sleep. `cpus` [threads] has
+ * the CPU of each, or is NULL: the first is the caller's, while it is in qs_run; afterwards it runs where it ran before.
+ * NULL where threads or memory cannot be had, or not there. */
+qs_pool *qs_pool_create(int32_t threads, const int32_t *cpus);
 void qs_pool_destroy(qs_pool *pool);
 
 /* Bytes of scratch that qs_run needs for these operations on at most max_rows rows. */
@@ -193,8 +195,9 @@ int64_t qs_peak_products(int64_t loops, int32_t isa);
 /* Reads `bytes` of memory, a multiple of 256, in four streams; returns a sum of it. */
 int64_t qs_peak_read(const void *memory, int64_t bytes);
 
-/* The best ISA of this machine. */
+/* The best ISA of this machine, and whether it has one. */
 int32_t qs_best_isa(void);
+int32_t qs_has_isa(int32_t isa);
 
 /* sizeof(qs_op), so that the caller can prove that its own declaration agrees. */
 int32_t qs_op_size(void);

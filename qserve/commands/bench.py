@@ -10,7 +10,8 @@ import typer
 
 from qserve import console
 from qserve.checkpoint.errors import QServeError, UsageError
-from qserve.commands.options import ENGINE, GateFile, HtmlOut, JsonOut, Kernels, MarkdownOut, Threads
+from qserve.commands import values
+from qserve.commands.options import ENGINE, CpuList, GateFile, HtmlOut, JsonOut, Kernels, MarkdownOut, Threads
 from qserve.runtime.config import EngineConfig
 
 
@@ -108,6 +109,7 @@ def bench(
     gate: GateFile = None,
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
+    cpu_list: CpuList = None,
 ) -> None:
     """Measure speed: of MODEL in this process, or of a server under load.
 
@@ -126,17 +128,20 @@ def bench(
         "--think": think, "--slo": slo, "--endpoint": endpoint, "--model": name, "--timeout": timeout, "--seed": seed,
     }  # fmt: skip
     given = [option for option, value in load.items() if value is not None]
-    if "://" in model and (serve or static or against is not None or (kernels, threads) != (ENGINE.kernels, None)):
-        raise UsageError("--serve, --static, --against, --kernels and --threads are for a MODEL, not for a URL")
+    engine = EngineConfig(kernels=kernels, threads=threads, cpu_list=values.cpu_list(cpu_list))
+    if "://" in model and (serve or static or against is not None or engine != ENGINE):
+        raise UsageError(
+            "--serve, --static, --against, --kernels, --threads and --cpu-list are for a MODEL, not for a URL"
+        )
     if model == "kernels":
         if given or serve or static or against is not None or concurrency is not None or output is not None:
-            raise UsageError("kernels takes no load: --kernels, --threads and --repeats alone")
-        report = benching.kernels(kernels, threads, repeats)
+            raise UsageError("kernels takes no load: --kernels, --threads, --cpu-list and --repeats alone")
+        report = benching.kernels(engine, repeats)
     elif static:
         others = [*given, *["--serve"] * serve, *["--against"] * (against is not None)]
         if others := [option for option in others if option not in ("--requests", "--seed")]:
             raise UsageError(f"--static is measured in this process: leave out {others[0]}")
-        report = benching.static(model, concurrency or "64", prompt, output, requests, seed or 0, kernels, threads)
+        report = benching.static(model, concurrency or "64", prompt, output, requests, seed or 0, engine)
     elif "://" in model or serve or given:
         if against is not None:
             raise UsageError(f"--against is measured in this process: leave out {[*given, '--serve'][0]}")
@@ -150,15 +155,14 @@ def bench(
             ),
         )  # fmt: skip
         fields = {"temperature": 0.0, **({"ignore_eos": True} if ignore_eos else {})}
-        engine = EngineConfig(kernels=kernels, threads=threads)
         report = benching.load(model, job, name, api_key, fields, 600.0 if timeout is None else timeout, engine)
     else:
         report = benching.batches(
-            model, concurrency or "1,8,16", prompt, output or "64", repeats, against, min_ratio, kernels, threads
+            model, concurrency or "1,8,16", prompt, output or "64", repeats, against, min_ratio, engine
         )
     try:
-        values = {metric.name: metric.value for metric in report.metrics}
-        judged = judge_values(wanted, values, 1, report.environment["machine"])
+        found = {metric.name: metric.value for metric in report.metrics}
+        judged = judge_values(wanted, found, 1, report.environment["machine"])
         report = replace(report, gates=(*report.gates, *judged))
     finally:  # what was measured is kept, also where a gate asks for something else
         report.write(json_path, markdown_path, html_path)

@@ -11,6 +11,7 @@ def doctor() -> None:
 
     from qserve.evals.report import environment
     from qserve.kernels import registry
+    from qserve.kernels.threads import cpu_ranges, default_threads, usable_cpus
 
     for key, value in environment().items():
         console.line(f"{key:<13}{value}")
@@ -19,6 +20,9 @@ def doctor() -> None:
     except PackageNotFoundError:
         triton = "not installed (no GPU kernels on this platform)"
     console.line(f"{'Triton':<13}{triton}")
+    cpus = usable_cpus()
+    pinning = "threads cannot be pinned here" if cpus is None else f"CPUs {cpu_ranges(cpus)} for --cpu-list"
+    console.line(f"{'threads':<13}{default_threads()} unless --threads says otherwise; {pinning}")
     for candidate in registry.candidates():
         state = f"available ({candidate.detail})" if candidate.reason is None else f"missing: {candidate.reason}"
         console.line(f"{candidate.name:<13}{state}")

@@ -66,3 +66,10 @@ KvCacheMemory = Annotated[
 ]
 Kernels = Annotated[str, typer.Option(help="Kernels to compute with; qserve doctor lists them.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels. [default: all cores]")]
+CpuList = Annotated[
+    str | None,
+    typer.Option(
+        help="CPUs to pin the threads of the CPU kernels to, one each, as 0,2-3. [default: where the system puts them]",
+        metavar="LIST",
+    ),
+]

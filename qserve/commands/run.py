@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qserve import console
+from qserve.commands import values
 from qserve.commands.options import (
     ENGINE,
+    CpuList,
     Kernels,
     KvCacheMemory,
     MaxModelLen,
@@ -19,7 +21,6 @@ from qserve.commands.options import (
     ServedModelName,
     Threads,
 )
-from qserve.commands.values import byte_count
 from qserve.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def run(
     head: Annotated[str, typer.Option(help="Output head of a quantized model: auto (int8) or dense.")] = ENGINE.head,
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
+    cpu_list: CpuList = None,
     stream_interval: Annotated[
         int, typer.Option(help="Tokens of one event of a stream, after the first.", min=1, max=1024)
     ] = 1,
@@ -93,14 +95,16 @@ def run(
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
-        kv_cache_memory=byte_count(kv_cache_memory),
+        kv_cache_memory=values.byte_count(kv_cache_memory),
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=prefix_caching,
         kernels=kernels,
         threads=threads,
+        cpu_list=values.cpu_list(cpu_list),
         head=head,
     )
     from qserve import steps
+    from qserve.kernels.threads import cpu_ranges
     from qserve.runtime.server import logs
     from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve
@@ -131,6 +135,8 @@ def run(
         engine = steps.load(source, config, quiet=log_format == "json")
         for text in engine.memory.lines():
             say(text)
+        if config.cpu_list is not None:
+            say(f"threads: pinned to the CPUs {cpu_ranges(config.cpu_list)}, one each")
         return engine
 
     def opened(engine: Engine) -> None:

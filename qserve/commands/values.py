@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from typing import TYPE_CHECKING
@@ -49,6 +50,20 @@ def numbers(text: str, option: str) -> list[float]:
     if not all(0 < value < float("inf") for value in values):
         raise UsageError(f"{option} must be positive numbers with commas between, not {text!r}")
     return values
+
+
+def cpu_list(text: str | None) -> tuple[int, ...] | None:
+    """``0,2-3`` as taskset takes it: numbers of CPUs and ranges of them; None where the option is not given."""
+    if text is None:
+        return None
+    cpus: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
+        ends = [] if found is None else [int(number) for number in found.groups() if number is not None]
+        if not ends or ends[0] > ends[-1]:
+            raise UsageError(f"--cpu-list must be CPUs and ranges of them, as 0,2-3, not {text!r}")
+        cpus += range(ends[0], ends[-1] + 1)
+    return tuple(cpus)
 
 
 def names(text: str) -> tuple[str, ...]:

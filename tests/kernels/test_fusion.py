@@ -13,7 +13,6 @@ from qserve.kernels.fusion import FusedLinear, fuse
 from qserve.kernels.ops import Attention, Gather, Linear, Op, RMSNorm, RopeKV, SiluMul, Step
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-ISAS = native.ISAS[: native.ISAS.index(native.best_isa()) + 1] if native.missing() is None else ()
 HEADS, KV_HEADS, DIM = 6, 2, 32
 
 
@@ -64,7 +63,7 @@ def weights(out: int, inp: int) -> dict[str, Tensor | PackedWeight]:
     }
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", native.available())
 @pytest.mark.parametrize("name", weights(32, 64))
 @pytest.mark.parametrize("rows", [1, 3, 45])
 def test_a_norm_and_silu_around_a_product(isa: native.Isa, name: str, rows: int) -> None:
@@ -82,7 +81,7 @@ def test_a_norm_and_silu_around_a_product(isa: native.Isa, name: str, rows: int)
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", native.available())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [1] * 20, [1, 5, 1]])
 def test_a_rotation_before_attention(isa: native.Isa, dtype: torch.dtype, lengths: list[int]) -> None:

@@ -1,20 +1,23 @@
-"""Products and embeddings whose weights, inputs or both are int8 or e4m3: each ISA against the torch reference."""
+"""Inputs that are rounded to int8 or e4m3 before a product: the reference against its own definition, and each ISA bit
+for bit like it; what is refused, and what is held."""
 
 from __future__ import annotations
 
-import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from packed_weights import make_weight
 
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
-from qserve.kernels.ops import Embed, Executor, Linear, Op, Step
+from qserve.kernels.ops import Embed, Executor, Linear, Step
 from qserve.kernels.prepack import tile_bytes
-from qserve.kernels.reference import ReferenceExecutor, round_input
+from qserve.kernels.reference import round_input
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
@@ -33,52 +36,20 @@ FP8_PER_TENSOR = WeightScheme(8, -1, dtype="fp8", rows=-1)
 FP8_BLOCK = WeightScheme(8, 128, dtype="fp8", rows=128)
 
 
-@pytest.fixture(params=native.ISAS[: native.ISAS.index(native.best_isa()) + 1] if native.missing() is None else [])
+@pytest.fixture(params=native.available())
 def isa(request: pytest.FixtureRequest) -> native.Isa:
     return request.param
 
 
-def run_on(executor: Executor, op: Op, rows: int, token_ids: torch.Tensor | None = None) -> None:
+def product(executor: Executor, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    out = torch.empty(len(x), weight.out_features)
+    op = Linear(x, weight, out)
     assert executor.supports(op) is None
-    every = torch.arange(rows, dtype=torch.int32)
-    program = executor.program(rows)
+    every = torch.arange(len(x), dtype=torch.int32)
+    program = executor.program(len(x))
     program.add([op])
-    ids = every if token_ids is None else token_ids.int()
-    program.run(Step(ids, every, every, torch.tensor([0, rows], dtype=torch.int32), every[None], every))
-
-
-def product(
-    executor: Executor, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    out = torch.full((len(x), weight.out_features), 2.0)
-    run_on(executor, Linear(x, weight, out, bias, accumulate=bias is not None), len(x))
+    program.run(Step(every, every, every, torch.tensor([0, len(x)], dtype=torch.int32), every[None], every))
     return out
-
-
-def make_weight(
-    out: int, inp: int, scheme: WeightScheme, activations: ActivationScheme | None, *, shuffled: bool = False
-) -> PackedWeight:
-    generator = torch.Generator().manual_seed(out * 31 + inp)
-    groups, height = scheme.groups(inp), scheme.row_height(out)
-    blocks = torch.rand(-(-out // height), groups, generator=generator) * 0.02 + 0.001
-    scales = blocks.repeat_interleave(height, 0)[:out].contiguous()
-    zeros = g_idx = None
-    if scheme.dtype == "fp8":
-        codes = (torch.randn(out, inp, generator=generator) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
-        codes = codes.view(torch.uint8)
-        codes[:, ::7] = torch.randint(0, 8, codes[:, ::7].shape, generator=generator).to(torch.uint8)  # subnormal
-    else:
-        codes = torch.randint(0, scheme.max_code + 1, (out, inp), generator=generator).to(torch.uint8)
-        if not scheme.symmetric:
-            zeros = torch.randint(0, scheme.max_code + 1, (out, groups), generator=generator).to(torch.uint8)
-    if shuffled:
-        g_idx = (torch.arange(inp) // scheme.group_width(inp))[torch.randperm(inp, generator=generator)].int()
-    static = activations is not None and not activations.dynamic
-    weight = PackedWeight(
-        scheme, codes, scales, zeros, g_idx, activations=activations, input_scale=0.011 if static else None
-    )
-    weight.check()
-    return weight
 
 
 def identity(size: int, dtype: str, activations: ActivationScheme, input_scale: float | None = None) -> PackedWeight:
@@ -137,111 +108,6 @@ def test_the_kernels_round_bit_for_bit_like_the_reference(
     scale = None if activations.dynamic else 0.25
     got = product(native.NativeExecutor(2, isa), x, identity(136, dtype, activations, scale))
     assert torch.equal(got, round_input(x, activations, scale))
-
-
-@pytest.mark.parametrize(
-    ("rows", "out", "inp", "scheme", "activations", "shuffled"),
-    [
-        (1, 70, 192, CHANNEL, INT8, False),
-        (5, 130, 576, CHANNEL, INT8, False),
-        (3, 33, 100, CHANNEL, INT8, False),
-        (37, 65, 128, WeightScheme(8, 64), INT8, False),
-        (7, 40, 96, WeightScheme(4, 32, False), INT8, False),
-        (6, 40, 128, WeightScheme(4, 32), INT8, True),
-        (35, 48, 104, WeightScheme(8, -1, False), INT8_STATIC, False),
-        (4, 20, 72, WeightScheme(6, 32), INT8, False),
-        (4, 40, 300, CHANNEL, INT8_GROUP, False),
-        (9, 40, 96, WeightScheme(8, 24), INT8_GROUP, False),
-        (4, 40, 100, WeightScheme(8, 64), INT8_GROUP, False),
-        (1, 70, 192, FP8_CHANNEL, FP8, False),
-        (5, 130, 576, FP8_CHANNEL, FP8, False),
-        (37, 33, 101, FP8_CHANNEL, FP8, False),
-        (40, 65, 129, FP8_PER_TENSOR, FP8_STATIC, False),
-        (3, 65, 40, FP8_PER_TENSOR, FP8_TENSOR, False),
-        (6, 300, 384, FP8_BLOCK, FP8_GROUP, False),
-        (33, 150, 200, FP8_BLOCK, FP8_GROUP, False),
-        (8, 50, 64, FP8_CHANNEL, None, False),
-        (50, 70, 200, FP8_BLOCK, None, False),
-        (4, 30, 64, FP8_CHANNEL, INT8, False),
-        (6, 40, 96, WeightScheme(4, 32, False), FP8, True),
-        (34, 40, 96, CHANNEL, FP8_GROUP, False),
-    ],
-)
-def test_products(
-    isa: native.Isa, rows: int, out: int, inp: int, scheme: WeightScheme, activations: ActivationScheme | None,
-    shuffled: bool,
-) -> None:  # fmt: skip
-    torch.manual_seed(2)
-    x, bias = torch.randn(rows, inp), torch.randn(out)
-    weight = make_weight(out, inp, scheme, activations, shuffled=shuffled)
-    got = product(native.NativeExecutor(2, isa), x, weight, bias)
-    want = product(ReferenceExecutor(), x, weight, bias)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5 * float(want.abs().max()))
-    if activations is not None:  # the rounding is there: without it the result is another
-        plain = x @ weight.dequantize().T + bias + 2
-        assert float((got - plain).norm() / plain.norm()) > 1e-3
-
-
-def test_six_bits_without_a_scheme_are_bytes(isa: native.Isa) -> None:
-    torch.manual_seed(3)
-    x, weight = torch.randn(5, 128), make_weight(40, 128, WeightScheme(6, 64), None)
-    got, want = (product(e, x, weight) for e in (native.NativeExecutor(1, isa), ReferenceExecutor()))
-    assert float((got - want).norm() / want.norm()) < 0.012  # the kernels' own int8 inputs
-
-
-@pytest.mark.parametrize(
-    ("scheme", "activations"),
-    [(CHANNEL, INT8), (WeightScheme(4, 64), INT8), (CHANNEL, INT8_STATIC), (FP8_CHANNEL, FP8),
-     (FP8_BLOCK, FP8_GROUP), (FP8_CHANNEL, None), (CHANNEL, FP8)],
-    ids=str,
-)  # fmt: skip
-@given(rows=st.integers(2, 80), pick=st.integers(0, 10**6))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_row_does_not_depend_on_its_neighbours(
-    isa: native.Isa, rows: int, pick: int, scheme: WeightScheme, activations: ActivationScheme | None
-) -> None:
-    torch.manual_seed(rows)
-    x, weight, row = torch.randn(rows, 256), make_weight(90, 256, scheme, activations), pick % rows
-    x[(row + 1) % rows] = math.nan
-    together = product(native.NativeExecutor(3, isa), x, weight)
-    alone = product(native.NativeExecutor(1, isa), x[row : row + 1].clone(), weight)
-    assert torch.equal(together[row], alone[0])
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e-42, 3e38])
-@pytest.mark.parametrize("activations", [None, *SCHEMES], ids=str)
-def test_extreme_inputs_stay_in_their_row(isa: native.Isa, activations: ActivationScheme | None, value: float) -> None:
-    torch.manual_seed(4)
-    x = torch.randn(3, 256)
-    x[1, 70] = value
-    scheme = FP8_CHANNEL if activations is None or activations.dtype == "fp8" else CHANNEL
-    weight = make_weight(40, 256, scheme, activations)
-    got, want = (product(e, x, weight) for e in (native.NativeExecutor(2, isa), ReferenceExecutor()))
-    clean = x.clone()
-    clean[1] = 0
-    assert torch.equal(got[[0, 2]], product(native.NativeExecutor(2, isa), clean, weight)[[0, 2]])
-    if math.isfinite(value):
-        torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=float(want[1].abs().max()) * 1e-5)
-    elif activations is None:
-        assert not got[1].isfinite().any()
-    else:
-        assert got[1].isnan().all() and want[1].isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("scheme", "width"),
-    [(WeightScheme(8, -1), 40), (WeightScheme(8, 32, False), 72), (WeightScheme(6, 64), 192), (WeightScheme(4, 16), 64),
-     (FP8_CHANNEL, 33), (FP8_PER_TENSOR, 48), (FP8_BLOCK, 200)],
-    ids=str,
-)  # fmt: skip
-def test_packed_embeddings_are_exact(isa: native.Isa, scheme: WeightScheme, width: int) -> None:
-    table = make_weight(30, width, scheme, None)
-    ids = torch.tensor([29, 0, 3, 3, 17])
-    want = table.dequantize()[ids]
-    for executor in (native.NativeExecutor(2, isa), ReferenceExecutor()):
-        out = torch.empty(5, width)
-        run_on(executor, Embed(table, out), 5, ids)
-        assert torch.equal(out, want)
 
 
 def test_what_has_no_kernel_is_refused_with_a_reason() -> None:

@@ -76,6 +76,7 @@ def test_gates(cli: Cli, url: str, tmp_path: Path) -> None:
         (("--prefixes", "2"), "--prefix-tokens"),
         (("--timeout", "-1"), "--timeout"),
         (("--threads", "1"), "--threads"),
+        (("--cpu-list", "0"), "--cpu-list"),
         (("--static",), "--static"),
         (("--serve",), "--serve"),
     ],

@@ -5,7 +5,7 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native
 from qserve.quantize import scales
 
-HERE = native.ISAS[: native.ISAS.index(native.best_isa()) + 1] if native.missing() is None else ()
+HERE = native.available()
 SCHEMES = [WeightScheme(bits, 32, symmetric) for bits in (2, 3, 4, 8) for symmetric in (True, False)]
 
 

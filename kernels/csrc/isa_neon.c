@@ -1,0 +1,186 @@
+/* Arm with the dot product of Armv8.2: the product of integers by hand, the rest from portable.h. Rounding is that of
+ * the portable kernels, so the bits are theirs too. */
+#if defined(__aarch64__)
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+#include <arm_neon.h>
+
+#include "internal.h"
+
+int32_t qs_has_dot_products(void)
+{
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) >> 20 & 1; /* HWCAP_ASIMDDP */
+#elif defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, NULL, 0) == 0 && has;
+#else
+    return 0;
+#endif
+}
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
+#else
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#pragma GCC diagnostic ignored "-Wunused-function"
+#endif
+
+#define QS_NAME(name) qs_neon_##name
+#include "portable.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define ROWS 4              /* rows of a block: 16 accumulators leave 16 registers for codes and inputs */
+#define PARTS (QS_LANES / 4) /* vectors of a tile */
+
+/* Where a product of one tile reads and adds: advanced by one activation group at a time. */
+typedef struct {
+    const int8_t *x;       /* [rows][x_stride] */
+    const int32_t *x_sums; /* [rows][groups] */
+    const float *x_scales; /* [rows][groups] */
+    const uint8_t *w;
+    const float *scales;
+    const int32_t *zeros;  /* like scales, or NULL */
+    int64_t x_stride, groups;
+} int_walk;
+
+/* 16 codes as signed bytes: `half` of a byte's two, or a byte less 128, which the zero point makes up for. */
+INLINE int8x16_t signed_codes(const uint8_t *w, int part, const int half, const int u4)
+{
+    uint8x16_t bytes = vld1q_u8(w + 16 * part + (u4 ? 0 : 64 * half));
+    if (!u4)
+        return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(128)));
+    return vreinterpretq_s8_u8(half ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+}
+
+/* sum + the dots of four codes and four inputs, the first or the second. In assembly because clang before its 16th
+ * version declares the intrinsic only where the whole file is for such a processor. */
+INLINE int32x4_t dot4(int32x4_t sum, int8x16_t codes, int8x8_t x, const int second)
+{
+    if (second)
+        __asm__("sdot %0.4s, %1.16b, %2.4b[1]" : "+w"(sum) : "w"(codes), "w"(x));
+    else
+        __asm__("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sum) : "w"(codes), "w"(x));
+    return sum;
+}
+
+/* One activation group of `rows` rows by one tile. The sum starts at -zero * sum(codes), so that the zero point costs
+ * nothing inside. */
+INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float32x4_t sums[ROWS][PARTS], const int rows,
+                      const int u4)
+{
+    const uint8_t *w = at->w;
+    int32x4_t dot[ROWS][PARTS];
+    UNROLL for (int part = 0; part < PARTS; part++) {
+        int32x4_t zeros = at->zeros ? vld1q_s32(at->zeros + 4 * part) : vdupq_n_s32(zero);
+        int32x4_t lift = vsubq_s32(vdupq_n_s32(u4 ? 0 : 128), zeros);
+        UNROLL for (int m = 0; m < rows; m++)
+            dot[m][part] = vmulq_n_s32(lift, at->x_sums[m * at->groups]);
+    }
+    for (int32_t j = 0; j < width; j += 8, w += u4 ? 64 : 128) {
+        int8x8_t x[ROWS];
+        int8x16_t codes[PARTS];
+        UNROLL for (int m = 0; m < rows; m++)
+            x[m] = vld1_s8(at->x + m * at->x_stride + j);
+        UNROLL for (int part = 0; part < PARTS; part++)
+            codes[part] = signed_codes(w, part, 0, u4);
+        UNROLL for (int m = 0; m < rows; m++)
+            UNROLL for (int part = 0; part < PARTS; part++)
+                dot[m][part] = dot4(dot[m][part], codes[part], x[m], 0);
+        UNROLL for (int part = 0; part < PARTS; part++)
+            codes[part] = signed_codes(w, part, 1, u4);
+        UNROLL for (int m = 0; m < rows; m++)
+            UNROLL for (int part = 0; part < PARTS; part++)
+                dot[m][part] = dot4(dot[m][part], codes[part], x[m], 1);
+    }
+    UNROLL for (int part = 0; part < PARTS; part++) {
+        float32x4_t scale = vld1q_f32(at->scales + 4 * part);
+        UNROLL for (int m = 0; m < rows; m++) {
+            float32x4_t product = vmulq_f32(vcvtq_f32_s32(dot[m][part]), scale);
+            product = vmulq_n_f32(product, at->x_scales[m * at->groups]);
+            sums[m][part] = vaddq_f32(sums[m][part], product);
+        }
+    }
+}
+
+INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, const int rows,
+                      const int u4)
+{
+    int32_t groups = op->k / op->act_group, per_scale = op->group / op->act_group;
+    int64_t scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES;
+    float32x4_t sums[ROWS][PARTS];
+    float lanes[QS_LANES];
+    int_walk at = {
+        .x = acts->codes + (int64_t)row * op->k,
+        .x_sums = acts->sums + (int64_t)row * groups,
+        .x_scales = acts->scales + (int64_t)row * groups,
+        .w = (const uint8_t *)op->weight + (int64_t)tile * op->k * (u4 ? 8 : 16),
+        .scales = op->scales + scales_at,
+        .zeros = op->zeros ? op->zeros + scales_at : NULL,
+        .x_stride = op->k,
+        .groups = groups,
+    };
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int part = 0; part < PARTS; part++)
+            sums[m][part] = vdupq_n_f32(0);
+    for (int32_t g = 1; g <= groups; g++) {
+        int_group(&at, op->zero, op->act_group, sums, rows, u4);
+        at.x += op->act_group;
+        at.w += (int64_t)op->act_group * (u4 ? 8 : 16);
+        at.x_sums++;
+        at.x_scales++;
+        if (g % per_scale == 0) {
+            at.scales += QS_LANES;
+            at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        UNROLL for (int part = 0; part < PARTS; part++)
+            vst1q_f32(lanes + 4 * part, sums[m][part]);
+        QS_NAME(store_tile)(op, lanes, row + m, tile);
+    }
+}
+
+INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, const int u4)
+{
+    for (; row + ROWS <= end; row += ROWS)
+        int_block(op, acts, row, tile, ROWS, u4);
+    for (; row < end; row++)
+        int_block(op, acts, row, tile, 1, u4);
+}
+
+static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
+                       uint8_t *unpacked)
+{
+    (void)unpacked;
+    for (int32_t t = tile; t < tile + tiles; t++) {
+        if (op->dtype == QS_U4)
+            int_rows(op, acts, row, end, t, 1);
+        else
+            int_rows(op, acts, row, end, t, 0);
+    }
+}
+
+const qs_kernels qs_kernels_neon = {
+    .rmsnorm = QS_NAME(rmsnorm),
+    .silu_mul = QS_NAME(silu_mul),
+    .log_softmax = QS_NAME(log_softmax),
+    .argmax = QS_NAME(argmax),
+    .quantize = QS_NAME(quantize),
+    .round_input = QS_NAME(round_input),
+    .linear_int = linear_int,
+    .linear_float = QS_NAME(linear_float),
+    .rope_kv = QS_NAME(rope_kv),
+    .attend = QS_NAME(attend),
+    .search_scale = QS_NAME(search_scale),
+};
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+#endif

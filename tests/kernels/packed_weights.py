@@ -1,0 +1,34 @@
+"""Random packed weights of every scheme."""
+
+from __future__ import annotations
+
+import torch
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+
+
+def make_weight(
+    out: int, inp: int, scheme: WeightScheme, activations: ActivationScheme | None = None, *, shuffled: bool = False
+) -> PackedWeight:
+    generator = torch.Generator().manual_seed(out * 31 + inp)
+    groups, height = scheme.groups(inp), scheme.row_height(out)
+    blocks = torch.rand(-(-out // height), groups, generator=generator) * 0.02 + 0.001
+    scales = blocks.repeat_interleave(height, 0)[:out].contiguous()
+    zeros = g_idx = None
+    if scheme.dtype == "fp8":
+        codes = (torch.randn(out, inp, generator=generator) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+        codes = codes.view(torch.uint8)
+        codes[:, ::7] = torch.randint(0, 8, codes[:, ::7].shape, generator=generator).to(torch.uint8)  # subnormal
+    else:
+        codes = torch.randint(0, scheme.max_code + 1, (out, inp), generator=generator).to(torch.uint8)
+        if not scheme.symmetric:
+            zeros = torch.randint(0, scheme.max_code + 1, (out, groups), generator=generator).to(torch.uint8)
+    if shuffled:
+        g_idx = (torch.arange(inp) // scheme.group_width(inp))[torch.randperm(inp, generator=generator)].int()
+    static = activations is not None and not activations.dynamic
+    weight = PackedWeight(
+        scheme, codes, scales, zeros, g_idx, activations=activations, input_scale=0.011 if static else None
+    )
+    weight.check()
+    return weight

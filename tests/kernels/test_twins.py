@@ -1,0 +1,425 @@
+"""Every operation of the C kernels at random shapes and with inputs that are hard to get right: each ISA of this
+machine against the torch reference, and against the scalar twin.
+
+A few examples of each, and many in CI.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+sys.path.insert(0, str(Path(__file__).parent))
+from packed_weights import make_weight
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels import native
+from qserve.kernels.ops import (
+    SCALED_KV,
+    Argmax,
+    Attention,
+    Embed,
+    Executor,
+    Gather,
+    Linear,
+    LogSoftmax,
+    Op,
+    RMSNorm,
+    RopeKV,
+    SiluMul,
+    Step,
+)
+from qserve.kernels.prepack import int_tiles
+from qserve.kernels.reference import ReferenceExecutor, round_input
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+HARD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-42, -1e-42, 1e-31, 1e12, -1e12]
+ACTIVATIONS = [
+    None,
+    ActivationScheme("int8"),
+    ActivationScheme("int8", "tensor", dynamic=False),
+    ActivationScheme("int8", "group", group_size=32),
+    ActivationScheme("fp8"),
+    ActivationScheme("fp8", "tensor", dynamic=False),
+    ActivationScheme("fp8", "tensor"),
+    ActivationScheme("fp8", "group", group_size=128),
+]
+INTEGERS = st.builds(
+    WeightScheme, st.sampled_from([2, 3, 4, 6, 8]), st.sampled_from([-1, 8, 16, 24, 32, 64, 128]), st.booleans()
+)
+FP8 = st.sampled_from([WeightScheme(8, -1, dtype="fp8"), WeightScheme(8, -1, dtype="fp8", rows=-1),
+                       WeightScheme(8, 128, dtype="fp8", rows=128), WeightScheme(8, 24, dtype="fp8")])  # fmt: skip
+DENSE = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+SUM = 2e-5
+"""The error of a sum in float32, for terms of magnitude one, of some hundreds of them in any order."""
+
+
+def holds(*strategies: Any) -> Callable[[Callable[..., None]], Callable[[int], None]]:
+    """A test of a few examples, and a slow one of many."""
+
+    def decorate(check: Callable[..., None]) -> Callable[[int], None]:
+        @pytest.mark.parametrize("examples", [15, pytest.param(400, marks=pytest.mark.slow)])
+        def test(examples: int) -> None:
+            limits = settings(
+                max_examples=examples, deadline=None, derandomize=True, database=None,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+            )  # fmt: skip
+            limits(given(*strategies)(check))()
+
+        return test
+
+    return decorate
+
+
+@cache
+def executor(isa: native.Isa, threads: int = 2) -> native.NativeExecutor:
+    return native.NativeExecutor(threads, isa)
+
+
+def others() -> list[native.Isa]:
+    return [isa for isa in native.available() if isa != "scalar"]
+
+
+def make_step(rows: int, token_ids: Tensor | None = None, logit_rows: Tensor | None = None) -> Step:
+    every = torch.arange(rows, dtype=torch.int32)
+    starts = torch.tensor([0, rows], dtype=torch.int32)
+    return Step(every if token_ids is None else token_ids, every, every, starts, every[None],
+                every if logit_rows is None else logit_rows)  # fmt: skip
+
+
+def run(on: Executor, ops: list[Op], step: Step) -> None:
+    for op in ops:
+        assert on.supports(op) is None
+    program = on.program(max(1, len(step.token_ids), len(step.logit_rows)))
+    program.add(ops)
+    program.run(step)
+
+
+@st.composite
+def matrices(draw: st.DrawFn, rows: int, width: int) -> Tensor:
+    """float32 of one of many magnitudes, some of it hard."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
+    x = torch.randn(rows, width, generator=generator) * draw(st.sampled_from([1.0, 1e-3, 50.0]))
+    places = st.tuples(st.integers(0, rows - 1), st.integers(0, width - 1), st.sampled_from(HARD))
+    for row, column, value in draw(st.lists(places, max_size=3)):
+        x[row, column] = value
+    return x
+
+
+@dataclass(frozen=True)
+class Product:
+    x: Tensor
+    weight: Tensor | PackedWeight
+    bias: Tensor | None
+    accumulate: bool
+
+    def run(self, on: Executor, rows: slice = slice(None)) -> Tensor:
+        x = self.x[rows].clone()
+        out = self.start(len(x))
+        run(on, [Linear(x, self.weight, out, self.bias, self.accumulate)], make_step(len(x)))
+        return out
+
+    def start(self, rows: int) -> Tensor:
+        width = self.weight.out_features if isinstance(self.weight, PackedWeight) else len(self.weight)
+        return torch.full((rows, width), 0.5)
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """The result in double precision, of inputs rounded as the kernels do, and the sum of its magnitudes."""
+        x, weight = self.x, self.weight
+        if isinstance(weight, PackedWeight):
+            dense, activations, scheme = weight.dequantize(), weight.activations, weight.scheme
+            if activations is None and scheme.dtype == "int":
+                tiles = int_tiles(weight)
+                if tiles.permutation is not None:
+                    order = tiles.permutation.long()
+                    x, dense = (torch.where(order < 0, 0.0, each[:, order.clamp_min(0)]) for each in (x, dense))
+                x = round_input(x, ActivationScheme("int8", "group", group_size=tiles.act_span))
+            elif activations is not None:
+                x = round_input(x, activations, weight.input_scale)
+        else:
+            dense = weight
+        exact, wide = dense.double().T, x.double()
+        more = (0.0 if self.bias is None else self.bias.double()) + 0.5 * self.accumulate
+        return wide @ exact + more, wide.abs() @ exact.abs() + abs(more)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an input that is not finite makes its whole row NaN."""
+        if not isinstance(self.weight, PackedWeight):
+            return False
+        weight = self.weight
+        return weight.activations is not None or weight.scheme.dtype == "int"
+
+
+@st.composite
+def products(draw: st.DrawFn) -> Product:
+    rows, out, inp = draw(st.integers(1, 70)), draw(st.integers(1, 150)), draw(st.integers(1, 300))
+    kind = draw(st.sampled_from(["int", "int", "fp8", "dense"]))
+    weight: Tensor | PackedWeight
+    if kind == "dense":
+        weight = torch.randn(out, inp, generator=torch.Generator().manual_seed(inp)).to(draw(DENSE))
+    else:
+        scheme = draw(INTEGERS if kind == "int" else FP8)
+        ordered = scheme.group_size == -1 or inp % scheme.group_size != 0 or draw(st.booleans())
+        weight = make_weight(out, inp, scheme, draw(st.sampled_from(ACTIVATIONS)), shuffled=not ordered)
+    x = draw(matrices(rows, inp))
+    assume(executor("scalar").supports(Linear(x, weight, x)) is None)
+    bias = torch.randn(out, generator=torch.Generator().manual_seed(out)) if draw(st.booleans()) else None
+    return Product(x, weight, bias, draw(st.booleans()))
+
+
+@holds(products(), st.integers(0, 1 << 20))
+def test_linear(case: Product, pick: int) -> None:
+    want, magnitude = case.expected()
+    finite = case.x.isfinite().all(-1)
+    results = {isa: case.run(executor(isa)) for isa in native.available()}
+    for got in results.values():
+        error = (got[finite] - want[finite]).abs()
+        assert (error <= SUM * magnitude[finite] + 1e-37).all()
+        assert not got[~finite].isfinite().any()
+        assert not case.rounds or got[~finite].isnan().all()
+    for isa in others():
+        error = (results[isa][finite] - results["scalar"][finite]).abs()
+        assert (error <= SUM * magnitude[finite] + 1e-37).all()
+        assert isa == "avx512" or not error.any()  # which multiplies and adds in one rounding
+    # A row of its own, on other threads, has the same bits.
+    row = pick % len(case.x)
+    for isa, got in results.items():
+        alone = case.run(executor(isa, 1), slice(row, row + 1))
+        torch.testing.assert_close(alone[0], got[row], rtol=0, atol=0, equal_nan=True)
+
+
+@st.composite
+def rows_of(draw: st.DrawFn) -> Tensor:
+    return draw(matrices(draw(st.integers(1, 20)), draw(st.integers(1, 300))))
+
+
+def check_rows(make: Callable[[Tensor], Op], want: Tensor, rtol: float, atol: float) -> None:
+    """``make`` gives the operation that writes to a buffer, in ``want``'s shape."""
+    results = {}
+    for isa in native.available():
+        got = results[isa] = torch.full_like(want, 7)
+        run(executor(isa), [make(got)], make_step(len(want)))
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
+    for isa in others():
+        torch.testing.assert_close(results[isa], results["scalar"], rtol=rtol, atol=atol, equal_nan=True)
+
+
+def by_reference(op: Callable[[Tensor], Op], shape: tuple[int, int]) -> Tensor:
+    out = torch.empty(shape)
+    run(ReferenceExecutor(), [op(out)], make_step(shape[0]))
+    return out
+
+
+@holds(rows_of())
+def test_rms_norm(x: Tensor) -> None:
+    weight = torch.rand(x.shape[1]) + 0.5
+    make = lambda out: RMSNorm(x, weight, out, 1e-5)  # noqa: E731
+    check_rows(make, by_reference(make, (len(x), x.shape[1])), 2e-5, 1e-7)
+
+
+@holds(rows_of())
+def test_silu_mul(x: Tensor) -> None:
+    gate, up = x, x.flip(0)
+    both, want = torch.cat([gate, up], -1), silu(gate) * up
+    results = {isa: torch.empty(want.shape) for isa in native.available()}
+    for isa, got in results.items():
+        run(executor(isa), [SiluMul(both, got)], make_step(len(x)))
+    for isa, got in results.items():
+        for other in (want, results["scalar"]):
+            real = gate.isfinite() & up.isfinite()
+            # The sigmoid of the kernels ends at 1e-38.
+            error = (got - other).abs() - 1e-5 * other.abs() - 1e-37 * (gate * up).abs() - 1e-37
+            assert (error[real] <= 0).all(), isa
+            assert not got[~real & ~want.isfinite()].isfinite().any()
+
+
+@holds(rows_of())
+def test_log_softmax(x: Tensor) -> None:
+    want = x.log_softmax(-1)
+    for isa in native.available():
+        got = x.clone()
+        run(executor(isa), [LogSoftmax(got)], make_step(len(x)))
+        finite = x.isfinite().all(-1)
+        # A difference of numbers of 1e12 has the precision of those.
+        size = x[finite].abs().amax(-1, keepdim=True) if finite.any() else 0.0
+        assert ((got - want)[finite].abs() <= 1e-5 + 2e-7 * size).all()
+        bad = x.isnan().any(-1) | (x == math.inf).any(-1)
+        assert got[bad].isnan().all()
+
+
+@holds(rows_of(), st.booleans())
+def test_argmax(x: Tensor, ties: bool) -> None:
+    x = x.round() if ties else x
+    want = torch.where(x.isnan().any(-1), -1, x.argmax(-1)).tolist()
+    for row, best in enumerate(want):  # the first of equals, which torch does not promise
+        assert best == -1 or x[row, best] == x[row].max()
+        want[row] = best if best == -1 else int((x[row] == x[row].max()).nonzero()[0])
+    for isa in native.available():
+        best = torch.empty(len(x), dtype=torch.int32)
+        run(executor(isa), [Argmax(x, best)], make_step(len(x)))
+        assert best.tolist() == want
+
+
+@holds(rows_of(), st.data())
+def test_gather(x: Tensor, data: st.DataObject) -> None:
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, len(x) - 1), min_size=1, max_size=20)), dtype=torch.int32)
+    for isa in native.available():
+        out = torch.empty(len(rows), x.shape[1])
+        run(executor(isa), [Gather(x, out)], make_step(len(x), logit_rows=rows))
+        torch.testing.assert_close(out, x[rows.long()], rtol=0, atol=0, equal_nan=True)
+
+
+@holds(st.one_of(INTEGERS, FP8, DENSE), st.integers(1, 40), st.integers(1, 200), st.data())
+def test_embed(kind: WeightScheme | torch.dtype, vocab: int, width: int, data: st.DataObject) -> None:
+    table: Tensor | PackedWeight
+    if isinstance(kind, WeightScheme):
+        table = make_weight(vocab, width, kind)
+        want = table.dequantize()
+    else:
+        table = data.draw(matrices(vocab, width)).to(kind)
+        want = table.float()
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=9)), dtype=torch.int32)
+    for isa in native.available():
+        out = torch.empty(len(ids), width)
+        run(executor(isa), [Embed(table, out)], make_step(len(ids), ids))
+        torch.testing.assert_close(out, want[ids.long()], rtol=0, atol=0, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class Attending:
+    """Sequences of (cached tokens, new tokens) over a cache that holds no number where nobody has written."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    rotary: int
+    window: int
+    dtype: torch.dtype
+    lengths: list[tuple[int, int]]
+    qkv: Tensor
+    normed: bool
+    centred: bool
+
+    def step(self) -> Step:
+        pages = [-(-(cached + new) // 16) for cached, new in self.lengths]
+        order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)).tolist()
+        tables, slots, positions, starts = [], [], [], [0]
+        for (cached, new), count in zip(self.lengths, pages):
+            table, order = order[:count], order[count:]
+            positions += range(cached, cached + new)
+            slots += [table[p // 16] * 16 + p % 16 for p in range(cached, cached + new)]
+            tables.append(table + [0] * (max(pages) - count))
+            starts.append(starts[-1] + new)
+        ints = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+        return Step(ints(range(starts[-1])), ints(positions), ints(slots), ints(starts), ints(tables), ints([0]))
+
+    def caches(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(2)
+        pages = sum(-(-(cached + new) // 16) for cached, new in self.lengths)
+        k, v = (torch.full((pages, self.kv_heads, *shape), math.nan) for shape in ((self.dim, 16), (16, self.dim)))
+        for table, (cached, _) in zip(self.step().block_tables.tolist(), self.lengths):
+            for p in range(cached):
+                k[table[p // 16], :, :, p % 16] = torch.randn(self.kv_heads, self.dim, generator=generator)
+                v[table[p // 16], :, p % 16] = torch.randn(self.kv_heads, self.dim, generator=generator)
+        if self.scale is not None:
+            k, v = k * 40, v * 40
+        if self.dtype == torch.int8:
+            k, v = (each.clamp(-127, 127).nan_to_num(-128) for each in (k, v))
+        return k.to(self.dtype), v.to(self.dtype)
+
+    @property
+    def scale(self) -> Tensor | None:
+        return torch.arange(1, self.kv_heads + 1) * 0.02 if self.dtype in SCALED_KV else None
+
+    def store(self, on: Executor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rotated rows, and the caches with them."""
+        generator = torch.Generator().manual_seed(3)
+        angles = torch.rand(128, self.rotary // 2, generator=generator) * 6
+        norm = torch.rand(self.dim, generator=generator) + 0.5 if self.normed else None
+        center = torch.randn(self.kv_heads, self.dim, generator=generator) if self.centred else None
+        qkv, (k, v), shape = self.qkv.clone(), self.caches(), (self.heads, self.kv_heads, self.dim)
+        rope = RopeKV(qkv, angles.cos(), angles.sin(), k, v, *shape, norm, norm, 1e-6, self.scale, self.scale, center)
+        run(on, [rope], self.step())
+        return qkv, k, v
+
+    def attend(self, on: Executor, qkv: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, shape = torch.empty(len(qkv), self.heads * self.dim), (self.heads, self.kv_heads, self.dim)
+        op = Attention(qkv, out, k, v, *shape, self.dim**-0.5, self.window, self.scale, self.scale)
+        run(on, [op], self.step())
+        return out
+
+    def touched(self) -> Tensor:
+        """bool [tokens]: which see a token whose row is not finite, their own or an earlier one."""
+        bad, found = (~self.qkv.isfinite().all(-1)).tolist(), []
+        for (cached, new), start in zip(self.lengths, self.step().seq_start.tolist()):
+            for t in range(new):
+                first = 0 if self.window == 0 else max(0, cached + t - self.window + 1)
+                found.append(any(bad[start + p - cached] for p in range(max(first, cached), cached + t + 1)))
+        return torch.tensor(found)
+
+
+@st.composite
+def attendings(draw: st.DrawFn) -> Attending:
+    kv_heads = draw(st.integers(1, 3))
+    heads, dim = kv_heads * draw(st.sampled_from([1, 2, 3, 5, 14])), 16 * draw(st.integers(1, 5))
+    lengths = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=3))
+    tokens = sum(new for _, new in lengths)
+    return Attending(
+        heads, kv_heads, dim, 2 * draw(st.integers(1, dim // 2)), draw(st.sampled_from([0, 0, 1, 7, 20])),
+        draw(st.sampled_from([torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn])), lengths,
+        draw(matrices(tokens, (heads + 2 * kv_heads) * dim)), draw(st.booleans()), draw(st.booleans()),
+    )  # fmt: skip
+
+
+def check_cache(mine: Tensor, want: Tensor, atol: float) -> None:
+    """A rotation's last bit may round to the next value that the cache has."""
+    if mine.dtype not in SCALED_KV:
+        rtol = 2**-10 if mine.dtype == torch.float16 else 1e-5
+        torch.testing.assert_close(mine, want, rtol=rtol, atol=atol, equal_nan=True)
+        return
+    one, two = (codes.view(torch.int8).int() for codes in (mine, want))
+    if mine.dtype != torch.int8:  # in the order of the values
+        one, two = (torch.where(codes < 0, -(codes & 127), codes) for codes in (one, two))
+    assert (one - two).abs().max() <= 1
+
+
+@holds(attendings())
+def test_rope_and_attention(case: Attending) -> None:
+    finite = case.qkv.isfinite().all(-1, keepdim=True)
+    clean, touched = replace(case, qkv=torch.where(finite, case.qkv, 0.0)), case.touched()
+    size = max(1.0, float(clean.qkv.abs().max()))
+    rows, keys, values = clean.store(ReferenceExecutor())
+    twin = case.store(executor("scalar"))
+    twin_out = case.attend(executor("scalar"), *twin)
+    for isa in native.available():
+        stored = clean.store(executor(isa))
+        torch.testing.assert_close(stored[0], rows, rtol=1e-5, atol=size * 1e-5)
+        if size < 1e3:  # else what the norm or the rotation cancels is as large as a value
+            for mine, other in zip(stored[1:], (keys, values)):
+                check_cache(mine, other, size * 1e-5)
+        out = clean.attend(executor(isa), *stored)
+        if size < 1e3:  # else keys that differ only after the seventh digit share the first place
+            want = clean.attend(ReferenceExecutor(), *stored)
+            torch.testing.assert_close(out, want, rtol=1e-3, atol=size * 1e-4)
+        hard = case.store(executor(isa))
+        for mine, other in zip(hard, twin):
+            torch.testing.assert_close(mine.float(), other.float(), rtol=0, atol=0, equal_nan=True)
+        hard_out = case.attend(executor(isa), *hard)
+        torch.testing.assert_close(hard_out[~touched], out[~touched], rtol=0, atol=0, equal_nan=True)
+        if size < 1e3:
+            torch.testing.assert_close(hard_out, twin_out, rtol=1e-3, atol=size * 1e-4, equal_nan=True)

@@ -1,0 +1,285 @@
+/* Compares the kernels of one ISA with the scalar ones, bit for bit, on random operations of odd shapes: for machines
+ * that have no Python with torch. NaN equals NaN, whatever its bits.
+ *
+ * twins ISA CASES: exit 0 where all agree, 1 where one does not, 2 where this machine lacks the ISA. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "qserve.h"
+
+#define THREADS 2
+
+static uint64_t state = 88172645463325252u;
+static qs_pool *pool;
+static int32_t isa;
+
+static uint32_t next(void)
+{
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return (uint32_t)(state >> 16);
+}
+
+static int32_t between(int32_t low, int32_t high)
+{
+    return low + (int32_t)(next() % (uint32_t)(high - low + 1));
+}
+
+/* Mostly ordinary; one in `rare` is a number that is hard to get right. */
+static float number(int32_t rare)
+{
+    static const float hard[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 1e-42f, -1e-42f, 3e38f, -3e38f, 1e-30f, 9e-31f};
+    if (rare && next() % (uint32_t)rare == 0)
+        return hard[next() % (sizeof hard / sizeof *hard)];
+    return ((float)(next() & 0xffff) / 32768.0f - 1.0f) * (next() % 8 ? 1.0f : 40.0f);
+}
+
+static void *room(int64_t bytes)
+{
+    void *memory = malloc((size_t)(bytes ? bytes : 1));
+    if (!memory)
+        exit(3);
+    return memory;
+}
+
+static float *numbers(int64_t count, int32_t rare)
+{
+    float *values = room(count * 4);
+    for (int64_t i = 0; i < count; i++)
+        values[i] = number(rare);
+    return values;
+}
+
+static uint8_t *bytes(int64_t count)
+{
+    uint8_t *values = room(count);
+    for (int64_t i = 0; i < count; i++)
+        values[i] = (uint8_t)next();
+    return values;
+}
+
+static float *scales(int64_t count)
+{
+    float *values = room(count * 4);
+    for (int64_t i = 0; i < count; i++)
+        values[i] = (float)(1 + next() % 1000) * 1e-4f;
+    return values;
+}
+
+/* `count` values of a dtype: floats of all kinds, or any bytes. */
+static void *values_of(int32_t dtype, int64_t count, int32_t rare)
+{
+    if (dtype == QS_F32)
+        return numbers(count, rare);
+    if (dtype != QS_F16 && dtype != QS_BF16)
+        return bytes(count);
+    uint16_t *values = room(count * 2);
+    for (int64_t i = 0; i < count; i++) /* f16: an exponent below 8, so that sums of products stay numbers */
+        values[i] = (uint16_t)(dtype == QS_BF16 ? 0x3f00u | (next() & 0x80ffu) : next() & 0xc3ffu);
+    return values;
+}
+
+static void run(qs_op *ops, int32_t count, const qs_step *step, int32_t which)
+{
+    int32_t rows = step->tokens > step->logits ? step->tokens : step->logits;
+    int64_t need = qs_scratch_bytes(ops, count, rows, THREADS);
+    uint8_t *memory = room(need + 64);
+    void *aligned = (void *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
+    if (qs_run(ops, count, step, pool, aligned, which))
+        exit(2);
+    free(memory);
+}
+
+static void agree(const char *what, const float *a, const float *b, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (memcmp(a + i, b + i, 4) != 0 && !(a[i] != a[i] && b[i] != b[i])) {
+            fprintf(stderr, "%s: %lld of %lld is %.9g and not %.9g\n", what, (long long)i, (long long)count, a[i], b[i]);
+            exit(1);
+        }
+}
+
+static qs_step plain_step(int32_t rows)
+{
+    return (qs_step){.tokens = rows, .logits = rows};
+}
+
+static void linear(void)
+{
+    static const int32_t floats[] = {QS_F32, QS_F16, QS_BF16, QS_F8};
+    int32_t rows = between(1, 11), integer = between(0, 2) > 0, pad = between(0, 3);
+    qs_linear op = {.n = between(1, 150), .accumulate = between(0, 1), .zero = between(0, 200)};
+    if (integer) {
+        op.dtype = between(0, 1) ? QS_U4 : QS_U8;
+        op.act_dtype = QS_I8;
+        op.act_group = 8 * between(1, 9);
+        op.group = op.act_group * between(1, 3);
+        op.k = op.group * between(1, 4);
+        op.act_span = between(0, 1) ? op.k : op.act_group * between(1, 3);
+        op.x_width = between(0, 2) ? op.k : between(1, op.k);
+    } else {
+        op.dtype = floats[between(0, 3)];
+        op.act_dtype = between(0, 1) ? QS_F32 : between(0, 1) ? QS_I8 : QS_F8;
+        op.k = op.x_width = between(1, 130);
+        op.group = between(1, op.k);
+        op.act_span = between(1, op.k);
+    }
+    int32_t tiles = (op.n + QS_LANES - 1) / QS_LANES, groups = (op.k + op.group - 1) / op.group;
+    int64_t cells = (int64_t)tiles * op.k * QS_LANES;
+    uint8_t *weight = values_of(op.dtype, op.dtype == QS_U4 ? cells / 2 : cells, 0);
+    if (op.dtype == QS_F8)
+        for (int64_t i = 0; i < cells; i++)
+            weight[i] = (weight[i] & 0x7f) == 0x7f ? 0 : weight[i];
+    float *x = numbers((int64_t)rows * op.x_width, between(0, 1) ? 0 : 40), *steps = scales((int64_t)tiles * groups * QS_LANES);
+    float *bias = numbers(op.n, 0);
+    int32_t *zeros = room((int64_t)tiles * groups * QS_LANES * 4), *order = room((int64_t)op.k * 4);
+    for (int32_t i = 0; i < tiles * groups * QS_LANES; i++)
+        zeros[i] = between(0, 255);
+    for (int32_t i = 0; i < op.k; i++)
+        order[i] = between(-1, op.x_width - 1);
+    op.out_stride = op.n + pad;
+    op.x = x;
+    op.weight = weight;
+    op.scales = steps;
+    op.bias = between(0, 1) ? bias : NULL;
+    op.zeros = integer && between(0, 1) ? zeros : NULL;
+    op.permutation = integer && between(0, 3) == 0 ? order : NULL;
+    op.input_scale = between(0, 3) ? 0.0f : 0.02f;
+    int64_t size = (int64_t)rows * op.out_stride;
+    float *first = numbers(size, 0), *second = room(size * 4);
+    memcpy(second, first, (size_t)size * 4);
+    qs_step step = plain_step(rows);
+    qs_op mine = {.kind = QS_LINEAR, .linear = op}, theirs = mine;
+    mine.linear.out = first;
+    theirs.linear.out = second;
+    run(&mine, 1, &step, isa);
+    run(&theirs, 1, &step, QS_SCALAR);
+    char what[200];
+    snprintf(what, sizeof what, "linear of dtype %d, rows %d, n %d, k %d, group %d, act_dtype %d, span %d, act_group %d",
+             op.dtype, rows, op.n, op.k, op.group, op.act_dtype, op.act_span, op.act_group);
+    agree(what, first, second, size);
+    free(weight), free(x), free(steps), free(bias), free(zeros), free(order), free(first), free(second);
+}
+
+/* Row after row: what reads x and writes as much, or less, in place or beside. */
+static void row_wise(void)
+{
+    int32_t rows = between(1, 9), width = between(1, 90);
+    float *x = numbers((int64_t)rows * width * 2, between(0, 1) ? 0 : 30), *weight = numbers(width, 0);
+    float *first = numbers((int64_t)rows * width, 20), *second = room((int64_t)rows * width * 4);
+    memcpy(second, first, (size_t)rows * (size_t)width * 4);
+    qs_step step = plain_step(rows);
+    for (int32_t both = 0; both < 2; both++) {
+        float *out = both ? second : first;
+        int32_t which = both ? QS_SCALAR : isa;
+        int32_t *best = room((int64_t)rows * 4);
+        qs_op ops[] = {
+            {.kind = QS_LOG_SOFTMAX, .log_softmax = {out, width}},
+            {.kind = QS_ARGMAX, .argmax = {out, best, width}},
+        };
+        run(ops, 2, &step, which);
+        for (int32_t r = 0; r < rows; r++) /* beside the logits, so that one comparison serves */
+            out[(int64_t)r * width] = (float)best[r];
+        free(best);
+    }
+    agree("log_softmax and argmax", first, second, (int64_t)rows * width);
+    for (int32_t kind = 0; kind < 2; kind++) {
+        for (int32_t both = 0; both < 2; both++) {
+            float *out = both ? second : first;
+            qs_op norm = {.kind = QS_RMSNORM, .rmsnorm = {x, weight, out, width, 1e-5f}};
+            qs_op silu = {.kind = QS_SILU_MUL, .silu_mul = {x, out, width}};
+            run(kind ? &silu : &norm, 1, &step, both ? QS_SCALAR : isa);
+        }
+        agree(kind ? "silu_mul" : "rmsnorm", first, second, (int64_t)rows * width);
+    }
+    free(x), free(weight), free(first), free(second);
+}
+
+/* A few sequences store what is new and attend to all that they have. */
+static void attention(void)
+{
+    static const int32_t dtypes[] = {QS_F32, QS_F16, QS_I8, QS_F8};
+    int32_t dtype = dtypes[between(0, 3)], kv_heads = between(1, 3), heads = kv_heads * between(1, 14);
+    int32_t dim = 16 * between(1, 5), sequences = between(1, 3), rotary = 2 * between(1, dim / 2);
+    int32_t contexts[3], starts[4] = {0}, tokens, blocks = 0, used = 0;
+    for (int32_t s = 0; s < sequences; s++) {
+        contexts[s] = between(0, 50);
+        starts[s + 1] = starts[s] + between(1, 20);
+        blocks += (contexts[s] + starts[s + 1] - starts[s] + QS_LANES - 1) / QS_LANES;
+    }
+    tokens = starts[sequences];
+    int32_t *tables = room((int64_t)sequences * blocks * 4), *positions = room(tokens * 4), *slots = room(tokens * 4);
+    for (int32_t s = 0; s < sequences; s++) {
+        int32_t length = contexts[s] + starts[s + 1] - starts[s], need = (length + QS_LANES - 1) / QS_LANES;
+        for (int32_t b = 0; b < need; b++)
+            tables[s * blocks + b] = blocks - 1 - used++;
+        for (int32_t t = starts[s]; t < starts[s + 1]; t++) {
+            positions[t] = contexts[s] + t - starts[s];
+            slots[t] = tables[s * blocks + positions[t] / QS_LANES] * QS_LANES + positions[t] % QS_LANES;
+        }
+    }
+    int32_t width = (heads + 2 * kv_heads) * dim, element = dtype == QS_F32 ? 4 : dtype == QS_F16 ? 2 : 1;
+    int64_t cells = (int64_t)blocks * kv_heads * dim * QS_LANES, row_cells = (int64_t)tokens * width;
+    float *qkv = numbers(row_cells, between(0, 1) ? 0 : 200), *cosine = numbers(90 * rotary, 0), *sine = numbers(90 * rotary, 0);
+    float *norm = numbers(dim, 0), *center = numbers(kv_heads * dim, 0), *k_scale = scales(kv_heads), *v_scale = scales(kv_heads);
+    void *k = values_of(dtype, cells, 300), *v = values_of(dtype, cells, 300);
+    int32_t scaled = dtype == QS_I8 || dtype == QS_F8, normed = between(0, 1), centred = between(0, 1);
+    float *rows[2], *outs[2];
+    void *keys[2], *values[2];
+    qs_step step = {.positions = positions, .slots = slots, .seq_start = starts, .block_tables = tables,
+                    .tokens = tokens, .sequences = sequences, .table_stride = blocks};
+    int32_t window = between(0, 1) ? 0 : between(1, 40);
+    for (int32_t both = 0; both < 2; both++) {
+        rows[both] = memcpy(room(row_cells * 4), qkv, (size_t)row_cells * 4);
+        keys[both] = memcpy(room(cells * element), k, (size_t)(cells * element));
+        values[both] = memcpy(room(cells * element), v, (size_t)(cells * element));
+        outs[both] = room((int64_t)tokens * heads * dim * 4);
+        qs_op ops[] = {
+            {.kind = QS_ROPE_KV,
+             .rope_kv = {.qkv = rows[both], .cosine = cosine, .sine = sine, .q_norm = normed ? norm : NULL,
+                         .k_norm = normed ? norm : NULL, .k_scale = scaled ? k_scale : NULL,
+                         .v_scale = scaled ? v_scale : NULL, .k_center = centred ? center : NULL, .k_cache = keys[both],
+                         .v_cache = values[both], .heads = heads, .kv_heads = kv_heads, .head_dim = dim,
+                         .rotary_dim = rotary, .kv_dtype = dtype, .eps = 1e-6f}},
+            {.kind = QS_ATTENTION,
+             .attention = {.qkv = rows[both], .k_scale = scaled ? k_scale : NULL, .v_scale = scaled ? v_scale : NULL,
+                           .out = outs[both], .k_cache = keys[both], .v_cache = values[both], .heads = heads,
+                           .kv_heads = kv_heads, .head_dim = dim, .kv_dtype = dtype, .window = window, .scale = 0.2f}},
+        };
+        run(ops, 2, &step, both ? QS_SCALAR : isa);
+    }
+    agree("rope", rows[0], rows[1], row_cells);
+    if (dtype == QS_F32) {
+        agree("keys", keys[0], keys[1], cells);
+        agree("values", values[0], values[1], cells);
+    } else if (memcmp(keys[0], keys[1], (size_t)(cells * element)) || memcmp(values[0], values[1], (size_t)(cells * element))) {
+        fprintf(stderr, "a cache of dtype %d is another\n", dtype);
+        exit(1);
+    }
+    agree("attention", outs[0], outs[1], (int64_t)tokens * heads * dim);
+    for (int32_t both = 0; both < 2; both++)
+        free(rows[both]), free(outs[both]), free(keys[both]), free(values[both]);
+    free(tables), free(positions), free(slots), free(qkv), free(cosine), free(sine), free(norm), free(center);
+    free(k_scale), free(v_scale), free(k), free(v);
+}
+
+int main(int count, char **arguments)
+{
+    if (count != 3)
+        return 3;
+    isa = atoi(arguments[1]);
+    if (!qs_has_isa(isa))
+        return 2;
+    pool = qs_pool_create(THREADS, NULL);
+    for (int32_t i = atoi(arguments[2]); pool && i > 0; i--) {
+        linear();
+        row_wise();
+        attention();
+    }
+    qs_pool_destroy(pool);
+    printf("%s cases agree, best of this machine: %d\n", arguments[2], (int)qs_best_isa());
+    return pool ? 0 : 3;
+}
