@@ -19,7 +19,7 @@ from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
 from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, choose, resolve
 from qserve.kernels.triton.finish import finish
-from qserve.kernels.triton.inputs import gather_columns, round_groups, round_rows
+from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
 from qserve.kernels.triton.prepack import PAD_N, by_group, slots
 from qserve.kernels.triton.target import FP8, Capability, Target, target
 from qserve.kernels.triton.workspace import workspace
@@ -135,7 +135,7 @@ class EightBit:
     def __init__(self, op: ops.Linear, device: torch.device, batch_invariant: bool) -> None:
         weight = op.weight
         assert isinstance(weight, PackedWeight) and weight.activations is not None
-        self.op, self.activations, self.input_scale = op, weight.activations, weight.input_scale
+        self.op, self.activations = op, weight.activations
         self.dtype = torch.float8_e4m3fn if self.activations.dtype == "fp8" else torch.int8
         self.n, self.block_k = weight.out_features, block_k(weight)
         groups = weight.scheme.groups(weight.in_features)
@@ -155,8 +155,11 @@ class EightBit:
         self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         memory = workspace(device)
         self.x_groups = -(-width // self.x_group) if self.x_group else 1
-        self.codes = memory.take("codes", len(op.x) * width, self.dtype)
-        self.x_scales = memory.take("x scales", len(op.x) * self.x_groups, torch.float32)
+        rows = len(op.x)
+        codes = memory.take("codes", rows * width, self.dtype)[: rows * width].view(rows, width)
+        scales = memory.take("x scales", rows * self.x_groups, torch.float32)[: rows * self.x_groups]
+        self.rounded = Rounded(codes, scales.view(rows, self.x_groups), weight.input_scale)
+        self._rounds = True
         self.gathered = memory.take("gathered", 0 if order is None else len(op.x) * len(order), op.x.dtype)
         self.configure({})
 
@@ -175,17 +178,28 @@ class EightBit:
         found = choose(self.key, rows, gpu, default, lambda config: self.padded_n % config.block_n == 0)
         return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
 
-    def run(self, rows: int) -> None:
-        config, x = self.configs[bucket_of(rows)], self.op.x
+    def take_rounded(self) -> Rounded | None:
+        """Where the kernel that makes the input leaves it rounded, from now on; None where it cannot: inputs are
+        rounded by groups, or in another order, or a row is too wide."""
+        if self.x_group or self.order is not None or self.k > WIDEST_ROW:
+            return None
+        self._rounds = False
+        return self.rounded
+
+    def _round(self, rows: int) -> None:
+        x = self.op.x
         if self.order is not None:
             x = self.gathered[: rows * len(self.order)].view(rows, -1)
             gather_columns(self.op.x, self.order, x, rows)
-        codes = self.codes[: rows * self.k].view(rows, self.k)
-        scales = self.x_scales[: rows * self.x_groups].view(rows, self.x_groups)
         if self.x_group:
-            round_groups(x, codes, scales, rows, self.x_group)
+            round_groups(x, self.rounded.codes, self.rounded.scales, rows, self.x_group)
         else:
-            round_rows(x, codes, scales, rows, self.input_scale)
+            round_rows(x, self.rounded, rows)
+
+    def run(self, rows: int) -> None:
+        config, codes, scales = self.configs[bucket_of(rows)], self.rounded.codes, self.rounded.scales
+        if self._rounds:
+            self._round(rows)
         step = SPLIT_ROWS if config.splits > 1 else rows
         for start in range(0, rows, step):
             self._launch(codes[start:], scales[start:], self.op.out[start:], min(step, rows - start), config)

@@ -1,6 +1,12 @@
-"""What is done to inputs before a product: columns put in the order of the weights' groups, and rounding to 8 bits."""
+"""What is done to inputs before a product: columns put in the order of the weights' groups, and rounding to 8 bits.
+
+A kernel that makes a whole row rounds it while it is at hand (``Rounded``, ``round_row``): the bits are those of
+``round_rows`` of what it made.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -37,14 +43,9 @@ def _inverse(absmax, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def round_rows_kernel(
-    x, codes, scales, k, stride_x, stride_codes, input_scale,
-    STATIC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """A row as 8-bit codes, padded with zeros, and its scale: NaN, which spoils the row, where it is not finite."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    value = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32)
+def round_row(value, row, at, codes, scales, stride_codes, input_scale, STATIC: tl.constexpr, LIMIT: tl.constexpr):
+    """Store a row, float32 at columns ``at`` and zero behind its end, as 8-bit codes, padded with zeros, and its
+    scale: NaN, which spoils the row, where it is not finite."""
     magnitude = tl.abs(value)
     finite = magnitude < float("inf")
     absmax = tl.max(tl.where(finite, magnitude, 0.0), 0)
@@ -58,6 +59,17 @@ def round_rows_kernel(
     tl.store(scales + row, tl.where(spoiled, float("nan"), scale))
     rounded = _codes(tl.where(finite, value, 0.0) * inverse, codes.dtype.element_ty)
     tl.store(codes + row * stride_codes + at, rounded, mask=at < stride_codes)
+
+
+@triton.jit
+def round_rows_kernel(
+    x, k, stride_x, codes, scales, stride_codes, input_scale,
+    STATIC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    value = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32)
+    round_row(value, row, at, codes, scales, stride_codes, input_scale, STATIC, LIMIT)
 
 
 @triton.jit
@@ -87,21 +99,45 @@ def gather_columns(x: Tensor, order: Tensor, out: Tensor, rows: int) -> None:
     gather_columns_kernel[grid](x, order, out, k, x.stride(0), out.stride(0), WIDTH=_WIDTH, num_warps=4)
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """Where rows are left in 8 bits: ``codes`` int8 or e4m3 [rows, k padded] and ``scales`` float32 [rows, 1].
+    ``input_scale`` is the scale where it is static."""
+
+    codes: Tensor
+    scales: Tensor
+    input_scale: float | None
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, Tensor | None, int, float, bool, float]:
+        """As kernels take them: codes, scales, stride_codes, input_scale, STATIC and LIMIT."""
+        scale = 1.0 if self.input_scale is None else self.input_scale
+        return self.codes, self.scales, self.codes.stride(0), scale, self.input_scale is not None, _limit(self.codes)
+
+
+NOT_ROUNDED: tuple[Tensor | None, Tensor | None, int, float, bool, float] = (None, None, 0, 1.0, False, 0.0)
+"""The same arguments of a kernel whose row is not rounded."""
+
+
 def _limit(codes: Tensor) -> float:
     return 127.0 if codes.dtype == torch.int8 else 448.0
 
 
-def round_rows(x: Tensor, codes: Tensor, scales: Tensor, rows: int, input_scale: float | None) -> None:
-    """x [rows, k] as int8 or e4m3 codes [rows, k padded] and scales [rows, 1], as ``reference.round_input`` rounds.
+WIDEST_ROW = 16384
+"""Of a program that makes a row and rounds it: its registers hold all of it."""
 
-    ``input_scale`` is the scale where it is static.
-    """
-    width = triton.next_power_of_2(codes.shape[1])
+
+def row_warps(width: int) -> int:
+    """Warps of a program that holds a row of ``width``."""
+    return 4 if width <= 4096 else 8 if width <= 8192 else 16
+
+
+def round_rows(x: Tensor, into: Rounded, rows: int) -> None:
+    """x [rows, k] in 8 bits, as ``reference.round_input`` rounds."""
+    width = triton.next_power_of_2(into.codes.shape[1])
     round_rows_kernel[rows, 1](
-        x, codes, scales, x.shape[1], x.stride(0), codes.stride(0), 1.0 if input_scale is None else input_scale,
-        STATIC=input_scale is not None, LIMIT=_limit(codes), WIDTH=width,
-        num_warps=4 if width <= 4096 else 8 if width <= 8192 else 16,
-    )  # fmt: skip
+        x, x.shape[1], x.stride(0), *into.arguments, width, num_warps=row_warps(width)
+    )
 
 
 def round_groups(x: Tensor, codes: Tensor, scales: Tensor, rows: int, group: int) -> None:
