@@ -118,12 +118,14 @@ def block_k(weight: PackedWeight) -> int:
     return gcd(groups, WIDEST_BLOCK)
 
 
-def default(rows: int) -> Config:
-    """Safe everywhere: no spills, and the shared memory of the smallest GPU."""
+def default(rows: int, grouped: bool, capability: Capability) -> Config:
+    """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``grouped``: with scales by groups."""
     if rows <= 16:
         return Config(16, 128, warps=4, stages=4)
     if rows <= 32:
         return Config(32, 128, warps=4, stages=4)
+    if rows <= SPLIT_ROWS and grouped and capability >= (10, 0):
+        return Config(64, 64, warps=4, stages=3)  # groups are added up apart, and pass through registers there
     if rows <= 128:
         return Config(64, 128, warps=8, stages=3)
     return Config(128, 128, warps=8, stages=3, splits=1 if rows > SPLIT_ROWS else 0)
@@ -171,11 +173,16 @@ class EightBit:
 
     def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
+        grouped = self.group + self.x_group > 0
+
+        def usual(rows: int) -> Config:
+            return default(rows, grouped, gpu.capability)
+
         if batch_invariant:
-            least = resolve(default(1), 1, self.padded_n, self.blocks, gpu.sms)
+            least = resolve(usual(1), 1, self.padded_n, self.blocks, gpu.sms)
             return replace(least, block_m=16 if rows <= 16 else 32)
         self.key = f"eight_bit {self.activations.dtype} group={self.group},{self.x_group} n={self.n} k={self.k}"
-        found = choose(self.key, rows, gpu, default, lambda config: self.padded_n % config.block_n == 0)
+        found = choose(self.key, rows, gpu, usual, lambda config: self.padded_n % config.block_n == 0)
         return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
 
     def take_rounded(self) -> Rounded | None:

@@ -46,30 +46,57 @@ def _inverse(absmax, LIMIT: tl.constexpr):
 def round_row(value, row, at, codes, scales, stride_codes, input_scale, STATIC: tl.constexpr, LIMIT: tl.constexpr):
     """Store a row, float32 at columns ``at`` and zero behind its end, as 8-bit codes, padded with zeros, and its
     scale: NaN, which spoils the row, where it is not finite."""
-    magnitude = tl.abs(value)
-    finite = magnitude < float("inf")
-    absmax = tl.max(tl.where(finite, magnitude, 0.0), 0)
+    finite, spoiled = _finite(value)
+    absmax = tl.max(tl.abs(finite), 0)
+    inverse = _scale_row(absmax, tl.max(spoiled, 0), scales + row, input_scale, STATIC, LIMIT)
+    tl.store(codes + row * stride_codes + at, _codes(finite * inverse, codes.dtype.element_ty), mask=at < stride_codes)
+
+
+@triton.jit
+def _finite(value):
+    """Numbers with 0 for what is not finite, and 1 where that was so."""
+    finite = tl.abs(value) < float("inf")
+    return tl.where(finite, value, 0.0), tl.where(finite, 0, 1)
+
+
+@triton.jit
+def _scale_row(absmax, spoiled, scale_ptr, input_scale, STATIC: tl.constexpr, LIMIT: tl.constexpr):
+    """Store the scale of a row; what its numbers are multiplied by to be codes."""
     if STATIC:
         scale = input_scale + tl.zeros_like(absmax)
         inverse = tl.div_rn(tl.zeros_like(absmax) + 1.0, scale)
     else:
         scale = tl.div_rn(absmax, tl.zeros_like(absmax) + LIMIT)
         inverse = _inverse(absmax, LIMIT)
-    spoiled = tl.max(tl.where(finite, 0, 1), 0) != 0
-    tl.store(scales + row, tl.where(spoiled, float("nan"), scale))
-    rounded = _codes(tl.where(finite, value, 0.0) * inverse, codes.dtype.element_ty)
-    tl.store(codes + row * stride_codes + at, rounded, mask=at < stride_codes)
+    tl.store(scale_ptr, tl.where(spoiled != 0, float("nan"), scale))
+    return inverse
 
 
 @triton.jit
 def round_rows_kernel(
     x, k, stride_x, codes, scales, stride_codes, input_scale,
-    STATIC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
+    STATIC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A row of at most WIDTH, read once where it is one BLOCK, else twice."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    value = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32)
-    round_row(value, row, at, codes, scales, stride_codes, input_scale, STATIC, LIMIT)
+    at = tl.arange(0, BLOCK)
+    if WIDTH == BLOCK:
+        value = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32)
+        round_row(value, row, at, codes, scales, stride_codes, input_scale, STATIC, LIMIT)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        bad = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, WIDTH, BLOCK):
+            value = tl.load(x + row * stride_x + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+            finite, spoiled = _finite(value)
+            largest = tl.maximum(largest, tl.abs(finite))
+            bad = tl.maximum(bad, spoiled)
+        inverse = _scale_row(tl.max(largest, 0), tl.max(bad, 0), scales + row, input_scale, STATIC, LIMIT)
+        for start in range(0, WIDTH, BLOCK):
+            value = tl.load(x + row * stride_x + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+            finite, spoiled = _finite(value)
+            code = _codes(finite * inverse, codes.dtype.element_ty)
+            tl.store(codes + row * stride_codes + start + at, code, mask=start + at < stride_codes)
 
 
 @triton.jit
@@ -124,7 +151,12 @@ def _limit(codes: Tensor) -> float:
 
 
 WIDEST_ROW = 16384
-"""Of a program that makes a row and rounds it: its registers hold all of it."""
+"""The most of a row that the registers of a program hold."""
+
+
+def row_block(width: int) -> int:
+    """Columns that a program rounds at a time: all of them, or pieces that leave registers for what is remembered."""
+    return width if width <= WIDEST_ROW else WIDEST_ROW // 2
 
 
 def row_warps(width: int) -> int:
@@ -135,8 +167,9 @@ def row_warps(width: int) -> int:
 def round_rows(x: Tensor, into: Rounded, rows: int) -> None:
     """x [rows, k] in 8 bits, as ``reference.round_input`` rounds."""
     width = triton.next_power_of_2(into.codes.shape[1])
+    block = row_block(width)
     round_rows_kernel[rows, 1](
-        x, x.shape[1], x.stride(0), *into.arguments, width, num_warps=row_warps(width)
+        x, x.shape[1], x.stride(0), *into.arguments, width, block, num_warps=row_warps(block)
     )
 
 
