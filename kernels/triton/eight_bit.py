@@ -19,7 +19,7 @@ from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
 from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, choose, resolve
 from qserve.kernels.triton.finish import finish
-from qserve.kernels.triton.inputs import gather_columns, round_groups, round_rows
+from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
 from qserve.kernels.triton.prepack import PAD_N, by_group, slots
 from qserve.kernels.triton.target import FP8, Capability, Target, target
 from qserve.kernels.triton.workspace import workspace
@@ -118,12 +118,14 @@ def block_k(weight: PackedWeight) -> int:
     return gcd(groups, WIDEST_BLOCK)
 
 
-def default(rows: int) -> Config:
-    """Safe everywhere: no spills, and the shared memory of the smallest GPU."""
+def default(rows: int, grouped: bool, capability: Capability) -> Config:
+    """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``grouped``: with scales by groups."""
     if rows <= 16:
         return Config(16, 128, warps=4, stages=4)
     if rows <= 32:
         return Config(32, 128, warps=4, stages=4)
+    if rows <= SPLIT_ROWS and grouped and capability >= (10, 0):
+        return Config(64, 64, warps=4, stages=3)  # groups are added up apart, and pass through registers there
     if rows <= 128:
         return Config(64, 128, warps=8, stages=3)
     return Config(128, 128, warps=8, stages=3, splits=1 if rows > SPLIT_ROWS else 0)
@@ -135,7 +137,7 @@ class EightBit:
     def __init__(self, op: ops.Linear, device: torch.device, batch_invariant: bool) -> None:
         weight = op.weight
         assert isinstance(weight, PackedWeight) and weight.activations is not None
-        self.op, self.activations, self.input_scale = op, weight.activations, weight.input_scale
+        self.op, self.activations = op, weight.activations
         self.dtype = torch.float8_e4m3fn if self.activations.dtype == "fp8" else torch.int8
         self.n, self.block_k = weight.out_features, block_k(weight)
         groups = weight.scheme.groups(weight.in_features)
@@ -155,8 +157,11 @@ class EightBit:
         self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         memory = workspace(device)
         self.x_groups = -(-width // self.x_group) if self.x_group else 1
-        self.codes = memory.take("codes", len(op.x) * width, self.dtype)
-        self.x_scales = memory.take("x scales", len(op.x) * self.x_groups, torch.float32)
+        rows = len(op.x)
+        codes = memory.take("codes", rows * width, self.dtype)[: rows * width].view(rows, width)
+        scales = memory.take("x scales", rows * self.x_groups, torch.float32)[: rows * self.x_groups]
+        self.rounded = Rounded(codes, scales.view(rows, self.x_groups), weight.input_scale)
+        self._rounds = True
         self.gathered = memory.take("gathered", 0 if order is None else len(op.x) * len(order), op.x.dtype)
         self.configure({})
 
@@ -168,24 +173,40 @@ class EightBit:
 
     def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
+        grouped = self.group + self.x_group > 0
+
+        def usual(rows: int) -> Config:
+            return default(rows, grouped, gpu.capability)
+
         if batch_invariant:
-            least = resolve(default(1), 1, self.padded_n, self.blocks, gpu.sms)
+            least = resolve(usual(1), 1, self.padded_n, self.blocks, gpu.sms)
             return replace(least, block_m=16 if rows <= 16 else 32)
         self.key = f"eight_bit {self.activations.dtype} group={self.group},{self.x_group} n={self.n} k={self.k}"
-        found = choose(self.key, rows, gpu, default, lambda config: self.padded_n % config.block_n == 0)
+        found = choose(self.key, rows, gpu, usual, lambda config: self.padded_n % config.block_n == 0)
         return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
 
-    def run(self, rows: int) -> None:
-        config, x = self.configs[bucket_of(rows)], self.op.x
+    def take_rounded(self) -> Rounded | None:
+        """Where the kernel that makes the input leaves it rounded, from now on; None where it cannot: inputs are
+        rounded by groups, or in another order, or a row is too wide."""
+        if self.x_group or self.order is not None or self.k > WIDEST_ROW:
+            return None
+        self._rounds = False
+        return self.rounded
+
+    def _round(self, rows: int) -> None:
+        x = self.op.x
         if self.order is not None:
             x = self.gathered[: rows * len(self.order)].view(rows, -1)
             gather_columns(self.op.x, self.order, x, rows)
-        codes = self.codes[: rows * self.k].view(rows, self.k)
-        scales = self.x_scales[: rows * self.x_groups].view(rows, self.x_groups)
         if self.x_group:
-            round_groups(x, codes, scales, rows, self.x_group)
+            round_groups(x, self.rounded.codes, self.rounded.scales, rows, self.x_group)
         else:
-            round_rows(x, codes, scales, rows, self.input_scale)
+            round_rows(x, self.rounded, rows)
+
+    def run(self, rows: int) -> None:
+        config, codes, scales = self.configs[bucket_of(rows)], self.rounded.codes, self.rounded.scales
+        if self._rounds:
+            self._round(rows)
         step = SPLIT_ROWS if config.splits > 1 else rows
         for start in range(0, rows, step):
             self._launch(codes[start:], scales[start:], self.op.out[start:], min(step, rows - start), config)

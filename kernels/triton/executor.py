@@ -32,8 +32,10 @@ from qserve.kernels.ops import (
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.argmax import argmax
 from qserve.kernels.triton.attention import Shape, attend_decodes, attend_tiles, decode_shape, tile_shape
+from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.embed import embed
 from qserve.kernels.triton.gather import gather
+from qserve.kernels.triton.inputs import Rounded
 from qserve.kernels.triton.log_softmax import log_softmax
 from qserve.kernels.triton.rms_norm import rms_norm
 from qserve.kernels.triton.rope_kv import rope_kv
@@ -71,6 +73,7 @@ class _TritonProgram:
         self._executor = executor
         self._max_rows = max_rows
         self._launches: list[Launch] = []
+        self._last: Op | None = None
         self._attention: Attention | None = None
         self._rows: set[str] = set()
         self._staging = Staging(executor.placement.device)
@@ -82,6 +85,7 @@ class _TritonProgram:
         for op in ops:
             self._rows.add(getattr(op, "rows", "tokens"))
             self._launches.append(self._prepare(op))
+            self._last = op
 
     def run(self, step: Step) -> None:
         tokens = len(step.token_ids) if "tokens" in self._rows else 0
@@ -127,11 +131,11 @@ class _TritonProgram:
         match op:
             case Embed():
                 return self._embed(op)
-            case RMSNorm():
-                weight = self._hold(op.weight.float())
-                return lambda batch: rms_norm(op.x, weight, op.out, op.eps, _count(batch, op.rows))
+            case RMSNorm() | SiluMul():
+                return self._row_by_row(op)
             case Linear():
                 product = linear.prepare(op, self._executor.placement.device, self._executor.batch_invariant)
+                self._round_at_once(op, product)
                 return lambda batch: product.run(_count(batch, op.rows))
             case RopeKV():
                 ready = self._rope_kv(op)
@@ -140,14 +144,26 @@ class _TritonProgram:
                 k_scale, v_scale = (None if x is None else self._hold(x) for x in (op.k_scale, op.v_scale))
                 self._attention = replace(op, k_scale=k_scale, v_scale=v_scale)
                 return partial(self._attend, self._attention)
-            case SiluMul():
-                return lambda batch: silu_mul(op.gate_up, op.out, batch.tokens)
             case Gather():
                 return lambda batch: gather(op.x, batch.logit_rows, op.out, batch.logits)
             case Argmax():
                 return lambda batch: argmax(op.x, op.out, batch.logits)
             case LogSoftmax():
                 return lambda batch: log_softmax(op.x, batch.logits)
+
+    def _row_by_row(self, op: RMSNorm | SiluMul, into: Rounded | None = None) -> Launch:
+        if isinstance(op, SiluMul):
+            return lambda batch: silu_mul(op.gate_up, op.out, batch.tokens, into)
+        weight = self._hold(op.weight.float())
+        return lambda batch: rms_norm(op.x, weight, op.out, op.eps, _count(batch, op.rows), into)
+
+    def _round_at_once(self, op: Linear, product: linear.Product) -> None:
+        """Where the last operation makes the input of ``op``, it rounds it to the 8 bits that ``product`` reads."""
+        maker = self._last
+        if not isinstance(product, EightBit) or not isinstance(maker, RMSNorm | SiluMul) or maker.out is not op.x:
+            return
+        if op.rows == getattr(maker, "rows", "tokens") and (into := product.take_rounded()) is not None:
+            self._launches[-1] = self._row_by_row(maker, into)
 
     def _rope_kv(self, op: RopeKV) -> RopeKV:
         names = ("cosine", "sine", "q_norm", "k_norm", "k_scale", "v_scale", "k_center")

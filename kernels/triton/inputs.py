@@ -1,6 +1,12 @@
-"""What is done to inputs before a product: columns put in the order of the weights' groups, and rounding to 8 bits."""
+"""What is done to inputs before a product: columns put in the order of the weights' groups, and rounding to 8 bits.
+
+A kernel that makes a whole row rounds it while it is at hand (``Rounded``, ``round_row``): the bits are those of
+``round_rows`` of what it made.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -37,27 +43,60 @@ def _inverse(absmax, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def round_rows_kernel(
-    x, codes, scales, k, stride_x, stride_codes, input_scale,
-    STATIC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """A row as 8-bit codes, padded with zeros, and its scale: NaN, which spoils the row, where it is not finite."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    value = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32)
-    magnitude = tl.abs(value)
-    finite = magnitude < float("inf")
-    absmax = tl.max(tl.where(finite, magnitude, 0.0), 0)
+def round_row(value, row, at, codes, scales, stride_codes, input_scale, STATIC: tl.constexpr, LIMIT: tl.constexpr):
+    """Store a row, float32 at columns ``at`` and zero behind its end, as 8-bit codes, padded with zeros, and its
+    scale: NaN, which spoils the row, where it is not finite."""
+    finite, spoiled = _finite(value)
+    absmax = tl.max(tl.abs(finite), 0)
+    inverse = _scale_row(absmax, tl.max(spoiled, 0), scales + row, input_scale, STATIC, LIMIT)
+    tl.store(codes + row * stride_codes + at, _codes(finite * inverse, codes.dtype.element_ty), mask=at < stride_codes)
+
+
+@triton.jit
+def _finite(value):
+    """Numbers with 0 for what is not finite, and 1 where that was so."""
+    finite = tl.abs(value) < float("inf")
+    return tl.where(finite, value, 0.0), tl.where(finite, 0, 1)
+
+
+@triton.jit
+def _scale_row(absmax, spoiled, scale_ptr, input_scale, STATIC: tl.constexpr, LIMIT: tl.constexpr):
+    """Store the scale of a row; what its numbers are multiplied by to be codes."""
     if STATIC:
         scale = input_scale + tl.zeros_like(absmax)
         inverse = tl.div_rn(tl.zeros_like(absmax) + 1.0, scale)
     else:
         scale = tl.div_rn(absmax, tl.zeros_like(absmax) + LIMIT)
         inverse = _inverse(absmax, LIMIT)
-    spoiled = tl.max(tl.where(finite, 0, 1), 0) != 0
-    tl.store(scales + row, tl.where(spoiled, float("nan"), scale))
-    rounded = _codes(tl.where(finite, value, 0.0) * inverse, codes.dtype.element_ty)
-    tl.store(codes + row * stride_codes + at, rounded, mask=at < stride_codes)
+    tl.store(scale_ptr, tl.where(spoiled != 0, float("nan"), scale))
+    return inverse
+
+
+@triton.jit
+def round_rows_kernel(
+    x, k, stride_x, codes, scales, stride_codes, input_scale,
+    STATIC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row of at most WIDTH, read once where it is one BLOCK, else twice."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    if WIDTH == BLOCK:
+        value = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32)
+        round_row(value, row, at, codes, scales, stride_codes, input_scale, STATIC, LIMIT)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        bad = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, WIDTH, BLOCK):
+            value = tl.load(x + row * stride_x + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+            finite, spoiled = _finite(value)
+            largest = tl.maximum(largest, tl.abs(finite))
+            bad = tl.maximum(bad, spoiled)
+        inverse = _scale_row(tl.max(largest, 0), tl.max(bad, 0), scales + row, input_scale, STATIC, LIMIT)
+        for start in range(0, WIDTH, BLOCK):
+            value = tl.load(x + row * stride_x + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+            finite, spoiled = _finite(value)
+            code = _codes(finite * inverse, codes.dtype.element_ty)
+            tl.store(codes + row * stride_codes + start + at, code, mask=start + at < stride_codes)
 
 
 @triton.jit
@@ -87,21 +126,51 @@ def gather_columns(x: Tensor, order: Tensor, out: Tensor, rows: int) -> None:
     gather_columns_kernel[grid](x, order, out, k, x.stride(0), out.stride(0), WIDTH=_WIDTH, num_warps=4)
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """Where rows are left in 8 bits: ``codes`` int8 or e4m3 [rows, k padded] and ``scales`` float32 [rows, 1].
+    ``input_scale`` is the scale where it is static."""
+
+    codes: Tensor
+    scales: Tensor
+    input_scale: float | None
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, Tensor | None, int, float, bool, float]:
+        """As kernels take them: codes, scales, stride_codes, input_scale, STATIC and LIMIT."""
+        scale = 1.0 if self.input_scale is None else self.input_scale
+        return self.codes, self.scales, self.codes.stride(0), scale, self.input_scale is not None, _limit(self.codes)
+
+
+NOT_ROUNDED: tuple[Tensor | None, Tensor | None, int, float, bool, float] = (None, None, 0, 1.0, False, 0.0)
+"""The same arguments of a kernel whose row is not rounded."""
+
+
 def _limit(codes: Tensor) -> float:
     return 127.0 if codes.dtype == torch.int8 else 448.0
 
 
-def round_rows(x: Tensor, codes: Tensor, scales: Tensor, rows: int, input_scale: float | None) -> None:
-    """x [rows, k] as int8 or e4m3 codes [rows, k padded] and scales [rows, 1], as ``reference.round_input`` rounds.
+WIDEST_ROW = 16384
+"""The most of a row that the registers of a program hold."""
 
-    ``input_scale`` is the scale where it is static.
-    """
-    width = triton.next_power_of_2(codes.shape[1])
+
+def row_block(width: int) -> int:
+    """Columns that a program rounds at a time: all of them, or pieces that leave registers for what is remembered."""
+    return width if width <= WIDEST_ROW else WIDEST_ROW // 2
+
+
+def row_warps(width: int) -> int:
+    """Warps of a program that holds a row of ``width``."""
+    return 4 if width <= 4096 else 8 if width <= 8192 else 16
+
+
+def round_rows(x: Tensor, into: Rounded, rows: int) -> None:
+    """x [rows, k] in 8 bits, as ``reference.round_input`` rounds."""
+    width = triton.next_power_of_2(into.codes.shape[1])
+    block = row_block(width)
     round_rows_kernel[rows, 1](
-        x, codes, scales, x.shape[1], x.stride(0), codes.stride(0), 1.0 if input_scale is None else input_scale,
-        STATIC=input_scale is not None, LIMIT=_limit(codes), WIDTH=width,
-        num_warps=4 if width <= 4096 else 8 if width <= 8192 else 16,
-    )  # fmt: skip
+        x, x.shape[1], x.stride(0), *into.arguments, width, block, num_warps=row_warps(block)
+    )
 
 
 def round_groups(x: Tensor, codes: Tensor, scales: Tensor, rows: int, group: int) -> None:

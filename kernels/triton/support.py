@@ -32,7 +32,7 @@ class Kernel:
 KERNELS = (
     Kernel("embed", "packed embeddings, dequantized as they are looked up"),
     Kernel("gather", "dense embeddings, and the rows whose logits are wanted"),
-    Kernel("rms_norm", "RMSNorm"),
+    Kernel("rms_norm", "RMSNorm, and its rows in 8 bits for the product that reads them"),
     Kernel("rope_kv", "rotation, and keys and values into a cache in fp16, bf16 or int8"),
     Kernel("rope_kv fp8", "the same into a cache in e4m3", FP8),
     Kernel("attention", "paged attention of prompts and decodes over fp16, bf16 or int8"),
@@ -41,7 +41,7 @@ KERNELS = (
     Kernel("eight_bit", "products with weights and inputs in int8"),
     Kernel("eight_bit fp8", "products with weights and inputs in e4m3", FP8),
     Kernel("inputs", "inputs of products, rounded or reordered"),
-    Kernel("silu_mul", "SiLU of the gate times up"),
+    Kernel("silu_mul", "SiLU of the gate times up, and its rows in 8 bits likewise"),
     Kernel("argmax", "the greedy token"),
     Kernel("log_softmax", "log-probabilities of prompts"),
 )

@@ -21,7 +21,7 @@ from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import gather_columns
 from qserve.kernels.triton.prepack import planes
-from qserve.kernels.triton.target import Target, is_interpreted, target
+from qserve.kernels.triton.target import Capability, Target, is_interpreted, target
 from qserve.kernels.triton.workspace import workspace
 
 
@@ -159,13 +159,17 @@ def weight_only_kernel(
            splits, HAS_BIAS, ACCUMULATE, SPLIT)  # fmt: skip
 
 
-def default(rows: int) -> Config:
-    """Fits the shared memory of the smallest GPU; a few specializations spill some registers."""
+def default(rows: int, bits: int, group: int, capability: Capability) -> Config:
+    """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``group`` 0 is all inputs."""
     if rows <= 16:
-        return Config(16, 128, warps=8, stages=4)
+        # The scales of many groups fit the registers of few outputs.
+        return Config(16, 64, warps=4, stages=4) if 0 < group <= 32 else Config(16, 128, warps=8, stages=4)
     if rows <= 32:
-        return Config(32, 128, warps=8, stages=3)
-    return Config(64, 128, warps=8, stages=2, swap=True, splits=1 if rows > SPLIT_ROWS else 0)
+        # Two groups to a block are added up apart: half the warps have twice the registers each.
+        return Config(32, 128, warps=4 if bits == 4 and group >= 128 else 8, stages=3)
+    # Only the matrix units since sm_90 read one side from registers without a detour.
+    swap = capability >= (9, 0)
+    return Config(64, 128, warps=8, stages=2, swap=swap, splits=1 if rows > SPLIT_ROWS else 0)
 
 
 class WeightOnly:
@@ -193,11 +197,15 @@ class WeightOnly:
     def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
         held = self.planes
+
+        def usual(rows: int) -> Config:
+            return default(rows, held.bits, held.group, gpu.capability)
+
         if batch_invariant:
-            least = resolve(default(1), 1, held.padded_n, held.blocks, gpu.sms)
-            return replace(least, block_m=16 if rows <= 16 else 32, stages=3)
+            least = resolve(usual(1), 1, held.padded_n, held.blocks, gpu.sms)
+            return replace(usual(min(rows, 32)), splits=least.splits)
         self.key = f"weight_only bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
-        found = choose(self.key, rows, gpu, default, lambda config: held.padded_n % config.block_n == 0)
+        found = choose(self.key, rows, gpu, usual, lambda config: held.padded_n % config.block_n == 0)
         return resolve(found, rows, held.padded_n, held.blocks, gpu.sms)
 
     def run(self, rows: int) -> None:

@@ -22,6 +22,7 @@ from qserve.kernels.triton import (
     attention,
     embed,
     gather,
+    inputs,
     log_softmax,
     rms_norm,
     rope_kv,
@@ -98,20 +99,40 @@ def rope_case(capability: tuple[int, int], cache: str, norm: str = "fp32", cente
     return _case(rope_kv.rope_kv_kernel, pointers, capability, known, "tokens:i32 eps:fp32", warps=1)
 
 
+def rounding(codes: str) -> tuple[str, str, dict[str, Any]]:
+    """Pointers, numbers and constants of a kernel that rounds its row to ``codes``, or to nothing."""
+    pointers = f"codes_ptr:{codes} scales_ptr:{'fp32' if codes else ''}"
+    return pointers, "stride_codes:i32 input_scale:fp32", {"STATIC": False, "LIMIT": 127.0 if codes == "i8" else 448.0}
+
+
+def norm_case(capability: tuple[int, int], codes: str = "", width: int = 4096) -> Case:
+    pointers, numbers, known = rounding(codes)
+    block = triton.next_power_of_2(width)
+    return _case(
+        rms_norm.rms_norm_kernel, f"x_ptr:fp32 weight_ptr:fp32 out_ptr:bf16 {pointers}", capability,
+        known | {"WIDTH": width, "BLOCK": block}, f"eps:fp32 {numbers}", inputs.row_warps(block),
+    )  # fmt: skip
+
+
+def silu_case(capability: tuple[int, int], codes: str = "", width: int = 14336) -> Case:
+    pointers, numbers, known = rounding(codes)
+    block = triton.next_power_of_2(width) if codes else silu_mul.BLOCK
+    return _case(
+        silu_mul.silu_mul_kernel, f"gate_up_ptr:bf16 out_ptr:bf16 {pointers}", capability,
+        known | {"WIDTH": width, "BLOCK": block}, numbers, inputs.row_warps(block),
+    )  # fmt: skip
+
+
 def plain_cases(capability: tuple[int, int]) -> dict[str, Case]:
     """The kernels that have one configuration, at the width of Llama-3-8B."""
-    norm = _case(
-        rms_norm.rms_norm_kernel, "x_ptr:fp32 weight_ptr:fp32 out_ptr:bf16", capability,
-        {"WIDTH": 4096, "BLOCK": 4096}, "eps:fp32",
-    )  # fmt: skip
+    codes = "fp8e4nv" if capability >= FP8 else "i8"
     vocabulary = {"WIDTH": 128256, "BLOCK": 4096}
     packed = {"ZERO": 8, "GROUP": 64, "GROUPS": 64, "WIDTH": 4096, "BLOCK": embed.BLOCK}
     return {
-        "rms_norm": norm,
-        "silu_mul": _case(
-            silu_mul.silu_mul_kernel, "gate_up_ptr:bf16 out_ptr:bf16", capability,
-            {"WIDTH": 14336, "BLOCK": silu_mul.BLOCK},
-        ),
+        "rms_norm": norm_case(capability),
+        "rms_norm rounded": norm_case(capability, codes),
+        "silu_mul": silu_case(capability),
+        "silu_mul rounded": silu_case(capability, codes),
         "gather": _case(
             gather.gather_kernel, "x_ptr:bf16 rows_ptr:i32 out_ptr:fp32", capability,
             {"WIDTH": 4096, "BLOCK": gather.BLOCK},
@@ -147,4 +168,10 @@ def every_case() -> dict[str, Case]:
                 found |= {f"{kernel} {dim} {name}": case for kernel, case in made.items()}
             invariant = attention_cases(capability, cache, invariant=True)["attention decodes"]
             found[f"attention decodes invariant {name}"] = invariant
+        for width in (512, 8192, 16384):
+            for codes in ("", "i8", "fp8e4nv") if capability >= FP8 else ("", "i8"):
+                name = f"{codes or 'alone'} {width} sm_{capability[0]}{capability[1]}"
+                found[f"rms_norm {name}"] = norm_case(capability, codes, width)
+                if codes:
+                    found[f"silu_mul {name}"] = silu_case(capability, codes, 2 * width)
     return found

@@ -6,6 +6,8 @@ Loaded by ``aot.py`` as a program, and by the tests for the names.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,13 @@ from aot import Case  # type: ignore[import-not-found]
 
 from qserve.kernels.triton import eight_bit, weight_only
 from qserve.kernels.triton.configs import Config
-from qserve.kernels.triton.inputs import gather_columns_kernel, round_groups_kernel, round_rows_kernel
+from qserve.kernels.triton.inputs import (
+    gather_columns_kernel,
+    round_groups_kernel,
+    round_rows_kernel,
+    row_block,
+    row_warps,
+)
 from qserve.kernels.triton.prepack import _shape
 from qserve.kernels.triton.target import FP8
 
@@ -32,30 +40,33 @@ def _case(
 
 
 def weight_only_case(
-    capability: tuple[int, int], config: Config, bits: int = 4, group: int = 128, kind: str = "pairs",
-    dtype: str = "fp16", accumulate: bool = False, even_k: bool = True,
+    capability: tuple[int, int], rows: int, bits: int = 4, group: int = 128, kind: str = "pairs",
+    dtype: str = "fp16", even_k: bool = True,
 ) -> Case:  # fmt: skip
-    planes = 16 // bits
+    """``kind`` of scales, or "both" where scales and zero points are float32."""
+    config, planes = weight_only.default(rows, bits, group, capability), 16 // bits
     size = _shape(group or 4096, 32 if group else 1, 4096, planes)[0]
     assert kind != "pairs" or planes * size // group in (2, 4)
+    floats = kind in ("float", "both")
     signature = {
-        "x": "*" + dtype, "weight": "*i16", "scales": "*fp32" if kind == "float" else "*i32", "zeros": "*fp32",
+        "x": "*" + dtype, "weight": "*i16", "scales": "*fp32" if floats else "*i32", "zeros": "*fp32",
         "bias": "*" + dtype, "out": "*" + dtype, "partial": "*fp32", "arrived": "*i32",
         "rows": "i32", "n": "i32", "k": "i32", "stride_x": "i32", "stride_out": "i32", "padded_n": "i32",
         "blocks": "i32", "splits": "i32",
     }  # fmt: skip
     constexprs = {
-        "ZERO": -1 if kind == "zeros" else 1 << (bits - 1), "BITS": bits, "SLICE": size, "GROUP": group,
-        "SCALES": kind, "HAS_BIAS": False, "ACCUMULATE": accumulate, "EVEN_K": even_k, "SWAP": config.swap,
-        "SPLIT": config.splits != 1, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "ZERO": -1 if kind in ("zeros", "both") else 1 << (bits - 1), "BITS": bits, "SLICE": size, "GROUP": group,
+        "SCALES": "float" if floats else kind, "HAS_BIAS": False, "ACCUMULATE": True, "EVEN_K": even_k,
+        "SWAP": config.swap, "SPLIT": config.splits != 1, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "STAGES": config.stages, "COMPILED": True,
     }  # fmt: skip
     return _case(weight_only.weight_only_kernel, signature, constexprs, capability, config)
 
 
 def eight_bit_case(
-    capability: tuple[int, int], config: Config, kind: str, group: int = 0, x_group: int = 0, out: str = "fp16"
+    capability: tuple[int, int], rows: int, kind: str, group: int = 0, x_group: int = 0, out: str = "fp16"
 ) -> Case:
+    config = eight_bit.default(rows, group + x_group > 0, capability)
     signature = {
         "x": "*" + kind, "x_scales": "*fp32", "weight": "*" + kind, "scales": "*fp32", "bias": "*" + out,
         "out": "*" + out, "partial": "*fp32", "arrived": "*i32", "rows": "i32", "n": "i32", "stride_x": "i32",
@@ -63,15 +74,16 @@ def eight_bit_case(
     }  # fmt: skip
     constexprs = {
         "GROUP": group, "X_GROUP": x_group, "HAS_BIAS": False, "ACCUMULATE": False, "SPLIT": config.splits != 1,
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": 128, "STAGES": config.stages,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": min(128, group or 128, x_group or 128),
+        "STAGES": config.stages,
     }  # fmt: skip
     return _case(eight_bit.eight_bit_kernel, signature, constexprs, capability, config)
 
 
-def input_cases(capability: tuple[int, int]) -> dict[str, Case]:
-    """The kernels that make inputs ready."""
+def input_cases(capability: tuple[int, int], width: int = 4096) -> dict[str, Case]:
+    """The kernels that make inputs ready, for rows of at most ``width``."""
     arch = capability[0] * 10 + capability[1]
-    config = Config(0, 0, warps=4, stages=3)
+    config, block = Config(0, 0, warps=4, stages=3), row_block(width)
     kinds = ("i8", "fp8e4nv") if capability >= FP8 else ("i8",)
     gather = {"x": "*fp16", "order": "*i32", "out": "*fp16", "k": "i32", "stride_x": "i32", "stride_out": "i32"}
     found = {f"gather_columns sm_{arch}": _case(gather_columns_kernel, gather, {"WIDTH": 1024}, capability, config)}
@@ -81,7 +93,8 @@ def input_cases(capability: tuple[int, int]) -> dict[str, Case]:
         strides = {"stride_x": "i32", "stride_codes": "i32"}
         found[f"round_rows {kind} sm_{arch}"] = _case(
             round_rows_kernel, {**common, **strides, "input_scale": "fp32"},
-            {"STATIC": False, "LIMIT": limit, "WIDTH": 4096}, capability, config,
+            {"STATIC": False, "LIMIT": limit, "WIDTH": width, "BLOCK": block}, capability,
+            replace(config, warps=row_warps(block)),
         )  # fmt: skip
         found[f"round_groups {kind} sm_{arch}"] = _case(
             round_groups_kernel, {**common, "groups": "i32", **strides},
@@ -96,12 +109,11 @@ def cases() -> dict[str, Case]:
     for capability in CAPABILITIES:
         arch = capability[0] * 10 + capability[1]
         for name, rows in (("few", FEW), ("many", MANY))[: 2 if capability >= (9, 0) else 1]:
-            found[f"w4a16 {name} sm_{arch}"] = weight_only_case(capability, weight_only.default(rows))
-            config = eight_bit.default(rows)
-            found[f"int8 {name} sm_{arch}"] = eight_bit_case(capability, config, "i8")
+            found[f"w4a16 {name} sm_{arch}"] = weight_only_case(capability, rows)
+            found[f"int8 {name} sm_{arch}"] = eight_bit_case(capability, rows, "i8")
             if capability >= FP8:
-                found[f"fp8 {name} sm_{arch}"] = eight_bit_case(capability, config, "fp8e4nv")
-    found["w8a16 few sm_80"] = weight_only_case((8, 0), weight_only.default(FEW), bits=8, group=64)
+                found[f"fp8 {name} sm_{arch}"] = eight_bit_case(capability, rows, "fp8e4nv")
+    found["w8a16 few sm_80"] = weight_only_case((8, 0), FEW, bits=8, group=64)
     found |= {name: case for name, case in input_cases((9, 0)).items() if "i8" not in name}
     return found
 
@@ -111,24 +123,21 @@ def every_case() -> dict[str, Case]:
     found = {}
     for capability in CAPABILITIES:
         arch = capability[0] * 10 + capability[1]
-        found |= input_cases(capability)
-        for rows in (16, 32, 64, MANY):
-            config = weight_only.default(rows)
-            for dtype in ("fp16", "bf16"):
-                kinds = [(4, 128, "pairs"), (8, 128, "zeros")]
-                if dtype == "fp16":  # bfloat16 differs in how a field becomes a number, which each of those two shows
-                    kinds += [
-                        (4, 64, "pairs"), (4, 32, "pairs"), (4, 128, "zeros"), (4, 128, "float"), (4, 0, "float"),
-                        (8, 64, "pairs"), (8, 0, "float"),
-                    ]  # fmt: skip
-                for bits, group, kind in kinds:
-                    found[f"w{bits}a16 g{group} {kind} {dtype} rows {rows} sm_{arch}"] = weight_only_case(
-                        capability, config, bits, group, kind, dtype, accumulate=True, even_k=group != 0
-                    )
-            config = eight_bit.default(max(rows, 128) if rows > 32 else rows)
+        for width in (4096, 8192, 16384, 32768):
+            made = input_cases(capability, width).items()
+            found |= {f"{name} {width}": case for name, case in made if width == 4096 or "round_rows" in name}
+        for rows, dtype, even_k in product((16, 32, 64, MANY), ("fp16", "bf16"), (True, False)):
+            for bits, group, kind in (
+                (4, 128, "pairs"), (4, 64, "pairs"), (4, 32, "pairs"), (4, 128, "zeros"), (4, 128, "float"),
+                (4, 128, "both"), (4, 0, "float"), (8, 128, "zeros"), (8, 128, "float"), (8, 64, "pairs"),
+                (8, 0, "float"),
+            ):  # fmt: skip
+                name = f"w{bits}a16 g{group} {kind} {dtype}{' even' * even_k} rows {rows} sm_{arch}"
+                found[name] = weight_only_case(capability, rows, bits, group, kind, dtype, even_k)
+        for rows in (16, 32, 128, 256, MANY):
             for kind in ("i8", "fp8e4nv") if capability >= FP8 else ("i8",):
-                for group, x_group in ((0, 0), (128, 0), (128, 128)):
+                for group, x_group in ((0, 0), (128, 0), (128, 128), (64, 0), (64, 64), (0, 128)):
                     found[f"{kind} g{group},{x_group} rows {rows} sm_{arch}"] = eight_bit_case(
-                        capability, config, kind, group, x_group, "bf16"
+                        capability, rows, kind, group, x_group, "bf16"
                     )
     return found

@@ -39,11 +39,21 @@ def compiled_by(function: str, timeout: float = 280) -> dict[str, Any]:
     return compile_file(HERE / "engine_cases.py", function, timeout)
 
 
+def summed(compiled: Any) -> str:
+    """How the numbers of a row are dealt to threads where they are added up."""
+    layout = re.search(r"arith\.addf.*\n.*tt\.reduce\.return.*\n.*\(tensor<\w+, (#\w+)>\)", compiled.ttgir)
+    assert layout
+    return re.findall(rf"^{layout[1]} = (.*)$", compiled.ttgir, re.M)[0]
+
+
 def test_one_configuration_of_every_kernel_for_every_gpu() -> None:
     found = compiled_by("cases")
-    assert len(found) == 40
+    assert len(found) == 48
     for name, compiled in found.items():
         check(name, compiled)
+    for arch in ("sm_80", "sm_89", "sm_90", "sm_100"):
+        alone, rounded = (summed(found[f"rms_norm{kind} {arch}"]) for kind in ("", " rounded"))
+        assert alone == rounded, "a norm that rounds adds in another order"
 
 
 @pytest.mark.slow

@@ -206,6 +206,17 @@ def test_extreme_inputs_stay_in_their_row(value: float) -> None:
         torch.testing.assert_close(run(op, 3), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("scheme", [TOKEN8, STATIC8])
+def test_a_row_that_registers_do_not_hold_is_rounded_in_pieces(scheme: ActivationScheme) -> None:
+    torch.manual_seed(7)
+    weight = rounded(packed(8, 16500, 8, -1), scheme)
+    x = torch.randn(3, 16500, dtype=torch.float16, device=DEVICE)
+    x[1, 16490], x[2, 5] = 30.0, torch.inf
+    op = ops.Linear(x, weight, torch.empty(3, 8, device=DEVICE))
+    expected = want(op, 3)
+    torch.testing.assert_close(run(op, 3), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
 def packed_fp8(out: int, inp: int, group: int, rows: int) -> PackedWeight:
     scheme = WeightScheme(8, group, dtype="fp8", rows=rows)
     height = scheme.row_height(out)
