@@ -389,6 +389,7 @@ class NativeExecutor:
 
     name = "native"
     batch_invariant = True
+    asynchronous = False
     placement = HOST
 
     def __init__(self, threads: int | None = None, isa: Isa | None = None) -> None:

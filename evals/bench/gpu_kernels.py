@@ -1,4 +1,4 @@
-"""``qserve bench kernels --device cuda``: linear products and decode attention on a GPU, beside those of others and beside
+"""``qserve bench kernels --device cuda``: linear products and decode attention on a GPU, beside those of others and
 what the GPU does at most in the same run.
 
 Every contestant's result is compared with what it must be before it is timed. Knows contestants and the stopwatch; what
@@ -81,7 +81,10 @@ class _Timer:
         self.failures: dict[str, str] = {}  # of what is ours
 
     def run(
-        self, contestant: gpu_linears.Contestant | gpu_attention.Contestant, what: str, times: Callable[[], list[Timing]]
+        self,
+        contestant: gpu_linears.Contestant | gpu_attention.Contestant,
+        what: str,
+        times: Callable[[], list[Timing]],
     ) -> None:
         """``what`` it is given is for the notes."""
         reason = contestant.missing()

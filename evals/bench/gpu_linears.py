@@ -42,7 +42,7 @@ _INNER = 8  # k tiles side by side in torch's 4-bit layout for CUDA
 
 @dataclass(frozen=True)
 class Problem:
-    """``x`` [rows at most, in] and a weight [out, in] on its device, of the scheme that ``SCHEMES`` has by that name."""
+    """``x`` [rows at most, in] and a weight [out, in] on its device, of the scheme that ``SCHEMES`` has by its name."""
 
     scheme: str
     x: Tensor
@@ -81,8 +81,8 @@ class Problem:
 
 
 def problem(scheme: str, shape: tuple[int, int], rows: int, device: torch.device, dtype: torch.dtype) -> Problem:
-    """A random one. Scales are those of float16, so that every format holds them; inputs that are rounded to e4m3 are such
-    numbers already, so that a tie or an emulated conversion does not pass for a mistake of the product."""
+    """A random one. Scales are those of float16, so that every format holds them; inputs that are rounded to e4m3 are
+    such numbers already, so that a tie or an emulated conversion does not pass for a mistake of the product."""
     out, inp = shape
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(rows, inp, generator=generator, device=device).to(dtype)

@@ -23,8 +23,8 @@ SMALL = "8B"
 
 @dataclass(frozen=True)
 class Timing:
-    """One contestant with one size: ``rows`` of a product of ``shape``, or so many sequences of ``context`` for the heads
-    of ``shape``. ``context`` is 0 for a product. ``operations`` in floating point and ``bytes`` of one call."""
+    """One contestant with one size: ``rows`` of a product of ``shape``, or so many sequences of ``context`` for the
+    heads of ``shape``; ``context`` is 0 for a product. ``operations`` in floating point and ``bytes`` of one call."""
 
     contestant: str
     scheme: str
@@ -58,7 +58,7 @@ def report(
     command: str, roof: Roof, gpu: Target, timings: Sequence[Timing], notes: Mapping[str, str],
     failures: Mapping[str, str],
 ) -> Report:  # fmt: skip
-    """``notes``: what was not timed, and why; ``failures``: the same of what is ours, which makes the report partial."""
+    """``notes``: what was not timed, and why; ``failures``: the same of what is ours: the report is partial then."""
     metrics = figures(roof, timings)
     linears = [t for t in timings if not t.context]
     sections = [
@@ -71,7 +71,7 @@ def report(
         own = [t for t in linears if t.shape == shape]
         sections += [
             _table(f"{shape}: microseconds by rows", own, _microseconds),
-            _table(f"{shape}: TB/s, TFLOP/s by rows", own, lambda t: f"{t.bandwidth / 1e12:.2f}, {t.rate / 1e12:.0f}"),
+            _table(f"{shape}: TB/s, TFLOP/s by rows", own, _rates),
         ]
     untimed = {**failures, **notes}
     if untimed:
@@ -139,6 +139,10 @@ def geometric_mean(values: Iterable[float]) -> float:
 def _microseconds(timing: Timing) -> str:
     """With a mark where a call was launched by itself: a short one then counts its launch."""
     return f"{timing.seconds * 1e6:.1f}" + ("" if timing.replayed else " eager")
+
+
+def _rates(timing: Timing) -> str:
+    return f"{timing.bandwidth / 1e12:.2f}, {timing.rate / 1e12:.0f}"
 
 
 def _table(title: str, timings: Sequence[Timing], cell: Callable[[Timing], str]) -> Section:

@@ -24,8 +24,8 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Time:
-    """``seconds`` of one call, the median. ``replayed``: as part of a graph; else launched one by one, where short calls
-    count the time of their launch."""
+    """``seconds`` of one call, the median. ``replayed``: as part of a graph; else launched one by one, where short
+    calls count the time of their launch."""
 
     seconds: float
     replayed: bool
@@ -33,7 +33,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """On the current stream of ``device``. On a CPU, where kernels are interpreted, the clock of the machine stands in."""
+    """On the current stream of ``device``. On a CPU, where kernels are interpreted, its own clock stands in."""
 
     device: torch.device
     repeats: int = 5

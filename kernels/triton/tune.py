@@ -109,7 +109,9 @@ def tune(schemes: list[str], shapes: list[str], rows: list[int], limit: float, p
                 for config in candidates(first, count, chosen):
                     if time.monotonic() > until:
                         break
-                    if first.padded_n % config.block_n == 0 and (took := seconds(watch, products, count, config)) is not None:
+                    if first.padded_n % config.block_n:
+                        continue
+                    if (took := seconds(watch, products, count, config)) is not None:
                         best = min(best, (took, config), key=lambda pair: pair[0])
                 if best[0] == float("inf"):
                     continue

@@ -108,7 +108,7 @@ def bench(
     gate: GateFile = None,
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
-    device: Annotated[str, typer.Option(help="With the word kernels: those of the cpu, or of the GPU with cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="With the word kernels: cpu, or cuda for those of the GPU.")] = "cpu",
 ) -> None:
     """Measure speed: of MODEL in this process, or of a server under load.
 
