@@ -31,7 +31,7 @@ HEADS = {"8B": Heads(32, 8, 128), "70B": Heads(64, 8, 128)}
 """Of Llama 3."""
 DECODES = ((1, 1024), (1, 32768), (8, 8192), (32, 1024), (32, 8192), (128, 2048))
 """(sequences, context)"""
-LIMIT = 300.0
+LIMIT = 200.0
 """Seconds after which nothing new is begun."""
 TOLERANCE = 3e-2
 """Relative error at most, of results in bfloat16; a mistake is off by more than a tenth."""

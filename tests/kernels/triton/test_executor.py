@@ -178,6 +178,10 @@ def test_the_program_for_a_gpu_session_runs_in_the_interpreter(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "whole-model.json").read_text())
     lines = [(row["precision"], row["kind"]) for row in found["results"] if "skipped" not in row]
+    kernels = json.loads((tmp_path / "kernels.json").read_text())["data"]
+    assert {t["scheme"] for t in kernels["timings"]} >= {"bf16", "W4A16 g128", "FP8 channel", "fp8 cache"}
+    served = json.loads((tmp_path / "end-to-end.json").read_text())["results"]
+    assert [each["requests"] for each in served] == [1, 2]
     assert ("bf16", "prefill") in lines and ("w4a16", "decode") in lines and ("fp8+fp8kv", "decode") in lines
 
 
