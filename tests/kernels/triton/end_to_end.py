@@ -1,7 +1,7 @@
 """Tokens per second of the engine on this GPU: a random model of 4 bits in the shape of Llama-3-8B, nothing downloaded.
 
 ``python end_to_end.py OUT.json [--tiny]``. So many requests begin together and write so many tokens; the first run
-compiles and captures, the median of the others counts. Each number of requests runs with steps that overlap and without.
+compiles and captures, the median of the others counts. Steps run one after another, and so that they overlap.
 ``--tiny`` goes through Triton's interpreter on the CPU and proves that the program runs, nothing else.
 """
 
