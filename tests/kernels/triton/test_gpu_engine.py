@@ -94,7 +94,9 @@ def test_rotate_store_and_attend(
 def model_on(path: Path, executor: object, kv_dtype: torch.dtype) -> Decoder:
     source = open_model(path)
     limits = DecoderLimits(max_tokens=48, max_logits=12, max_positions=64, num_blocks=24)
-    return Decoder(source, decoder_config(source.config, "tiny"), executor, limits, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+    int8_head = executor.batch_invariant  # type: ignore[attr-defined]  # a dense one is cuBLAS's, which is not
+    config = decoder_config(source.config, "tiny")
+    return Decoder(source, config, executor, limits, kv_dtype=kv_dtype, int8_head=int8_head)  # type: ignore[arg-type]
 
 
 def logits_of(decoder: Decoder, order: list[int]) -> torch.Tensor:
