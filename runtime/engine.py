@@ -47,6 +47,8 @@ from qserve.runtime.stats import EngineStats
 class Engine:
     """Serves one model. Not thread-safe: submit, abort and step belong to one thread.
 
+    ``overlaps``: whether a step may begin before the tokens of the last are known; off for who times steps one by one.
+
     Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
     """
 
@@ -89,7 +91,7 @@ class Engine:
         self._choices: dict[str, Choice] = {}  # by the id of the scheduler's request
         self._next_deadline = math.inf  # no choice is late before
         self._flights: deque[Flight] = deque()  # oldest first; a second one where steps overlap
-        self._overlaps = self.executor.asynchronous
+        self.overlaps = self.executor.asynchronous
 
     def submit(
         self,
@@ -179,7 +181,7 @@ class Engine:
             if not self._flights and not self._launch(now):
                 return outputs
             flight = self._flights[0]
-            if self._overlaps and flight.is_greedy:
+            if self.overlaps and flight.is_greedy:
                 self._launch(now)
             sampled = {choice.sequence.request_id: result for choice, result in zip(flight.choices, flight.land())
                        if not choice.sequence.is_finished}  # since it began

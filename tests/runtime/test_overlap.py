@@ -43,7 +43,7 @@ class Ahead:
 def engine_of(model: Path, overlaps: bool, **config: Any) -> tuple[Engine, Ahead]:
     engine = Engine(str(model), EngineConfig(**{"kv_cache_memory": 1 << 20, "threads": 2, **config}))
     engine.runner = runner = Ahead(engine.runner)
-    engine._overlaps = overlaps
+    engine.overlaps = overlaps
     return engine, runner
 
 

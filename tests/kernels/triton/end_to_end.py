@@ -92,7 +92,7 @@ def main() -> None:
         overlapping = engine.executor.asynchronous
         for count in counts:
             for overlaps in (False, True) if overlapping else (False,):
-                engine._overlaps = overlaps
+                engine.overlaps = overlaps
                 rates = [batch(engine, count, prompt, output) for _ in range(1 + repeats)][1:]
                 results.append({"requests": count, "prompt": prompt, "output": output, "overlaps": overlaps,
                                 "tokens_per_second": statistics.median(rates)})  # fmt: skip

@@ -198,7 +198,7 @@ def test_steps_that_overlap_choose_the_same_tokens(tiny_model: Path) -> None:
     for overlaps in (False, True):
         config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
         engine = Engine(str(tiny_model), config)
-        engine._overlaps, run = overlaps, engine.runner.run
+        engine.overlaps, run = overlaps, engine.runner.run
 
         def kept(plan: StepPlan, sink: PromptSink, run: Any = run) -> StepOutput:
             output: StepOutput = run(plan, sink)

@@ -163,8 +163,8 @@ def test_steps_that_overlap_choose_the_same_tokens(tiny_packed: Path) -> None:
     for overlaps in (False, True):
         config = EngineConfig(kernels="triton-invariant", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64)
         engine = Engine(str(tiny_packed), config)
-        assert engine._overlaps
-        engine._overlaps = overlaps
+        assert engine.overlaps
+        engine.overlaps = overlaps
         prompts: list[str | list[int]] = [list(range(1 + i, 9 + 3 * i)) for i in range(6)]
         params = [
             SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=tuple(range(0, 90, 1 + i))) for i in range(6)
