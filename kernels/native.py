@@ -338,6 +338,7 @@ class NativeExecutor:
 
     name = "native"
     batch_invariant = True
+    asynchronous = False
     placement = HOST
 
     def __init__(

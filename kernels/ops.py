@@ -45,10 +45,15 @@ HOST = Placement(torch.device("cpu"), torch.float32)
 
 @dataclass(frozen=True)
 class Embed:
-    """out[r] = table[token_ids[r]]; table [vocab, width] in float32, float16 or bfloat16, or packed."""
+    """out[r] = table[token_ids[r]]; table [vocab, width] in float32, float16 or bfloat16, or packed.
+
+    Where the executor is asynchronous, a token id -1 - i stands for ``sampled[i]`` (int32), or for token 0 where that
+    is negative: a token that is on the device and not yet known to the machine.
+    """
 
     table: Tensor | PackedWeight
     out: Tensor
+    sampled: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -197,10 +202,12 @@ class Program(Protocol):
 
 
 class Executor(Protocol):
-    """A way to compute operations. ``supports`` answers None, or the reason why not."""
+    """A way to compute operations. ``supports`` answers None, or the reason why not. ``asynchronous``: a program's run
+    returns before it is computed."""
 
     name: str
     batch_invariant: bool
+    asynchronous: bool
     placement: Placement
 
     def supports(self, op: Op) -> str | None: ...

@@ -224,6 +224,7 @@ class ReferenceExecutor:
 
     name = "reference"
     batch_invariant = False
+    asynchronous = False
     placement = HOST
 
     def supports(self, op: Op) -> str | None:

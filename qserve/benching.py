@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from qserve import console, steps
@@ -172,14 +173,31 @@ def batches(
     return throughput.report(loaded, found, load, peer, gates, command_line())
 
 
-def kernels(engine: EngineConfig, repeats: int) -> Report:
-    """The C kernels beside the machine's peaks."""
+def kernels(engine: EngineConfig, repeats: int, device: str = "cpu") -> Report:
+    """The C kernels beside the machine's peaks, or those of a GPU beside others' and the GPU's."""
     name = engine.kernels
-    if name != "auto" and not name.startswith("native"):
-        raise UsageError(f"qserve bench kernels times the C kernels: --kernels native or native-ISA, not {name}")
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be cpu or cuda, not {device}")
     if repeats < 1:
         raise UsageError("--repeats must be at least 1")
+    if device == "cuda":
+        return _gpu_kernels(engine, repeats)
+    if name != "auto" and not name.startswith("native"):
+        raise UsageError(f"qserve bench kernels times the C kernels: --kernels native or native-ISA, not {name}")
     executor = registry.make("native" if name == "auto" else name, engine.threads, cpus=engine.cpu_list)
     assert isinstance(executor, NativeExecutor)
     with console.progress("kernels") as update:
         return linear_speed.run(executor, command_line(), repeats=repeats, update=update)
+
+
+def _gpu_kernels(engine: EngineConfig, repeats: int) -> Report:
+    if replace(engine, kernels="auto") != EngineConfig() or engine.kernels not in ("auto", "triton"):
+        raise UsageError("--device cuda times the Triton kernels: leave out --kernels, --threads and --cpu-list")
+    if find_spec("triton") is None:
+        raise UsageError("--device cuda: triton is not installed (no GPU kernels on this platform)")
+    from qserve.evals.bench import gpu_kernels  # with Triton, which takes a while to import
+    from qserve.kernels.triton.stopwatch import Stopwatch
+
+    watch = Stopwatch(gpu_kernels.require_gpu(), repeats)
+    with console.progress("kernels") as update:
+        return gpu_kernels.run(command_line(), watch, update=update)

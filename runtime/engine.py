@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
@@ -24,6 +25,7 @@ from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.choice import Choice
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.flight import Flight
 from qserve.runtime.grammar import GrammarCompiler, Vocabulary
 from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
@@ -32,10 +34,10 @@ from qserve.runtime.loading import activation_dtype, eos_token_ids, load
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.output import RequestOutput
-from qserve.runtime.plan import RequestUpdate, StepPlan
+from qserve.runtime.plan import RequestUpdate
 from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner
-from qserve.runtime.sampler import Sampled, sample
+from qserve.runtime.sampler import Sampled
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import Scheduler
 from qserve.runtime.snapshot import EngineSnapshot, take
@@ -44,6 +46,8 @@ from qserve.runtime.stats import EngineStats
 
 class Engine:
     """Serves one model. Not thread-safe: submit, abort and step belong to one thread.
+
+    ``overlaps``: whether a step may begin before the tokens of the last are known; off for who times steps one by one.
 
     Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
     """
@@ -86,6 +90,8 @@ class Engine:
         self._arrivals = count()
         self._choices: dict[str, Choice] = {}  # by the id of the scheduler's request
         self._next_deadline = math.inf  # no choice is late before
+        self._flights: deque[Flight] = deque()  # oldest first; a second one where steps overlap
+        self.overlaps = self.executor.asynchronous
 
     def submit(
         self,
@@ -164,16 +170,21 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step of the model and return what it added to each request, in no particular order.
 
+        Where the executor is asynchronous and the step's tokens are greedy, the next step is begun before they are
+        known, so that the device computes it while they become text; for a choice that they end it is in vain.
+
         Where the model raises, every request ends, the engine is as good as new, and the error goes on to the caller.
         """
         now = self._clock()
         outputs = self._end_late(now)
-        plan = self.scheduler.schedule(now)
-        if plan is None:
-            return outputs
-        self.journal.step(plan, now)
         try:
-            sampled = self._run(plan)
+            if not self._flights and not self._launch(now):
+                return outputs
+            flight = self._flights[0]
+            if self.overlaps and flight.is_greedy:
+                self._launch(now)
+            sampled = {choice.sequence.request_id: result for choice, result in zip(flight.choices, flight.land())
+                       if not choice.sequence.is_finished}  # since it began
             for key, result in sampled.items():
                 if result.token_id is None and (stuck := self._choices.get(key)):  # beams end together
                     outputs += self._fail(stuck, "error", *stuck.impasse())
@@ -186,7 +197,8 @@ class Engine:
                 outputs += [] if turn.tokens else choice.found()
                 for key in turn.ended:
                     self._end(key, "stop")
-            updates = self.scheduler.commit(plan, tokens)
+            updates = self.scheduler.commit(flight.plan, tokens)
+            self._flights.popleft()
             for fork in forks:
                 self._fork(*fork)
             for update in updates:
@@ -197,25 +209,26 @@ class Engine:
         except BaseException:  # Ctrl-C too: whoever catches it may go on with this engine
             for key in list(self._choices):
                 self._end(key, "error")
-            if self.scheduler.num_in_flight:
-                self.scheduler.commit(plan, {})
+            flights, uncommitted = [*self._flights], self.scheduler.num_in_flight
+            self._flights.clear()
+            for flight in flights[len(flights) - uncommitted :]:
+                self.scheduler.commit(flight.plan, {})
             raise
 
-    def _run(self, plan: StepPlan) -> dict[str, Sampled]:
-        """What the plan chose for each sequence that gets a token from it."""
-        masks = self._masks.start(
-            {
-                planned.request_id: grammar
-                for planned in plan.sequences
-                if planned.num_sampled and (grammar := self._choices[planned.request_id].grammar)
-            }
+    def _launch(self, now: float) -> bool:
+        """Plan a step and begin it, if there is one."""
+        plan = self.scheduler.schedule(now)
+        if plan is None:
+            return False
+        choices = [self._choices[planned.request_id] for planned in plan.sequences if planned.num_sampled]
+        self._flights.append(flight := Flight(plan, choices, {}))
+        self.journal.step(plan, now)
+        flight.masks = self._masks.start(
+            {choice.sequence.request_id: choice.grammar for choice in choices if choice.grammar}
         )
         with torch_threads(1):
-            output = self.runner.run(plan, lambda key, start, rows: self._choices[key].take_rows(start, rows))
-            live = [self._choices[key] for key in output.request_ids]
-            sequences, seeds = [choice.sequence for choice in live], [choice.seed for choice in live]
-            allowed = [masks[key].result() if key in masks else None for key in output.request_ids]
-            return dict(zip(output.request_ids, sample(output.logits, output.greedy, sequences, seeds, allowed)))
+            flight.output = self.runner.run(plan, lambda key, start, rows: self._choices[key].take_rows(start, rows))
+        return True
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from qserve.kernels.ops import BLOCK_SIZE, Step
 from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.plan import StepPlan
+from qserve.runtime.request import PLACEHOLDER
 
 PromptSink = Callable[[str, int, Tensor], None]
 """Takes a request's id, a position, and float32 [n, vocab]: the log-probabilities of the tokens that follow that
@@ -23,15 +25,23 @@ The tensor is valid during the call only."""
 @dataclass(frozen=True)
 class StepOutput:
     """``logits`` float32 [n, vocab] and ``greedy`` int32 [n] (-1 where a row holds a NaN), one row per sequence
-    that samples, in the order of the plan. Valid until the next step. ``logits`` stay on the model's device."""
+    that samples, in the order of the plan. Valid until the next step. ``logits`` stay on the model's device.
+
+    ``wait`` returns when ``greedy`` is there, which is then valid for good where the device is not this machine's
+    processor.
+    """
 
     request_ids: tuple[str, ...]
     logits: Tensor
     greedy: Tensor
+    wait: Callable[[], None] = lambda: None
 
 
 class ModelRunner(Protocol):
-    def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput: ...
+    def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
+        """Compute ``plan``, or begin to. Where the executor is asynchronous, placeholders in it stand for the greedy
+        tokens of the plan before."""
+        ...
 
 
 class DecoderRunner:
@@ -39,11 +49,12 @@ class DecoderRunner:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+        self._rows: dict[str, int] = {}  # of the last output, by request
 
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         decoder = self.decoder
         decoder.copy_blocks(plan.copies)
-        step = describe(plan)
+        step = describe(plan, self._rows)
         decoder.run(step)
         first = 0
         for sequence in plan.sequences:
@@ -58,11 +69,15 @@ class DecoderRunner:
         sampling = tuple(sequence.request_id for sequence in plan.sequences if sequence.num_sampled)
         if sampling:
             decoder.head(step, step.logit_rows)
-        return StepOutput(
-            sampling,
-            decoder.logits[: len(sampling)],
-            decoder.greedy[: len(sampling)].cpu(),  # where there is a GPU, the only time that a step waits for it
-        )
+        self._rows = {key: row for row, key in enumerate(sampling)}
+        logits, greedy = decoder.logits[: len(sampling)], decoder.greedy[: len(sampling)]
+        if greedy.device.type == "cpu":
+            return StepOutput(sampling, logits, greedy)
+        fetched = torch.empty(greedy.shape, dtype=greedy.dtype, pin_memory=True)
+        fetched.copy_(greedy, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return StepOutput(sampling, logits, fetched, copied.synchronize)
 
     def _logprobs(self, step: Step, rows: Tensor) -> Tensor:
         self.decoder.head(step, rows)
@@ -74,8 +89,9 @@ class DecoderRunner:
         return self.decoder.states[: len(rows)].float().cpu()
 
 
-def describe(plan: StepPlan) -> Step:
-    """A plan as the int32 arrays that the kernels read; the logits wanted are those that are sampled from."""
+def describe(plan: StepPlan, newest: Mapping[str, int] = MappingProxyType({})) -> Step:
+    """A plan as the int32 arrays that the kernels read; the logits wanted are those that are sampled from. ``newest``:
+    where each request's last token lies among the last greedy ones, for those of which the plan knows no more."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -85,6 +101,8 @@ def describe(plan: StepPlan) -> Step:
     widest = max(len(sequence.block_table) for sequence in plan.sequences)
     for sequence in plan.sequences:
         ids += sequence.token_ids
+        if ids[-1] == PLACEHOLDER:
+            ids[-1] = -1 - newest[sequence.request_id]
         table = sequence.block_table
         span = range(sequence.start, sequence.start + len(sequence.token_ids))
         positions += span

@@ -71,7 +71,7 @@ def sample(
     """
     best = greedy.tolist()
     masks = allowed or [None] * len(best)
-    if any(mask is not None or _reads_logits(request) for request, mask in zip(requests, masks)):
+    if any(mask is not None or reads_logits(request) for request, mask in zip(requests, masks)):
         logits = logits.cpu()
     return [
         Sampled(None)
@@ -86,8 +86,8 @@ def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[
     return [_logprobs(row, token, count) for row, token in zip(rows, following)]
 
 
-def _reads_logits(request: Request) -> bool:
-    """Whether more of the row than its largest may count."""
+def reads_logits(request: Request) -> bool:
+    """Whether more of its next row than the largest may count."""
     params = request.params
     plain = params.greedy and params.logprobs is None and not params.use_beam_search and not params.biases
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty

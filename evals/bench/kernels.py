@@ -15,7 +15,8 @@ from torch import Tensor
 
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
-from qserve.evals.report import Metric, Plot, Report, Section, Series
+from qserve.evals.bench.roofline import Roof
+from qserve.evals.report import Metric, Plot, Report, Section
 from qserve.kernels import native, peaks
 from qserve.kernels.ops import Linear, Step
 from qserve.kernels.prepack import tile_bytes
@@ -107,11 +108,6 @@ def _time(
     return found
 
 
-def roof(peak: peaks.Peaks, intensity: float) -> float:
-    """Products per second at most where ``intensity`` of them belong to a byte of the weights."""
-    return min(peak.products or float("inf"), intensity * peak.bytes)
-
-
 def run(
     executor: native.NativeExecutor,
     command: str,
@@ -167,18 +163,9 @@ def _report(executor: native.NativeExecutor, peak: peaks.Peaks, timings: list[Ti
 
 
 def _roofline(peak: peaks.Peaks, timings: list[Timing]) -> Plot:
-    """Williams, Waterman and Patterson, Roofline (2009)."""
-    lowest = min(t.intensity for t in timings) / 2
-    highest = max(t.intensity for t in timings) * 2
-    points = [lowest]
-    while points[-1] < highest:
-        points.append(points[-1] * 1.1)
-    lines = [Series("the machine", tuple(points), tuple(roof(peak, at) / 1e9 for at in points))]
-    for name in dict.fromkeys(t.kernel for t in timings):
-        own = [t for t in timings if t.kernel == name]
-        lines.append(Series(name, tuple(t.intensity for t in own), tuple(t.products / 1e9 for t in own)))
-    return Plot(
-        "Roofline",
+    names = dict.fromkeys(t.kernel for t in timings)
+    return Roof(peak.products, peak.bytes).plot(
+        {name: [(t.intensity, t.products) for t in timings if t.kernel == name] for name in names},
         f"Rows: {', '.join(map(str, ROWS))}, from left to right. The roof is of bytes; floats have a lower one.",
-        "multiply-adds per byte of weights", "GMAC/s", tuple(lines), log_x=True, log_y=True,
+        "multiply-adds per byte of weights", "GMAC/s", 1e9,
     )  # fmt: skip

@@ -29,11 +29,11 @@ class PlanRecorder:
 
 @contextmanager
 def recording(engine: Engine) -> Iterator[PlanRecorder]:
-    """While it is open, what the engine runs is remembered."""
-    runner = engine.runner
+    """While it is open, what the engine runs is remembered, one step after another."""
+    runner, overlaps = engine.runner, engine.overlaps
     recorder = PlanRecorder(runner)
-    engine.runner = recorder
+    engine.runner, engine.overlaps = recorder, False
     try:
         yield recorder
     finally:
-        engine.runner = runner
+        engine.runner, engine.overlaps = runner, overlaps

@@ -34,6 +34,7 @@ from qserve.kernels.triton.argmax import argmax
 from qserve.kernels.triton.attention import Shape, attend_decodes, attend_tiles, decode_shape, tile_shape
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.embed import embed
+from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.gather import gather
 from qserve.kernels.triton.inputs import Rounded
 from qserve.kernels.triton.log_softmax import log_softmax
@@ -101,7 +102,8 @@ class _TritonProgram:
             place = self._attention.k_cache.data_ptr()
             moved |= place != self._cache_at
             self._cache_at = place
-        if moved:
+        if moved and self._graphs:
+            torch.cuda.synchronize()  # one of them may still be running
             self._graphs.clear()
         if not captured:
             self._launch(batch)
@@ -130,7 +132,7 @@ class _TritonProgram:
     def _prepare(self, op: Op) -> Launch:
         match op:
             case Embed():
-                return self._embed(op)
+                return self._embed(op) if op.sampled is None else partial(self._fill, op.sampled, self._embed(op))
             case RMSNorm() | SiluMul():
                 return self._row_by_row(op)
             case Linear():
@@ -182,6 +184,10 @@ class _TritonProgram:
         zero, group = 0 if fp8 else packed.scheme.zero, packed.scheme.group_width(packed.in_features)
         return lambda batch: embed(batch.token_ids, codes, scales, zeros, zero, group, op.out, batch.tokens)
 
+    def _fill(self, sampled: Tensor, embed: Launch, batch: Batch) -> None:
+        fill(batch.token_ids, sampled, batch.tokens)
+        embed(batch)
+
     def _attend(self, op: Attention, batch: Batch) -> None:
         if len(batch.tiles):
             attend_tiles(op, tile_shape(op), batch.tiles, batch.positions, batch.staged)
@@ -214,7 +220,7 @@ class TritonExecutor:
         self.batch_invariant = invariant
         self.target: Target = target(device)
         self.programs = self.target.sms * _PROGRAMS  # that share out the units of decodes
-        self.has_graphs = device.type == "cuda"
+        self.has_graphs = self.asynchronous = device.type == "cuda"
         self.graph_pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
 
     def supports(self, op: Op) -> str | None:

@@ -39,16 +39,23 @@ class Batch:
 
 
 class Staging:
-    """Memory on both sides. What was staged is valid until the next step is."""
+    """Memory on both sides. What was staged is valid until the next step is.
+
+    Of the machine's there are two that take turns: while the device still has to copy one, behind the step before, the
+    other is written.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._on_gpu = device.type == "cuda"
+        self._copied, self._before = (torch.cuda.Event() if self._on_gpu else None for _ in range(2))
         self._reserve(_SMALLEST)
 
     def _reserve(self, numbers: int) -> None:
-        self._host = torch.empty(numbers, dtype=torch.int32, pin_memory=self._copied is not None)
-        self._there = self._host if self._copied is None else torch.empty_like(self._host, device=self._device)
+        self._host, self._other = (
+            torch.empty(numbers, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(2)
+        )
+        self._there = torch.empty_like(self._host, device=self._device) if self._on_gpu else self._host
 
     def load(self, step: Step, work: Work | None, tokens: int, logits: int) -> tuple[Batch, bool]:
         """``step``, padded to ``tokens`` and ``logits`` rows, on its way to the device; and whether everything staged
@@ -79,8 +86,11 @@ class Staging:
             parts += [(units.reshape(-1), units.size, 0), (tables, tables.size, 0)]
             places += [begin, begin + tables.size]
         moved = places[-1] > len(self._host)
+        if self._on_gpu:
+            self._host, self._other = self._other, self._host
+            self._copied, self._before = self._before, self._copied
         if self._copied is not None:
-            self._copied.synchronize()  # the copy of the step before reads the same memory
+            self._copied.synchronize()  # the copy of the step before the last reads the same memory
         if moved:
             self._reserve(2 * places[-1])
         host = self._host.numpy()

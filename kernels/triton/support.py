@@ -31,6 +31,7 @@ class Kernel:
 
 KERNELS = (
     Kernel("embed", "packed embeddings, dequantized as they are looked up"),
+    Kernel("fill", "tokens that were sampled in the step before, where they are still on the device"),
     Kernel("gather", "dense embeddings, and the rows whose logits are wanted"),
     Kernel("rms_norm", "RMSNorm, and its rows in 8 bits for the product that reads them"),
     Kernel("rope_kv", "rotation, and keys and values into a cache in fp16, bf16 or int8"),

@@ -1,7 +1,7 @@
 """Times configurations of the linear products on the GPU that is here and writes the best as data.
 
-``python -m qserve.kernels.triton.tune``; ``--help`` says more. Each product is timed as a graph of launches that
-rotate over copies of the weight, so that the cache holds none of it.
+``python -m qserve.kernels.triton.tune``; ``--help`` says more. The caches hold none of a weight when its turn comes
+(``Stopwatch``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 import triton
@@ -22,10 +22,11 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import eight_bit, target, weight_only
 from qserve.kernels.triton.configs import Config, bucket_of, file_of
+from qserve.kernels.triton.stopwatch import Stopwatch
 
 SHAPES = {
     "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),
-    "70B gate_up": (57344, 8192), "70B down": (8192, 28672),
+    "70B gate_up": (57344, 8192), "70B down": (8192, 28672), "70B qkv": (10240, 8192), "70B o": (8192, 8192),
 }  # fmt: skip
 """(outputs, inputs) of Llama 3."""
 SCHEMES: dict[str, tuple[WeightScheme, ActivationScheme | None]] = {
@@ -37,8 +38,6 @@ SCHEMES: dict[str, tuple[WeightScheme, ActivationScheme | None]] = {
     "fp8-block": (WeightScheme(8, 128, dtype="fp8", rows=128), ActivationScheme("fp8", "group", group_size=128)),
 }
 ROWS = (1, 16, 32, 64, 128, 256, 2048)
-COLD_BYTES = 256 << 20
-"""Weights are rotated until this much was read since the last time: over four times the largest cache."""
 Tuned = weight_only.WeightOnly | eight_bit.EightBit
 
 
@@ -77,35 +76,20 @@ def weight_bytes(product: Tuned) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
-def seconds(products: list[Tuned], rows: int, config: Config, repeats: int = 5) -> float | None:
-    """The median time of a product with ``config``; None where the GPU has not what it needs."""
+def seconds(watch: Stopwatch, products: list[Tuned], rows: int, config: Config) -> float | None:
+    """The time of a product with ``config``; None where the GPU has not what it needs."""
     for product in products:
         product.configure({bucket_of(rows): config})
     try:
-        for _ in range(2):
-            for product in products:
-                product.run(rows)
-        torch.cuda.synchronize()
+        return watch.time([partial(product.run, rows) for product in products]).seconds
     except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
         return None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for product in products:
-            product.run(rows)
-    times: list[float] = []
-    for _ in range(repeats + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / len(products))
-    return float(median(times[1:]))
 
 
 def tune(schemes: list[str], shapes: list[str], rows: list[int], limit: float, path: Path) -> None:
     """Time every candidate and write the best of each to ``path``, adding to what it holds; stop after ``limit`` s."""
     device, until = torch.device("cuda"), time.monotonic() + limit
+    watch = Stopwatch(device)
     held = json.loads(path.read_text()) if path.exists() else {"entries": {}, "microseconds": {}}
     held |= {"gpu": target.target(device).name, "triton": triton.__version__, "torch": torch.__version__,
              "command": " ".join(["python -m qserve.kernels.triton.tune", *sys.argv[1:]])}  # fmt: skip
@@ -117,15 +101,17 @@ def tune(schemes: list[str], shapes: list[str], rows: list[int], limit: float, p
             out = torch.empty(max(rows), n, dtype=torch.bfloat16, device=device)
             kernel = weight_only.WeightOnly if weight.activations is None else eight_bit.EightBit
             first = kernel(ops.Linear(x, weight, out), device, False)
-            copies = max(2, -(-COLD_BYTES // weight_bytes(first)))
             products: list[Tuned] = [first]
-            products += [kernel(ops.Linear(x, weight, out), device, False) for _ in range(copies - 1)]
+            more = watch.copies(weight_bytes(first)) - 1
+            products += [kernel(ops.Linear(x, weight, out), device, False) for _ in range(more)]
             for count in rows:
                 chosen, best = first.configs[bucket_of(count)], (float("inf"), first.configs[bucket_of(count)])
                 for config in candidates(first, count, chosen):
                     if time.monotonic() > until:
                         break
-                    if first.padded_n % config.block_n == 0 and (took := seconds(products, count, config)) is not None:
+                    if first.padded_n % config.block_n:
+                        continue
+                    if (took := seconds(watch, products, count, config)) is not None:
                         best = min(best, (took, config), key=lambda pair: pair[0])
                 if best[0] == float("inf"):
                     continue

@@ -110,13 +110,16 @@ def bench(
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
     cpu_list: CpuList = None,
+    device: Annotated[str, typer.Option(help="With the word kernels: cpu, or cuda for those of the GPU.")] = "cpu",
 ) -> None:
     """Measure speed: of MODEL in this process, or of a server under load.
 
     A MODEL runs closed batches, if asked beside transformers or beside static batching. A URL, or a MODEL with any
     option of a load (--serve, --rate, --requests, --slo ...), is asked over HTTP: by so many users at once or at a
     rate, and a list of either is a sweep that finds where the objective breaks. The word kernels times the linear
-    products of the CPU beside what this machine does at most.
+    products of the CPU beside what this machine does at most; with --device cuda the products and the attention of
+    the GPU, also beside those of torch and of the packages gemlite, vllm (Marlin), humming and flashinfer where they
+    are installed.
     """
     from qserve import benching
     from qserve.evals.gate import enforce, judge_values, read_gates
@@ -135,8 +138,10 @@ def bench(
         )
     if model == "kernels":
         if given or serve or static or against is not None or concurrency is not None or output is not None:
-            raise UsageError("kernels takes no load: --kernels, --threads, --cpu-list and --repeats alone")
-        report = benching.kernels(engine, repeats)
+            raise UsageError("kernels takes no load: --kernels, --threads, --cpu-list, --device and --repeats alone")
+        report = benching.kernels(engine, repeats, device)
+    elif device != "cpu":
+        raise UsageError("--device is for the word kernels: a MODEL runs where --kernels says")
     elif static:
         others = [*given, *["--serve"] * serve, *["--against"] * (against is not None)]
         if others := [option for option in others if option not in ("--requests", "--seed")]:

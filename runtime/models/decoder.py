@@ -101,7 +101,7 @@ class Decoder:
 
         table, _ = self._weight("model.embed_tokens", config.vocab_size, config.hidden_size)
         self._body = executor.program(tokens)
-        embed = Embed(table, self._x)
+        embed = Embed(table, self._x, self.greedy)
         registry.require(executor, [embed])
         self._body.add([embed])
         for i in range(layers):

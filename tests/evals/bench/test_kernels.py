@@ -6,7 +6,9 @@ import pytest
 
 from qserve.checkpoint.errors import UsageError
 from qserve.evals.bench import kernels
-from qserve.kernels import native, peaks
+from qserve.evals.bench.roofline import Roof
+from qserve.kernels import native
+from qserve.runtime.config import EngineConfig
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there are no C kernels here")
 
@@ -30,25 +32,25 @@ def test_every_kernel_is_timed_at_every_number_of_rows() -> None:
 
 
 def test_the_roof_has_two_slopes() -> None:
-    peak = peaks.Peaks(products=400e9, bytes=20e9)
-    assert kernels.roof(peak, 2.0) == 40e9
-    assert kernels.roof(peak, 1000.0) == 400e9
-    assert kernels.roof(peaks.Peaks(None, 20e9), 1000.0) == 20e12
+    machine = Roof(operations=400e9, bytes=20e9)
+    assert machine.at(2.0) == 40e9
+    assert machine.at(1000.0) == 400e9
+    assert Roof(None, 20e9).at(1000.0) == 20e12
 
 
 def test_what_is_no_c_kernel_is_refused() -> None:
     from qserve import benching
 
     with pytest.raises(UsageError, match="C kernels"):
-        benching.kernels("reference", None, 1)
+        benching.kernels(EngineConfig(kernels="reference"), 1)
     with pytest.raises(UsageError, match="unknown kernels"):
-        benching.kernels("native-neon", None, 1)
+        benching.kernels(EngineConfig(kernels="native-sse"), 1)
     with pytest.raises(UsageError, match="--repeats"):
-        benching.kernels("auto", None, 0)
+        benching.kernels(EngineConfig(), 0)
 
 
 def test_static_batches_have_one_length_of_prompts() -> None:
     from qserve import benching
 
     with pytest.raises(UsageError, match="one --prompt"):
-        benching.static("demo", "64", "8,16", None, None, 0, "auto", None)
+        benching.static("demo", "64", "8,16", None, None, 0, EngineConfig())

@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in one go and under ten minutes: ``python tests/kernels/triton/gpu_session.py OUT``.
 
-The tests marked ``gpu``, then the whole-model benchmark; logs and JSON go to the folder OUT. Exits with 1 where
-a part failed; the others run all the same. ``--tiny`` is for a machine without a GPU: the same parts in Triton's
-interpreter, with shapes that prove nothing but that this program works.
+The tests marked ``gpu``, ``qserve bench kernels --device cuda``, the engine end to end, and the whole-model benchmark;
+logs and reports go to the folder OUT. Exits with 1 where a part failed; the others run all the same. ``--tiny`` is for
+a machine without a GPU: the same parts in Triton's interpreter, with sizes that prove nothing but that this works.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ def main() -> int:
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     tiny = ["--tiny"] if asked.tiny else []
+    reports = ["--json", str(asked.out / "kernels.json"), "--html", str(asked.out / "kernels.html")]
+    bench = ["-c", "from qserve.cli import main; main()", "bench", "kernels", "--device", "cuda", *reports]
     parts = {
         "tests": ["-m", "pytest", asked.tests, "-m", "gpu", "-q", "-p", "no:cacheprovider"],
+        "kernels": [str(HERE / "tiny_kernels.py"), str(asked.out)] if asked.tiny else bench,
+        "end-to-end": [str(HERE / "end_to_end.py"), str(asked.out / "end-to-end.json"), *tiny],
         "whole-model": [str(HERE / "whole_model.py"), str(asked.out / "whole-model.json"), *tiny],
     }
     begin, failed = time.monotonic(), []

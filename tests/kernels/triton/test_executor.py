@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
 from qserve.kernels.triton import support, target
+from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.schedule import divide
 from qserve.kernels.triton.staging import Staging
 from qserve.runtime import heaviest
@@ -26,6 +29,8 @@ from qserve.runtime.loading import activation_dtype
 from qserve.runtime.memory import MemoryPlan, measured
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.plan import StepPlan
+from qserve.runtime.runner import PromptSink, StepOutput
 from qserve.runtime.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(not target.is_interpreted(), reason="there is a GPU: test_gpu_engine.py runs")
@@ -173,4 +178,33 @@ def test_the_program_for_a_gpu_session_runs_in_the_interpreter(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "whole-model.json").read_text())
     lines = [(row["precision"], row["kind"]) for row in found["results"] if "skipped" not in row]
+    kernels = json.loads((tmp_path / "kernels.json").read_text())["data"]
+    assert {t["scheme"] for t in kernels["timings"]} >= {"bf16", "W4A16 g128", "FP8 channel", "fp8 cache"}
+    served = json.loads((tmp_path / "end-to-end.json").read_text())["results"]
+    assert [each["requests"] for each in served] == [1, 2]
     assert ("bf16", "prefill") in lines and ("w4a16", "decode") in lines and ("fp8+fp8kv", "decode") in lines
+
+
+def test_tokens_are_filled_in_on_the_device() -> None:
+    ids, sampled = torch.tensor([5, -1, -3, 0, -2, 7], dtype=torch.int32), torch.tensor([11, -1, 13], dtype=torch.int32)
+    fill(ids[:5], sampled, 5)
+    assert ids.tolist() == [5, 11, 13, 0, 0, 7]
+
+
+def test_steps_that_overlap_choose_the_same_tokens(tiny_model: Path) -> None:
+    """Here the device is the processor: the tokens of a step are kept, as a copy on its way from a GPU is."""
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    found = []
+    for overlaps in (False, True):
+        config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
+        engine = Engine(str(tiny_model), config)
+        engine.overlaps, run = overlaps, engine.runner.run
+
+        def kept(plan: StepPlan, sink: PromptSink, run: Any = run) -> StepOutput:
+            output: StepOutput = run(plan, sink)
+            return replace(output, greedy=output.greedy.clone())
+
+        engine.runner.run = kept  # type: ignore[method-assign]
+        outputs = engine.generate([[1, 2, 3], [4, 5, 6, 7, 8]], [params, params])
+        found.append(sorted((output.request_id, *output.token_ids) for output in outputs))
+    assert found[0] == found[1] and len(found[0]) == 8

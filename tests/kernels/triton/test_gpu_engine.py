@@ -16,8 +16,11 @@ from qserve.kernels.ops import Step
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.target import is_interpreted, target
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +94,9 @@ def test_rotate_store_and_attend(
 def model_on(path: Path, executor: object, kv_dtype: torch.dtype) -> Decoder:
     source = open_model(path)
     limits = DecoderLimits(max_tokens=48, max_logits=12, max_positions=64, num_blocks=24)
-    return Decoder(source, decoder_config(source.config, "tiny"), executor, limits, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+    int8_head = executor.batch_invariant  # type: ignore[attr-defined]  # a dense one is cuBLAS's, which is not
+    config = decoder_config(source.config, "tiny")
+    return Decoder(source, config, executor, limits, kv_dtype=kv_dtype, int8_head=int8_head)  # type: ignore[arg-type]
 
 
 def logits_of(decoder: Decoder, order: list[int]) -> torch.Tensor:
@@ -149,3 +154,22 @@ def test_a_replayed_graph_gives_what_the_launches_gave(tiny_model: Path) -> None
     decoder = model_on(tiny_model, TritonExecutor(DEVICE, ACTIVATIONS[0]), torch.float16)
     first = logits_of(decoder, [0, 1, 2, 3, 4])
     assert torch.equal(logits_of(decoder, [0, 1, 2, 3, 4]), first)
+
+
+@pytest.mark.skipif(is_interpreted(), reason="nothing is asynchronous in the interpreter")
+def test_steps_that_overlap_choose_the_same_tokens(tiny_packed: Path) -> None:
+    """Requests of different lengths, some of which a token ends: their batches differ, so the mode is invariant."""
+    found = []
+    for overlaps in (False, True):
+        config = EngineConfig(kernels="triton-invariant", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64)
+        engine = Engine(str(tiny_packed), config)
+        assert engine.overlaps
+        engine.overlaps = overlaps
+        prompts: list[str | list[int]] = [list(range(1 + i, 9 + 3 * i)) for i in range(6)]
+        params = [
+            SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=tuple(range(0, 90, 1 + i))) for i in range(6)
+        ]
+        outputs = engine.generate(prompts, params)
+        found.append(sorted((o.request_id, o.output_tokens, *o.token_ids) for o in outputs))
+        engine.check()
+    assert found[0] == found[1]

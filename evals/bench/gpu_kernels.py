@@ -1,0 +1,189 @@
+"""``qserve bench kernels --device cuda``: linear products and decode attention on a GPU, beside those of others and
+what the GPU does at most in the same run.
+
+Every contestant's result is compared with what it must be before it is timed. Knows contestants and the stopwatch; what
+comes of the times is ``gpu_report``'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.errors import UsageError
+from qserve.evals.bench import gpu_attention, gpu_linears
+from qserve.evals.bench.gpu_attention import Heads
+from qserve.evals.bench.gpu_peers import PEERS
+from qserve.evals.bench.gpu_report import Timing, report
+from qserve.evals.bench.roofline import Roof
+from qserve.evals.report import Report
+from qserve.kernels.triton import target
+from qserve.kernels.triton.stopwatch import Stopwatch
+from qserve.kernels.triton.tune import SHAPES
+
+ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
+HEADS = {"8B": Heads(32, 8, 128), "70B": Heads(64, 8, 128)}
+"""Of Llama 3."""
+DECODES = ((1, 1024), (1, 32768), (8, 8192), (32, 1024), (32, 8192), (128, 2048))
+"""(sequences, context)"""
+LIMIT = 200.0
+"""Seconds after which nothing new is begun."""
+TOLERANCE = 3e-2
+"""Relative error at most, of results in bfloat16; a mistake is off by more than a tenth."""
+Update = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed, and what the peaks are measured with: bytes copied, and the side of a square product."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    rows: Sequence[int]
+    heads: Mapping[str, Heads]
+    decodes: Sequence[tuple[int, int]]
+    copied: int = 1 << 30
+    side: int = 8192
+
+
+FULL = Sizes(SHAPES, ROWS, HEADS, DECODES)
+
+
+def require_gpu() -> torch.device:
+    """The GPU of this machine. Raises ``UsageError`` where there is none that the kernels run on."""
+    reason = "no NVIDIA GPU is visible" if not torch.cuda.is_available() else target.missing()
+    if reason is not None:
+        raise UsageError(f"--device cuda: {reason}")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def peaks(watch: Stopwatch, dtype: torch.dtype, sizes: Sizes) -> Roof:
+    """Floating-point operations of a large product in ``dtype`` per second, and bytes read or written by a copy."""
+    source = torch.empty(sizes.copied, dtype=torch.uint8, device=watch.device)
+    into = torch.empty_like(source)
+    a, b = (torch.randn(sizes.side, sizes.side, device=watch.device).to(dtype) for _ in range(2))
+    copied, product = watch.time([lambda: into.copy_(source)]), watch.time([lambda: a @ b])
+    return Roof(2 * sizes.side**3 / product.seconds, 2 * sizes.copied / copied.seconds)
+
+
+class _Timer:
+    """Times contestants one by one, and says of those that cannot be timed why."""
+
+    def __init__(self, watch: Stopwatch, dtype: torch.dtype, until: float) -> None:
+        self.watch, self.dtype, self.until = watch, dtype, until
+        self.capability = target.target(watch.device).capability
+        self.timings: list[Timing] = []
+        self.notes: dict[str, str] = {}  # what was not timed
+        self.failures: dict[str, str] = {}  # of what is ours
+
+    def run(
+        self,
+        contestant: gpu_linears.Contestant | gpu_attention.Contestant,
+        what: str,
+        times: Callable[[], list[Timing]],
+    ) -> None:
+        """``what`` it is given is for the notes."""
+        reason = contestant.missing()
+        if reason is None and self.capability < contestant.least_gpu:
+            reason = "needs compute capability {}.{}".format(*contestant.least_gpu)
+        if reason is not None:
+            self.notes[contestant.name] = reason
+            return
+        name = f"{contestant.name}, {what}"
+        if time.monotonic() > self.until:
+            self.notes[name] = "no time was left"
+            return
+        try:
+            self.timings += times()
+        except Exception as error:  # of other people's packages may come anything, and the rest is still to be timed
+            line = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            (self.failures if contestant.ours else self.notes)[name] = line
+        if self.watch.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def linear(self, contestant: gpu_linears.Contestant, shape: str, problem: gpu_linears.Problem,
+               rows: Sequence[int]) -> list[Timing]:  # fmt: skip
+        held = [contestant.hold(problem)]
+        held += [contestant.hold(problem) for _ in range(self.watch.copies(held[0].nbytes) - 1)]
+        (out, inp), item, found = problem.shape, problem.x.itemsize, []
+        for count in rows:
+            _require(problem.error(held[0].run(count)))
+            took = self.watch.time([partial(each.run, count) for each in held])
+            moved = held[0].nbytes + count * (inp + out) * item
+            found.append(Timing(contestant.name, problem.scheme, shape, count, 0, took.seconds, 2 * count * out * inp,
+                                moved, contestant.ours, took.replayed))  # fmt: skip
+        return found
+
+    def decode(self, contestant: gpu_attention.Contestant, heads: str, decode: gpu_attention.Decode) -> list[Timing]:
+        calls: Sequence[Callable[[], Tensor]] = contestant.hold(decode)
+        _require(decode.error(calls[0]()))
+        took = self.watch.time(calls)
+        scheme = "fp8 cache" if contestant.fp8 else "16-bit cache"
+        moved = decode.nbytes + 2 * decode.queries.nbytes
+        return [Timing(contestant.name, scheme, heads, decode.batch, decode.context, took.seconds, decode.operations,
+                       moved, contestant.ours, took.replayed)]  # fmt: skip
+
+
+def _require(error: float) -> None:
+    if not error < TOLERANCE:
+        raise ArithmeticError(f"the result is off by {error:.2g}")
+
+
+def run(
+    command: str,
+    watch: Stopwatch,
+    dtype: torch.dtype = torch.bfloat16,
+    sizes: Sizes = FULL,
+    *,
+    limit: float = LIMIT,
+    update: Update = lambda done, total: None,
+) -> Report:
+    """Time every contestant between two measurements of the machine; the better of the two is the roof."""
+    before = peaks(watch, dtype, sizes)
+    timer = _Timer(watch, dtype, time.monotonic() + limit)
+    parts = [*_decodes(timer, sizes), *_linears(timer, sizes)]
+    for index, part in enumerate(parts):
+        update(index, len(parts))
+        part()
+    update(len(parts), len(parts))
+    after = peaks(watch, dtype, sizes)
+    roof = Roof(max(before.operations or 0.0, after.operations or 0.0), max(before.bytes, after.bytes))
+    return report(command, roof, target.target(watch.device), timer.timings, timer.notes, timer.failures)
+
+
+def _decodes(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
+    def part(name: str, heads: Heads, batch: int, context: int, fp8: bool) -> None:
+        cache = torch.float8_e4m3fn if fp8 else timer.dtype
+        if fp8 and timer.capability < target.FP8:
+            return
+        copies = timer.watch.copies(gpu_attention.cache_bytes(heads, batch, context, cache))
+        decode = gpu_attention.decode(heads, batch, context, copies, timer.watch.device, timer.dtype, cache)
+        for each in gpu_attention.CONTESTANTS:
+            if each.fp8 == fp8:
+                what = f"{name}, {batch} sequences of {context}"
+                timer.run(each, what, partial(timer.decode, each, name, decode))
+
+    for name, heads in sizes.heads.items():
+        for batch, context in sizes.decodes:
+            for fp8 in (False, True):
+                yield partial(part, name, heads, batch, context, fp8)
+
+
+def _linears(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
+    """What is here first, then what other packages bring, which may compile for minutes."""
+
+    def part(contestants: Sequence[gpu_linears.Contestant], name: str, scheme: str) -> None:
+        device = timer.watch.device
+        problem = gpu_linears.problem(scheme, sizes.shapes[name], max(sizes.rows), device, timer.dtype)
+        for each in contestants:
+            timer.run(each, f"{scheme}, {name}", partial(timer.linear, each, name, problem, sizes.rows))
+
+    for all_of in (gpu_linears.CONTESTANTS, PEERS):
+        for name in sizes.shapes:
+            for scheme in gpu_linears.SCHEMES:
+                if own := [each for each in all_of if each.scheme == scheme]:
+                    yield partial(part, own, name, scheme)

@@ -1,0 +1,205 @@
+"""Linear products that are timed against each other on a GPU: ours, and those that torch has.
+
+A ``Problem`` is a weight and inputs, a ``Contestant`` a way to hold the weight and to multiply by it. Knows kernels and
+their numerics; does not know clocks or reports. What others' packages bring is in ``gpu_peers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
+from qserve.kernels import ops
+from qserve.kernels.reference import round_input
+from qserve.kernels.triton import linear
+from qserve.kernels.triton.inputs import Rounded, round_rows
+from qserve.kernels.triton.target import FP8, Capability
+from qserve.kernels.triton.tune import weight_bytes
+
+Schemes = tuple[WeightScheme, ActivationScheme | None]
+SCHEMES: dict[str, Schemes | None] = {
+    "bf16": None,
+    "W4A16 g128": (WeightScheme(4, 128), None),
+    "W8A16 g128": (WeightScheme(8, 128), None),
+    "W8A8 int8": (WeightScheme(8, -1), ActivationScheme("int8")),
+    "FP8 channel": (WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8")),
+    "FP8 tensor": (WeightScheme(8, -1, dtype="fp8", rows=-1), ActivationScheme("fp8", "tensor", dynamic=False)),
+    "FP8 128x128": (WeightScheme(8, 128, dtype="fp8", rows=128), ActivationScheme("fp8", "group", group_size=128)),
+}
+"""Weights and inputs of a problem; None for neither rounded."""
+_SAMPLED = 128  # outputs at either end of a product that are compared with what they must be
+_STEP = 2.0**-6  # the scale of inputs in e4m3: the largest is 7
+_WIDEST = 128  # inputs that share a scale, at least
+_INNER = 8  # k tiles side by side in torch's 4-bit layout for CUDA
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``x`` [rows at most, in] and a weight [out, in] on its device, of the scheme that ``SCHEMES`` has by its name."""
+
+    scheme: str
+    x: Tensor
+    weight: Tensor | PackedWeight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)"""
+        weight = self.weight
+        return (weight if isinstance(weight, Tensor) else weight.codes).shape  # type: ignore[return-value]
+
+    @property
+    def packed(self) -> PackedWeight:
+        assert isinstance(self.weight, PackedWeight)
+        return self.weight
+
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """Some outputs, and their weights in float32."""
+        count = self.shape[0]
+        some = torch.arange(count)[[*range(min(_SAMPLED, count)), *range(max(0, count - _SAMPLED), count)]]
+        if isinstance(self.weight, Tensor):
+            return some, self.weight[some].float()
+        zeros = None if self.weight.zeros is None else self.weight.zeros[some]
+        part = replace(self.weight, codes=self.weight.codes[some], scales=self.weight.scales[some], zeros=zeros)
+        return some, part.dequantize()
+
+    def error(self, y: Tensor) -> float:
+        """How far the product of the first rows of ``x`` is off, relative to what it must be, in the norm."""
+        some, weight = self._ends
+        x = self.x[: len(y)].float()
+        if isinstance(self.weight, PackedWeight) and self.weight.activations is not None:
+            x = round_input(x, self.weight.activations, self.weight.input_scale)
+        want = x.double() @ weight.double().t()
+        return float((y[:, some].double() - want).norm() / want.norm())
+
+
+def problem(scheme: str, shape: tuple[int, int], rows: int, device: torch.device, dtype: torch.dtype) -> Problem:
+    """A random one. Scales are those of float16, so that every format holds them; inputs that are rounded to e4m3 are
+    such numbers already, so that a tie or an emulated conversion does not pass for a mistake of the product."""
+    out, inp = shape
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(rows, inp, generator=generator, device=device).to(dtype)
+    wanted = SCHEMES[scheme]
+    if wanted is None:
+        dense = torch.randn(shape, generator=generator, device=device) * 0.02
+        return Problem(scheme, x, dense.to(dtype))
+    weights, activations = wanted
+    if activations is not None and activations.dtype == "fp8":
+        x = (x.float() / _STEP).to(torch.float8_e4m3fn).to(dtype) * _STEP
+        x[:, ::_WIDEST] = FP8_MAX * _STEP  # so the scale of any group is the step
+    height, groups = weights.row_height(out), weights.groups(inp)
+    scales = torch.rand(-(-out // height), groups, generator=generator, device=device) * 0.008 + 0.001
+    scales = scales.half().float().repeat_interleave(height, 0)[:out].contiguous()
+    if weights.dtype == "fp8":
+        values = torch.randn(shape, generator=generator, device=device).to(torch.float8_e4m3fn)
+        codes = values.view(torch.uint8)
+    else:
+        codes = torch.randint(0, weights.max_code + 1, shape, generator=generator, device=device, dtype=torch.uint8)
+    static = activations is not None and not activations.dynamic
+    scale = _STEP if static else None
+    return Problem(scheme, x, PackedWeight(weights, codes, scales, activations=activations, input_scale=scale))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A weight made ready. ``run`` gives [rows, out] of the first rows of ``x``, in memory that the next run may use;
+    ``nbytes`` of the weight are read by it."""
+
+    run: Callable[[int], Tensor]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """``hold`` a problem's weight, each time in memory of its own. ``missing``: why it cannot be had here, or None.
+
+    ``ours``: what the engine runs. ``least_rows``, ``least_gpu``: what it needs.
+    """
+
+    name: str
+    scheme: str
+    hold: Callable[[Problem], Held]
+    ours: bool = False
+    missing: Callable[[], str | None] = lambda: None
+    least_gpu: Capability = (8, 0)
+
+
+def _ours(problem: Problem) -> Held:
+    out = torch.empty(len(problem.x), problem.shape[0], dtype=problem.x.dtype, device=problem.x.device)
+    product = linear.prepare(ops.Linear(problem.x, problem.weight, out), problem.x.device)
+    if isinstance(product, linear.DensePrepared):
+        product.weight = product.weight.clone()  # of its own
+        nbytes = product.weight.nbytes
+    else:
+        nbytes = weight_bytes(product)  # type: ignore[arg-type]
+
+    def run(rows: int) -> Tensor:
+        product.run(rows)
+        return out[:rows]
+
+    return Held(run, nbytes)
+
+
+def _cublas(problem: Problem) -> Held:
+    assert isinstance(problem.weight, Tensor)
+    weight = problem.weight.clone()
+    return Held(lambda rows: F.linear(problem.x[:rows], weight), weight.nbytes)
+
+
+def _int4pack(problem: Problem) -> Held:
+    """torch's own, called tinygemm: codes less 8, a scale and an offset to each group."""
+    packed, dtype = problem.packed, problem.x.dtype
+    scales = packed.scales.t()
+    both = torch.stack([scales, torch.zeros_like(scales)], -1).to(dtype).contiguous()
+    size = packed.scheme.group_size
+    if problem.x.device.type == "cpu":
+        codes = torch._convert_weight_to_int4pack_for_cpu(packed.codes.int(), 1)
+        product = torch._weight_int4pack_mm_for_cpu
+    else:
+        codes = torch._convert_weight_to_int4pack(packed.codes[:, ::2] << 4 | packed.codes[:, 1::2], _INNER)
+        product = torch._weight_int4pack_mm
+    return Held(lambda rows: product(problem.x[:rows], codes, size, both), codes.nbytes + both.nbytes)
+
+
+def _scaled(problem: Problem, rounding: bool) -> Held:
+    """cuBLAS for e4m3; with the inputs rounded before, as ours are, or rounded already."""
+    packed, x = problem.packed, problem.x
+    weight = packed.codes.clone().view(torch.float8_e4m3fn).t()
+    each = packed.scheme.rows == 1  # scales of tokens and outputs, or of whole tensors
+    scales = packed.scales.t().contiguous() if each else packed.scales[0, 0].clone()
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    inputs = torch.empty(len(x), 1, device=x.device)
+    rounded = Rounded(codes, inputs, packed.input_scale)
+    round_rows(x, rounded, len(x))
+
+    def run(rows: int) -> Tensor:
+        if rounding:
+            round_rows(x, rounded, rows)
+        scale = inputs[:rows] if each else inputs[0, 0]
+        return torch._scaled_mm(codes[:rows], weight, scale_a=scale, scale_b=scales, out_dtype=x.dtype)
+
+    return Held(run, weight.nbytes + scales.nbytes)
+
+
+def _gpu_of(scheme: str) -> Capability:
+    return FP8 if scheme.startswith("FP8") else (8, 0)
+
+
+CONTESTANTS = (
+    Contestant("cuBLAS", "bf16", _cublas),
+    *(Contestant("qserve", scheme, _ours, ours=True, least_gpu=_gpu_of(scheme)) for scheme in SCHEMES),
+    Contestant("torch._weight_int4pack_mm", "W4A16 g128", _int4pack),
+    *(
+        Contestant(name, scheme, lambda problem, rounding=rounding: _scaled(problem, rounding), least_gpu=FP8)  # type: ignore[misc]
+        for scheme in ("FP8 channel", "FP8 tensor")
+        for name, rounding in (("torch._scaled_mm", False), ("torch._scaled_mm, inputs rounded before", True))
+    ),
+)  # fmt: skip
+"""What is here wherever torch is."""

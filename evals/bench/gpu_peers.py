@@ -1,0 +1,84 @@
+"""Linear products of other packages, where they are installed: gemlite, Marlin as vLLM has it, and humming.
+
+Each takes the numbers of the same weight in its own form. Knows their interfaces; imports none before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.formats.words import pack_words
+from qserve.evals.bench.gpu_linears import Contestant, Held, Problem
+
+
+def missing(package: str) -> str | None:
+    """None, or that ``package`` is not installed."""
+    return None if find_spec(package) else f"{package} is not installed"
+
+
+def _gptq(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Words int32 [in * bits / 32, out] and scales [groups, out], in the order of the GPTQ format."""
+    packed = problem.packed
+    words = pack_words(packed.codes.t().cpu(), packed.scheme.bits).to(problem.x.device)
+    return words, packed.scales.t().to(problem.x.dtype).contiguous()
+
+
+def _held(run: Callable[[int], Tensor], *tensors: Tensor) -> Held:
+    return Held(run, sum(tensor.nbytes for tensor in tensors))
+
+
+def _gemlite(problem: Problem) -> Held:
+    """With the configurations that it ships for the GPU, or its own defaults."""
+    gemlite = import_module("gemlite")
+    packed, (out, inp), x = problem.packed, problem.shape, problem.x
+    dtype = gemlite.DType.BF16 if x.dtype == torch.bfloat16 else gemlite.DType.FP16
+    bits, group = packed.scheme.bits, packed.scheme.group_size
+    product = gemlite.GemLiteLinear(bits, group, inp, out, dtype, dtype)
+    scales = packed.scales.to(x.dtype)
+    product.pack(packed.codes.clone(), scales, torch.full_like(scales, packed.scheme.zero), None)
+    return _held(lambda rows: product(x[:rows]), product.W_q, product.scales)
+
+
+def _marlin(problem: Problem) -> Held:
+    utils = import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    custom = import_module("vllm._custom_ops")
+    types = import_module("vllm.scalar_type").scalar_types
+    packed, (out, inp), x = problem.packed, problem.shape, problem.x
+    bits = packed.scheme.bits
+    words, scales = _gptq(problem)
+    none = utils.marlin_make_empty_g_idx(x.device)
+    words = custom.gptq_marlin_repack(words, none, inp, out, bits)
+    scales = utils.marlin_permute_scales(scales, inp, out, packed.scheme.group_size)
+    workspace = utils.marlin_make_workspace_new(x.device)
+    product = partial(
+        utils.apply_gptq_marlin_linear, weight=words, weight_scale=scales, weight_zp=none, g_idx=none,
+        g_idx_sort_indices=none, workspace=workspace, wtype=types.uint4b8 if bits == 4 else types.uint8b128,
+        output_size_per_partition=out, input_size_per_partition=inp, is_k_full=True,
+    )  # fmt: skip
+    return _held(lambda rows: product(x[:rows]), words, scales)
+
+
+def _humming(problem: Problem) -> Held:
+    layers = import_module("humming.layer")
+    packed, (out, inp), x = problem.packed, problem.shape, problem.x
+    words, scales = _gptq(problem)
+    config = {"quant_method": "gptq", "bits": packed.scheme.bits, "group_size": packed.scheme.group_size}
+    layer = layers.HummingLayer(shape_n=out, shape_k=inp, weight_config=config, torch_dtype=x.dtype).to(x.device)
+    layer.load_from_tensors({"qweight": words, "scales": scales})
+    layer.transform()
+    return _held(lambda rows: layer(x[:rows]), words, scales)
+
+
+PEERS = tuple(
+    Contestant(name, scheme, hold, missing=partial(missing, package))
+    for name, package, hold in (
+        ("gemlite", "gemlite", _gemlite), ("Marlin", "vllm", _marlin), ("humming", "humming", _humming),
+    )
+    for scheme in ("W4A16 g128", "W8A16 g128")
+)  # fmt: skip

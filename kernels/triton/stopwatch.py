@@ -1,0 +1,88 @@
+"""``Stopwatch``: how long a call takes on a GPU whose caches hold none of what it reads.
+
+Equal calls take turns, each with a copy of its own of what is read: when a copy's turn comes, the others have pushed it
+out. All turns are one CUDA graph, so that the time is the GPU's and not that of launching. Knows calls; does not know
+what they compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+COLD_BYTES = 256 << 20
+"""What the turns read before one comes again: over four times the largest cache."""
+LEAST_TURNS = 24
+"""In a graph, whose own start would count otherwise."""
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Time:
+    """``seconds`` of one call, the median. ``replayed``: as part of a graph; else launched one by one, where short
+    calls count the time of their launch."""
+
+    seconds: float
+    replayed: bool
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """On the current stream of ``device``. On a CPU, where kernels are interpreted, its own clock stands in."""
+
+    device: torch.device
+    repeats: int = 5
+    cold_bytes: int = COLD_BYTES
+    least_turns: int = LEAST_TURNS
+
+    def copies(self, nbytes: int) -> int:
+        """How many calls that read ``nbytes`` each must take turns."""
+        return max(2, -(-self.cold_bytes // nbytes))
+
+    def time(self, calls: Sequence[Call]) -> Time:
+        """Of one of ``calls``, after a first round that compiles."""
+        for call in calls:
+            call()
+        turns = [*calls] * -(-self.least_turns // len(calls))
+        if self.device.type != "cuda":
+            return Time(median(self._wall(turns) for _ in range(self.repeats)), False)
+        torch.cuda.synchronize(self.device)
+        replay = self._captured(turns)
+        run = replay or (lambda: _run(turns))
+        run()
+        seconds = [self._elapsed(run) / len(turns) for _ in range(self.repeats)]
+        return Time(median(seconds), replay is not None)
+
+    def _captured(self, turns: Sequence[Call]) -> Call | None:
+        """The turns as a graph, or None where one of them cannot be captured: it waits for the GPU, say."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                _run(turns)
+        except RuntimeError:
+            torch.cuda.synchronize(self.device)
+            return None
+        return graph.replay
+
+    def _elapsed(self, run: Call) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def _wall(self, turns: Sequence[Call]) -> float:
+        begin = time.perf_counter()
+        _run(turns)
+        return (time.perf_counter() - begin) / len(turns)
+
+
+def _run(turns: Sequence[Call]) -> None:
+    for turn in turns:
+        turn()

@@ -1,0 +1,150 @@
+"""The benchmark of a GPU without one: the contestants' numerics in Triton's interpreter, sizes, and reports of recorded
+times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from qserve import benching
+from qserve.checkpoint.errors import UsageError
+from qserve.evals.bench import gpu_attention, gpu_kernels, gpu_linears, gpu_peers, gpu_report
+from qserve.evals.bench.gpu_attention import Heads
+from qserve.evals.bench.gpu_report import Timing
+from qserve.evals.bench.roofline import Roof
+from qserve.evals.planner.catalog import _table
+from qserve.evals.report import read_report
+from qserve.kernels.triton.stopwatch import COLD_BYTES, Stopwatch
+from qserve.kernels.triton.target import DEFAULT, is_interpreted
+
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(not is_interpreted(), reason="a GPU is here: the benchmark itself runs")
+SCHEMA = Path(__file__).parents[3] / "docs" / "report.schema.json"
+
+
+@interpreted
+@pytest.mark.parametrize("contestant", gpu_linears.CONTESTANTS, ids=lambda each: f"{each.name} {each.scheme}")
+def test_every_contestant_computes_the_same_product(contestant: gpu_linears.Contestant) -> None:
+    problem = gpu_linears.problem(contestant.scheme, (128, 256), 20, CPU, torch.float16)
+    first, second = contestant.hold(problem), contestant.hold(problem)
+    assert first.nbytes == second.nbytes > 0
+    for held, rows in ((first, 1), (second, 20)):
+        y = held.run(rows)
+        assert y.shape == (rows, 128) and problem.error(y) < 5e-3
+    assert problem.error(first.run(3) * 1.2) > 0.1
+
+
+@interpreted
+@pytest.mark.parametrize("contestant", gpu_attention.CONTESTANTS[:3], ids=lambda each: f"{each.name} {each.fp8}")
+def test_every_contestant_attends_to_the_pages_of_its_turn(contestant: gpu_attention.Contestant) -> None:
+    cache = torch.float8_e4m3fn if contestant.fp8 else torch.float16
+    decode = gpu_attention.decode(Heads(8, 2, 32), 2, 300, 2, CPU, torch.float16, cache)
+    first, second = contestant.hold(decode)
+    assert decode.error(first()) < 2e-3
+    assert decode.error(second()) > 0.5
+    assert not set(decode.table(0).flatten().tolist()) & set(decode.table(1).flatten().tolist())
+    assert decode.nbytes == 2 * 2 * 300 * 2 * 32 * cache.itemsize
+
+
+def test_the_sizes_are_those_of_llama() -> None:
+    for model, name in (("llama-3-8b", "8B"), ("llama-3-70b", "70B")):
+        shape = _table("shapes")[model]
+        hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+        heads = gpu_kernels.HEADS[name]
+        assert (heads.queries, heads.keys) == (shape["num_attention_heads"], shape["num_key_value_heads"])
+        assert heads.width == hidden // heads.queries
+        assert {key.split()[1]: size for key, size in gpu_kernels.FULL.shapes.items() if key.startswith(name)} == {
+            "qkv": ((heads.queries + 2 * heads.keys) * heads.width, hidden), "o": (hidden, hidden),
+            "gate_up": (2 * inner, hidden), "down": (hidden, inner),
+        }  # fmt: skip
+
+
+def test_copies_take_turns_until_no_cache_holds_one() -> None:
+    watch = Stopwatch(CPU)
+    for nbytes in (13_000_000, 121_000_000, 940_000_000):
+        copies = watch.copies(nbytes)
+        assert copies >= 2 and copies * nbytes >= COLD_BYTES
+    calls: list[int] = []
+    watch = Stopwatch(CPU, repeats=3, least_turns=5)
+    found = watch.time([lambda: calls.append(0), lambda: calls.append(1)])
+    assert calls == [0, 1] * (1 + 3 * 3) and found.seconds > 0 and not found.replayed
+
+
+@interpreted
+def test_the_whole_benchmark_runs_in_the_interpreter(tmp_path: Path) -> None:
+    sizes = gpu_kernels.Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), 1 << 16, 64)
+    watch = Stopwatch(CPU, repeats=1, cold_bytes=1 << 10, least_turns=1)
+    report = gpu_kernels.run("qserve bench kernels --device cuda", watch, torch.float16, sizes)
+    assert report.data["failures"] == {} and not report.data["partial"]
+    absent = {name for name, package in (("gemlite", "gemlite"), ("Marlin", "vllm"), ("humming", "humming"),
+                                         ("FlashInfer", "flashinfer")) if gpu_peers.missing(package)}  # fmt: skip
+    assert absent <= report.data["not_timed"].keys()
+    timed = {(t["contestant"], t["scheme"], t["rows"]) for t in report.data["timings"] if not t["context"]}
+    here = {(each.name, each.scheme) for each in gpu_linears.CONTESTANTS}
+    assert timed >= {(*each, rows) for each in here for rows in (1, 17)}
+    report.write(tmp_path / "r.json", None)
+    content = json.loads((tmp_path / "r.json").read_text())
+    jsonschema.validate(content, json.loads(SCHEMA.read_text()))
+    assert read_report(tmp_path / "r.json").metrics == report.metrics
+
+
+@interpreted
+def test_what_is_late_or_broken_is_named() -> None:
+    watch = Stopwatch(CPU, repeats=1, cold_bytes=1 << 10, least_turns=1)
+    timer = gpu_kernels._Timer(watch, torch.float16, until=float("inf"))
+    problem = gpu_linears.problem("bf16", (128, 128), 1, CPU, torch.float16)
+
+    def wrong(problem: gpu_linears.Problem) -> gpu_linears.Held:
+        return gpu_linears.Held(lambda rows: problem.x[:rows] @ problem.weight.t() * 2, 1 << 10)  # type: ignore[union-attr]
+
+    for ours in (True, False):
+        contestant = gpu_linears.Contestant("wrong", "bf16", wrong, ours)
+        timer.run(contestant, "here", lambda contestant=contestant: timer.linear(contestant, "8B o", problem, (1,)))  # type: ignore[misc]
+    assert "off by 1" in timer.failures["wrong, here"] and "off by 1" in timer.notes["wrong, here"]
+    timer.until = 0.0
+    timer.run(gpu_linears.CONTESTANTS[0], "late", list)
+    assert timer.notes["cuBLAS, late"] == "no time was left" and timer.timings == []
+
+
+def times(scheme: str, contestant: str, micro: float, shape: str = "8B o", rows: int = 1, context: int = 0) -> Timing:
+    return Timing(contestant, scheme, shape, rows, context, micro / 1e6, 2 * 4096 * 4096, 10_000_000,
+                  contestant == "qserve", True)  # fmt: skip
+
+
+def test_the_figures_of_recorded_times() -> None:
+    roof = Roof(800e12, 4e12)
+    recorded = [
+        times("bf16", "cuBLAS", 12.0), times("bf16", "cuBLAS", 8.0, "8B qkv"),
+        times("W4A16 g128", "qserve", 4.0), times("W4A16 g128", "qserve", 4.0, "8B qkv"),
+        times("W4A16 g128", "gemlite", 8.0), times("W4A16 g128", "gemlite", 2.0, "8B qkv"),
+        times("W4A16 g128", "qserve", 5.0, "70B down", 16), times("W4A16 g128", "qserve", 2.5, "70B down", 64),
+        times("16-bit cache", "qserve", 9.0, "8B", 1, 1024), times("fp8 cache", "qserve", 5.0, "8B", 1, 1024),
+    ]  # fmt: skip
+    found = {metric.name: metric.value for metric in gpu_report.figures(roof, recorded)}
+    assert found == pytest.approx({
+        "W4A16, 70B gate_up and 70B down, up to 16 rows: least share of the copies' rate": 0.5,
+        "W4A16 g128, all 8B products, 1 rows: against cuBLAS": 2.5,
+        "W4A16 g128 against gemlite: geometric mean": 1.0,
+        "W4A16 g128 against gemlite: worst": 0.5,
+        "fp8 decode: largest share of the copies' rate": 0.5,
+        "fp8 decode against our 16-bit cache: geometric mean": 1.8,
+    })  # fmt: skip
+    report = gpu_report.report("command", roof, DEFAULT, recorded, {"Marlin": "vllm is not installed"}, {})
+    assert report.sections[-1].rows == (("Marlin", "vllm is not installed"),)
+    assert {"the machine", "qserve, fp8 cache"} <= {series.name for series in report.plots[0].series}
+    assert all(len(row) == len(section.header) for section in report.sections for row in section.rows)
+
+
+def test_without_a_gpu_the_benchmark_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UsageError, match="no NVIDIA GPU is visible"):
+        benching.kernels("auto", None, 1, "cuda")
+    with pytest.raises(UsageError, match="--kernels and --threads"):
+        benching.kernels("native", None, 1, "cuda")
+    with pytest.raises(UsageError, match="cpu or cuda, not tpu"):
+        benching.kernels("auto", None, 1, "tpu")

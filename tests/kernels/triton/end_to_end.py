@@ -1,0 +1,108 @@
+"""Tokens per second of the engine on this GPU: a random model of 4 bits in the shape of Llama-3-8B, nothing downloaded.
+
+``python end_to_end.py OUT.json [--tiny]``. So many requests begin together and write so many tokens; the first run
+compiles and captures, the median of the others counts. Steps run one after another, and so that they overlap.
+``--tiny`` goes through Triton's interpreter on the CPU and proves that the program runs, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import tomllib
+from importlib.resources import files
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from whole_model import PRECISIONS, TINY, RandomModel  # type: ignore[import-not-found]
+
+from qserve.evals.reliability.tiny import save_tiny_model
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+from qserve.runtime.sampling import SamplingParams
+
+
+class ServedModel(RandomModel):  # type: ignore[misc]
+    """What an engine asks of a model besides; its tokenizer knows the first tokens only."""
+
+    format = card = None
+
+    def __init__(self, shape: dict[str, Any], folder: Path) -> None:
+        super().__init__(shape, PRECISIONS["w4a16"][0])
+        self.path = folder
+
+    def names(self) -> list[str]:
+        layers = range(self.config["num_hidden_layers"])
+        norms = [f"model.layers.{i}.{name}_layernorm.weight" for i in layers for name in ("input", "post_attention")]
+        return ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", *norms]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if "norm" in name:
+            return (self.config["hidden_size"],)
+        parts = name.removesuffix(".weight").split(".")
+        found: tuple[int, ...] = self._shapes.get(".".join(parts[-2:])) or self._rest[parts[-1]]
+        return found
+
+    def nbytes(self, name: str) -> int:
+        return prod(self.shape(name)) * 2
+
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def generation_config(self) -> dict[str, Any]:
+        return {}
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(self.path)
+
+
+def batch(engine: Engine, count: int, prompt: int, output: int) -> float:
+    """Tokens per second of ``count`` requests, from the first step to the last."""
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    prompts: list[str | list[int]] = [[(i * 7 + j) % 90 + 1 for j in range(prompt)] for i in range(count)]
+    begin = time.perf_counter()
+    tokens = sum(len(each.token_ids) for each in engine.generate(prompts, [params] * count))
+    assert tokens == count * output
+    return tokens / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    asked = parser.parse_args()
+    shapes = tomllib.loads((files("qserve.evals.planner") / "data/shapes.toml").read_text())
+    shape = TINY if asked.tiny else {key: value for key, value in shapes["llama-3-8b"].items() if key != "source"}
+    counts, prompt, output, repeats = ((1, 2), 6, 3, 1) if asked.tiny else ((1, 32), 64, 128, 3)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_tiny_model(Path(folder))
+        for weights in Path(folder).glob("*.safetensors"):
+            weights.unlink()
+        config = EngineConfig(
+            kernels="triton", max_model_len=prompt + output, max_num_seqs=max(counts), enable_prefix_caching=False
+        )
+        engine = Engine(ServedModel(shape, Path(folder)), config)  # type: ignore[arg-type]
+        overlapping = engine.executor.asynchronous
+        for count in counts:
+            for overlaps in (False, True) if overlapping else (False,):
+                engine.overlaps = overlaps
+                rates = [batch(engine, count, prompt, output) for _ in range(1 + repeats)][1:]
+                results.append({"requests": count, "prompt": prompt, "output": output, "overlaps": overlaps,
+                                "tokens_per_second": statistics.median(rates)})  # fmt: skip
+                print(f"{count:3} requests, {'steps overlap' if overlaps else 'one step after another'}: "
+                      f"{statistics.median(rates):.1f} tok/s", flush=True)  # fmt: skip
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "Triton's interpreter"
+    found = {"device": device, "torch": torch.__version__, "model": "tiny" if asked.tiny else "llama-3-8b",
+             "precision": "w4a16", "results": results}  # fmt: skip
+    asked.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
