@@ -20,6 +20,7 @@ from qserve.evals.planner.catalog import _table
 from qserve.evals.report import read_report
 from qserve.kernels.triton.stopwatch import COLD_BYTES, Stopwatch
 from qserve.kernels.triton.target import DEFAULT, is_interpreted
+from qserve.runtime.config import EngineConfig
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="a GPU is here: the benchmark itself runs")
@@ -143,8 +144,8 @@ def test_without_a_gpu_the_benchmark_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(UsageError, match="no NVIDIA GPU is visible"):
-        benching.kernels("auto", None, 1, "cuda")
-    with pytest.raises(UsageError, match="--kernels and --threads"):
-        benching.kernels("native", None, 1, "cuda")
+        benching.kernels(EngineConfig(), 1, "cuda")
+    with pytest.raises(UsageError, match="--kernels, --threads"):
+        benching.kernels(EngineConfig(kernels="native"), 1, "cuda")
     with pytest.raises(UsageError, match="cpu or cuda, not tpu"):
-        benching.kernels("auto", None, 1, "tpu")
+        benching.kernels(EngineConfig(), 1, "tpu")
