@@ -326,7 +326,7 @@ def _left(processes: list[psutil.Process]) -> int:
 
 def _runs(process: psutil.Process) -> bool:
     try:
-        return str(process.status()) != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
