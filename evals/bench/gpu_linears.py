@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ class Held:
 class Contestant:
     """``hold`` a problem's weight, each time in memory of its own. ``missing``: why it cannot be had here, or None.
 
-    ``ours``: what the engine runs. ``least_rows``, ``least_gpu``: what it needs.
+    ``ours``: what the engine runs. ``least_gpu``: the oldest that has what it needs.
     """
 
     name: str
@@ -197,7 +197,7 @@ CONTESTANTS = (
     *(Contestant("qserve", scheme, _ours, ours=True, least_gpu=_gpu_of(scheme)) for scheme in SCHEMES),
     Contestant("torch._weight_int4pack_mm", "W4A16 g128", _int4pack),
     *(
-        Contestant(name, scheme, lambda problem, rounding=rounding: _scaled(problem, rounding), least_gpu=FP8)  # type: ignore[misc]
+        Contestant(name, scheme, partial(_scaled, rounding=rounding), least_gpu=FP8)
         for scheme in ("FP8 channel", "FP8 tensor")
         for name, rounding in (("torch._scaled_mm", False), ("torch._scaled_mm, inputs rounded before", True))
     ),

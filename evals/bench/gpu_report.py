@@ -114,20 +114,19 @@ def figures(roof: Roof, timings: Sequence[Timing]) -> list[Metric]:
             if own and None not in dense:
                 total = sum(seconds for seconds in dense if seconds is not None)
                 add(f"{scheme}, all {SMALL} products, {rows} rows: against cuBLAS", total / sum(own.values()), "x")
-    for t in dict.fromkeys((t.contestant, t.scheme) for t in timings if not t.ours and t.contestant != "cuBLAS"):
-        ratios = [at[*t, *size] / at["qserve", t[1], *size] for name, scheme, *size in at
-                  if (name, scheme) == t and ("qserve", t[1], *size) in at]  # fmt: skip
+    others = [t for t in timings if not t.ours and t.contestant != "cuBLAS"]
+    for name, scheme in dict.fromkeys((t.contestant, t.scheme) for t in others):
+        ratios = [t.seconds / own for t in others
+                  if t.name == f"{name}, {scheme}" and (own := at.get(("qserve", scheme, *t.size)))]  # fmt: skip
         if ratios:
-            add(f"{t[1]} against {t[0]}: geometric mean", geometric_mean(ratios), "x")
-            add(f"{t[1]} against {t[0]}: worst", min(ratios), "x")
+            add(f"{scheme} against {name}: geometric mean", geometric_mean(ratios), "x")
+            add(f"{scheme} against {name}: worst", min(ratios), "x")
     coded = [t for t in timings if t.ours and t.context and t.scheme.startswith("fp8")]
     if coded:
         add("fp8 decode: largest share of the copies' rate", max(t.bandwidth for t in coded) / roof.bytes)
-        plain = [(at["qserve", "16-bit cache", *t.size], t.seconds) for t in coded
-                 if ("qserve", "16-bit cache", *t.size) in at]  # fmt: skip
-        if plain:
-            ratio = geometric_mean([other / own for other, own in plain])
-            add("fp8 decode against our 16-bit cache: geometric mean", ratio, "x")
+        ratios = [plain / t.seconds for t in coded if (plain := at.get(("qserve", "16-bit cache", *t.size)))]
+        if ratios:
+            add("fp8 decode against our 16-bit cache: geometric mean", geometric_mean(ratios), "x")
     return found
 
 
