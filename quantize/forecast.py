@@ -38,6 +38,8 @@ _ROUNDED_BYTES = 22
 _HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 14, 8192
 # What a forward allocates besides the outputs of its linears.
 _TEMPORARIES = 1.3
+# Windows that the sensitivities of mixed precision are gathered from, where GPTQ rounds.
+GATHERED = 32
 # Part of the free memory that a job may plan with where the samples can go through in parts.
 _SHARE = 0.8
 
@@ -68,6 +70,8 @@ def forecast(job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSp
     distills = job.effort == "best" and distilling <= rss + _SHARE * (limit - rss)
     if distills:
         peak = max(peak, distilling)
+    if rehearses(job, skeleton):
+        peak = max(peak, rss + _rehearsal_bytes(job, skeleton))
 
     weights = sum(out * inp for out, inp in shapes.linears.values())
     squares = sum(inp * inp for _, inp in shapes.linears.values()) if "gptq" in job.rounding else 0
@@ -114,6 +118,25 @@ def distillation_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     vocabulary = int(skeleton.model.get_input_embeddings().weight.shape[0])
     weights = 13 * skeleton.source.parameters()
     return weights + 4 * job.tokens * skeleton.hidden_size + tokens * (6 * outputs + 20 * vocabulary)
+
+
+def rehearses(job: QuantizeJob, skeleton: Skeleton) -> bool:
+    """Whether mixed precision can go by what error compensation will make of each linear: where GPTQ rounds in the end
+    and there is memory for the Hessians of a whole block."""
+    if not job.mixed or "gptq" not in job.rounding:
+        return False
+    rss = psutil.Process().memory_info().rss
+    free = available_memory() if job.max_memory is None else job.max_memory - rss
+    return _rehearsal_bytes(job, skeleton) <= _SHARE * free
+
+
+def _rehearsal_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
+    """On top of the process as it is: one block, the Hessian of each input with its factor (counted as if no linears
+    shared one), what inverting the widest takes, and hidden states."""
+    squares = [inp * inp for _, inp in skeleton.shapes.values()]
+    factored = 8 * sum(squares) // len(skeleton.blocks) + _HESSIAN_BYTES * max(squares)
+    states = 0 if job.offload else 4 * min(job.samples, GATHERED) * job.sequence_length * skeleton.hidden_size
+    return skeleton.block_bytes() + factored + 2 * states
 
 
 def require_memory(expected: Forecast, job: QuantizeJob) -> None:

@@ -5,7 +5,7 @@ Knows candidates and attempts; does not know how sensitivities are measured, nor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize.allocate import Tried, allocate
+from qserve.quantize.forecast import GATHERED, rehearses
 from qserve.quantize.job import ProgressEvent
 from qserve.quantize.prepare import Preparation
-from qserve.quantize.sensitivity import Sensitivities, candidates, excerpt, measure
+from qserve.quantize.sensitivity import Compensation, Sensitivities, Unit, candidates, excerpt, measure, units
 
 # For the smallest checkpoint within a divergence: runs at most, and what is close enough below the limit to stop.
 _ATTEMPTS, _CLOSE = 4, 0.85
@@ -27,10 +28,11 @@ _ATTEMPTS, _CLOSE = 4, 0.85
 class Choice:
     """A scheme for each linear, why in sentences, and how it came about; it survives the process as JSON.
 
-    ``attempt`` counts from 1; ``factor`` corrects predictions by what was measured before.
+    ``schemes`` holds None for what is kept in 16-bit floats; ``attempt`` counts from 1; ``factor`` corrects predictions
+    by what was measured before.
     """
 
-    schemes: dict[str, WeightScheme]
+    schemes: dict[str, WeightScheme | None]
     reasons: tuple[str, ...]
     predicted_kl: float
     bits_per_weight: float
@@ -45,7 +47,7 @@ class Choice:
     def from_json(cls, content: dict[str, Any]) -> Choice:
         return cls(**{
             **content,
-            "schemes": {name: WeightScheme(**fields) for name, fields in content["schemes"].items()},
+            "schemes": {name: f and WeightScheme(**f) for name, f in content["schemes"].items()},
             "reasons": tuple(content["reasons"]),
             "tried": tuple(Tried(**fields) for fields in content["tried"]),
         })  # fmt: skip
@@ -61,6 +63,7 @@ class Mixed:
         self._measured: tuple[Tried, ...] = ()
         self._choice: Choice | None = None
         self._attempt, self._factor = 1, 1.0
+        self._notes: tuple[str, ...] = ()
 
     @property
     def choice(self) -> Choice:
@@ -89,8 +92,8 @@ class Mixed:
             calibration_factor=self._factor,
         )
         self._choice = Choice(
-            {module: scheme for module, scheme in found.schemes.items() if scheme is not None},
-            tuple(found.lines()),
+            found.schemes,
+            (*found.lines(), *self._notes),
             found.predicted_kl,
             found.bits_per_weight,
             found.tried,
@@ -120,15 +123,28 @@ class Mixed:
 
     def _measure(self) -> Sensitivities:
         prepared, job = self._prepared, self._job
-        offered = candidates(prepared.skeleton.shapes, prepared.format, job.loaders, symmetric=job.symmetric)
+        offered = self._offered()
         if not offered:
             raise UsageError(
                 f"no linear can have several schemes in the format {prepared.format.name} for {', '.join(job.loaders)}"
             )
+        rehearsed = rehearses(job, prepared.skeleton)
+        compensation = Compensation(self._windows[:GATHERED], job.act_order) if rehearsed else None
+        if "gptq" in job.rounding and not rehearsed:
+            self._notes = ("chosen as for rounding to nearest: the Hessians of a whole block do not fit the memory",)
         return measure(
             prepared.skeleton,
             excerpt(self._windows),
             offered,
             around=job.target_bits or 4.25,
+            activations=job.activations,
+            compensation=compensation,
             progress=lambda done, total: self._tell(ProgressEvent("sensitivity", done, total)),
         )
+
+    def _offered(self) -> Mapping[Unit, Sequence[WeightScheme | None]]:
+        shapes, job = self._prepared.skeleton.shapes, self._job
+        if job.activations is None:
+            return candidates(shapes, self._prepared.format, job.loaders, symmetric=job.symmetric)
+        # Where inputs are rounded, too, there is nothing between that and leaving both alone.
+        return dict.fromkeys(units(shapes), (job.weights, None))

@@ -40,9 +40,10 @@ class Shapes:
 
 
 def plan(
-    job: QuantizeJob, shapes: Shapes, chosen: Mapping[str, WeightScheme] | None = None
+    job: QuantizeJob, shapes: Shapes, chosen: Mapping[str, WeightScheme | None] | None = None
 ) -> tuple[QuantSpec, tuple[str, ...]]:
-    """The specification for ``shapes``, and a line for each deviation. ``chosen`` is what mixed precision decided.
+    """The specification for ``shapes``, and a line for each deviation. ``chosen`` is what mixed precision decided,
+    None for what it keeps in 16-bit floats.
 
     Raises ``UsageError`` where nothing would be quantized.
     """
@@ -52,6 +53,9 @@ def plan(
     skipped: dict[tuple[int, int], int] = {}
     for module, (out, inp) in shapes.linears.items():
         wanted = (chosen or {}).get(module, job.weights)
+        if wanted is None:
+            ignored.append(module)
+            continue
         unit = word_values(wanted) if job.activations is None else 1  # int8 inputs need whole bytes only
         if out % unit or inp % unit:
             ignored.append(module)
@@ -63,6 +67,8 @@ def plan(
         scheme = replace(wanted, group_size=size)
         if scheme != job.weights:
             overrides[module] = scheme
+    if len(ignored) == len(shapes.linears) and not skipped:
+        raise UsageError("every linear would be kept in 16-bit floats; lower --target-bits or raise --max-kl")
     if len(ignored) == len(shapes.linears):
         raise UsageError(
             f"no linear can be quantized to {job.weights}: none has sizes that are multiples of "

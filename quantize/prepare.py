@@ -82,7 +82,7 @@ def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
 
 
 def arrange(
-    skeleton: Skeleton, job: QuantizeJob, dtype: torch.dtype, chosen: Mapping[str, WeightScheme] | None = None
+    skeleton: Skeleton, job: QuantizeJob, dtype: torch.dtype, chosen: Mapping[str, WeightScheme | None] | None = None
 ) -> Preparation:
     """Plan, format, verdicts and forecast; ``chosen`` is what mixed precision decided. Raises ``UsageError``."""
     shapes = _shapes(skeleton, job)

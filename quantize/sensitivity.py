@@ -1,14 +1,14 @@
 """What each linear's rounding costs in the model's own output: KL divergence, measured one linear at a time.
 
-Knows how to send variants of a model through its blocks; does not know budgets (``allocate``), nor the methods
-that will round in the end: every candidate is rounded to nearest, which ranks them alike.
+Knows how to send variants of a model through its blocks; does not know budgets (``allocate``), nor how a linear is
+rounded (``rehearsal``).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from qserve.calibration.activations import Activations
+from qserve.calibration.float_stats import FloatStats
 from qserve.calibration.head import head
 from qserve.calibration.skeleton import Call, Skeleton
-from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.formats.format import FUSED, Format
 from qserve.checkpoint.loaders import verdicts
-from qserve.checkpoint.spec import BITS, QuantSpec, WeightScheme
-from qserve.quantize import rtn
+from qserve.checkpoint.spec import BITS, ActivationScheme, QuantSpec, WeightScheme
+from qserve.kernels.reference import round_input
 from qserve.quantize.plan import word_values
+from qserve.quantize.rehearsal import Compensated, Nearest, Rehearsal, errors
 from qserve.runtime import heap
 
 Unit = tuple[str, ...]
@@ -32,8 +33,6 @@ Unit = tuple[str, ...]
 _GROUP_SIZES = (32, 64, 128, -1)
 # Windows and tokens of each.
 _EXCERPT = (4, 64)
-# Schemes of one weight are compared on so many of its rows.
-_ROWS = 48
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,15 @@ def excerpt(windows: Tensor) -> Tensor:
     return windows[:samples, :length]
 
 
+@dataclass(frozen=True)
+class Compensation:
+    """GPTQ will round in the end, with or without ``act_order``: its Hessians come from ``windows`` int64 [samples,
+    length], of which ``excerpt`` is a part."""
+
+    windows: Tensor
+    act_order: bool = True
+
+
 @torch.no_grad()
 def measure(
     skeleton: Skeleton,
@@ -112,6 +120,8 @@ def measure(
     candidates: Mapping[Unit, Sequence[WeightScheme | None]],
     *,
     around: float = 4.25,
+    activations: ActivationScheme | None = None,
+    compensation: Compensation | None = None,
     offload: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sensitivities:
@@ -121,11 +131,14 @@ def measure(
     their next-token distributions are compared with the float model's over ``windows`` int64 [samples, length]
     (see ``excerpt``). Rounding acts on KL to second order, so the other candidates cost in proportion to the squared
     error of the unit's output. Units are linears of blocks, or the output layer alone. One that ``windows`` never
-    reach is left out. ``offload`` is a directory for the hidden states. One block is in memory at a time.
+    reach is left out. Linears of blocks are rounded as ``compensation`` says, to nearest without it, the output layer
+    to nearest; the inputs of what is rounded as ``activations`` (dynamic) say. ``offload`` is a directory for the
+    hidden states. One block is in memory at a time.
     """
     samples, length = windows.shape
     states = Activations((1 + len(candidates)) * samples, length, skeleton.hidden_size, offload)
     calls, _ = skeleton.stem(windows, length, states)
+    gathered = FloatStats(skeleton, compensation.windows, offload) if compensation else None
     steps = len(skeleton.blocks) + samples
     trials: list[_Trial] = []
 
@@ -136,12 +149,17 @@ def measure(
         run = _runner(skeleton.load(index), calls[index])
         linears = skeleton.linears(index)
         inputs = _inputs(linears, lambda run=run: run(variant(0)))  # type: ignore[misc]
+        rehearsals: dict[str, Rehearsal] = {name: Nearest(rows) for name, rows in inputs.items()}
+        if gathered and compensation:
+            for names, stats in gathered.of(index):
+                rehearsals |= dict.fromkeys(names, Compensated(stats, act_order=compensation.act_order))
         before = len(trials)
         for unit in candidates:
-            if trial := _trial(unit, linears, inputs, candidates[unit], around):
+            if trial := _trial(unit, linears, rehearsals, candidates[unit], around):
                 trials.append(trial)
-                with trial.rounded():
+                with _rounded(trial, linears, rehearsals, activations):
                     states.write(len(trials) * samples, run(variant(0)))
+        rehearsals.clear()  # a Hessian for each input
         for number in range(1 + before):
             states.write(number * samples, run(variant(number)))
         skeleton.unload(index)
@@ -152,7 +170,8 @@ def measure(
     with head(skeleton) as (linears, log_probabilities):
         if (unit := tuple(linears)) in candidates:
             inputs = _inputs(linears, lambda: [log_probabilities(each) for each in variant(0).split(1)])
-            if trial := _trial(unit, linears, inputs, candidates[unit], around):
+            rehearsals = {name: Nearest(rows) for name, rows in inputs.items()}
+            if trial := _trial(unit, linears, rehearsals, candidates[unit], around):
                 trials.append(trial)
                 states.write(len(trials) * samples, variant(0))
         divergence = torch.zeros(len(trials), dtype=torch.float64)
@@ -160,7 +179,8 @@ def measure(
             base = log_probabilities(states.read(sample, sample + 1))
             for number, trial in enumerate(trials):
                 where = (1 + number) * samples + sample
-                with trial.rounded() if trial.modules == unit else nullcontext():
+                rounded = _rounded(trial, linears, rehearsals, activations) if trial.modules == unit else nullcontext()
+                with rounded:
                     changed = log_probabilities(states.read(where, where + 1))
                 divergence[number] += (base.exp() * (base - changed)).sum(dtype=torch.float64)
             if progress:
@@ -172,28 +192,16 @@ def measure(
 
 @dataclass(frozen=True)
 class _Trial:
-    """A unit on its way through the model. ``errors``: of its output on the excerpt's tokens, for each scheme."""
+    """A unit on its way through the model. ``errors``: of its output, for each scheme; ``reached`` are those of its
+    modules that the excerpt came to, ``measured`` the scheme that is measured."""
 
     modules: Unit
-    reached: tuple[nn.Linear, ...]
-    stats: tuple[LayerStats, ...]
+    reached: tuple[str, ...]
     schemes: tuple[WeightScheme | None, ...]
     bits: tuple[int, ...]
     errors: tuple[float, ...]
     weights: int
     measured: int
-
-    @contextmanager
-    def rounded(self) -> Iterator[None]:
-        """While the unit has the scheme to be measured."""
-        scheme = self.schemes[self.measured]
-        kept = [linear.weight.data for linear in self.reached]
-        if scheme is not None:
-            for linear, stats in zip(self.reached, self.stats, strict=True):
-                linear.weight.data = rtn.quantize(linear.weight.data, stats, scheme).weight.dequantize()
-        yield
-        for linear, weight in zip(self.reached, kept, strict=True):
-            linear.weight.data = weight
 
     def predict(self, kl: float) -> Sensitivity:
         rate = kl / self.errors[self.measured] if self.errors[self.measured] else 0.0
@@ -205,36 +213,49 @@ class _Trial:
 def _trial(
     unit: Unit,
     linears: Mapping[str, nn.Linear],
-    inputs: Mapping[str, Tensor],
+    rehearsals: Mapping[str, Rehearsal],
     schemes: Sequence[WeightScheme | None],
     around: float,
 ) -> _Trial | None:
     """None where ``linears`` are not those of ``unit``, or no token reached them."""
-    reached = [module for module in unit if module in inputs]
+    reached = tuple(module for module in unit if module in rehearsals)
     if not reached:
         return None
     shapes = [tuple(linears[module].weight.shape) for module in unit]
     weights = sum(out * inp for out, inp in shapes)
     bits = tuple(sum(scheme.storage_bits(*s) if scheme else 16 * s[0] * s[1] for s in shapes) for scheme in schemes)
-    stats = []
-    errors = [0.0] * len(schemes)
+    alike: dict[Rehearsal, list[Tensor]] = {}
     for module in reached:
-        weight, rows = linears[module].weight.data, inputs[module].reshape(-1, inputs[module].shape[-1])
-        stats.append(LayerStats(rows.shape[-1], hessian=False))
-        stats[-1].update(rows)
-        count = min(len(weight), _ROWS)
-        part = weight[torch.arange(count) * len(weight) // count]
-        for index, scheme in enumerate(schemes):
-            if scheme is not None:
-                change = rtn.quantize(part, stats[-1], scheme).weight.dequantize() - part
-                errors[index] += float((rows @ change.t()).square().sum()) * len(weight) / count
+        alike.setdefault(rehearsals[module], []).append(linears[module].weight.data)
+    each = [errors(rehearsal, parts, schemes) for rehearsal, parts in alike.items()]
+    total = tuple(map(sum, zip(*each, strict=True)))
     # What changes nothing tells nothing of the others.
-    telling = [index for index, error in enumerate(errors) if error > 0] or [0]
+    telling = [index for index, error in enumerate(total) if error > 0] or [0]
     measured = min(telling, key=lambda index: abs(bits[index] / weights - around))
-    return _Trial(
-        unit, tuple(linears[module] for module in reached), tuple(stats), tuple(schemes), bits, tuple(errors), weights,
-        measured,
-    )  # fmt: skip
+    return _Trial(unit, reached, tuple(schemes), bits, total, weights, measured)
+
+
+@contextmanager
+def _rounded(
+    trial: _Trial,
+    linears: Mapping[str, nn.Linear],
+    rehearsals: Mapping[str, Rehearsal],
+    activations: ActivationScheme | None,
+) -> Iterator[None]:
+    """While the unit has the scheme to be measured."""
+    scheme = trial.schemes[trial.measured]
+    changed = {name: linears[name] for name in trial.reached if scheme is not None}
+    kept = {name: linear.weight.data for name, linear in changed.items()}
+    with ExitStack() as hooks:
+        for name, linear in changed.items():
+            assert scheme is not None
+            linear.weight.data = rehearsals[name].round(kept[name], scheme)
+            if activations is not None:
+                handle = linear.register_forward_pre_hook(lambda _, args: (round_input(args[0], activations),))
+                hooks.callback(handle.remove)
+        yield
+    for name, linear in changed.items():
+        linear.weight.data = kept[name]
 
 
 def _runner(block: nn.Module, call: Call) -> Callable[[Tensor], Tensor]:

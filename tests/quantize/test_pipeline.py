@@ -24,6 +24,8 @@ from qserve.checkpoint.kv import key_center
 from qserve.evals.transformers_scorer import TransformersScorer
 from qserve.quantize import forecast, pipeline, rounding
 from qserve.quantize.job import QuantizeJob
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
 
 SMALL = dict(samples=4, sequence_length=32, group_size=32)
 CARD = QualityCard(
@@ -353,6 +355,34 @@ def test_every_method_is_installed_written_and_read_alike(options, installed, ll
         assert len({layer.scheme for layer in report.layers}) > 1 and report.tried and report.notices
 
 
+def test_mixed_fp8_keeps_the_costliest_linears_in_16_bits(installed, llama, tmp_path):
+    job = QuantizeJob(**{**SMALL, "scheme": "fp8", "method": "gptq", "target_bits": 12.0})
+    report = pipeline.run(HFDirectory(llama), tmp_path / "out", job)
+    read = HFDirectory(tmp_path / "out")
+    packed, kept = set(read.linears()), [module for module in read.spec.ignored if module != "lm_head"]
+    assert packed and kept and packed.isdisjoint(kept) and packed | set(kept) == set(installed)
+    for module, weight in installed.items():
+        stored = read.tensor(f"{module}.weight").float() if module in kept else read.linear(module).dequantize()
+        torch.testing.assert_close(stored, weight.half().float() if module in kept else weight, atol=0, rtol=0)
+    for qkv in ("q_proj", "k_proj", "v_proj"):  # one product in every loader
+        assert (f"model.layers.0.self_attn.{qkv}" in kept) == ("model.layers.0.self_attn.q_proj" in kept)
+    assert any("16-bit floats" in line for line in report.notices)
+    engine = Engine(read, EngineConfig(kv_cache_memory=1 << 18, threads=1))
+    _, served = next(iter(engine.score(list(range(1, 33)))))
+    _, measured = next(iter(TransformersScorer(read).score(list(range(1, 33)))))
+    torch.testing.assert_close(served, measured, atol=0.05, rtol=0)
+    with pytest.raises(UsageError, match="every linear would be kept"):
+        pipeline.run(HFDirectory(llama), tmp_path / "all", dataclasses.replace(job, target_bits=16.0))
+    with pytest.raises(UsageError, match="--scheme weights, or fp8"):
+        QuantizeJob(scheme="w8a8", target_bits=9.0)
+
+
+def test_without_memory_for_hessians_mixed_precision_goes_by_rounding_to_nearest(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(forecast, "_rehearsal_bytes", lambda *_: 1 << 60)
+    report = pipeline.run(HFDirectory(llama), tmp_path / "out", QuantizeJob(**{**SMALL, "target_bits": 5.0}))
+    assert any("do not fit the memory" in line for line in report.notices)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -471,6 +501,8 @@ from qserve.checkpoint.kv import key_center
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import pipeline
 from qserve.quantize.job import QuantizeJob
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
 
 left = int(sys.argv[3])
 

@@ -14,8 +14,8 @@ from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize import rtn
-from qserve.quantize.sensitivity import Unit, candidates, excerpt, measure, units
+from qserve.quantize import gptq, rtn
+from qserve.quantize.sensitivity import Compensation, Unit, candidates, excerpt, measure, units
 
 SCHEMES = (WeightScheme(3, 32), WeightScheme(4, 32), WeightScheme(6, 32))
 Q, K, V, OUT, GATE, UP, DOWN = (
@@ -30,20 +30,22 @@ def windows() -> Tensor:
 
 
 @torch.no_grad()
-def divergence(path: Path, unit: Unit, scheme: WeightScheme) -> float:
-    """Mean KL of the whole model with only ``unit`` rounded."""
+def divergence(path: Path, unit: Unit, scheme: WeightScheme, text: Tensor | None = None) -> float:
+    """Mean KL of the whole model with only ``unit`` rounded: to nearest, or by GPTQ for ``text``."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     linears = {name: model.get_submodule(name) for name in unit}
-    stats = {name: LayerStats(linear.in_features, hessian=False) for name, linear in linears.items()}
+    stats = {name: LayerStats(linear.in_features, hessian=text is not None) for name, linear in linears.items()}
     hooks = [
         linear.register_forward_pre_hook(lambda _, args, name=name: stats[name].update(args[0]))
         for name, linear in linears.items()
     ]
-    p = model(windows()).logits.log_softmax(-1)
+    model(windows() if text is None else text)
     for hook in hooks:
         hook.remove()
+    p = model(windows()).logits.log_softmax(-1)
+    method = rtn.quantize if text is None else gptq.quantize
     for name, linear in linears.items():
-        rounded = rtn.quantize(linear.weight.data, stats[name], scheme).weight.dequantize()
+        rounded = method(linear.weight.data, stats[name], scheme).weight.dequantize()
         linear.weight = torch.nn.Parameter(rounded)  # a tied embedding keeps its own
     q = model(windows()).logits.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
@@ -77,6 +79,23 @@ def test_other_candidates_are_predicted_in_proportion(llama):
         # Second order: what is predicted for 6 bits from 4 is what 6 bits cost. (At 3 bits this model is far gone.)
         actual = divergence(llama, unit.modules, SCHEMES[2])
         assert kl[SCHEMES[2]] == pytest.approx(actual, rel=0.5), unit.modules
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_with_error_compensation_what_gptq_costs_is_measured(model, request, monkeypatch):
+    monkeypatch.setattr("qserve.calibration.blocks.fast_bfloat16", lambda: False)
+    path = request.getfixturevalue(model)
+    skeleton = Skeleton(HFDirectory(path))
+    text = torch.cat([windows(), torch.randint(0, 256, (9, 24), generator=torch.Generator().manual_seed(2))])
+    offered = all_units(skeleton)
+    found = measure(skeleton, windows(), offered, around=4.5, compensation=Compensation(text))
+    nearest = measure(skeleton, windows(), offered, around=4.5)
+    assert [unit.modules for unit in found] == [unit.modules for unit in nearest]
+    for unit in found:
+        kl = {each.scheme: each.kl for each in unit.candidates}
+        assert kl[SCHEMES[0]] > kl[SCHEMES[1]] > kl[SCHEMES[2]] > 0
+        expected = divergence(path, unit.modules, SCHEMES[1], text)
+        assert kl[SCHEMES[1]] == pytest.approx(expected, rel=0.02, abs=3e-8), unit.modules
 
 
 def test_sizes_are_stored_bits_in_order(qwen2):

@@ -1,0 +1,79 @@
+"""``Rehearsal``: what rounding a linear will cost its output, for every scheme it may get, before one is chosen.
+
+Knows one linear's input and the two ways of rounding, to nearest and with error compensation; does not know models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qserve.calibration.stats import LayerStats
+from qserve.checkpoint.spec import WeightScheme
+from qserve.kernels.threads import torch_threads
+from qserve.quantize import fp8, gptq, rtn
+from qserve.quantize.layer import output_error
+
+# Schemes of one weight are compared on so many of its rows.
+_ROWS = 48
+
+
+class Rehearsal(Protocol):
+    """Of linears that share an input."""
+
+    def round(self, weight: Tensor, scheme: WeightScheme) -> Tensor:
+        """``weight`` float32 [out, in] as ``scheme`` will leave it."""
+
+    def error(self, rows: Tensor, scheme: WeightScheme) -> float:
+        """The squared error of the output, of ``rows`` float32 [n, in] of a weight alone."""
+
+
+class Nearest:
+    """Each weight by itself. ``inputs`` float32 [..., in]."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        inputs = inputs.reshape(-1, inputs.shape[-1])
+        self._inputs = inputs
+        self._stats = LayerStats(inputs.shape[-1], hessian=False)
+        self._stats.update(inputs)
+
+    def round(self, weight: Tensor, scheme: WeightScheme) -> Tensor:
+        to_nearest = fp8.quantize if scheme.dtype == "fp8" else rtn.quantize
+        return to_nearest(weight, self._stats, scheme).weight.dequantize()
+
+    def error(self, rows: Tensor, scheme: WeightScheme) -> float:
+        return float((self._inputs @ (self.round(rows, scheme) - rows).t()).square().sum())
+
+
+class Compensated:
+    """GPTQ with the Hessian in ``stats``, which is factored once for all weights and schemes."""
+
+    def __init__(self, stats: LayerStats, *, act_order: bool) -> None:
+        self._stats = stats
+        self._inverse = gptq.inverse_of(stats, act_order=act_order)
+
+    def round(self, weight: Tensor, scheme: WeightScheme) -> Tensor:
+        return gptq.quantize_with(self._inverse, weight, self._stats, scheme).weight.dequantize()
+
+    def error(self, rows: Tensor, scheme: WeightScheme) -> float:
+        with torch_threads(1):  # the operations are too small for two
+            return float(output_error(rows, self.round(rows, scheme) - rows, self._stats)[0].sum())
+
+
+def errors(
+    rehearsal: Rehearsal, weights: Sequence[Tensor], schemes: Sequence[WeightScheme | None]
+) -> list[float]:
+    """The squared error of all outputs of ``weights`` float32 [out, in] together under each scheme, from evenly spaced
+    rows; None keeps 16-bit floats, which is none."""
+    total = sum(len(weight) for weight in weights)
+    share = min(1.0, _ROWS / total)
+    rows = torch.cat([_spaced(weight, math.ceil(share * len(weight))) for weight in weights])
+    return [0.0 if scheme is None else total / len(rows) * rehearsal.error(rows, scheme) for scheme in schemes]
+
+
+def _spaced(weight: Tensor, count: int) -> Tensor:
+    return weight[torch.arange(count) * len(weight) // count]
