@@ -41,7 +41,7 @@ def _case(
 
 def weight_only_case(
     capability: tuple[int, int], rows: int, bits: int = 4, group: int = 128, kind: str = "pairs",
-    dtype: str = "fp16", even_k: bool = True,
+    dtype: str = "fp16", even_k: bool = True, accumulate: bool = False,
 ) -> Case:  # fmt: skip
     """``kind`` of scales, or "both" where scales and zero points are float32."""
     config, planes = weight_only.default(rows, bits, group, capability), 16 // bits
@@ -56,7 +56,7 @@ def weight_only_case(
     }  # fmt: skip
     constexprs = {
         "ZERO": -1 if kind in ("zeros", "both") else 1 << (bits - 1), "BITS": bits, "SLICE": size, "GROUP": group,
-        "SCALES": "float" if floats else kind, "HAS_BIAS": False, "ACCUMULATE": True, "EVEN_K": even_k,
+        "SCALES": "float" if floats else kind, "HAS_BIAS": False, "ACCUMULATE": accumulate, "EVEN_K": even_k,
         "SWAP": config.swap, "SPLIT": config.splits != 1, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "STAGES": config.stages, "COMPILED": True,
     }  # fmt: skip
@@ -133,7 +133,9 @@ def every_case() -> dict[str, Case]:
                 (8, 0, "float"),
             ):  # fmt: skip
                 name = f"w{bits}a16 g{group} {kind} {dtype}{' even' * even_k} rows {rows} sm_{arch}"
-                found[name] = weight_only_case(capability, rows, bits, group, kind, dtype, even_k)
+                found[name] = weight_only_case(
+                    capability, rows, bits, group, kind, dtype, even_k, accumulate=True
+                )
         for rows in (16, 32, 128, 256, MANY):
             for kind in ("i8", "fp8e4nv") if capability >= FP8 else ("i8",):
                 for group, x_group in ((0, 0), (128, 0), (128, 128), (64, 0), (64, 64), (0, 128)):
