@@ -7,6 +7,7 @@ import pytest
 from qserve.checkpoint.errors import UsageError
 from qserve.evals.bench import kernels
 from qserve.kernels import native, peaks
+from qserve.runtime.config import EngineConfig
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there are no C kernels here")
 
@@ -40,15 +41,15 @@ def test_what_is_no_c_kernel_is_refused() -> None:
     from qserve import benching
 
     with pytest.raises(UsageError, match="C kernels"):
-        benching.kernels("reference", None, 1)
+        benching.kernels(EngineConfig(kernels="reference"), 1)
     with pytest.raises(UsageError, match="unknown kernels"):
-        benching.kernels("native-neon", None, 1)
+        benching.kernels(EngineConfig(kernels="native-sse"), 1)
     with pytest.raises(UsageError, match="--repeats"):
-        benching.kernels("auto", None, 0)
+        benching.kernels(EngineConfig(), 0)
 
 
 def test_static_batches_have_one_length_of_prompts() -> None:
     from qserve import benching
 
     with pytest.raises(UsageError, match="one --prompt"):
-        benching.static("demo", "64", "8,16", None, None, 0, "auto", None)
+        benching.static("demo", "64", "8,16", None, None, 0, EngineConfig())
