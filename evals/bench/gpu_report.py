@@ -116,8 +116,8 @@ def figures(roof: Roof, timings: Sequence[Timing]) -> list[Metric]:
                 add(f"{scheme}, all {SMALL} products, {rows} rows: against cuBLAS", total / sum(own.values()), "x")
     others = [t for t in timings if not t.ours and t.contestant != "cuBLAS"]
     for name, scheme in dict.fromkeys((t.contestant, t.scheme) for t in others):
-        ratios = [t.seconds / own for t in others
-                  if t.name == f"{name}, {scheme}" and (own := at.get(("qserve", scheme, *t.size)))]  # fmt: skip
+        ratios = [t.seconds / mine for t in others
+                  if t.name == f"{name}, {scheme}" and (mine := at.get(("qserve", scheme, *t.size)))]  # fmt: skip
         if ratios:
             add(f"{scheme} against {name}: geometric mean", geometric_mean(ratios), "x")
             add(f"{scheme} against {name}: worst", min(ratios), "x")
