@@ -117,7 +117,9 @@ def plain_cases(capability: tuple[int, int]) -> dict[str, Case]:
             gather.gather_kernel, "x_ptr:bf16 rows_ptr:i32 out_ptr:fp32", capability,
             {"WIDTH": 4096, "BLOCK": gather.BLOCK},
         ),
-        "fill": _case(fill.fill_kernel, "ids_ptr:i32 sampled_ptr:i32 count:i32", capability, {"BLOCK": fill.BLOCK}),
+        "fill": _case(
+            fill.fill_kernel, "ids_ptr:i32 sampled_ptr:i32", capability, {"BLOCK": fill.BLOCK}, numbers="count:i32"
+        ),
         "embed": _case(
             embed.embed_kernel, "ids_ptr:i32 codes_ptr:u8 scales_ptr:fp32 zeros_ptr:u8 out_ptr:fp32", capability, packed
         ),
