@@ -2,7 +2,8 @@
 
 ENVIRONMENTS come from ``python tests/environments.py peers DIR``, MODELS from ``make_models.py``, CHECKPOINT from
 ``qserve quantize demo``. Every contestant runs in a process of its own and rests while the others have their turn: the
-cases are run one round after the other, each contestant once a round in changing order, and medians are compared.
+cases are run one round after the other, each contestant once a round in changing order, and medians are compared. What
+the machine does at most is measured in every round, too.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from qserve.kernels import peaks
 
 HERE = Path(__file__).parent / "contestants"
 THREADS = "2"
 WARM_UP = (2, 64, 8)
 """Requests, prompt and output of what is not counted."""
+REST = 0.5
+"""Seconds before each turn: threads of whoever had the one before may still spin."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Contestant:
 
     def turn(self, requests: int, prompt: int, output: int, seed: int) -> float:
         assert self.process.stdin is not None
+        time.sleep(REST)
         print(json.dumps([requests, prompt, output, seed]), file=self.process.stdin, flush=True)
         return self._answer()["seconds"]
 
@@ -121,7 +128,9 @@ def main() -> None:
         for contestant in running:
             contestant.start()
             contestant.turn(*WARM_UP, seed=0)
+        machine = []
         for turn in range(options.rounds):
+            machine.append(peaks.measure(int(THREADS)))
             for case in CASES:
                 first = turn % len(running)
                 for contestant in running[first:] + running[:first]:
@@ -133,6 +142,8 @@ def main() -> None:
             if hasattr(contestant, "process"):
                 contestant.process.kill()
                 contestant.process.wait()
+    products, read = (statistics.median(figures) for figures in zip(*((p.products or 0.0, p.bytes) for p in machine)))
+    print(f"At most {products / 1e9:.0f} GMAC/s of bytes in registers and {read / 1e9:.1f} GB/s from memory.\n")
     print(table(running))
     if options.json:
         options.json.write_text(json.dumps({c.name: c.seconds for c in running}, indent=2))
