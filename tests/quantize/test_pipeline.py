@@ -386,7 +386,7 @@ def test_without_memory_for_hessians_mixed_precision_goes_by_rounding_to_nearest
 @pytest.mark.parametrize(
     "options",
     [
-        dict(bits=3), dict(format="awq", symmetric=False, method="awq+gptq"), dict(target_bits=5.0),
+        dict(bits=3), dict(format="awq", symmetric=False, method="awq+gptq"), dict(target_bits=4.0),
         dict(format="compressed-tensors", kv_cache="int8", kv_granularity="head", head_bits=8),
     ],
     ids=str,
