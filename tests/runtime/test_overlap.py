@@ -30,7 +30,7 @@ class Ahead:
     def run(self, plan: StepPlan, sink: Any) -> StepOutput:
         self.asked.append(("begin", plan.step))
         known = [
-            replace(each, token_ids=tuple(self.last[each.request_id] if t < 0 else t for t in each.token_ids))
+            each._replace(token_ids=tuple(self.last[each.request_id] if t < 0 else t for t in each.token_ids))
             for each in plan.sequences
         ]
         output = self.runner.run(replace(plan, sequences=tuple(known)), sink)
