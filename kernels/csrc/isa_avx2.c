@@ -14,20 +14,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define ROWS 4   /* rows of a block of 4-bit codes; bytes need two sums each, and take half as many */
+#define ROWS 4
+#define BYTE_ROWS 2 /* they need two sums each */
 #define HALVES 2 /* vectors of a tile */
 #define SPAN 32  /* inputs whose products with nibbles, 8 pairs of at most 2 * 15 * 128, an int16 sum holds */
 
-/* Where a product of one tile reads and adds: advanced by one activation group at a time. */
-typedef struct {
-    const int8_t *x;       /* [rows][x_stride] */
-    const int32_t *x_sums; /* [rows][groups] */
-    const float *x_scales; /* [rows][groups] */
-    const uint8_t *w;
-    const float *scales;
-    const int32_t *zeros;  /* like scales, or NULL */
-    int64_t x_stride, groups;
-} int_walk;
+#include "by_tile.h"
 
 INLINE __m256i four(const int8_t *x)
 {
@@ -42,7 +34,7 @@ INLINE __m256i add_pairs(__m256i sum, __m256i nibbles, __m256i x)
 
 /* One activation group of `rows` rows by one tile. The product of bytes and signed bytes saturates, that of nibbles does
  * not: a byte is its low nibble and 16 times its high one, each with a sum of its own. */
-INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, __m256 sums[ROWS][HALVES], const int rows,
+INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
                       const int u4)
 {
     const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
@@ -89,66 +81,8 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, __m256 su
         UNROLL for (int m = 0; m < rows; m++) {
             __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(dot[m][v]), scale);
             product = _mm256_mul_ps(product, _mm256_set1_ps(at->x_scales[m * at->groups]));
-            sums[m][v] = _mm256_add_ps(sums[m][v], product);
+            _mm256_storeu_ps(sums[m] + 8 * v, _mm256_add_ps(_mm256_loadu_ps(sums[m] + 8 * v), product));
         }
-    }
-}
-
-INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, const int rows, const int u4)
-{
-    int32_t groups = op->k / op->act_group, per_scale = op->group / op->act_group;
-    int64_t scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES;
-    __m256 sums[ROWS][HALVES];
-    float lanes[QS_LANES];
-    int_walk at = {
-        .x = acts->codes + (int64_t)row * op->k,
-        .x_sums = acts->sums + (int64_t)row * groups,
-        .x_scales = acts->scales + (int64_t)row * groups,
-        .w = (const uint8_t *)op->weight + (int64_t)tile * op->k * (u4 ? 8 : 16),
-        .scales = op->scales + scales_at,
-        .zeros = op->zeros ? op->zeros + scales_at : NULL,
-        .x_stride = op->k,
-        .groups = groups,
-    };
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int v = 0; v < HALVES; v++)
-            sums[m][v] = _mm256_setzero_ps();
-    for (int32_t g = 1; g <= groups; g++) {
-        int_group(&at, op->zero, op->act_group, sums, rows, u4);
-        at.x += op->act_group;
-        at.w += (int64_t)op->act_group * (u4 ? 8 : 16);
-        at.x_sums++;
-        at.x_scales++;
-        if (g % per_scale == 0) {
-            at.scales += QS_LANES;
-            at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
-        }
-    }
-    UNROLL for (int m = 0; m < rows; m++) {
-        UNROLL for (int v = 0; v < HALVES; v++)
-            _mm256_storeu_ps(lanes + 8 * v, sums[m][v]);
-        QS_NAME(store_tile)(op, lanes, row + m, tile);
-    }
-}
-
-INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile,
-                     const int at_once, const int u4)
-{
-    for (; row + at_once <= end; row += at_once)
-        int_block(op, acts, row, tile, at_once, u4);
-    for (; row < end; row++)
-        int_block(op, acts, row, tile, 1, u4);
-}
-
-static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
-                       uint8_t *unpacked)
-{
-    (void)unpacked;
-    for (int32_t t = tile; t < tile + tiles; t++) {
-        if (op->dtype == QS_U4)
-            int_rows(op, acts, row, end, t, ROWS, 1);
-        else
-            int_rows(op, acts, row, end, t, ROWS / 2, 0);
     }
 }
 

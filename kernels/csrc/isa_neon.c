@@ -36,19 +36,11 @@ int32_t qs_has_dot_products(void)
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define ROWS 4              /* rows of a block: 16 accumulators leave 16 registers for codes and inputs */
+#define ROWS 4 /* rows of a block: 16 accumulators leave 16 registers for codes and inputs */
+#define BYTE_ROWS ROWS
 #define PARTS (QS_LANES / 4) /* vectors of a tile */
 
-/* Where a product of one tile reads and adds: advanced by one activation group at a time. */
-typedef struct {
-    const int8_t *x;       /* [rows][x_stride] */
-    const int32_t *x_sums; /* [rows][groups] */
-    const float *x_scales; /* [rows][groups] */
-    const uint8_t *w;
-    const float *scales;
-    const int32_t *zeros;  /* like scales, or NULL */
-    int64_t x_stride, groups;
-} int_walk;
+#include "by_tile.h"
 
 /* 16 codes as signed bytes: `half` of a byte's two, or a byte less 128, which the zero point makes up for. */
 INLINE int8x16_t signed_codes(const uint8_t *w, int part, const int half, const int u4)
@@ -72,7 +64,7 @@ INLINE int32x4_t dot4(int32x4_t sum, int8x16_t codes, int8x8_t x, const int seco
 
 /* One activation group of `rows` rows by one tile. The sum starts at -zero * sum(codes), so that the zero point costs
  * nothing inside. */
-INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float32x4_t sums[ROWS][PARTS], const int rows,
+INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
                       const int u4)
 {
     const uint8_t *w = at->w;
@@ -104,66 +96,8 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float32x4
         UNROLL for (int m = 0; m < rows; m++) {
             float32x4_t product = vmulq_f32(vcvtq_f32_s32(dot[m][part]), scale);
             product = vmulq_n_f32(product, at->x_scales[m * at->groups]);
-            sums[m][part] = vaddq_f32(sums[m][part], product);
+            vst1q_f32(sums[m] + 4 * part, vaddq_f32(vld1q_f32(sums[m] + 4 * part), product));
         }
-    }
-}
-
-INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, const int rows,
-                      const int u4)
-{
-    int32_t groups = op->k / op->act_group, per_scale = op->group / op->act_group;
-    int64_t scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES;
-    float32x4_t sums[ROWS][PARTS];
-    float lanes[QS_LANES];
-    int_walk at = {
-        .x = acts->codes + (int64_t)row * op->k,
-        .x_sums = acts->sums + (int64_t)row * groups,
-        .x_scales = acts->scales + (int64_t)row * groups,
-        .w = (const uint8_t *)op->weight + (int64_t)tile * op->k * (u4 ? 8 : 16),
-        .scales = op->scales + scales_at,
-        .zeros = op->zeros ? op->zeros + scales_at : NULL,
-        .x_stride = op->k,
-        .groups = groups,
-    };
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int part = 0; part < PARTS; part++)
-            sums[m][part] = vdupq_n_f32(0);
-    for (int32_t g = 1; g <= groups; g++) {
-        int_group(&at, op->zero, op->act_group, sums, rows, u4);
-        at.x += op->act_group;
-        at.w += (int64_t)op->act_group * (u4 ? 8 : 16);
-        at.x_sums++;
-        at.x_scales++;
-        if (g % per_scale == 0) {
-            at.scales += QS_LANES;
-            at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
-        }
-    }
-    UNROLL for (int m = 0; m < rows; m++) {
-        UNROLL for (int part = 0; part < PARTS; part++)
-            vst1q_f32(lanes + 4 * part, sums[m][part]);
-        QS_NAME(store_tile)(op, lanes, row + m, tile);
-    }
-}
-
-INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, const int u4)
-{
-    for (; row + ROWS <= end; row += ROWS)
-        int_block(op, acts, row, tile, ROWS, u4);
-    for (; row < end; row++)
-        int_block(op, acts, row, tile, 1, u4);
-}
-
-static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
-                       uint8_t *unpacked)
-{
-    (void)unpacked;
-    for (int32_t t = tile; t < tile + tiles; t++) {
-        if (op->dtype == QS_U4)
-            int_rows(op, acts, row, end, t, 1);
-        else
-            int_rows(op, acts, row, end, t, 0);
     }
 }
 

@@ -1,0 +1,70 @@
+/* The product of integers tile by tile, for processors of short vectors. Included behind portable.h by an ISA that has
+ * defined INLINE, UNROLL, ROWS (rows of a block of 4-bit codes) and BYTE_ROWS (of bytes); it then defines int_group. */
+
+/* Where a product of one tile reads and adds: advanced by one activation group at a time. */
+typedef struct {
+    const int8_t *x;       /* [rows][x_stride] */
+    const int32_t *x_sums; /* [rows][groups] */
+    const float *x_scales; /* [rows][groups] */
+    const uint8_t *w;
+    const float *scales;
+    const int32_t *zeros;  /* like scales, or NULL */
+    int64_t x_stride, groups;
+} int_walk;
+
+/* Adds one activation group of `rows` rows by one tile to `sums`. The dot starts at -zero * sum(codes), so that the zero
+ * point costs nothing inside; scaled and added as portable.h does it. */
+INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
+                      const int u4);
+
+INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, const int rows, const int u4)
+{
+    int32_t groups = op->k / op->act_group, per_scale = op->group / op->act_group;
+    int64_t scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES;
+    float sums[ROWS][QS_LANES];
+    int_walk at = {
+        .x = acts->codes + (int64_t)row * op->k,
+        .x_sums = acts->sums + (int64_t)row * groups,
+        .x_scales = acts->scales + (int64_t)row * groups,
+        .w = (const uint8_t *)op->weight + (int64_t)tile * op->k * (u4 ? 8 : 16),
+        .scales = op->scales + scales_at,
+        .zeros = op->zeros ? op->zeros + scales_at : NULL,
+        .x_stride = op->k,
+        .groups = groups,
+    };
+    memset(sums, 0, sizeof sums);
+    for (int32_t g = 1; g <= groups; g++) {
+        int_group(&at, op->zero, op->act_group, sums, rows, u4);
+        at.x += op->act_group;
+        at.w += (int64_t)op->act_group * (u4 ? 8 : 16);
+        at.x_sums++;
+        at.x_scales++;
+        if (g % per_scale == 0) {
+            at.scales += QS_LANES;
+            at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++)
+        QS_NAME(store_tile)(op, sums[m], row + m, tile);
+}
+
+INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile,
+                     const int at_once, const int u4)
+{
+    for (; row + at_once <= end; row += at_once)
+        int_block(op, acts, row, tile, at_once, u4);
+    for (; row < end; row++)
+        int_block(op, acts, row, tile, 1, u4);
+}
+
+static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
+                       uint8_t *unpacked)
+{
+    (void)unpacked;
+    for (int32_t t = tile; t < tile + tiles; t++) {
+        if (op->dtype == QS_U4)
+            int_rows(op, acts, row, end, t, ROWS, 1);
+        else
+            int_rows(op, acts, row, end, t, BYTE_ROWS, 0);
+    }
+}
