@@ -175,5 +175,5 @@ def every_case() -> dict[str, Case]:
                 name = f"{codes or 'alone'} {width} sm_{capability[0]}{capability[1]}"
                 found[f"rms_norm {name}"] = norm_case(capability, codes, width)
                 if codes:
-                    found[f"silu_mul {name}"] = silu_case(capability, codes, 2 * width)
+                    found[f"silu_mul {name}"] = silu_case(capability, codes, width)
     return found
