@@ -161,7 +161,7 @@ def weight_only_kernel(
 
 def default(rows: int, bits: int, group: int, capability: Capability) -> Config:
     """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``group`` 0 is all inputs."""
-    if rows <= 16 and capability == (8, 9):
+    if rows <= 16 and group <= 32 and capability == (8, 9):
         return Config(16, 128, warps=4, stages=4)  # with 8 warps, or 64 outputs, its assembler parks some registers
     if rows <= 16:
         # The scales of many groups fit the registers of few outputs.

@@ -154,7 +154,7 @@ def test_a_websocket_goes_through(front: httpx.Client) -> None:
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     with connect(f"wss://127.0.0.1:{front.base_url.port}/v1/completions/ws", ssl=trusting, proxy=None) as socket:
-        socket.send(json.dumps({"prompt": "the", "max_tokens": 3, "ignore_eos": True}))
+        socket.send(json.dumps({"prompt": "the", "max_tokens": 12, "ignore_eos": True, "temperature": 0}))
         events = [json.loads(socket.recv(timeout=60))]
         while "choices" in events[-1]:
             events.append(json.loads(socket.recv(timeout=60)))
