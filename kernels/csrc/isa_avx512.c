@@ -75,18 +75,44 @@ INLINE __m512 silu(__m512 x)
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
-INLINE void store_sums(const qs_linear *op, __m512 sums, int32_t row, int32_t tile)
+/* 16 outputs of a row, of which `lanes` there are. Whole vectors without a mask: what a masked store wrote is not
+ * forwarded to loads. */
+INLINE void store_lanes(const qs_linear *op, __m512 sums, float *out, int32_t lanes)
+{
+    if (lanes >= QS_LANES) {
+        _mm512_storeu_ps(out, op->accumulate ? _mm512_add_ps(_mm512_loadu_ps(out), sums) : sums);
+    } else {
+        __mmask16 mask = (__mmask16)((1u << lanes) - 1);
+        if (op->accumulate)
+            sums = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), sums);
+        _mm512_mask_storeu_ps(out, mask, sums);
+    }
+}
+
+INLINE __m512 with_bias(const qs_linear *op, __m512 sums, int32_t tile)
 {
     int32_t start = tile * QS_LANES, lanes = op->n - start;
-    __mmask16 mask = lanes >= QS_LANES ? 0xffff : (__mmask16)((1u << lanes) - 1);
+    if (!op->bias)
+        return sums;
+    return _mm512_add_ps(sums, _mm512_maskz_loadu_ps(lanes >= QS_LANES ? 0xffff : (__mmask16)((1u << lanes) - 1),
+                                                     op->bias + start));
+}
+
+INLINE void store_sums(const qs_linear *op, __m512 sums, int32_t row, int32_t tile)
+{
+    int32_t start = tile * QS_LANES;
     float *out = op->out + (int64_t)row * op->out_stride + (op->silu ? tile / 2 * QS_LANES : start);
-    if (op->bias)
-        sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(mask, op->bias + start));
+    sums = with_bias(op, sums, tile);
     if (op->silu && tile % 2) /* the gate waits where its product belongs */
         sums = _mm512_mul_ps(sums, silu(_mm512_loadu_ps(out)));
-    if (op->accumulate)
-        sums = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), sums);
-    _mm512_mask_storeu_ps(out, mask, sums);
+    store_lanes(op, sums, out, op->n - start);
+}
+
+/* A tile of gates and the one of their products. */
+INLINE void store_product(const qs_linear *op, __m512 gate, __m512 up, int32_t row, int32_t tile)
+{
+    float *out = op->out + (int64_t)row * op->out_stride + tile / 2 * QS_LANES;
+    _mm512_storeu_ps(out, _mm512_mul_ps(with_bias(op, up, tile + 1), silu(with_bias(op, gate, tile))));
 }
 
 /* sum + the dot of each four bytes of w (unsigned) and x (signed). In assembly because the compiler copies the
@@ -200,9 +226,16 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
             at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
         }
     }
-    UNROLL for (int m = 0; m < MR; m++)
-        UNROLL for (int v = 0; v < NV; v++)
-            store_sums(op, _mm512_load_ps(sums + (m * TILES + v) * QS_LANES), row + m, tile + v);
+    UNROLL for (int m = 0; m < MR; m++) {
+        const float *of_row = sums + m * TILES * QS_LANES;
+        if (NV > 1 && op->silu)
+            UNROLL for (int v = 0; v < NV; v += 2)
+                store_product(op, _mm512_load_ps(of_row + v * QS_LANES), _mm512_load_ps(of_row + (v + 1) * QS_LANES),
+                              row + m, tile + v);
+        else
+            UNROLL for (int v = 0; v < NV; v++)
+                store_sums(op, _mm512_load_ps(of_row + v * QS_LANES), row + m, tile + v);
+    }
 }
 
 #define INT_CASE(MR, NV, U4)                                                                                       \
@@ -311,8 +344,12 @@ INLINE void float_block(const qs_linear *op, const float *input, const void *wei
         }
     }
     UNROLL for (int m = 0; m < MR; m++)
-        UNROLL for (int v = 0; v < NV; v++)
-            store_sums(op, sums[m][v], row + m, tile + v);
+        if (NV > 1 && op->silu)
+            UNROLL for (int v = 0; v < NV; v += 2)
+                store_product(op, sums[m][v], sums[m][v + 1], row + m, tile + v);
+        else
+            UNROLL for (int v = 0; v < NV; v++)
+                store_sums(op, sums[m][v], row + m, tile + v);
 }
 
 #define FLOAT_CASE(MR, NV, dtype)                                                                                 \
@@ -412,102 +449,136 @@ static void rope_kv(const qs_rope_kv *op, float *row, int32_t position, int32_t 
     }
 }
 
-/* The weighted values of one block: sums[r][j..] = sums * shrink + weights x values. `all`: every row sees every value. */
-INLINE void add_values(const qs_attention *op, int64_t base, int32_t begin, int32_t end, const uint32_t *seen,
-                       float (*sums)[256], const float (*weights)[QS_LANES], const float *shrink, const int all,
+/* R query rows that share a key head, and what they have gathered so far: sums = the weighted values, and their total
+ * weight, both relative to the highest score `top`. Rows lie at one distance from each other: a pointer each would need
+ * a register each. */
+typedef struct {
+    float q[QS_MAX_QUERY_ROWS][256];
+    float sums[QS_MAX_QUERY_ROWS][256] __attribute__((aligned(64)));
+    float weights[QS_MAX_QUERY_ROWS][QS_LANES] __attribute__((aligned(64)));
+    float total[QS_MAX_QUERY_ROWS][QS_LANES] __attribute__((aligned(64)));
+    float top[QS_LANES] __attribute__((aligned(64)));
+    uint32_t seen[QS_MAX_QUERY_ROWS];
+} attended;
+
+/* The weighted values of one block. `all`: every row sees every value from begin to end. */
+INLINE void add_values(const qs_attention *op, attended *rows, int64_t base, int32_t begin, int32_t end, const int all,
                        const int R)
 {
     for (int32_t j = 0; j < op->head_dim; j += QS_LANES) {
         __m512 sum[QS_MAX_QUERY_ROWS];
         UNROLL for (int r = 0; r < R; r++)
-            sum[r] = _mm512_mul_ps(_mm512_load_ps(sums[r] + j), _mm512_set1_ps(shrink[r]));
+            sum[r] = _mm512_load_ps(rows->sums[r] + j);
         for (int32_t i = begin; i <= end; i++) {
             __m512 value = load_kv(op->v_cache, base + (int64_t)i * op->head_dim + j, op->kv_dtype);
             UNROLL for (int r = 0; r < R; r++)
-                if (all || (seen[r] >> i & 1)) /* one that a row does not see must not touch it: it may be infinite */
-                    sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), value, sum[r]);
+                if (all || (rows->seen[r] >> i & 1)) /* one that a row does not see must not touch it: it may be infinite */
+                    sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(rows->weights[r][i]), value, sum[r]);
         }
         UNROLL for (int r = 0; r < R; r++)
-            _mm512_store_ps(sums[r] + j, sum[r]);
+            _mm512_store_ps(rows->sums[r] + j, sum[r]);
     }
 }
 
-/* R query rows that share a key head. A score vector holds the 16 tokens of a block: no horizontal sums. */
+/* Raises `top` to the highest of `scores`, and takes what was gathered relative to the old one along. */
+INLINE void raise_top(attended *rows, const __m512 *scores, const uint32_t *higher, int32_t dim, const int R)
+{
+    float best[QS_LANES] __attribute__((aligned(64))), shrink[QS_LANES] __attribute__((aligned(64)));
+    _mm512_store_ps(best, _mm512_load_ps(rows->top));
+    UNROLL for (int r = 0; r < R; r++)
+        if (higher[r])
+            best[r] = _mm512_mask_reduce_max_ps((__mmask16)higher[r], scores[r]);
+    _mm512_store_ps(shrink, exp_lanes(_mm512_sub_ps(_mm512_load_ps(rows->top), _mm512_load_ps(best))));
+    _mm512_store_ps(rows->top, _mm512_load_ps(best));
+    UNROLL for (int r = 0; r < R; r++) {
+        __m512 by = _mm512_set1_ps(shrink[r]);
+        if (!higher[r])
+            continue;
+        _mm512_store_ps(rows->total[r], _mm512_mul_ps(_mm512_load_ps(rows->total[r]), by));
+        for (int32_t j = 0; j < dim; j += QS_LANES)
+            _mm512_store_ps(rows->sums[r] + j, _mm512_mul_ps(_mm512_load_ps(rows->sums[r] + j), by));
+    }
+}
+
+/* A block of 16 tokens at `base` in the caches; a score vector holds all of them: no horizontal sums. Every row sees the
+ * tokens from begin to end where `all`, else those of `seen`. What comes `next` is fetched meanwhile. */
+INLINE void attend_block(const qs_attention *op, attended *rows, int64_t base, int64_t next, float k_scale,
+                         int32_t begin, int32_t end, const int all, const int R)
+{
+    const int32_t bytes = op->kv_dtype == QS_F32 ? 4 : op->kv_dtype == QS_F16 || op->kv_dtype == QS_BF16 ? 2 : 1;
+    const int32_t step = QS_LANES * bytes, dim = op->head_dim;
+    const char *next_k = (const char *)op->k_cache + next * bytes, *next_v = (const char *)op->v_cache + next * bytes;
+    __m512 scores[QS_MAX_QUERY_ROWS];
+    uint32_t higher[QS_MAX_QUERY_ROWS], any = 0;
+    UNROLL for (int r = 0; r < R; r++)
+        scores[r] = _mm512_setzero_ps();
+    for (int32_t j = 0; j < dim; j++) {
+        __m512 key = load_kv(op->k_cache, base + (int64_t)j * QS_LANES, op->kv_dtype);
+        _mm_prefetch(next_k + j * step, _MM_HINT_T1);
+        _mm_prefetch(next_v + j * step, _MM_HINT_T1);
+        UNROLL for (int r = 0; r < R; r++)
+            scores[r] = _mm512_fmadd_ps(_mm512_set1_ps(rows->q[r][j]), key, scores[r]);
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+        __mmask16 seen = all ? 0xffff : (__mmask16)rows->seen[r];
+        scores[r] = _mm512_mul_ps(scores[r], _mm512_set1_ps(k_scale));
+        any |= higher[r] = _mm512_mask_cmp_ps_mask(seen, scores[r], _mm512_set1_ps(rows->top[r]), _CMP_GT_OQ);
+    }
+    if (any)
+        raise_top(rows, scores, higher, dim, R);
+    UNROLL for (int r = 0; r < R; r++) {
+        __m512 weight = exp_lanes(_mm512_sub_ps(scores[r], _mm512_set1_ps(rows->top[r])));
+        if (!all)
+            weight = _mm512_maskz_mov_ps((__mmask16)rows->seen[r], weight);
+        _mm512_store_ps(rows->total[r], _mm512_add_ps(_mm512_load_ps(rows->total[r]), weight));
+        _mm512_store_ps(rows->weights[r], weight);
+    }
+    add_values(op, rows, base, begin, end, all, R);
+}
+
 INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32_t first_row,
                         const int32_t *block_table, int32_t kv_head, const int R)
 {
-    int32_t dim = op->head_dim, from = INT32_MAX, to = 0;
+    const int32_t dim = op->head_dim, *first = queries->first + first_row, *last = queries->last + first_row;
     const float lift = op->kv_dtype == QS_F8 ? 256.0f : 1.0f;
     const float k_scale = op->scale * (op->k_scale ? op->k_scale[kv_head] * lift : 1.0f);
     const float v_scale = op->v_scale ? op->v_scale[kv_head] * lift : 1.0f;
-    const int32_t bytes = op->kv_dtype == QS_F32 ? 4 : op->kv_dtype == QS_F16 || op->kv_dtype == QS_BF16 ? 2 : 1;
-    float q[QS_MAX_QUERY_ROWS][256]; /* at one distance from each other: a pointer each would need a register each */
-    float sums[QS_MAX_QUERY_ROWS][256] __attribute__((aligned(64)));
-    float weights[QS_MAX_QUERY_ROWS][QS_LANES] __attribute__((aligned(64)));
-    float top[QS_LANES] __attribute__((aligned(64))), best[QS_LANES] __attribute__((aligned(64)));
-    float shrink[QS_LANES] __attribute__((aligned(64)));
-    __m512 total[QS_MAX_QUERY_ROWS];
-    for (int r = 0; r < QS_LANES; r++)
-        top[r] = best[r] = -1e30f;
+    int32_t from = first[0], to = last[0], all_from = first[0], all_to = last[0];
+    attended rows;
+    _mm512_store_ps(rows.top, _mm512_set1_ps(-1e30f));
     for (int r = 0; r < R; r++) {
-        memcpy(q[r], queries->q[first_row + r], sizeof(float) * (size_t)dim);
-        total[r] = _mm512_setzero_ps();
-        memset(sums[r], 0, sizeof(float) * (size_t)dim);
-        from = queries->first[first_row + r] < from ? queries->first[first_row + r] : from;
-        to = queries->last[first_row + r] > to ? queries->last[first_row + r] : to;
+        memcpy(rows.q[r], queries->q[first_row + r], sizeof(float) * (size_t)dim);
+        memset(rows.sums[r], 0, sizeof(float) * (size_t)dim);
+        _mm512_store_ps(rows.total[r], _mm512_setzero_ps());
+        from = first[r] < from ? first[r] : from;
+        to = last[r] > to ? last[r] : to;
+        all_from = first[r] > all_from ? first[r] : all_from;
+        all_to = last[r] < all_to ? last[r] : all_to;
     }
     const int32_t start = from / QS_LANES, stop = to / QS_LANES;
     for (int32_t block = start; block <= stop; block++) {
+        const int32_t token = block * QS_LANES;
         int64_t base = ((int64_t)block_table[block] * op->kv_heads + kv_head) * dim * QS_LANES;
-        /* What comes next is fetched meanwhile: a block further, or the first one of the next head. */
+        /* A block further, or the first one of the next head. */
         int64_t next = block < stop ? ((int64_t)block_table[block + 1] * op->kv_heads + kv_head) * dim * QS_LANES
                                     : ((int64_t)block_table[start] * op->kv_heads + kv_head + 1) * dim * QS_LANES;
-        const char *next_k = (const char *)op->k_cache + next * bytes, *next_v = (const char *)op->v_cache + next * bytes;
-        const int32_t step = QS_LANES * bytes;
-        int32_t begin = from - block * QS_LANES, end = to - block * QS_LANES;
-        __m512 scores[QS_MAX_QUERY_ROWS];
-        uint32_t seen[QS_MAX_QUERY_ROWS], by_all = 0xffffu, range;
-        begin = begin < 0 ? 0 : begin;
-        end = end > QS_LANES - 1 ? QS_LANES - 1 : end;
-        UNROLL for (int r = 0; r < R; r++)
-            scores[r] = _mm512_setzero_ps();
-        for (int32_t j = 0; j < dim; j++) {
-            __m512 key = load_kv(op->k_cache, base + (int64_t)j * QS_LANES, op->kv_dtype);
-            _mm_prefetch(next_k + j * step, _MM_HINT_T1);
-            _mm_prefetch(next_v + j * step, _MM_HINT_T1);
-            UNROLL for (int r = 0; r < R; r++)
-                scores[r] = _mm512_fmadd_ps(_mm512_set1_ps(q[r][j]), key, scores[r]);
+        if (token >= all_from && token + QS_LANES - 1 <= all_to) {
+            attend_block(op, &rows, base, next, k_scale, 0, QS_LANES - 1, 1, R);
+            continue;
         }
-        UNROLL for (int r = 0; r < R; r++) {
-            int32_t lo = queries->first[first_row + r] - block * QS_LANES;
-            int32_t hi = queries->last[first_row + r] - block * QS_LANES;
+        for (int r = 0; r < R; r++) {
+            int32_t lo = first[r] - token, hi = last[r] - token;
             uint32_t upto = hi < 0 ? 0 : (hi > 15 ? 0xffffu : (1u << (hi + 1)) - 1);
-            uint32_t before = lo <= 0 ? 0 : (lo > 15 ? 0xffffu : (1u << lo) - 1);
-            seen[r] = upto & ~before;
-            by_all &= seen[r];
-            scores[r] = _mm512_mul_ps(scores[r], _mm512_set1_ps(k_scale));
-            float highest = _mm512_mask_reduce_max_ps((__mmask16)seen[r], scores[r]);
-            best[r] = seen[r] && highest > top[r] ? highest : top[r];
+            rows.seen[r] = upto & ~(lo <= 0 ? 0 : (lo > 15 ? 0xffffu : (1u << lo) - 1));
         }
-        _mm512_store_ps(shrink, exp_lanes(_mm512_sub_ps(_mm512_load_ps(top), _mm512_load_ps(best))));
-        _mm512_store_ps(top, _mm512_load_ps(best));
-        UNROLL for (int r = 0; r < R; r++) {
-            __m512 weight = exp_lanes(_mm512_sub_ps(scores[r], _mm512_set1_ps(best[r])));
-            weight = _mm512_maskz_mov_ps((__mmask16)seen[r], weight);
-            total[r] = _mm512_fmadd_ps(total[r], _mm512_set1_ps(shrink[r]), weight);
-            _mm512_store_ps(weights[r], weight);
-        }
-        range = (0xffffu >> (QS_LANES - 1 - end)) & (0xffffu << begin);
-        if ((by_all & range) == range)
-            add_values(op, base, begin, end, seen, sums, weights, shrink, 1, R);
-        else
-            add_values(op, base, begin, end, seen, sums, weights, shrink, 0, R);
+        attend_block(op, &rows, base, next, k_scale, from > token ? from - token : 0,
+                     to < token + QS_LANES - 1 ? to - token : QS_LANES - 1, 0, R);
     }
     for (int r = 0; r < R; r++) {
-        __m512 all = _mm512_set1_ps(_mm512_reduce_add_ps(total[r]));
+        __m512 all = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_load_ps(rows.total[r])));
         for (int32_t j = 0; j < dim; j += QS_LANES)
             _mm512_storeu_ps(queries->out[first_row + r] + j,
-                             _mm512_mul_ps(_mm512_div_ps(_mm512_load_ps(sums[r] + j), all), _mm512_set1_ps(v_scale)));
+                             _mm512_mul_ps(_mm512_div_ps(_mm512_load_ps(rows.sums[r] + j), all), _mm512_set1_ps(v_scale)));
     }
 }
 
