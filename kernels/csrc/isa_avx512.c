@@ -18,6 +18,7 @@
 #define FLOAT_ROWS 6 /* rows that one float block covers: 6 x 4 accumulators leave 8 registers */
 #define INT_ROWS 4   /* rows of an integer block: 16 accumulators and 8 unpacked tiles; 6 rows are no faster */
 #define UNPACK 32    /* from this many rows on, e4m3 tiles are unpacked once and reused */
+#define FAR 16384    /* outputs, as of a vocabulary: written past the caches, which they would leave unread */
 #define NEAR (128 << 10) /* bytes, a part of the second-level cache: further ahead nothing is fetched */
 
 static void quantize_rows(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
@@ -79,7 +80,10 @@ INLINE __m512 silu(__m512 x)
  * forwarded to loads. */
 INLINE void store_lanes(const qs_linear *op, __m512 sums, float *out, int32_t lanes)
 {
-    if (lanes >= QS_LANES) {
+    if (lanes >= QS_LANES && op->n >= FAR && (uintptr_t)out % 64 == 0) {
+        /* Others see it behind the fence that ends a piece. */
+        _mm512_stream_ps(out, op->accumulate ? _mm512_add_ps(_mm512_loadu_ps(out), sums) : sums);
+    } else if (lanes >= QS_LANES) {
         _mm512_storeu_ps(out, op->accumulate ? _mm512_add_ps(_mm512_loadu_ps(out), sums) : sums);
     } else {
         __mmask16 mask = (__mmask16)((1u << lanes) - 1);
@@ -276,6 +280,7 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
     else
         for (int32_t t = 0; t < tiles; t++)
             (u4 ? u4_narrow : u8_narrow)(op, acts, row, end, tile + t, weight + t * stride, stride, ahead);
+    _mm_sfence();
 }
 
 INLINE __m512 load_floats(const void *values, int64_t at, const int dtype)
@@ -416,6 +421,27 @@ static void linear_float(const qs_linear *op, const float *x, int32_t row, int32
     else
         for (int32_t t = 0; t < tiles; t++)
             narrow[dtype](op, x, row, end, tile + t, weight + t * stride);
+    _mm_sfence();
+}
+
+/* In one pass: each lane keeps its highest and where it saw it first. */
+static int32_t argmax(const float *x, int32_t width)
+{
+    __m512 tops = _mm512_set1_ps(-INFINITY);
+    __m512i at = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), found = at;
+    __mmask16 bad = 0, best;
+    for (int32_t j = 0; j < width; j += QS_LANES, at = _mm512_add_epi32(at, _mm512_set1_epi32(QS_LANES))) {
+        __mmask16 there = width - j >= QS_LANES ? 0xffff : (__mmask16)((1u << (width - j)) - 1);
+        __m512 values = _mm512_maskz_loadu_ps(there, x + j);
+        __mmask16 higher = _mm512_mask_cmp_ps_mask(there, values, tops, _CMP_GT_OQ);
+        bad |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+        tops = _mm512_mask_mov_ps(tops, higher, values);
+        found = _mm512_mask_mov_epi32(found, higher, at);
+    }
+    if (bad)
+        return -1;
+    best = _mm512_cmp_ps_mask(tops, _mm512_set1_ps(_mm512_reduce_max_ps(tops)), _CMP_EQ_OQ);
+    return _mm512_mask_reduce_min_epi32(best, found); /* 0 where nothing is above -inf */
 }
 
 static void silu_mul(const float *gate, const float *up, float *out, int32_t width)
@@ -472,7 +498,7 @@ INLINE void add_values(const qs_attention *op, attended *rows, int64_t base, int
         for (int32_t i = begin; i <= end; i++) {
             __m512 value = load_kv(op->v_cache, base + (int64_t)i * op->head_dim + j, op->kv_dtype);
             UNROLL for (int r = 0; r < R; r++)
-                if (all || (rows->seen[r] >> i & 1)) /* one that a row does not see must not touch it: it may be infinite */
+                if (all || (rows->seen[r] >> i & 1)) /* what a row does not see must not touch it: it may be infinite */
                     sum[r] = _mm512_fmadd_ps(_mm512_set1_ps(rows->weights[r][i]), value, sum[r]);
         }
         UNROLL for (int r = 0; r < R; r++)
@@ -500,8 +526,8 @@ INLINE void raise_top(attended *rows, const __m512 *scores, const uint32_t *high
     }
 }
 
-/* A block of 16 tokens at `base` in the caches; a score vector holds all of them: no horizontal sums. Every row sees the
- * tokens from begin to end where `all`, else those of `seen`. What comes `next` is fetched meanwhile. */
+/* A block of 16 tokens at `base` in the caches; a score vector holds all of them: no horizontal sums. Every row sees
+ * the tokens from begin to end where `all`, else those of `seen`. What comes `next` is fetched meanwhile. */
 INLINE void attend_block(const qs_attention *op, attended *rows, int64_t base, int64_t next, float k_scale,
                          int32_t begin, int32_t end, const int all, const int R)
 {
@@ -578,7 +604,8 @@ INLINE void attend_rows(const qs_attention *op, const qs_queries *queries, int32
         __m512 all = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_load_ps(rows.total[r])));
         for (int32_t j = 0; j < dim; j += QS_LANES)
             _mm512_storeu_ps(queries->out[first_row + r] + j,
-                             _mm512_mul_ps(_mm512_div_ps(_mm512_load_ps(rows.sums[r] + j), all), _mm512_set1_ps(v_scale)));
+                             _mm512_mul_ps(_mm512_div_ps(_mm512_load_ps(rows.sums[r] + j), all),
+                                           _mm512_set1_ps(v_scale)));
     }
 }
 
@@ -610,7 +637,7 @@ const qs_kernels qs_kernels_avx512 = {
     .rmsnorm = qs_avx512_rmsnorm,
     .silu_mul = silu_mul,
     .log_softmax = qs_avx512_log_softmax,
-    .argmax = qs_avx512_argmax,
+    .argmax = argmax,
     .quantize = quantize_rows,
     .round_input = qs_avx512_round_input,
     .linear_int = linear_int,

@@ -14,7 +14,7 @@ from packed_weights import make_weight
 
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native
-from qserve.kernels.ops import Attention, Linear, Op, RopeKV, Step
+from qserve.kernels.ops import Argmax, Attention, Linear, Op, RopeKV, Step
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
@@ -95,6 +95,25 @@ def test_a_linear_may_write_a_slice_of_a_wider_buffer(isa: native.Isa) -> None:
         run_native(Linear(x, weight, apart), make_step(5), isa)
         assert torch.equal(wide[:, 40:73], apart)
         assert wide[:, :40].abs().sum() == 0 and wide[:, 73:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("width", [16384, 16411])
+def test_a_product_as_wide_as_a_vocabulary(isa: native.Isa, width: int) -> None:
+    """It may be written past the caches: the next operation sees it all the same, whole and in parts of a buffer."""
+    torch.manual_seed(10)
+    x, before = torch.randn(5, 32), torch.randn(5, width)
+    for weight in (make_weight(width, 32, WeightScheme(8, 32, True)), torch.randn(width, 32)):
+        want = x @ (weight if isinstance(weight, torch.Tensor) else weight.dequantize()).t()
+        wide, apart, best = torch.zeros(5, width + 32), before.clone(), torch.empty(5, dtype=torch.int32)
+        run_native(Linear(x, weight, wide[:, 16:-16]), make_step(5), isa)
+        run_native(Linear(x, weight, apart, accumulate=True), make_step(5), isa)
+        assert wide[:, :16].abs().sum() == 0 and wide[:, -16:].abs().sum() == 0
+        assert torch.equal(before + wide[:, 16:-16], apart)
+        assert (wide[:, 16:-16] - want).abs().max() < 0.02 * want.abs().max()
+        program = native.NativeExecutor(3, isa).program(5)
+        program.add([Linear(x, weight, apart), Argmax(apart, best)])
+        program.run(make_step(5))
+        assert torch.equal(best.long(), apart.argmax(-1))
 
 
 def test_an_infinite_value_reaches_only_the_rows_that_see_it(isa: native.Isa) -> None:
