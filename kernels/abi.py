@@ -25,7 +25,7 @@ RMSNorm = _struct("RMSNorm", "x weight out", "width", "eps")
 Linear = _struct(
     "Linear",
     "x out weight scales zeros bias norm permutation",
-    "k n x_width out_stride dtype group act_dtype act_span act_group zero accumulate silu",
+    "k n x_width out_stride dtype scale_dtype group act_dtype act_span act_group zero accumulate silu",
     "input_scale eps",
 )
 RopeKV = _struct(

@@ -239,6 +239,7 @@ class _NativeProgram:
                 zeros=keep(tiles.zeros),
                 weight=keep(tiles.weight),
                 permutation=keep(tiles.permutation),
+                scale_dtype=abi.DTYPES[tiles.scales.dtype],
                 k=tiles.k,
                 dtype=abi.U4 if tiles.bits == 4 else abi.U8,
                 group=tiles.group,

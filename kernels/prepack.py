@@ -23,8 +23,9 @@ _ROWS = 4096
 class IntTiles:
     """A packed weight as tiles.
 
-    weight uint8; scales float32 [tiles, groups, 16]; zeros int32 of the same shape, or None for the constant
-    ``zero``; permutation int32 [k]: the column of x behind each input, -1 for padding; or None.
+    weight uint8; scales [tiles, groups, 16], float16 where it holds all of them exactly, as most checkpoints store
+    them, else float32; zeros int32 of the same shape, or None for the constant ``zero``; permutation int32 [k]: the
+    column of x behind each input, -1 for padding; or None.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
     activation scale.
     """
@@ -63,12 +64,16 @@ def is_expanded(scheme: WeightScheme, activations: ActivationScheme | None) -> b
     return scheme.dtype == "int" and activations is not None and activations.dtype == "fp8"
 
 
-def tile_bytes(scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
-    """Bytes of a packed weight [out, in] as the kernels hold it, but for padding."""
+def tile_bytes(
+    scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int, *, half_scales: bool = False
+) -> int:
+    """Bytes of a packed weight [out, in] as the kernels hold it, but for padding. ``half_scales``: float16 holds its
+    scales, which is not known before they are read; without, it is the most."""
     if is_expanded(scheme, activations):
         return 4 * out * inp
     codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
-    return codes + 4 * out * scheme.groups(inp) * (1 if scheme.symmetric else 2)
+    scale = 2 if half_scales and scheme.dtype == "int" else 4
+    return codes + out * scheme.groups(inp) * (scale + (0 if scheme.symmetric else 4))
 
 
 def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple[int, int, int]:
@@ -122,7 +127,7 @@ def int_tiles(packed: PackedWeight) -> IntTiles:
         weight = quads.contiguous()
     return IntTiles(
         weight=weight,
-        scales=_tiles_of_rows(packed.scales.float()),
+        scales=_tiles_of_rows(_narrowed(packed.scales.float())),
         zeros=None if packed.zeros is None else _tiles_of_rows(packed.zeros.to(torch.int32)),
         permutation=None if order is None else order.to(torch.int32),
         k=k,
@@ -134,10 +139,16 @@ def int_tiles(packed: PackedWeight) -> IntTiles:
     )
 
 
+def _narrowed(scales: Tensor) -> Tensor:
+    half = scales.half()
+    return half if torch.equal(half.float(), scales) else scales
+
+
 def round_to_int8(weight: Tensor, group_size: int = 64) -> PackedWeight:
     """A dense [out, in] as symmetric int8 with a scale per group, for products that int8 serves as well.
 
-    Rounded to nearest; on the output head of a small model it costs a KL divergence of about 0.001.
+    Rounded to nearest; on the output head of a small model it costs a KL divergence of about 0.001. Scales are numbers
+    of float16, of its normal ones: a group below 2^-7 is rounded to steps of 2^-14.
     """
     out, inp = weight.shape
     width = group_size if inp % group_size == 0 else inp
@@ -145,7 +156,8 @@ def round_to_int8(weight: Tensor, group_size: int = 64) -> PackedWeight:
     scales = torch.empty(out, inp // width)
     for start in range(0, out, _ROWS):  # in slices: a large head in float32 is gigabytes
         grouped = weight[start : start + _ROWS].float().view(-1, inp // width, width)
-        scale = grouped.abs().amax(-1).clamp_min(1e-10) / 127.0
+        scale = (grouped.abs().amax(-1) / 127.0).clamp_min(2.0**-14)
+        scale = torch.where(scale < 65504.0, scale.half().float(), scale)
         rounded = (grouped / scale[..., None]).round_().clamp_(-127, 127).add_(128)
         codes[start : start + _ROWS] = rounded.view(-1, inp).to(torch.uint8)
         scales[start : start + _ROWS] = scale

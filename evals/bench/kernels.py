@@ -43,7 +43,7 @@ class Kernel:
     def bytes(self, out: int, inp: int) -> int:
         if self.scheme is None:
             return 2 * out * inp
-        return tile_bytes(self.scheme, self.activations, out, inp)
+        return tile_bytes(self.scheme, self.activations, out, inp, half_scales=True)
 
     def weight(self, out: int, inp: int) -> Tensor | PackedWeight:
         if self.scheme is None:
@@ -51,7 +51,7 @@ class Kernel:
         codes = torch.randint(0, 1 << self.scheme.bits, (out, inp), dtype=torch.uint8)
         if self.scheme.dtype == "fp8":
             codes = codes & 0x77  # no NaN
-        scales = torch.full((out, self.scheme.groups(inp)), 0.01)
+        scales = torch.full((out, self.scheme.groups(inp)), 2.0**-7)
         return PackedWeight(self.scheme, codes, scales, activations=self.activations)
 
 

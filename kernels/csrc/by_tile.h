@@ -7,7 +7,8 @@ typedef struct {
     const int32_t *x_sums; /* [rows][groups] */
     const float *x_scales; /* [rows][groups] */
     const uint8_t *w;
-    const float *scales;
+    const float *scales;   /* NULL where they are f16 */
+    const uint16_t *halves;
     const int32_t *zeros;  /* like scales, or NULL */
     int64_t x_stride, groups;
 } int_walk;
@@ -27,7 +28,8 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         .x_sums = acts->sums + (int64_t)row * groups,
         .x_scales = acts->scales + (int64_t)row * groups,
         .w = (const uint8_t *)op->weight + (int64_t)tile * op->k * (u4 ? 8 : 16),
-        .scales = op->scales + scales_at,
+        .scales = op->scale_dtype == QS_F16 ? NULL : (const float *)op->scales + scales_at,
+        .halves = (const uint16_t *)op->scales + scales_at,
         .zeros = op->zeros ? op->zeros + scales_at : NULL,
         .x_stride = op->k,
         .groups = groups,
@@ -40,7 +42,8 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         at.x_sums++;
         at.x_scales++;
         if (g % per_scale == 0) {
-            at.scales += QS_LANES;
+            at.scales = at.scales ? at.scales + QS_LANES : NULL;
+            at.halves += QS_LANES;
             at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
         }
     }

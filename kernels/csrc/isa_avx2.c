@@ -77,7 +77,8 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
             }
     }
     UNROLL for (int v = 0; v < HALVES; v++) {
-        __m256 scale = _mm256_loadu_ps(at->scales + 8 * v);
+        __m256 scale = at->scales ? _mm256_loadu_ps(at->scales + 8 * v)
+                                  : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(at->halves + 8 * v)));
         UNROLL for (int m = 0; m < rows; m++) {
             __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(dot[m][v]), scale);
             product = _mm256_mul_ps(product, _mm256_set1_ps(at->x_scales[m * at->groups]));

@@ -138,12 +138,13 @@ typedef struct {
     const int32_t *x_sums;  /* [rows][parts] */
     const float *x_scales;  /* [rows][parts] */
     const uint8_t *w;       /* [tiles][stride] */
-    const float *scales;    /* [tiles][scale_stride] */
+    const float *scales;    /* [tiles][scale_stride], NULL where they are f16 */
+    const uint16_t *halves;
     const int32_t *zeros;   /* like scales, or NULL */
     float *sums;            /* [rows][TILES][16] */
     int64_t x_stride, parts, stride, scale_stride;
     int64_t ahead;          /* bytes from the weights that are read to those fetched meanwhile; 0 for nothing */
-    int64_t scales_ahead;   /* the same of the scales, in floats */
+    int64_t scales_ahead;   /* the same of the scales */
 } int_walk;
 
 /* One activation group of MR rows by NV tiles. The integer dot starts at -zero * sum(codes), so that the zero point
@@ -185,8 +186,10 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, const int
     }
     UNROLL for (int v = 0; v < NV; v++) {
         const float *scales = at->scales + v * at->scale_stride;
-        __m512 scale = _mm512_loadu_ps(scales);
-        _mm_prefetch((const char *)(scales + at->scales_ahead), _MM_HINT_T1);
+        const uint16_t *halves = at->halves + v * at->scale_stride;
+        __m512 scale = at->scales ? _mm512_loadu_ps(scales)
+                                  : _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
+        _mm_prefetch((at->scales ? (const char *)scales : (const char *)halves) + at->scales_ahead, _MM_HINT_T1);
         UNROLL for (int m = 0; m < MR; m++) {
             float *sums = at->sums + (m * TILES + v) * QS_LANES;
             _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[m][v]), scale),
@@ -207,7 +210,8 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         .x_sums = acts->sums + row * parts,
         .x_scales = acts->scales + row * parts,
         .w = weight,
-        .scales = op->scales + tile * groups * QS_LANES,
+        .scales = op->scale_dtype == QS_F16 ? NULL : (const float *)op->scales + tile * groups * QS_LANES,
+        .halves = (const uint16_t *)op->scales + tile * groups * QS_LANES,
         .zeros = op->zeros ? op->zeros + tile * groups * QS_LANES : NULL,
         .sums = sums,
         .x_stride = op->k,
@@ -215,7 +219,7 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         .stride = stride,
         .scale_stride = groups * QS_LANES,
         .ahead = ahead,
-        .scales_ahead = ahead ? TILES * groups * QS_LANES : 0,
+        .scales_ahead = ahead ? TILES * groups * QS_LANES * (op->scale_dtype == QS_F16 ? 2 : 4) : 0,
     };
     UNROLL for (int i = 0; i < MR * TILES; i++)
         _mm512_store_ps(sums + i * QS_LANES, _mm512_setzero_ps());
@@ -226,7 +230,8 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         at.x_sums++;
         at.x_scales++;
         if ((p + 1) % per_group == 0) {
-            at.scales += QS_LANES;
+            at.scales = at.scales ? at.scales + QS_LANES : NULL;
+            at.halves += QS_LANES;
             at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
         }
     }
@@ -336,7 +341,8 @@ INLINE void float_block(const qs_linear *op, const float *input, const void *wei
         int32_t end = op->k - k < group ? op->k : k + group;
         UNROLL for (int v = 0; v < NV; v++)
             scale[v] = dtype != QS_F8 ? _mm512_setzero_ps() : _mm512_mul_ps(
-                _mm512_loadu_ps(op->scales + ((int64_t)(tile + v) * groups + g) * QS_LANES), _mm512_set1_ps(256.0f));
+                _mm512_loadu_ps((const float *)op->scales + ((int64_t)(tile + v) * groups + g) * QS_LANES),
+                _mm512_set1_ps(256.0f));
         for (; k < end; k++) {
             __m512 w[TILES];
             UNROLL for (int v = 0; v < NV; v++)
@@ -393,8 +399,9 @@ static void unpack_f8(const qs_linear *op, int32_t tile, int32_t tiles, float *u
     for (int32_t t = tile; t < tile + tiles; t++)
         for (int32_t g = 0, k = 0; g < groups; g++) {
             int32_t end = op->k - k < op->group ? op->k : k + op->group;
-            __m512 scale = _mm512_mul_ps(_mm512_loadu_ps(op->scales + ((int64_t)t * groups + g) * QS_LANES),
-                                         _mm512_set1_ps(256.0f));
+            __m512 scale = _mm512_mul_ps(
+                _mm512_loadu_ps((const float *)op->scales + ((int64_t)t * groups + g) * QS_LANES),
+                _mm512_set1_ps(256.0f));
             for (; k < end; k++, codes += QS_LANES, unpacked += QS_LANES)
                 _mm512_storeu_ps(unpacked, load_weight(codes, 0, scale, QS_F8));
         }

@@ -92,7 +92,8 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
                 dot[m][part] = dot4(dot[m][part], codes[part], x[m], 1);
     }
     UNROLL for (int part = 0; part < PARTS; part++) {
-        float32x4_t scale = vld1q_f32(at->scales + 4 * part);
+        float32x4_t scale = at->scales ? vld1q_f32(at->scales + 4 * part)
+                                       : vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at->halves + 4 * part)));
         UNROLL for (int m = 0; m < rows; m++) {
             float32x4_t product = vmulq_f32(vcvtq_f32_s32(dot[m][part]), scale);
             product = vmulq_n_f32(product, at->x_scales[m * at->groups]);

@@ -224,6 +224,8 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
                 int32_t dot[QS_LANES] = {0};
                 int64_t at = (int64_t)row * parts + p;
                 int64_t scale_at = ((int64_t)t * groups + p * op->act_group / op->group) * QS_LANES;
+                const float *singles = (const float *)op->scales + scale_at;
+                const uint16_t *halves = (const uint16_t *)op->scales + scale_at;
                 const int8_t *x = acts->codes + (int64_t)row * op->k + p * op->act_group;
                 const uint8_t *w = codes + (int64_t)p * op->act_group * QS_LANES;
                 for (int32_t j = 0; j < op->act_group; j += 4, w += 64)
@@ -232,7 +234,8 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
                                   w[4 * i + 3] * x[j + 3];
                 for (int i = 0; i < QS_LANES; i++) {
                     int32_t zero = op->zeros ? op->zeros[scale_at + i] : op->zero;
-                    sums[i] += (float)(dot[i] - zero * acts->sums[at]) * op->scales[scale_at + i] * acts->scales[at];
+                    float scale = op->scale_dtype == QS_F16 ? qs_half_to_float(halves[i]) : singles[i];
+                    sums[i] += (float)(dot[i] - zero * acts->sums[at]) * scale * acts->scales[at];
                 }
             }
             QS_NAME(store_tile)(op, sums, row, t);
@@ -244,7 +247,7 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
 static void QS_NAME(unpack_f8)(const qs_linear *op, int32_t tile, float *unpacked)
 {
     const uint8_t *codes = (const uint8_t *)op->weight + (int64_t)tile * op->k * QS_LANES;
-    const float *scales = op->scales + (int64_t)tile * ((op->k + op->group - 1) / op->group) * QS_LANES;
+    const float *scales = (const float *)op->scales + (int64_t)tile * ((op->k + op->group - 1) / op->group) * QS_LANES;
     for (int32_t k = 0; k < op->k; k++)
         for (int i = 0; i < QS_LANES; i++)
             unpacked[k * QS_LANES + i] =

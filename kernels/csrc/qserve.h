@@ -57,8 +57,8 @@ typedef struct { const float *x, *weight; float *out; int32_t width; float eps; 
  *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i
  *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
  *   f8            [tile][k][16]                     none of them NaN
- * Quantized weights have scales f32 [tile][groups][16], each for `group` inputs. u8 and u4: W = (code - zero) * scale,
- * with either the constant `zero` (zeros NULL) or zeros i32 [tile][groups][16]. f8: W = e4m3 * scale, and the last
+ * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32; those of u8 and u4 may be f16, as
+ * scale_dtype says. u8 and u4: W = (code - zero) * scale, with either the constant `zero` (zeros NULL) or zeros i32 [tile][groups][16]. f8: W = e4m3 * scale, and the last
  * group may be short.
  *
  * The input is rounded as act_dtype says, `act_span` inputs of a row (the last span may be short) sharing a scale:
@@ -83,12 +83,11 @@ typedef struct { const float *x, *weight; float *out; int32_t width; float eps; 
 typedef struct {
     const float *x;
     float *out;
-    const void *weight;
-    const float *scales;
+    const void *weight, *scales;
     const int32_t *zeros;
     const float *bias, *norm;
     const int32_t *permutation;
-    int32_t k, n, x_width, out_stride, dtype, group, act_dtype, act_span, act_group, zero, accumulate, silu;
+    int32_t k, n, x_width, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero, accumulate, silu;
     float input_scale, eps;
 } qs_linear;
 

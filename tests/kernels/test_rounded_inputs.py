@@ -4,6 +4,7 @@ for bit like it; what is refused, and what is held."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.ops import Embed, Executor, Linear, Step
-from qserve.kernels.prepack import tile_bytes
+from qserve.kernels.prepack import int_tiles, tile_bytes
 from qserve.kernels.reference import round_input
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -142,3 +143,20 @@ def test_tile_bytes_is_what_is_held(scheme: WeightScheme, activations: Activatio
     program.add([Linear(x, weight, out)])
     held = sum(t.nbytes for t in program._keep if t.data_ptr() not in (x.data_ptr(), out.data_ptr()))
     assert held == tile_bytes(scheme, activations, 160, 256)
+
+
+def test_scales_that_float16_holds_take_two_bytes_and_give_the_same_bits(isa: native.Isa) -> None:
+    x, scheme = torch.randn(5, 256), WeightScheme(4, 64, False)
+    weight = make_weight(160, 256, scheme)
+    halves = replace(weight, scales=weight.scales.half().float())
+    # One more output that float16 does not hold leaves all of them in float32.
+    scales = torch.cat([halves.scales, torch.full((1, 4), 1e-9)])
+    singles = replace(halves, codes=torch.cat([halves.codes, halves.codes[:1]]), scales=scales,
+                      zeros=torch.cat([halves.zeros, halves.zeros[:1]]))  # fmt: skip
+    assert int_tiles(halves).scales.dtype == torch.float16 and int_tiles(singles).scales.dtype == torch.float32
+    executor = native.NativeExecutor(2, isa)
+    assert torch.equal(product(executor, x, halves), product(executor, x, singles)[:, :160])
+    program, out = executor.program(5), torch.zeros(5, 160)
+    program.add([Linear(x, halves, out)])
+    held = sum(t.nbytes for t in program._keep if t.data_ptr() not in (x.data_ptr(), out.data_ptr()))
+    assert held == tile_bytes(scheme, None, 160, 256, half_scales=True) == tile_bytes(scheme, None, 160, 256) - 2 * 640
