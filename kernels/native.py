@@ -108,10 +108,28 @@ class _Pool:
         self._library = library()
         self.threads = threads
         self.arena = Arena()
+        self._step: Step | None = None  # the last one described
         self.handle = self._library.qs_pool_create(threads, None if cpus is None else (C.c_int32 * threads)(*cpus))
         if not self.handle:
             where, option = ("", "threads") if cpus is None else (f" on the CPUs {cpu_ranges(cpus)}", "cpu-list")
             raise CapacityError(f"cannot start {threads} threads{where}: use a smaller --{option}")
+
+    def describe(self, step: Step) -> C.Structure:
+        """Mostly two programs run for a step, one after the other."""
+        if step is not self._step:
+            self._step, self._described = step, abi.Step(
+                token_ids=step.token_ids.data_ptr(),
+                positions=step.positions.data_ptr(),
+                slots=step.slots.data_ptr(),
+                logit_rows=step.logit_rows.data_ptr(),
+                seq_start=step.seq_start.data_ptr(),
+                block_tables=step.block_tables.data_ptr(),
+                tokens=len(step.token_ids),
+                logits=len(step.logit_rows),
+                sequences=len(step.seq_start) - 1,
+                table_stride=step.block_tables.shape[1],
+            )
+        return self._described
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -138,18 +156,7 @@ class _NativeProgram:
         self._aligned = -(-self._scratch.data_ptr() // 64) * 64
 
     def run(self, step: Step) -> None:
-        described = abi.Step(
-            token_ids=step.token_ids.data_ptr(),
-            positions=step.positions.data_ptr(),
-            slots=step.slots.data_ptr(),
-            logit_rows=step.logit_rows.data_ptr(),
-            seq_start=step.seq_start.data_ptr(),
-            block_tables=step.block_tables.data_ptr(),
-            tokens=len(step.token_ids),
-            logits=len(step.logit_rows),
-            sequences=len(step.seq_start) - 1,
-            table_stride=step.block_tables.shape[1],
-        )
+        described = self._pool.describe(step)
         status = self._library.qs_run(
             self._ops, self._count, C.byref(described), self._pool.handle, self._aligned, self._isa
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -16,6 +16,8 @@ from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.plan import StepPlan
 from qserve.runtime.request import PLACEHOLDER
 
+_SHAPES = 128
+"""Shapes of steps whose arrays are kept."""
 PromptSink = Callable[[str, int, Tensor], None]
 """Takes a request's id, a position, and float32 [n, vocab]: the log-probabilities of the tokens that follow that
 position and the next n - 1; or float32 [n, hidden_size]: the last hidden states there, where those are wanted.
@@ -49,12 +51,15 @@ class DecoderRunner:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+        self._arrays = StepArrays()
         self._rows: dict[str, int] = {}  # of the last output, by request
+        # The decoder's logits and greedy tokens of so many rows.
+        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         decoder = self.decoder
         decoder.copy_blocks(plan.copies)
-        step = describe(plan, self._rows)
+        step = self._arrays.describe(plan, self._rows)
         decoder.run(step)
         first = 0
         for sequence in plan.sequences:
@@ -70,8 +75,10 @@ class DecoderRunner:
         if sampling:
             decoder.head(step, step.logit_rows)
         self._rows = {key: row for row, key in enumerate(sampling)}
-        logits, greedy = decoder.logits[: len(sampling)], decoder.greedy[: len(sampling)]
-        if greedy.device.type == "cpu":
+        if (count := len(sampling)) not in self._outputs:
+            self._outputs[count] = decoder.logits[:count], decoder.greedy[:count]
+        logits, greedy = self._outputs[count]
+        if not greedy.is_cuda:
             return StepOutput(sampling, logits, greedy)
         fetched = torch.empty(greedy.shape, dtype=greedy.dtype, pin_memory=True)
         fetched.copy_(greedy, non_blocking=True)
@@ -89,31 +96,50 @@ class DecoderRunner:
         return self.decoder.states[: len(rows)].float().cpu()
 
 
-def describe(plan: StepPlan, newest: Mapping[str, int] = MappingProxyType({})) -> Step:
-    """A plan as the int32 arrays that the kernels read; the logits wanted are those that are sampled from. ``newest``:
-    where each request's last token lies among the last greedy ones, for those of which the plan knows no more."""
-    ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts = [0]
-    rows: list[int] = []
-    tables: list[int] = []
-    widest = max(len(sequence.block_table) for sequence in plan.sequences)
-    for sequence in plan.sequences:
-        ids += sequence.token_ids
-        if ids[-1] == PLACEHOLDER:
-            ids[-1] = -1 - newest[sequence.request_id]
-        table = sequence.block_table
-        span = range(sequence.start, sequence.start + len(sequence.token_ids))
-        positions += span
-        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
-        starts.append(len(ids))
-        if sequence.num_sampled:
-            rows.append(len(ids) - 1)
-        tables += table
-        tables += [0] * (widest - len(table))
-    parts = (ids, positions, slots, starts, rows, tables)
-    # One tensor for all: after a step the caches hold weights, and each call into torch is slow.
-    arrays = torch.tensor(list(chain(*parts)), dtype=torch.int32).split([len(part) for part in parts])
-    token_ids, position, slot, seq_start, logit_rows, block_tables = arrays
-    return Step(token_ids, position, slot, seq_start, block_tables.view(-1, widest), logit_rows)
+class StepArrays:
+    """Plans as the int32 arrays that the kernels read. Steps of one shape share their memory: what was described is
+    valid until the next one is. Behind a step the processor's caches hold weights, and every call into torch is slow.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], tuple[memoryview, Step]] = {}
+
+    def describe(self, plan: StepPlan, newest: Mapping[str, int]) -> Step:
+        """The logits wanted are those that are sampled from. ``newest``: where each request's last token lies among
+        the last greedy ones, for those of which the plan knows no more."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        rows: list[int] = []
+        tables: list[int] = []
+        widest = max(len(sequence.block_table) for sequence in plan.sequences)
+        for sequence in plan.sequences:
+            ids += sequence.token_ids
+            if ids[-1] == PLACEHOLDER:
+                ids[-1] = -1 - newest[sequence.request_id]
+            table = sequence.block_table
+            span = range(sequence.start, sequence.start + len(sequence.token_ids))
+            positions += span
+            slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
+            starts.append(len(ids))
+            if sequence.num_sampled:
+                rows.append(len(ids) - 1)
+            tables += table
+            tables += [0] * (widest - len(table))
+        parts = (ids, positions, slots, starts, rows, tables)
+        shape = tuple(map(len, parts))
+        if shape not in self._made:
+            if len(self._made) == _SHAPES:
+                self._made.clear()
+            self._made[shape] = _arrays(shape, len(plan.sequences))
+        memory, step = self._made[shape]
+        memory[:] = array("i", chain(*parts))
+        return step
+
+
+def _arrays(shape: tuple[int, ...], sequences: int) -> tuple[memoryview, Step]:
+    whole = torch.empty(sum(shape), dtype=torch.int32)
+    token_ids, positions, slots, seq_start, logit_rows, tables = whole.split(list(shape))
+    step = Step(token_ids, positions, slots, seq_start, tables.view(sequences, -1), logit_rows)
+    return whole.numpy().data, step

@@ -71,13 +71,16 @@ def sample(
     """
     best = greedy.tolist()
     masks = allowed or [None] * len(best)
-    if any(mask is not None or reads_logits(request) for request, mask in zip(requests, masks)):
+    reads = [mask is not None or reads_logits(request) for request, mask in zip(requests, masks, strict=True)]
+    if any(reads):
         logits = logits.cpu()
     return [
         Sampled(None)
         if best[i] < 0 or (mask is not None and not mask.any())
-        else _sample_row(logits[i], best[i], request, seeds[i], mask)
-        for i, (request, mask) in enumerate(zip(requests, masks, strict=True))
+        else _sample_row(logits[i], best[i], requests[i], seeds[i], mask)
+        if reads[i]  # a row of its own costs more than all else here
+        else Sampled(best[i])
+        for i, mask in enumerate(masks)
     ]
 
 

@@ -125,7 +125,7 @@ class Decoder:
 
     def head(self, step: Step, rows: Tensor) -> None:
         """Logits and greedy tokens of up to ``max_logits`` tokens ``rows`` (int32) of the step just run."""
-        self._head.run(replace(step, logit_rows=rows))
+        self._head.run(step if rows is step.logit_rows else replace(step, logit_rows=rows))
 
     def final_norm(self, step: Step, rows: Tensor) -> None:
         """Leave in ``states`` [max_logits, hidden_size] what the head reads of up to ``max_logits`` tokens ``rows``
