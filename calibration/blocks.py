@@ -2,11 +2,11 @@
 
 Knows the order in which layers run and which share an input; does not know how weights are rounded.
 
-A block is visited in one of two ways with the same result. Where memory allows, the whole calibration batch goes
-through it in ONE forward: a hook in front of each linear sees all of its input at once, gathers the statistics,
-lets the caller replace the weight, and the forward goes on with the new one. Otherwise the samples go through in
-parts, once for each stage of linears that do not feed each other. Either way later linears and blocks see
-quantized activations (true-sequential).
+A block is visited in one of two ways with the same result. Where memory allows, the calibration batch goes through
+it ONCE, in lanes: each part of it stops in front of a linear until the statistics of all parts are gathered and the
+caller has replaced the weight, then goes on with the new one. Otherwise the samples go through in parts, once for
+each stage of linears that do not feed each other. Either way later linears and blocks see quantized activations
+(true-sequential).
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qserve.calibration.activations import Activations
 from qserve.calibration.groups import Enough, Hooks, shared_inputs, stages
+from qserve.calibration.lanes import Lane, halt
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats, fast_bfloat16
+from qserve.kernels.bf16 import attend_causal, has_bf16
 from qserve.runtime import heap
 
 _DRY_TOKENS = 4
-# So many samples of the float model, which nothing interrupts, go through a block at once: they stay in cache.
-_FLOAT_SAMPLES = 8
+# So many samples go through a block at once: they stay in cache.
+_TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ class Visit:
     floats: Activations | None = None
     twin: nn.Module | None = None
     load: Callable[[str], None] | None = None
-    _outputs: Tensor | None = None
-    _float_outputs: Tensor | None = None
+    _outputs: list[tuple[int, Tensor]] | None = None
+    _float_outputs: list[tuple[int, Tensor]] | None = None
     _finished: bool = False
 
     def short_inputs(self) -> Tensor:
@@ -105,14 +109,14 @@ class Visit:
     def forward(self) -> Iterator[tuple[int, Tensor]]:
         """(first sample, output of the block as it is now) for each part of the batch."""
         assert self.inputs is not None
-        return self._run(self.block, self.inputs, self.samples_at_once)
+        return self._run(self.block, self.inputs, self._together())
 
     def float_forward(self) -> Iterator[tuple[int, Tensor]]:
         """The same of the float model: (first sample, output of this block there), for the samples of ``floats``."""
         assert self.floats is not None and self.twin is not None
         if self._float_outputs is not None:
-            return iter([(0, self._float_outputs)])
-        return self._run(self.twin, self.floats, min(self.samples_at_once, _FLOAT_SAMPLES))
+            return iter(self._float_outputs)
+        return self._run(self.twin, self.floats, min(self.samples_at_once, _TOGETHER))
 
     def _run(self, block: nn.Module, inputs: Activations, at_once: int) -> Iterator[tuple[int, Tensor]]:
         assert self.call is not None
@@ -129,7 +133,7 @@ class Visit:
             gather = dataclasses.replace(gather, drift=False)
         if self.inputs is not None:
             if self.samples_at_once >= self.inputs.shape[0]:
-                self._outputs = self._in_one_forward(on_inputs, gather, reached)
+                self._in_lanes(on_inputs, gather, reached)
             else:
                 self._in_stages(on_inputs, gather, reached)
         for name in self.linears:
@@ -145,43 +149,117 @@ class Visit:
             for start, output in self.float_forward():
                 self.floats.write(start, output)
             self._float_outputs = None
-        if self._outputs is not None:
-            self.inputs.write(0, self._outputs)
-            self._outputs = None
-            return
-        for start, output in self.forward():
+        for start, output in self.forward() if self._outputs is None else self._outputs:
             self.inputs.write(start, output)
+        self._outputs = None
 
     def changed(self) -> None:
         """To be called after weights were changed once ``replace`` was done: the outputs are computed again."""
         self._outputs = None
 
-    @torch.no_grad()
-    def _in_one_forward(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> Tensor:
-        waiting = {name: group for group in self.groups for name in group}
-        divisors: dict[str, Tensor] = {}
-        assert self.inputs is not None and self.call is not None
+    def _together(self) -> int:
+        """How many samples go through the block at once. Where a router sends tokens to experts a lane would not know
+        whether another still comes to a linear: then all do."""
+        assert self.inputs is not None
         samples = self.inputs.shape[0]
-        floats: dict[str, Tensor] = {}
-        if gather.drift:
-            floats, self._float_outputs = self._float_inputs(0, samples, [group[0] for group in self.groups])
+        if self.samples_at_once < samples:
+            return self.samples_at_once
+        return min(_TOGETHER, samples) if len(stages(self.groups)) == len(self.groups) else samples
+
+    @torch.no_grad()
+    def _in_lanes(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
+        assert self.inputs is not None
+        place = {name: index for index, group in enumerate(self.groups) for name in group}
+        divisors: dict[str, Tensor] = {}
 
         def before(name: str, inputs: Tensor) -> Tensor | None:
             if name not in reached:
-                stats = gather.stats(inputs.shape[-1])
-                stats.update(inputs)
-                group = waiting[name]
-                self._note_drift(stats, inputs, floats.pop(group[0], None), samples)
+                halt(name, inputs)
+            # The layer before ran already, without the scale that was just moved into it.
+            return inputs / divisors[name] if name in divisors else None
+
+        lanes = self._lanes(self.block, self.inputs, self._together())
+        floats: list[Lane] = []
+        if gather.drift and self.floats is not None and self.twin is not None:
+            floats = self._lanes(self.twin, self.floats, _TOGETHER)
+        with ExitStack() as stack:
+            stack.enter_context(Hooks(self.linears, before))
+            seen = stack.enter_context(self._float_stops()) if floats else set()
+            for lane in (*lanes, *floats):
+                stack.callback(lane.abandon)
+            for lane in lanes:
+                lane.advance()
+            while waiting := [lane for lane in lanes if lane.at is not None]:
+                group = self.groups[min(place[lane.at[0]] for lane in waiting if lane.at)]
+                here = [lane for lane in waiting if lane.at and lane.at[0] in group]
+                stats = self._lane_stats(here, floats if group[0] in seen else [], group, gather)
                 divisor = self._hand_over(group, on_inputs, stats)
                 reached.update(group)
                 if divisor is not None:
                     divisors.update(dict.fromkeys(group, divisor))
-            # The layer before ran already, without the scale that was just moved into it.
-            return inputs / divisors[name] if name in divisors else None
+                for lane in here:
+                    lane.advance()
+            for lane in floats:
+                lane.finish()
+        self._outputs = [(lane.start, lane.output) for lane in lanes if lane.output is not None]
+        self._float_outputs = [(lane.start, lane.output) for lane in floats if lane.output is not None] or None
 
-        with Hooks(self.linears, before), fast_products():
-            whole = self.inputs.read(0, samples)
-            return _output(self.block(whole, *self.call.args, **self.call.kwargs)).float()
+    def _lanes(self, block: nn.Module, inputs: Activations, together: int) -> list[Lane]:
+        assert self.call is not None
+        call = self.call
+
+        def forward(start: int, stop: int) -> Tensor:
+            with torch.no_grad(), fast_products():
+                return _output(block(inputs.read(start, stop), *call.args, **call.kwargs)).float()
+
+        bounds = [(at, min(at + together, inputs.shape[0])) for at in range(0, inputs.shape[0], together)]
+        return [Lane(start, stop, partial(forward, start, stop)) for start, stop in bounds]
+
+    @contextmanager
+    def _float_stops(self) -> Iterator[set[str]]:
+        """The float model's lanes stop behind the first linear of each group, with what went in, or where that is less
+        and says as much, with what came out. Returns where; not at experts, whose rows could not be matched."""
+        assert self.twin is not None
+        stops = {stage[0][0]: stage[0] for stage in stages(self.groups) if len(stage) == 1}
+        with ExitStack() as stack:
+            for name, group in stops.items():
+                linear = self.twin.get_submodule(name.removeprefix(f"{self.name}."))
+                outputs = self._by_outputs(group)
+                hook = linear.register_forward_hook(
+                    lambda linear, args, output, name=name, outputs=outputs: halt(
+                        name, args[0] if not outputs else output if linear.bias is None else output - linear.bias
+                    )
+                )
+                stack.callback(hook.remove)
+            yield set(stops)
+
+    def _by_outputs(self, group: list[str]) -> bool:
+        """Whether what the float model's linear puts out for the same rows says as much as its inputs, in less."""
+        assert self.inputs is not None and self.floats is not None
+        linear = self.linears[group[0]]
+        return len(group) == 1 and linear.out_features < linear.in_features and self.floats.shape == self.inputs.shape
+
+    def _lane_stats(self, lanes: list[Lane], floats: list[Lane], group: list[str], gather: Gather) -> LayerStats:
+        """Of the inputs of ``group``, which ``lanes`` are stopped with, beside what the lanes of the float model have."""
+        assert self.inputs is not None and lanes[0].at is not None
+        samples, length, _ = self.inputs.shape
+        note = LayerStats.update_target if floats and self._by_outputs(group) else LayerStats.update_drift
+        stats = gather.stats(lanes[0].at[1].shape[-1])
+        for lane in lanes:
+            assert lane.at is not None
+            inputs = lane.at[1]
+            rows = inputs.reshape(-1, inputs.shape[-1])
+            stats.update(rows, (lane.stop - lane.start) / samples)
+            if len(rows) != (lane.stop - lane.start) * length:
+                continue  # a router chose which tokens come here
+            for beside in floats:
+                if not lane.start <= beside.start < lane.stop:
+                    continue
+                beside.advance_to(group[0])
+                if beside.at is not None:
+                    part = rows[(beside.start - lane.start) * length : (beside.stop - lane.start) * length]
+                    note(stats, part, beside.at[1])
+        return stats
 
     def _in_stages(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
         for stage in stages(self.groups):
@@ -216,38 +294,32 @@ class Visit:
                 part = self.inputs.read(start, min(start + self.samples_at_once, samples))
                 count = len(part)
                 if gather.drift:
-                    floats, _ = self._float_inputs(start, start + count, names, stop_early=True)
+                    floats = self._float_inputs(start, start + count, names)
                 with suppress(Enough), fast_products():
                     self.block(part, *self.call.args, **self.call.kwargs)
         return stats
 
-    def _float_inputs(
-        self, start: int, stop: int, names: list[str], *, stop_early: bool = False
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The float model's inputs of the linears ``names``, for those of the samples that it is followed for, and
-        what its block puts out, unless it is enough to have seen the inputs."""
+    def _float_inputs(self, start: int, stop: int, names: list[str]) -> dict[str, Tensor]:
+        """The float model's inputs of the linears ``names``, for those of the samples that it is followed for."""
         assert self.floats is not None and self.twin is not None and self.call is not None
         stop = min(stop, self.floats.shape[0])
         found: dict[str, Tensor] = {}
 
         def before(name: str, inputs: Tensor) -> None:
             found.setdefault(name, inputs)
-            if stop_early and len(found) == len(names):
+            if len(found) == len(names):
                 raise Enough
 
         linears = {name: self.twin.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
-        outputs: list[Tensor] = []
         with Hooks(linears, before), fast_products():
-            for first in range(start, stop, _FLOAT_SAMPLES):
+            for first in range(start, stop, _TOGETHER):
                 found.clear()
-                part = self.floats.read(first, min(first + _FLOAT_SAMPLES, stop))
                 with suppress(Enough):
-                    outputs.append(_output(self.twin(part, *self.call.args, **self.call.kwargs)).float())
+                    self.twin(self.floats.read(first, min(first + _TOGETHER, stop)), *self.call.args, **self.call.kwargs)
                 for name, inputs in found.items():
                     parts[name].append(inputs)
-        joined = {name: torch.cat(parts.pop(name)) for name in names if parts[name]}
-        return joined, torch.cat(outputs) if outputs else None
+        return {name: torch.cat(parts.pop(name)) for name in names if parts[name]}
 
     def _note_drift(self, stats: LayerStats, inputs: Tensor, floats: Tensor | None, samples: int) -> None:
         """``inputs`` are those of ``samples`` samples, ``floats`` those of as many or fewer. Where a router chose
@@ -315,10 +387,29 @@ def walk(
         heap.release()
 
 
-def fast_products() -> torch.autocast:
+@contextmanager
+def fast_products() -> Iterator[None]:
     """The products of a calibration forward in bfloat16, where this processor has them: twice as fast, and their
-    rounding is far below what quantization does. Hidden states and Hessians stay in float32."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16())
+    rounding is far below what quantization does. Hidden states and sums stay in float32."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16()):
+        with _FastAttention() if has_bf16() else nullcontext():
+            yield
+
+
+class _FastAttention(TorchFunctionMode):
+    """Plain causal attention by our kernel, three times as fast as torch's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention and len(args) == 3 and torch.is_autocast_enabled("cpu"):
+            plain = kwargs.get("is_causal") and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
+            queries, keys, values = args
+            fits = queries.dim() == 4 and queries.shape[-2] == keys.shape[-2] and keys.shape == values.shape
+            if plain and fits and queries.shape[-1] == keys.shape[-1] and queries.shape[-1] % 2 == 0:
+                if not torch.is_grad_enabled():
+                    scale = kwargs.get("scale")
+                    return attend_causal(queries, keys, values, scale=queries.shape[-1] ** -0.5 if scale is None else scale)
+        return func(*args, **kwargs)
 
 
 def _twin(block: nn.Module) -> nn.Module:

@@ -11,11 +11,13 @@ import math
 import torch
 from torch import Tensor
 
+from qserve.kernels.bf16 import add_moment, has_bf16
+
 # Rows are reduced in chunks that stay in cache; columns in blocks, because only H's upper triangle is computed.
 _ROWS = 1024
 _COLUMNS = 192
-# Longer for products in bfloat16, whose results are rounded once each.
-_DRIFT_ROWS = 8192
+# Longer where products are in bfloat16, which are shared among threads chunk by chunk.
+_BF16_ROWS = 4096
 
 
 def fast_bfloat16() -> bool:
@@ -35,7 +37,10 @@ class LayerStats:
     sample    float32 [at most sample_rows, in], rows of X, evenly spaced; for what no moment can tell
     drift     float32 [in, in], 2/rows * (F - X)^T X over the rows for which F, the float model's input, is known;
               None where it never was: how far X has drifted away from F, as a linear layer can make up for
-    The mean is updated rather than a sum, so a long run does not overflow.
+    target    float32 [out, in], 2/rows * Y^T X over the same rows, with Y = F W^T what the float model's layer puts
+              out without its bias; None where that was not given: W ``drift`` is ``target`` - W H
+    The mean is updated rather than a sum, so a long run does not overflow. Where the processor multiplies bfloat16,
+    moments are those of X and F rounded to it, which is what layers see then; they are summed in float32.
     """
 
     def __init__(self, in_features: int, *, hessian: bool = True, sample_rows: int = 0) -> None:
@@ -44,7 +49,8 @@ class LayerStats:
         self.absmean = torch.zeros(in_features)
         self.sample = torch.empty(0, in_features)
         self.drift: Tensor | None = None
-        self._drift_rows = 0
+        self.target: Tensor | None = None
+        self._float_rows = 0
         self._sample_rows = sample_rows
         self._upper = torch.zeros(in_features, in_features) if hessian else None
         self._mirrored = False
@@ -57,7 +63,7 @@ class LayerStats:
         if wanted > 0:
             spaced = torch.arange(wanted) * len(rows) // wanted
             self.sample = torch.cat([self.sample, rows[spaced]])
-        for chunk in rows.split(_ROWS):
+        for chunk in rows.split(_BF16_ROWS if has_bf16() else _ROWS):
             self._add(chunk)
 
     def update_drift(self, inputs: Tensor, floats: Tensor) -> None:
@@ -65,13 +71,22 @@ class LayerStats:
         rows, wanted = inputs.reshape(-1, inputs.shape[-1]), floats.reshape(-1, inputs.shape[-1])
         if self.drift is None:
             self.drift = torch.zeros(rows.shape[1], rows.shape[1])
-        # Unlike the Hessian it is never inverted, so the products may be in bfloat16 where that is faster.
-        dtype = torch.bfloat16 if fast_bfloat16() else torch.float32
-        for chunk, target in zip(rows.split(_DRIFT_ROWS), wanted.split(_DRIFT_ROWS), strict=True):
-            before, self._drift_rows = self._drift_rows, self._drift_rows + len(chunk)
-            keep, gain = before / self._drift_rows, 2.0 / self._drift_rows
-            away = target.to(torch.float32) - chunk
-            self.drift.mul_(keep).add_(away.to(dtype).t() @ chunk.to(dtype), alpha=gain)
+        self._add_floats(self.drift, rows, wanted.to(torch.float32) - rows)
+
+    def update_target(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Note what the float model's layer puts out, [..., out], where this one gets ``inputs`` [..., in]."""
+        rows, wanted = inputs.reshape(-1, inputs.shape[-1]), outputs.reshape(-1, outputs.shape[-1])
+        if self.target is None:
+            self.target = torch.zeros(wanted.shape[1], rows.shape[1])
+        self._add_floats(self.target, rows, wanted)
+
+    def _add_floats(self, moment: Tensor, rows: Tensor, floats: Tensor) -> None:
+        before, self._float_rows = self._float_rows, self._float_rows + len(rows)
+        keep, gain = before / self._float_rows, 2.0 / self._float_rows
+        if has_bf16():
+            add_moment(moment, rows, floats, keep=keep, gain=gain)
+        else:
+            moment.addmm_(floats.to(torch.float32).t(), rows.to(torch.float32), beta=keep, alpha=gain)
 
     def _add(self, chunk: Tensor) -> None:
         self._mirrored = False
@@ -82,6 +97,9 @@ class LayerStats:
         self.absmean.mul_(keep).add_(magnitude.sum(dim=0), alpha=1.0 / self.tokens)
         if self._upper is None:
             self._diagonal.mul_(keep).add_(chunk.square().sum(dim=0), alpha=gain)
+            return
+        if has_bf16():
+            add_moment(self._upper, chunk, keep=keep, gain=gain)
             return
         for start in range(0, chunk.shape[1], _COLUMNS):
             block = self._upper[start : start + _COLUMNS, start:]
@@ -97,6 +115,8 @@ class LayerStats:
             result._upper = self._upper / scale / scale[:, None]
         if self.drift is not None:
             result.drift = self.drift / scale / scale[:, None]
+        if self.target is not None:
+            result.target = self.target / scale
         return result
 
     @property

@@ -57,6 +57,8 @@ Step = _struct(
     "Step", "token_ids positions slots logit_rows seq_start block_tables", "tokens logits sequences table_stride"
 )
 ScaleSearch = _struct("ScaleSearch", "weight importance ranges scales zeros", "width period steps zero max_code")
+Causal = _struct("Causal", "queries keys values out", "heads kv_heads tokens head_dim", "scale")
+Moment = _struct("Moment", "left right out", "height width pairs upper", "keep gain")
 
 
 def operation(body: C.Structure, *, of_logits: bool) -> Op:

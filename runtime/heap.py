@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+_M_ARENA_MAX = -8
+
 
 def release() -> None:
     """glibc keeps freed buffers, and what a block leaves behind splits them: quantizing 30 blocks of a 135M model the
@@ -11,4 +13,13 @@ def release() -> None:
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # another C library
+        return
+
+
+def one_arena() -> None:
+    """Threads that start from now on share the buffers that others freed. To be called where threads take turns: glibc
+    would give each an arena of its own, which keeps what it once had."""
+    try:
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+    except (OSError, AttributeError, TypeError):
         return

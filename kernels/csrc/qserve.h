@@ -174,6 +174,40 @@ typedef struct {
  * lacks. */
 int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa);
 
+/* Offline, where qs_has_bf16: the second moments of matrices of bfloat16, products with sums in f32.
+ *
+ * qs_pack_pairs lays the columns of `rows` bf16 [count, width] out in panels of 64, the last padded with zeros:
+ * [panel][pair][64][2], a pair being two rows that follow each other (the last with zeros where count is odd); it does
+ * the panels `panel` .. panel + panels - 1. */
+int32_t qs_has_bf16(void);
+void qs_pack_pairs(const uint16_t *rows, int32_t count, int32_t width, int32_t panel, int32_t panels, uint16_t *packed);
+
+/* out[i, j] = keep * out[i, j] + gain * sum over rows of left[row, i] * right[row, j]
+ *
+ * left, right: packed, `pairs` pairs each, of `height` and `width` columns; out f32 [height, width]. The order of every
+ * sum is fixed by the number of pairs. Subnormal numbers count as zero. A tile is 64 x 64 of `out`, row after row; where
+ * `upper` is set (left and right are the same) only those that reach to the diagonal or lie above it. Callers may split
+ * tiles among threads: the tiles first .. first + tiles - 1. */
+typedef struct {
+    const uint16_t *left, *right;
+    float *out;
+    int32_t height, width, pairs, upper;
+    float keep, gain;
+} qs_moment;
+void qs_add_moment(const qs_moment *op, int64_t first, int64_t tiles);
+
+/* Causal attention within each sequence of a batch, scores in f32, everything else bf16: queries [batch][heads][tokens]
+ * [head_dim], keys and values [batch][kv_heads][tokens][head_dim], out [batch][tokens][heads][head_dim]. head_dim is
+ * even. Where qs_has_bf16. An item is a key head of a sequence; callers may split the batch * kv_heads of them among
+ * threads. Returns 0, or -2 without memory. */
+typedef struct {
+    const uint16_t *queries, *keys, *values;
+    uint16_t *out;
+    int32_t heads, kv_heads, tokens, head_dim;
+    float scale;
+} qs_causal;
+int32_t qs_attend_causal(const qs_causal *op, int64_t first, int64_t items);
+
 typedef struct qs_pool qs_pool;
 
 /* A pool of `threads` threads, the caller being one. They spin briefly after work and then sleep. `cpus` [threads] has

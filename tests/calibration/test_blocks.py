@@ -150,7 +150,7 @@ def test_a_scale_moved_into_the_norm_changes_nothing(saved, windows, way):
 def test_drift_compares_with_the_float_model(saved, windows, way, monkeypatch):
     """Plain copies of the model, one of them quantized as the walk goes, give the same moments."""
     monkeypatch.setattr(stats, "fast_bfloat16", lambda: False)
-    monkeypatch.setattr(blocks, "_FLOAT_SAMPLES", 2)
+    monkeypatch.setattr(blocks, "_TOGETHER", 2)
     path, model = saved
     drifts = {}
 
