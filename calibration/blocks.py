@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -120,8 +121,8 @@ class Visit:
 
     def _run(self, block: nn.Module, inputs: Activations, at_once: int) -> Iterator[tuple[int, Tensor]]:
         assert self.call is not None
-        for start in range(0, inputs.shape[0], at_once):
-            part = inputs.read(start, min(start + at_once, inputs.shape[0]))
+        for start, stop in _parts(inputs, at_once):
+            part = inputs.read(start, stop)
             with torch.no_grad(), fast_products():
                 output = _output(block(part, *self.call.args, **self.call.kwargs)).float()
             yield start, output
@@ -178,60 +179,60 @@ class Visit:
             # The layer before ran already, without the scale that was just moved into it.
             return inputs / divisors[name] if name in divisors else None
 
-        lanes = self._lanes(self.block, self.inputs, self._together())
-        floats: list[Lane] = []
-        if gather.drift and self.floats is not None and self.twin is not None:
-            floats = self._lanes(self.twin, self.floats, _TOGETHER)
+        lanes = self._lanes()
+        floats = self._float_states(gather)
         with ExitStack() as stack:
             stack.enter_context(Hooks(self.linears, before))
-            seen = stack.enter_context(self._float_stops()) if floats else set()
-            for lane in (*lanes, *floats):
+            for lane in lanes:
                 stack.callback(lane.abandon)
             for lane in lanes:
                 lane.advance()
             while waiting := [lane for lane in lanes if lane.at is not None]:
                 group = self.groups[min(place[lane.at[0]] for lane in waiting if lane.at)]
                 here = [lane for lane in waiting if lane.at and lane.at[0] in group]
-                stats = self._lane_stats(here, floats if group[0] in seen else [], group, gather)
+                stats = self._lane_stats(here, floats.pop(group[0], []), group, gather)
                 divisor = self._hand_over(group, on_inputs, stats)
                 reached.update(group)
                 if divisor is not None:
                     divisors.update(dict.fromkeys(group, divisor))
                 for lane in here:
                     lane.advance()
-            for lane in floats:
-                lane.finish()
         self._outputs = [(lane.start, lane.output) for lane in lanes if lane.output is not None]
-        self._float_outputs = [(lane.start, lane.output) for lane in floats if lane.output is not None] or None
 
-    def _lanes(self, block: nn.Module, inputs: Activations, together: int) -> list[Lane]:
-        assert self.call is not None
-        call = self.call
+    def _lanes(self) -> list[Lane]:
+        assert self.inputs is not None and self.call is not None
+        inputs, call = self.inputs, self.call
 
         def forward(start: int, stop: int) -> Tensor:
             with torch.no_grad(), fast_products():
-                return _output(block(inputs.read(start, stop), *call.args, **call.kwargs)).float()
+                return _output(self.block(inputs.read(start, stop), *call.args, **call.kwargs)).float()
 
-        bounds = [(at, min(at + together, inputs.shape[0])) for at in range(0, inputs.shape[0], together)]
-        return [Lane(start, stop, partial(forward, start, stop)) for start, stop in bounds]
+        return [Lane(start, stop, partial(forward, start, stop)) for start, stop in _parts(inputs, self._together())]
 
-    @contextmanager
-    def _float_stops(self) -> Iterator[set[str]]:
-        """The float model's lanes stop behind the first linear of each group, with what went in, or where that is less
-        and says as much, with what came out. Returns where; not at experts, whose rows could not be matched."""
-        assert self.twin is not None
-        stops = {stage[0][0]: stage[0] for stage in stages(self.groups) if len(stage) == 1}
+    def _float_states(self, gather: Gather) -> dict[str, list[tuple[int, Tensor]]]:
+        """What the float model has at the first linear of each group, in parts with their first sample: what goes in,
+        or where that is less and says as much, what comes out. Not of experts, whose rows could not be matched."""
+        seen: dict[str, list[tuple[int, Tensor]]] = {}
+        if not gather.drift or self.floats is None or self.twin is None or self.call is None:
+            return seen
+        start = 0
+
+        def note(name: str, by_outputs: bool, linear: nn.Linear, inputs: Tensor, output: Tensor) -> None:
+            kept = inputs if not by_outputs else output if linear.bias is None else output - linear.bias
+            seen.setdefault(name, []).append((start, kept.to(torch.bfloat16) if fast_bfloat16() else kept))
+
         with ExitStack() as stack:
-            for name, group in stops.items():
-                linear = self.twin.get_submodule(name.removeprefix(f"{self.name}."))
-                outputs = self._by_outputs(group)
-                hook = linear.register_forward_hook(
-                    lambda linear, args, output, name=name, outputs=outputs: halt(
-                        name, args[0] if not outputs else output if linear.bias is None else output - linear.bias
-                    )
-                )
+            for group in (stage[0] for stage in stages(self.groups) if len(stage) == 1):
+                linear = self.twin.get_submodule(group[0].removeprefix(f"{self.name}."))
+                keep = partial(note, group[0], self._by_outputs(group))
+                hook = linear.register_forward_hook(lambda linear, args, output, keep=keep: keep(linear, args[0], output))
                 stack.callback(hook.remove)
-            yield set(stops)
+            stack.enter_context(fast_products())
+            self._float_outputs = []
+            for start, stop in _parts(self.floats, _TOGETHER):
+                part = self.floats.read(start, stop)
+                self._float_outputs.append((start, _output(self.twin(part, *self.call.args, **self.call.kwargs)).float()))
+        return seen
 
     def _by_outputs(self, group: list[str]) -> bool:
         """Whether what the float model's linear puts out for the same rows says as much as its inputs, in less."""
@@ -239,26 +240,25 @@ class Visit:
         linear = self.linears[group[0]]
         return len(group) == 1 and linear.out_features < linear.in_features and self.floats.shape == self.inputs.shape
 
-    def _lane_stats(self, lanes: list[Lane], floats: list[Lane], group: list[str], gather: Gather) -> LayerStats:
-        """Of the inputs of ``group``, which ``lanes`` are stopped with, beside what the lanes of the float model have."""
+    def _lane_stats(
+        self, lanes: list[Lane], floats: list[tuple[int, Tensor]], group: list[str], gather: Gather
+    ) -> LayerStats:
+        """Of the inputs of ``group``, which ``lanes`` are stopped with, beside what the float model has there."""
         assert self.inputs is not None and lanes[0].at is not None
         samples, length, _ = self.inputs.shape
         note = LayerStats.update_target if floats and self._by_outputs(group) else LayerStats.update_drift
         stats = gather.stats(lanes[0].at[1].shape[-1])
         for lane in lanes:
             assert lane.at is not None
-            inputs = lane.at[1]
-            rows = inputs.reshape(-1, inputs.shape[-1])
+            rows = lane.at[1].reshape(-1, lane.at[1].shape[-1])
             stats.update(rows, (lane.stop - lane.start) / samples)
             if len(rows) != (lane.stop - lane.start) * length:
                 continue  # a router chose which tokens come here
-            for beside in floats:
-                if not lane.start <= beside.start < lane.stop:
-                    continue
-                beside.advance_to(group[0])
-                if beside.at is not None:
-                    part = rows[(beside.start - lane.start) * length : (beside.stop - lane.start) * length]
-                    note(stats, part, beside.at[1])
+            while floats and floats[0][0] < lane.stop:
+                start, state = floats.pop(0)
+                state = state.reshape(-1, state.shape[-1])
+                first = (start - lane.start) * length
+                note(stats, rows[first : first + len(state)], state)
         return stats
 
     def _in_stages(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
@@ -391,25 +391,49 @@ def walk(
 def fast_products() -> Iterator[None]:
     """The products of a calibration forward in bfloat16, where this processor has them: twice as fast, and their
     rounding is far below what quantization does. Hidden states and sums stay in float32."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16()):
-        with _FastAttention() if has_bf16() else nullcontext():
-            yield
+    enabled = fast_bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled), _Fast() if has_bf16() and enabled else nullcontext():
+        yield
 
 
-class _FastAttention(TorchFunctionMode):
-    """Plain causal attention by our kernel, three times as fast as torch's."""
+class _Fast(TorchFunctionMode):
+    """Plain causal attention by our kernel, and what several linears share is rounded to bfloat16 only once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention and len(args) == 3 and torch.is_autocast_enabled("cpu"):
-            plain = kwargs.get("is_causal") and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
-            queries, keys, values = args
-            fits = queries.dim() == 4 and queries.shape[-2] == keys.shape[-2] and keys.shape == values.shape
-            if plain and fits and queries.shape[-1] == keys.shape[-1] and queries.shape[-1] % 2 == 0:
-                if not torch.is_grad_enabled():
-                    scale = kwargs.get("scale")
-                    return attend_causal(queries, keys, values, scale=queries.shape[-1] ** -0.5 if scale is None else scale)
+        if torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled():
+            if func is nn.functional.linear and not kwargs:
+                args = (self._rounded(args[0]), *args[1:])
+            elif func is nn.functional.scaled_dot_product_attention and _is_plain(*args, **kwargs):
+                scale = kwargs.get("scale")
+                return attend_causal(*args[:3], scale=args[0].shape[-1] ** -0.5 if scale is None else scale)
         return func(*args, **kwargs)
+
+    def _rounded(self, inputs: Tensor) -> Tensor:
+        if inputs.dtype != torch.float32:
+            self._seen = None
+            return inputs
+        if self._seen is None or self._seen[0]() is not inputs or self._seen[1] != inputs._version:
+            self._seen = weakref.ref(inputs), inputs._version, inputs.to(torch.bfloat16)
+        return self._seen[2]
+
+
+def _is_plain(queries: Tensor, keys: Tensor, values: Tensor, *more: Any, **kwargs: Any) -> bool:
+    """Whether this is causal attention of whole sequences to themselves, with nothing else."""
+    if more or not kwargs.get("is_causal") or kwargs.get("attn_mask") is not None or kwargs.get("dropout_p"):
+        return False
+    same = queries.shape[2:] == keys.shape[2:] and keys.shape == values.shape
+    return queries.dim() == 4 and same and queries.shape[-1] % 2 == 0 and queries.shape[1] % keys.shape[1] == 0
+
+
+def _parts(inputs: Activations, together: int) -> list[tuple[int, int]]:
+    """(first sample, the one after the last) of so many samples at a time."""
+    samples = inputs.shape[0]
+    return [(start, min(start + together, samples)) for start in range(0, samples, together)]
 
 
 def _twin(block: nn.Module) -> nn.Module:

@@ -50,16 +50,6 @@ class Lane:
         if self._error is not None:
             raise self._error
 
-    def advance_to(self, name: str) -> None:
-        """Go on to the stop at ``name``, or the end."""
-        while not self._ended and (self.at is None or self.at[0] != name):
-            self.advance()
-
-    def finish(self) -> None:
-        """Go on to the end."""
-        while not self._ended:
-            self.advance()
-
     def abandon(self) -> None:
         """End the thread, wherever it is stopped."""
         self._abandoned = True

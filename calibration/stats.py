@@ -58,11 +58,11 @@ class LayerStats:
 
     def update(self, inputs: Tensor, share: float = 1.0) -> None:
         """Add the rows of ``inputs`` [..., in], which are ``share`` of all that will come."""
-        rows = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+        rows = inputs.reshape(-1, inputs.shape[-1])
         wanted = min(len(rows), self._sample_rows - len(self.sample), math.ceil(share * self._sample_rows))
         if wanted > 0:
             spaced = torch.arange(wanted) * len(rows) // wanted
-            self.sample = torch.cat([self.sample, rows[spaced]])
+            self.sample = torch.cat([self.sample, rows[spaced].to(torch.float32)])
         for chunk in rows.split(_BF16_ROWS if has_bf16() else _ROWS):
             self._add(chunk)
 
@@ -71,7 +71,7 @@ class LayerStats:
         rows, wanted = inputs.reshape(-1, inputs.shape[-1]), floats.reshape(-1, inputs.shape[-1])
         if self.drift is None:
             self.drift = torch.zeros(rows.shape[1], rows.shape[1])
-        self._add_floats(self.drift, rows, wanted.to(torch.float32) - rows)
+        self._add_floats(self.drift, rows, wanted.to(torch.float32).sub(rows.to(wanted.dtype)))
 
     def update_target(self, inputs: Tensor, outputs: Tensor) -> None:
         """Note what the float model's layer puts out, [..., out], where this one gets ``inputs`` [..., in]."""
@@ -92,14 +92,18 @@ class LayerStats:
         self._mirrored = False
         before, self.tokens = self.tokens, self.tokens + chunk.shape[0]
         keep, gain = before / self.tokens, 2.0 / self.tokens
+        self.absmean.mul_(keep)
+        if self._upper is not None and has_bf16():
+            total = torch.zeros_like(self.absmean)
+            add_moment(self._upper, chunk, keep=keep, gain=gain, magnitudes=(self.absmax, total))
+            self.absmean.add_(total, alpha=1.0 / self.tokens)
+            return
+        chunk = chunk.to(torch.float32)
         magnitude = chunk.abs()
         torch.maximum(self.absmax, magnitude.amax(dim=0), out=self.absmax)
-        self.absmean.mul_(keep).add_(magnitude.sum(dim=0), alpha=1.0 / self.tokens)
+        self.absmean.add_(magnitude.sum(dim=0), alpha=1.0 / self.tokens)
         if self._upper is None:
             self._diagonal.mul_(keep).add_(chunk.square().sum(dim=0), alpha=gain)
-            return
-        if has_bf16():
-            add_moment(self._upper, chunk, keep=keep, gain=gain)
             return
         for start in range(0, chunk.shape[1], _COLUMNS):
             block = self._upper[start : start + _COLUMNS, start:]

@@ -27,27 +27,74 @@ INLINE __m512 dot2(__m512 sum, __m512i left, __m512i right)
     return sum;
 }
 
-void qs_pack_pairs(const uint16_t *rows, int32_t count, int32_t width, int32_t panel, int32_t panels, uint16_t *packed)
+/* 32 columns of a row: as floats, and rounded. */
+typedef struct {
+    __m512 low, high;
+    __m512i rounded;
+} columns;
+
+INLINE __m512 widened(__m256i half)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+INLINE columns load_columns(const void *row, __mmask32 mask, const int f32)
+{
+    columns found;
+    if (f32) {
+        found.low = _mm512_maskz_loadu_ps((__mmask16)mask, row);
+        found.high = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), (const float *)row + 16);
+        found.rounded = (__m512i)_mm512_cvtne2ps_pbh(found.high, found.low);
+    } else {
+        found.rounded = _mm512_maskz_loadu_epi16(mask, row);
+        found.low = widened(_mm512_castsi512_si256(found.rounded));
+        found.high = widened(_mm512_extracti64x4_epi64(found.rounded, 1));
+    }
+    return found;
+}
+
+INLINE void pack_columns(const qs_pack *op, int32_t panel, int32_t half, __mmask32 mask, const int f32)
 {
     const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
                                            39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-    int64_t pairs = (count + 1) / 2;
-    for (int32_t p = panel; p < panel + panels; p++) {
-        int32_t left = width - p * PANEL;
-        uint16_t *out = packed + p * pairs * 2 * PANEL;
-        for (int32_t half = 0; half < PANEL; half += 32) {
-            __mmask32 mask = left - half >= 32 ? 0xffffffffu : left > half ? (1u << (left - half)) - 1 : 0;
-            const uint16_t *in = rows + (mask ? p * PANEL + half : 0);
-            for (int64_t pair = 0; pair < pairs; pair++, in += 2 * (int64_t)width) {
-                __m512i even = _mm512_maskz_loadu_epi16(mask, in);
-                __m512i odd = _mm512_maskz_loadu_epi16(2 * pair + 1 < count ? mask : 0, in + width);
-                uint16_t *to = out + pair * 2 * PANEL + 2 * half;
-                _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, first, odd));
-                _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(even, second, odd));
-            }
-        }
+    int64_t pairs = (op->count + 1) / 2, at = mask ? panel * PANEL + half : 0, size = f32 ? 4 : 2;
+    const char *in = (const char *)op->rows + at * size;
+    uint16_t *out = op->packed + (panel * pairs * PANEL + half) * 2;
+    __m512 top[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, sum[2] = {top[0], top[0]};
+    for (int64_t pair = 0; pair < pairs; pair++, in += 2 * op->stride * size, out += 2 * PANEL) {
+        columns even = load_columns(in, mask, f32);
+        columns odd = load_columns(in + op->stride * size, 2 * pair + 1 < op->count ? mask : 0, f32);
+        _mm512_storeu_si512(out, _mm512_permutex2var_epi16(even.rounded, first, odd.rounded));
+        _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi16(even.rounded, second, odd.rounded));
+        if (!op->absmax)
+            continue;
+        even.low = _mm512_abs_ps(even.low), even.high = _mm512_abs_ps(even.high);
+        odd.low = _mm512_abs_ps(odd.low), odd.high = _mm512_abs_ps(odd.high);
+        top[0] = _mm512_max_ps(top[0], _mm512_max_ps(even.low, odd.low));
+        top[1] = _mm512_max_ps(top[1], _mm512_max_ps(even.high, odd.high));
+        sum[0] = _mm512_add_ps(sum[0], _mm512_add_ps(even.low, odd.low));
+        sum[1] = _mm512_add_ps(sum[1], _mm512_add_ps(even.high, odd.high));
     }
+    for (int v = 0; op->absmax && mask && v < 2; v++) {
+        __mmask16 part = (__mmask16)(mask >> 16 * v);
+        float *most = op->absmax + at + 16 * v, *total = op->abssum + at + 16 * v;
+        _mm512_mask_storeu_ps(most, part, _mm512_max_ps(_mm512_maskz_loadu_ps(part, most), top[v]));
+        _mm512_mask_storeu_ps(total, part, _mm512_add_ps(_mm512_maskz_loadu_ps(part, total), sum[v]));
+    }
+}
+
+void qs_pack_pairs(const qs_pack *op, int64_t panel, int64_t panels)
+{
+    for (int32_t p = (int32_t)panel; p < panel + panels; p++)
+        for (int32_t half = 0; half < PANEL; half += 32) {
+            int32_t left = op->width - p * PANEL - half;
+            __mmask32 mask = left >= 32 ? 0xffffffffu : left > 0 ? (1u << left) - 1 : 0;
+            if (op->dtype == QS_F32)
+                pack_columns(op, p, half, mask, 1);
+            else
+                pack_columns(op, p, half, mask, 0);
+        }
 }
 
 /* ROWS rows of pairs, `row` and `step` apart, by one panel of `right`, over `pairs` pairs. */
@@ -106,6 +153,26 @@ INLINE __m512 exp2_lanes(__m512 x)
     return _mm512_scalef_ps(p, n);
 }
 
+/* Row `row` of a head, dim numbers, as bf16. */
+INLINE void round_row(const qs_heads *from, const char *head, int64_t row, int32_t dim, uint16_t *to)
+{
+    const char *in = head + row * from->token * (from->dtype == QS_F32 ? 4 : 2);
+    if (from->dtype != QS_F32) {
+        memcpy(to, in, sizeof(uint16_t) * (size_t)dim);
+        return;
+    }
+    for (int32_t j = 0; j < dim; j += 16) {
+        __mmask16 mask = dim - j >= 16 ? 0xffff : (__mmask16)((1u << (dim - j)) - 1);
+        __m512 values = _mm512_maskz_loadu_ps(mask, (const float *)(const void *)in + j);
+        _mm256_mask_storeu_epi16(to + j, mask, (__m256i)_mm512_cvtneps_pbh(values));
+    }
+}
+
+static const char *head_of(const qs_heads *from, int64_t batch, int64_t head)
+{
+    return (const char *)from->at + (batch * from->batch + head * from->head) * (from->dtype == QS_F32 ? 4 : 2);
+}
+
 /* Keys of one head: [panel of 64 keys][dim / 2][64][2], missing keys as zeros. */
 static void pack_keys(const uint16_t *keys, int32_t tokens, int32_t dim, uint16_t *packed)
 {
@@ -118,7 +185,7 @@ static void pack_keys(const uint16_t *keys, int32_t tokens, int32_t dim, uint16_
     }
 }
 
-/* ROWS queries from `first` on, the last ones repeated where there are no more. scores, weights [ROWS][padded]. */
+/* ROWS queries from `first` on, of which some may lie behind the last token. scores, weights [ROWS][padded]. */
 static void attend_rows(const qs_causal *op, const uint16_t *queries, int32_t first, const uint16_t *keys,
                         const uint16_t *values, float *scores, uint16_t *weights, uint16_t *out)
 {
@@ -164,24 +231,25 @@ static void attend_rows(const qs_causal *op, const uint16_t *queries, int32_t fi
     }
 }
 
-static void attend_group(const qs_causal *op, int64_t item, uint16_t *keys, uint16_t *values, float *scores,
-                         uint16_t *weights, uint16_t *tail)
+static void attend_group(const qs_causal *op, int64_t item, uint16_t *rows, uint16_t *keys, uint16_t *values,
+                         float *scores, uint16_t *weights)
 {
-    int64_t batch = item / op->kv_heads, kv_head = item % op->kv_heads, head = (int64_t)op->tokens * op->head_dim;
-    int32_t group = op->heads / op->kv_heads, dim = op->head_dim, whole = op->tokens / ROWS * ROWS;
-    pack_keys(op->keys + item * head, op->tokens, dim, keys);
-    qs_pack_pairs(op->values + item * head, op->tokens, dim, 0, (dim + PANEL - 1) / PANEL, values);
-    for (int32_t h = 0; h < group; h++) {
-        int64_t at = kv_head * group + h;
-        const uint16_t *queries = op->queries + (batch * op->heads + at) * head;
-        uint16_t *out = op->out + batch * op->heads * head + at * dim;
-        for (int32_t row = 0; row < whole; row += ROWS)
-            attend_rows(op, queries, row, keys, values, scores, weights, out);
-        if (whole < op->tokens) { /* rows that are not there read as zeros */
-            memset(tail, 0, sizeof(uint16_t) * ROWS * (size_t)dim);
-            memcpy(tail, queries + (int64_t)whole * dim, sizeof(uint16_t) * (size_t)(op->tokens - whole) * (size_t)dim);
-            attend_rows(op, tail - (int64_t)whole * dim, whole, keys, values, scores, weights, out);
-        }
+    int64_t batch = item / op->kv_heads, kv_head = item % op->kv_heads;
+    int32_t group = op->heads / op->kv_heads, dim = op->head_dim, tokens = op->tokens;
+    const char *head = head_of(&op->keys, batch, kv_head);
+    for (int32_t row = 0; row < tokens; row++)
+        round_row(&op->keys, head, row, dim, rows + (int64_t)row * dim);
+    pack_keys(rows, tokens, dim, keys);
+    qs_pack_pairs(&(qs_pack){.rows = head_of(&op->values, batch, kv_head), .packed = values, .stride = op->values.token,
+                             .count = tokens, .width = dim, .dtype = op->values.dtype},
+                  0, (dim + PANEL - 1) / PANEL);
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
+        uint16_t *out = op->out + (batch * tokens * op->heads + h) * dim;
+        head = head_of(&op->queries, batch, h);
+        for (int32_t row = 0; row < tokens; row++)
+            round_row(&op->queries, head, row, dim, rows + (int64_t)row * dim);
+        for (int32_t row = 0; row < tokens; row += ROWS)
+            attend_rows(op, rows, row, keys, values, scores, weights, out);
     }
 }
 
@@ -196,9 +264,9 @@ int32_t qs_has_bf16(void)
 #pragma GCC pop_options
 #endif
 #else
-void qs_pack_pairs(const uint16_t *rows, int32_t count, int32_t width, int32_t panel, int32_t panels, uint16_t *packed)
+void qs_pack_pairs(const qs_pack *op, int64_t panel, int64_t panels)
 {
-    (void)rows, (void)count, (void)width, (void)panel, (void)panels, (void)packed;
+    (void)op, (void)panel, (void)panels;
 }
 
 static void add_tile(const qs_moment *op, int32_t i, int32_t j)
@@ -206,10 +274,10 @@ static void add_tile(const qs_moment *op, int32_t i, int32_t j)
     (void)op, (void)i, (void)j;
 }
 
-static void attend_group(const qs_causal *op, int64_t item, uint16_t *keys, uint16_t *values, float *scores,
-                         uint16_t *weights, uint16_t *tail)
+static void attend_group(const qs_causal *op, int64_t item, uint16_t *rows, uint16_t *keys, uint16_t *values,
+                         float *scores, uint16_t *weights)
 {
-    (void)op, (void)item, (void)keys, (void)values, (void)scores, (void)weights, (void)tail;
+    (void)op, (void)item, (void)rows, (void)keys, (void)values, (void)scores, (void)weights;
 }
 
 int32_t qs_has_bf16(void)
@@ -230,14 +298,16 @@ void qs_add_moment(const qs_moment *op, int64_t first, int64_t tiles)
 
 int32_t qs_attend_causal(const qs_causal *op, int64_t first, int64_t items)
 {
-    size_t padded = (size_t)(op->tokens + PANEL - 1) / PANEL * PANEL, dim = (size_t)op->head_dim;
+    size_t dim = (size_t)op->head_dim, padded = (size_t)(op->tokens + PANEL - 1) / PANEL * PANEL;
     size_t wide = (dim + PANEL - 1) / PANEL * PANEL;
-    uint16_t *keys = malloc(sizeof(uint16_t) * (padded * (dim + wide + 3 * ROWS) + ROWS * dim));
-    if (!keys)
+    float *scores = malloc(padded * (sizeof(float) * ROWS + sizeof(uint16_t) * (2 * dim + wide + ROWS)));
+    if (!scores)
         return -2;
-    uint16_t *values = keys + padded * dim, *weights = values + padded * wide, *tail = weights + 3 * ROWS * padded;
+    uint16_t *weights = (uint16_t *)(scores + ROWS * padded), *rows = weights + ROWS * padded;
+    uint16_t *keys = rows + padded * dim, *values = keys + padded * dim;
+    memset(rows, 0, sizeof(uint16_t) * padded * dim); /* what lies behind the last token is multiplied too */
     for (int64_t item = first; item < first + items; item++)
-        attend_group(op, item, keys, values, (float *)(void *)(weights + ROWS * padded), weights, tail);
-    free(keys);
+        attend_group(op, item, rows, keys, values, scores, weights);
+    free(scores);
     return 0;
 }

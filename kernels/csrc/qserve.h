@@ -174,13 +174,21 @@ typedef struct {
  * lacks. */
 int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa);
 
-/* Offline, where qs_has_bf16: the second moments of matrices of bfloat16, products with sums in f32.
+/* Offline, where qs_has_bf16: the second moments of matrices rounded to bfloat16, products with sums in f32.
  *
- * qs_pack_pairs lays the columns of `rows` bf16 [count, width] out in panels of 64, the last padded with zeros:
- * [panel][pair][64][2], a pair being two rows that follow each other (the last with zeros where count is odd); it does
- * the panels `panel` .. panel + panels - 1. */
+ * qs_pack_pairs lays the columns of `rows` [count, width], f32 or bf16, `stride` apart, out in panels of 64, the last
+ * padded with zeros: bf16 [panel][pair][64][2], a pair being two rows that follow each other (the last with zeros where
+ * count is odd); it does the panels panel .. panel + panels - 1. absmax and abssum (f32 [width], or both NULL) become
+ * the largest magnitude of each column, of the numbers as they were, and their sum is added. */
 int32_t qs_has_bf16(void);
-void qs_pack_pairs(const uint16_t *rows, int32_t count, int32_t width, int32_t panel, int32_t panels, uint16_t *packed);
+typedef struct {
+    const void *rows;
+    uint16_t *packed;
+    float *absmax, *abssum;
+    int64_t stride;
+    int32_t count, width, dtype;
+} qs_pack;
+void qs_pack_pairs(const qs_pack *op, int64_t panel, int64_t panels);
 
 /* out[i, j] = keep * out[i, j] + gain * sum over rows of left[row, i] * right[row, j]
  *
@@ -196,12 +204,17 @@ typedef struct {
 } qs_moment;
 void qs_add_moment(const qs_moment *op, int64_t first, int64_t tiles);
 
-/* Causal attention within each sequence of a batch, scores in f32, everything else bf16: queries [batch][heads][tokens]
- * [head_dim], keys and values [batch][kv_heads][tokens][head_dim], out [batch][tokens][heads][head_dim]. head_dim is
- * even. Where qs_has_bf16. An item is a key head of a sequence; callers may split the batch * kv_heads of them among
- * threads. Returns 0, or -2 without memory. */
+/* Causal attention within each sequence of a batch: scores in f32, what is multiplied rounded to bf16. queries have
+ * `heads`, keys and values `kv_heads`, each f32 or bf16 and `tokens` by `head_dim`, an even number; out bf16 [batch]
+ * [tokens][heads][head_dim]. Where qs_has_bf16. An item is a key head of a sequence; callers may split the
+ * batch * kv_heads of them among threads. Returns 0, or -2 without memory. */
 typedef struct {
-    const uint16_t *queries, *keys, *values;
+    const void *at;
+    int64_t batch, head, token; /* how many numbers apart */
+    int64_t dtype;
+} qs_heads;
+typedef struct {
+    qs_heads queries, keys, values;
     uint16_t *out;
     int32_t heads, kv_heads, tokens, head_dim;
     float scale;
