@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,14 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from qserve.calibration import products
 from qserve.calibration.activations import Activations
 from qserve.calibration.groups import Enough, Hooks, shared_inputs, stages
 from qserve.calibration.lanes import Lane, halt
+from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Call, Skeleton
-from qserve.calibration.stats import LayerStats, fast_bfloat16
-from qserve.kernels.bf16 import attend_causal, has_bf16
+from qserve.calibration.stats import LayerStats
 from qserve.runtime import heap
 
 _DRY_TOKENS = 4
@@ -219,19 +218,19 @@ class Visit:
 
         def note(name: str, by_outputs: bool, linear: nn.Linear, inputs: Tensor, output: Tensor) -> None:
             kept = inputs if not by_outputs else output if linear.bias is None else output - linear.bias
-            seen.setdefault(name, []).append((start, kept.to(torch.bfloat16) if fast_bfloat16() else kept))
+            seen.setdefault(name, []).append((start, kept.to(torch.bfloat16) if products.fast_bfloat16() else kept))
 
         with ExitStack() as stack:
             for group in (stage[0] for stage in stages(self.groups) if len(stage) == 1):
                 linear = self.twin.get_submodule(group[0].removeprefix(f"{self.name}."))
                 keep = partial(note, group[0], self._by_outputs(group))
-                hook = linear.register_forward_hook(lambda linear, args, output, keep=keep: keep(linear, args[0], output))
+                hook = linear.register_forward_hook(lambda of, args, output, keep=keep: keep(of, args[0], output))
                 stack.callback(hook.remove)
             stack.enter_context(fast_products())
             self._float_outputs = []
             for start, stop in _parts(self.floats, _TOGETHER):
-                part = self.floats.read(start, stop)
-                self._float_outputs.append((start, _output(self.twin(part, *self.call.args, **self.call.kwargs)).float()))
+                output = self.twin(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
+                self._float_outputs.append((start, _output(output).float()))
         return seen
 
     def _by_outputs(self, group: list[str]) -> bool:
@@ -315,8 +314,9 @@ class Visit:
         with Hooks(linears, before), fast_products():
             for first in range(start, stop, _TOGETHER):
                 found.clear()
+                part = self.floats.read(first, min(first + _TOGETHER, stop))
                 with suppress(Enough):
-                    self.twin(self.floats.read(first, min(first + _TOGETHER, stop)), *self.call.args, **self.call.kwargs)
+                    self.twin(part, *self.call.args, **self.call.kwargs)
                 for name, inputs in found.items():
                     parts[name].append(inputs)
         return {name: torch.cat(parts.pop(name)) for name in names if parts[name]}
@@ -371,63 +371,23 @@ def walk(
             for row in range(floats.shape[0]):
                 floats.write(row, inputs.read(row, row + 1))
     total = len(skeleton.blocks)
-    for index in range(total):
-        block = skeleton.block(index) if inputs is None else skeleton.load(index)
-        visit = Visit(index, total, skeleton.blocks[index], block, skeleton.linears(index))
-        if inputs is None:
-            visit.load = skeleton.load_linear
-        else:
-            visit.inputs, visit.samples_at_once = inputs, count
-            visit.call, visit.short_call = calls[index], short[index]
-            visit.floats, visit.twin = floats, _twin(block) if floats is not None else None
-            visit.groups = shared_inputs(block, visit.linears, visit.short_inputs(), short[index])
-        yield visit
-        visit.finish()
-        skeleton.unload(index)
-        heap.release()
-
-
-@contextmanager
-def fast_products() -> Iterator[None]:
-    """The products of a calibration forward in bfloat16, where this processor has them: twice as fast, and their
-    rounding is far below what quantization does. Hidden states and sums stay in float32."""
-    enabled = fast_bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled), _Fast() if has_bf16() and enabled else nullcontext():
-        yield
-
-
-class _Fast(TorchFunctionMode):
-    """Plain causal attention by our kernel, and what several linears share is rounded to bfloat16 only once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: tuple[weakref.ref[Tensor], int, Tensor] | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled():
-            if func is nn.functional.linear and not kwargs:
-                args = (self._rounded(args[0]), *args[1:])
-            elif func is nn.functional.scaled_dot_product_attention and _is_plain(*args, **kwargs):
-                scale = kwargs.get("scale")
-                return attend_causal(*args[:3], scale=args[0].shape[-1] ** -0.5 if scale is None else scale)
-        return func(*args, **kwargs)
-
-    def _rounded(self, inputs: Tensor) -> Tensor:
-        if inputs.dtype != torch.float32:
-            self._seen = None
-            return inputs
-        if self._seen is None or self._seen[0]() is not inputs or self._seen[1] != inputs._version:
-            self._seen = weakref.ref(inputs), inputs._version, inputs.to(torch.bfloat16)
-        return self._seen[2]
-
-
-def _is_plain(queries: Tensor, keys: Tensor, values: Tensor, *more: Any, **kwargs: Any) -> bool:
-    """Whether this is causal attention of whole sequences to themselves, with nothing else."""
-    if more or not kwargs.get("is_causal") or kwargs.get("attn_mask") is not None or kwargs.get("dropout_p"):
-        return False
-    same = queries.shape[2:] == keys.shape[2:] and keys.shape == values.shape
-    return queries.dim() == 4 and same and queries.shape[-1] % 2 == 0 and queries.shape[1] % keys.shape[1] == 0
+    whole = inputs is not None and count >= inputs.shape[0]
+    with heap.kept() if whole else nullcontext():
+        for index in range(total):
+            block = skeleton.block(index) if inputs is None else skeleton.load(index)
+            visit = Visit(index, total, skeleton.blocks[index], block, skeleton.linears(index))
+            if inputs is None:
+                visit.load = skeleton.load_linear
+            else:
+                visit.inputs, visit.samples_at_once = inputs, count
+                visit.call, visit.short_call = calls[index], short[index]
+                visit.floats, visit.twin = floats, _twin(block) if floats is not None else None
+                visit.groups = shared_inputs(block, visit.linears, visit.short_inputs(), short[index])
+            yield visit
+            visit.finish()
+            skeleton.unload(index)
+            if not whole:
+                heap.release()
 
 
 def _parts(inputs: Activations, together: int) -> list[tuple[int, int]]:

@@ -14,7 +14,6 @@ from threading import Semaphore, Thread, local
 from torch import Tensor
 
 from qserve.calibration.groups import Enough
-from qserve.runtime import heap
 
 _here = local()
 
@@ -41,7 +40,6 @@ class Lane:
             return
         self.at = None
         if self._thread is None:
-            heap.one_arena()
             self._thread = Thread(target=self._run, name=f"lane {self.start}", daemon=True)
             self._thread.start()
         else:

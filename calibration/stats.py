@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from qserve.calibration import products
 from qserve.kernels.bf16 import add_moment, has_bf16
 
 # Rows are reduced in chunks that stay in cache; columns in blocks, because only H's upper triangle is computed.
@@ -20,9 +21,8 @@ _COLUMNS = 192
 _BF16_ROWS = 4096
 
 
-def fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32."""
-    return bool(torch.cpu._is_avx512_bf16_supported())
+def _in_bfloat16() -> bool:
+    return products.fast_bfloat16() and has_bf16()
 
 
 class LayerStats:
@@ -63,7 +63,7 @@ class LayerStats:
         if wanted > 0:
             spaced = torch.arange(wanted) * len(rows) // wanted
             self.sample = torch.cat([self.sample, rows[spaced].to(torch.float32)])
-        for chunk in rows.split(_BF16_ROWS if has_bf16() else _ROWS):
+        for chunk in rows.split(_BF16_ROWS if _in_bfloat16() else _ROWS):
             self._add(chunk)
 
     def update_drift(self, inputs: Tensor, floats: Tensor) -> None:
@@ -83,7 +83,7 @@ class LayerStats:
     def _add_floats(self, moment: Tensor, rows: Tensor, floats: Tensor) -> None:
         before, self._float_rows = self._float_rows, self._float_rows + len(rows)
         keep, gain = before / self._float_rows, 2.0 / self._float_rows
-        if has_bf16():
+        if _in_bfloat16():
             add_moment(moment, rows, floats, keep=keep, gain=gain)
         else:
             moment.addmm_(floats.to(torch.float32).t(), rows.to(torch.float32), beta=keep, alpha=gain)
@@ -93,7 +93,7 @@ class LayerStats:
         before, self.tokens = self.tokens, self.tokens + chunk.shape[0]
         keep, gain = before / self.tokens, 2.0 / self.tokens
         self.absmean.mul_(keep)
-        if self._upper is not None and has_bf16():
+        if self._upper is not None and _in_bfloat16():
             total = torch.zeros_like(self.absmean)
             add_moment(self._upper, chunk, keep=keep, gain=gain, magnitudes=(self.absmax, total))
             self.absmean.add_(total, alpha=1.0 / self.tokens)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration.blocks import Visit, fast_products, walk
+from qserve.calibration.blocks import Visit, walk
 from qserve.calibration.kv import KVRecorder
+from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import load_text
 from qserve.calibration.windows import calibration_windows

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-_M_ARENA_MAX = -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+# The largest buffer that glibc can be told to keep.
+_LARGEST = 32 << 20
 
 
 def release() -> None:
@@ -16,10 +20,21 @@ def release() -> None:
         return
 
 
-def one_arena() -> None:
-    """Threads that start from now on share the buffers that others freed. To be called where threads take turns: glibc
-    would give each an arena of its own, which keeps what it once had."""
+@contextmanager
+def kept() -> Iterator[None]:
+    """While it lasts glibc keeps what is freed, for all threads together: buffers of the same sizes come again and
+    again, and every page that is returned has to be cleared when it comes back (a tenth of a calibration's time).
+    Afterwards it returns memory as it does by itself once such buffers were seen."""
     try:
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_ARENA_MAX, 1)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     except (OSError, AttributeError, TypeError):
+        yield
         return
+    try:
+        yield
+    finally:
+        library.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST)
+        release()
