@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,8 @@ from qserve.runtime import heap
 _DRY_TOKENS = 4
 # So many samples go through a block at once: they stay in cache.
 _TOGETHER = 8
+# How much larger than after its first block the process may become before memory is returned.
+_KEPT = 1.3
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ class Visit:
             while waiting := [lane for lane in lanes if lane.at is not None]:
                 group = self.groups[min(place[lane.at[0]] for lane in waiting if lane.at)]
                 here = [lane for lane in waiting if lane.at and lane.at[0] in group]
-                stats = self._lane_stats(here, floats.pop(group[0], []), group, gather)
+                stats = self._lane_stats(here, floats.pop(group[0], {}), group, gather)
                 divisor = self._hand_over(group, on_inputs, stats)
                 reached.update(group)
                 if divisor is not None:
@@ -208,17 +211,18 @@ class Visit:
 
         return [Lane(start, stop, partial(forward, start, stop)) for start, stop in _parts(inputs, self._together())]
 
-    def _float_states(self, gather: Gather) -> dict[str, list[tuple[int, Tensor]]]:
-        """What the float model has at the first linear of each group, in parts with their first sample: what goes in,
+    def _float_states(self, gather: Gather) -> dict[str, dict[int, Tensor]]:
+        """What the float model has at the first linear of each group, by the first sample of each part: what goes in,
         or where that is less and says as much, what comes out. Not of experts, whose rows could not be matched."""
-        seen: dict[str, list[tuple[int, Tensor]]] = {}
+        seen: dict[str, dict[int, Tensor]] = {}
         if not gather.drift or self.floats is None or self.twin is None or self.call is None:
             return seen
         start = 0
 
         def note(name: str, by_outputs: bool, linear: nn.Linear, inputs: Tensor, output: Tensor) -> None:
             kept = inputs if not by_outputs else output if linear.bias is None else output - linear.bias
-            seen.setdefault(name, []).append((start, kept.to(torch.bfloat16) if products.fast_bfloat16() else kept))
+            kept = kept.to(torch.bfloat16) if products.fast_bfloat16() else kept
+            seen.setdefault(name, {}).setdefault(start, kept.reshape(-1, kept.shape[-1]))
 
         with ExitStack() as stack:
             for group in (stage[0] for stage in stages(self.groups) if len(stage) == 1):
@@ -240,7 +244,7 @@ class Visit:
         return len(group) == 1 and linear.out_features < linear.in_features and self.floats.shape == self.inputs.shape
 
     def _lane_stats(
-        self, lanes: list[Lane], floats: list[tuple[int, Tensor]], group: list[str], gather: Gather
+        self, lanes: list[Lane], floats: dict[int, Tensor], group: list[str], gather: Gather
     ) -> LayerStats:
         """Of the inputs of ``group``, which ``lanes`` are stopped with, beside what the float model has there."""
         assert self.inputs is not None and lanes[0].at is not None
@@ -253,11 +257,10 @@ class Visit:
             stats.update(rows, (lane.stop - lane.start) / samples)
             if len(rows) != (lane.stop - lane.start) * length:
                 continue  # a router chose which tokens come here
-            while floats and floats[0][0] < lane.stop:
-                start, state = floats.pop(0)
-                state = state.reshape(-1, state.shape[-1])
-                first = (start - lane.start) * length
-                note(stats, rows[first : first + len(state)], state)
+            for start in [start for start in floats if lane.start <= start < lane.stop]:
+                state, first = floats.pop(start), (start - lane.start) * length
+                if len(state) % length == 0:
+                    note(stats, rows[first : first + len(state)], state)
         return stats
 
     def _in_stages(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
@@ -371,7 +374,9 @@ def walk(
             for row in range(floats.shape[0]):
                 floats.write(row, inputs.read(row, row + 1))
     total = len(skeleton.blocks)
+    # Lanes use buffers of the same sizes in every block, which are kept; a little more is left behind by each.
     whole = inputs is not None and count >= inputs.shape[0]
+    enough = 0
     with heap.kept() if whole else nullcontext():
         for index in range(total):
             block = skeleton.block(index) if inputs is None else skeleton.load(index)
@@ -386,7 +391,9 @@ def walk(
             yield visit
             visit.finish()
             skeleton.unload(index)
-            if not whole:
+            resident = psutil.Process().memory_info().rss
+            enough = enough or int(_KEPT * resident)
+            if not whole or resident > enough:
                 heap.release()
 
 

@@ -37,8 +37,8 @@ class LayerStats:
     sample    float32 [at most sample_rows, in], rows of X, evenly spaced; for what no moment can tell
     drift     float32 [in, in], 2/rows * (F - X)^T X over the rows for which F, the float model's input, is known;
               None where it never was: how far X has drifted away from F, as a linear layer can make up for
-    target    float32 [out, in], 2/rows * Y^T X over the same rows, with Y = F W^T what the float model's layer puts
-              out without its bias; None where that was not given: W ``drift`` is ``target`` - W H
+    target    float32 [out, in], 2/tokens * Y^T X, with Y = F W^T what the float model's layer puts out without its
+              bias; None where that is not known of every row: W ``drift`` is ``target`` - W H
     The mean is updated rather than a sum, so a long run does not overflow. Where the processor multiplies bfloat16,
     moments are those of X and F rounded to it, which is what layers see then; they are summed in float32.
     """
@@ -49,7 +49,7 @@ class LayerStats:
         self.absmean = torch.zeros(in_features)
         self.sample = torch.empty(0, in_features)
         self.drift: Tensor | None = None
-        self.target: Tensor | None = None
+        self._target: Tensor | None = None
         self._float_rows = 0
         self._sample_rows = sample_rows
         self._upper = torch.zeros(in_features, in_features) if hessian else None
@@ -76,9 +76,9 @@ class LayerStats:
     def update_target(self, inputs: Tensor, outputs: Tensor) -> None:
         """Note what the float model's layer puts out, [..., out], where this one gets ``inputs`` [..., in]."""
         rows, wanted = inputs.reshape(-1, inputs.shape[-1]), outputs.reshape(-1, outputs.shape[-1])
-        if self.target is None:
-            self.target = torch.zeros(wanted.shape[1], rows.shape[1])
-        self._add_floats(self.target, rows, wanted)
+        if self._target is None:
+            self._target = torch.zeros(wanted.shape[1], rows.shape[1])
+        self._add_floats(self._target, rows, wanted)
 
     def _add_floats(self, moment: Tensor, rows: Tensor, floats: Tensor) -> None:
         before, self._float_rows = self._float_rows, self._float_rows + len(rows)
@@ -119,9 +119,13 @@ class LayerStats:
             result._upper = self._upper / scale / scale[:, None]
         if self.drift is not None:
             result.drift = self.drift / scale / scale[:, None]
-        if self.target is not None:
-            result.target = self.target / scale
+        if self._target is not None:
+            result._target = self._target / scale
         return result
+
+    @property
+    def target(self) -> Tensor | None:
+        return self._target if self._float_rows == self.tokens else None
 
     @property
     def hessian(self) -> Tensor | None:

@@ -67,6 +67,7 @@ def run(
     is kept beside ``out``, and the same call goes on from there with the same result.
     """
     started = time.perf_counter()
+    heap.one_arena()
     tell = progress or (lambda event: None)
     if job.max_kl is not None and measure is None:
         raise UsageError("the smallest checkpoint within a divergence needs a measurement of it")

@@ -7,7 +7,7 @@
 #define PANEL 64 /* columns of a panel: four registers */
 #define ROWS 4   /* by four registers: sixteen sums, more than an instruction takes cycles */
 
-#ifdef QS_X86
+#if defined(QS_X86) && (defined(__clang__) || __GNUC__ >= 10)
 #include <immintrin.h>
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), apply_to = function)
