@@ -61,5 +61,9 @@ def _is_plain(queries: Tensor, keys: Tensor, values: Tensor, *more: Any, **kwarg
     """Whether this is causal attention of whole sequences to themselves, with nothing else."""
     if more or not kwargs.get("is_causal") or kwargs.get("attn_mask") is not None or kwargs.get("dropout_p"):
         return False
-    same = queries.shape[2:] == keys.shape[2:] and keys.shape == values.shape
-    return queries.dim() == 4 and same and queries.shape[-1] % 2 == 0 and queries.shape[1] % keys.shape[1] == 0
+    if queries.dim() != 4 or keys.dim() != 4:
+        return False
+    heads, kv_heads = queries.shape[-3], keys.shape[-3]
+    shared = heads % kv_heads == 0 if kwargs.get("enable_gqa") else heads == kv_heads
+    same = (queries.shape[0], *queries.shape[2:]) == (keys.shape[0], *keys.shape[2:]) and keys.shape == values.shape
+    return same and shared and queries.shape[-1] % 2 == 0
