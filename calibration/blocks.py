@@ -2,11 +2,11 @@
 
 Knows the order in which layers run and which share an input; does not know how weights are rounded.
 
-A block is visited in one of two ways with the same result. Where memory allows, the whole calibration batch goes
-through it in ONE forward: a hook in front of each linear sees all of its input at once, gathers the statistics,
-lets the caller replace the weight, and the forward goes on with the new one. Otherwise the samples go through in
-parts, once for each stage of linears that do not feed each other. Either way later linears and blocks see
-quantized activations (true-sequential).
+A block is visited in one of two ways with the same result. Where memory allows, the calibration batch goes through
+it ONCE, in lanes: each part of it stops in front of a linear until the statistics of all parts are gathered and the
+caller has replaced the weight, then goes on with the new one. Otherwise the samples go through in parts, once for
+each stage of linears that do not feed each other. Either way later linears and blocks see quantized activations
+(true-sequential).
 """
 
 from __future__ import annotations
@@ -14,23 +14,30 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
+from qserve.calibration import products
 from qserve.calibration.activations import Activations
 from qserve.calibration.groups import Enough, Hooks, shared_inputs, stages
+from qserve.calibration.lanes import Lane, halt
+from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Call, Skeleton
-from qserve.calibration.stats import LayerStats, fast_bfloat16
+from qserve.calibration.stats import LayerStats
 from qserve.runtime import heap
 
 _DRY_TOKENS = 4
-# So many samples of the float model, which nothing interrupts, go through a block at once: they stay in cache.
-_FLOAT_SAMPLES = 8
+# So many samples go through a block at once: they stay in cache.
+_TOGETHER = 8
+# How much larger than after its first block the process may become before memory is returned.
+_KEPT = 1.3
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,8 @@ class Visit:
     floats: Activations | None = None
     twin: nn.Module | None = None
     load: Callable[[str], None] | None = None
-    _outputs: Tensor | None = None
-    _float_outputs: Tensor | None = None
+    _outputs: list[tuple[int, Tensor]] | None = None
+    _float_outputs: list[tuple[int, Tensor]] | None = None
     _finished: bool = False
 
     def short_inputs(self) -> Tensor:
@@ -105,19 +112,19 @@ class Visit:
     def forward(self) -> Iterator[tuple[int, Tensor]]:
         """(first sample, output of the block as it is now) for each part of the batch."""
         assert self.inputs is not None
-        return self._run(self.block, self.inputs, self.samples_at_once)
+        return self._run(self.block, self.inputs, self._together())
 
     def float_forward(self) -> Iterator[tuple[int, Tensor]]:
         """The same of the float model: (first sample, output of this block there), for the samples of ``floats``."""
         assert self.floats is not None and self.twin is not None
         if self._float_outputs is not None:
-            return iter([(0, self._float_outputs)])
-        return self._run(self.twin, self.floats, min(self.samples_at_once, _FLOAT_SAMPLES))
+            return iter(self._float_outputs)
+        return self._run(self.twin, self.floats, min(self.samples_at_once, _TOGETHER))
 
     def _run(self, block: nn.Module, inputs: Activations, at_once: int) -> Iterator[tuple[int, Tensor]]:
         assert self.call is not None
-        for start in range(0, inputs.shape[0], at_once):
-            part = inputs.read(start, min(start + at_once, inputs.shape[0]))
+        for start, stop in _parts(inputs, at_once):
+            part = inputs.read(start, stop)
             with torch.no_grad(), fast_products():
                 output = _output(block(part, *self.call.args, **self.call.kwargs)).float()
             yield start, output
@@ -129,7 +136,7 @@ class Visit:
             gather = dataclasses.replace(gather, drift=False)
         if self.inputs is not None:
             if self.samples_at_once >= self.inputs.shape[0]:
-                self._outputs = self._in_one_forward(on_inputs, gather, reached)
+                self._in_lanes(on_inputs, gather, reached)
             else:
                 self._in_stages(on_inputs, gather, reached)
         for name in self.linears:
@@ -145,43 +152,116 @@ class Visit:
             for start, output in self.float_forward():
                 self.floats.write(start, output)
             self._float_outputs = None
-        if self._outputs is not None:
-            self.inputs.write(0, self._outputs)
-            self._outputs = None
-            return
-        for start, output in self.forward():
+        for start, output in self.forward() if self._outputs is None else self._outputs:
             self.inputs.write(start, output)
+        self._outputs = None
 
     def changed(self) -> None:
         """To be called after weights were changed once ``replace`` was done: the outputs are computed again."""
         self._outputs = None
 
-    @torch.no_grad()
-    def _in_one_forward(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> Tensor:
-        waiting = {name: group for group in self.groups for name in group}
-        divisors: dict[str, Tensor] = {}
-        assert self.inputs is not None and self.call is not None
+    def _together(self) -> int:
+        """How many samples go through the block at once. Where a router sends tokens to experts a lane would not know
+        whether another still comes to a linear: then all do."""
+        assert self.inputs is not None
         samples = self.inputs.shape[0]
-        floats: dict[str, Tensor] = {}
-        if gather.drift:
-            floats, self._float_outputs = self._float_inputs(0, samples, [group[0] for group in self.groups])
+        if self.samples_at_once < samples:
+            return self.samples_at_once
+        return min(_TOGETHER, samples) if len(stages(self.groups)) == len(self.groups) else samples
+
+    @torch.no_grad()
+    def _in_lanes(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
+        assert self.inputs is not None
+        place = {name: index for index, group in enumerate(self.groups) for name in group}
+        divisors: dict[str, Tensor] = {}
 
         def before(name: str, inputs: Tensor) -> Tensor | None:
             if name not in reached:
-                stats = gather.stats(inputs.shape[-1])
-                stats.update(inputs)
-                group = waiting[name]
-                self._note_drift(stats, inputs, floats.pop(group[0], None), samples)
+                halt(name, inputs)
+            # The layer before ran already, without the scale that was just moved into it.
+            return inputs / divisors[name] if name in divisors else None
+
+        lanes = self._lanes()
+        floats = self._float_states(gather)
+        with ExitStack() as stack:
+            stack.enter_context(Hooks(self.linears, before))
+            for lane in lanes:
+                stack.callback(lane.abandon)
+            for lane in lanes:
+                lane.advance()
+            while waiting := [lane for lane in lanes if lane.at is not None]:
+                group = self.groups[min(place[lane.at[0]] for lane in waiting if lane.at)]
+                here = [lane for lane in waiting if lane.at and lane.at[0] in group]
+                stats = self._lane_stats(here, floats.pop(group[0], {}), group, gather)
                 divisor = self._hand_over(group, on_inputs, stats)
                 reached.update(group)
                 if divisor is not None:
                     divisors.update(dict.fromkeys(group, divisor))
-            # The layer before ran already, without the scale that was just moved into it.
-            return inputs / divisors[name] if name in divisors else None
+                for lane in here:
+                    lane.advance()
+        self._outputs = [(lane.start, lane.output) for lane in lanes if lane.output is not None]
 
-        with Hooks(self.linears, before), fast_products():
-            whole = self.inputs.read(0, samples)
-            return _output(self.block(whole, *self.call.args, **self.call.kwargs)).float()
+    def _lanes(self) -> list[Lane]:
+        assert self.inputs is not None and self.call is not None
+        inputs, call = self.inputs, self.call
+
+        def forward(start: int, stop: int) -> Tensor:
+            with torch.no_grad(), fast_products():
+                return _output(self.block(inputs.read(start, stop), *call.args, **call.kwargs)).float()
+
+        return [Lane(start, stop, partial(forward, start, stop)) for start, stop in _parts(inputs, self._together())]
+
+    def _float_states(self, gather: Gather) -> dict[str, dict[int, Tensor]]:
+        """What the float model has at the first linear of each group, by the first sample of each part: what goes in,
+        or where that is less and says as much, what comes out. Not of experts, whose rows could not be matched."""
+        seen: dict[str, dict[int, Tensor]] = {}
+        if not gather.drift or self.floats is None or self.twin is None or self.call is None:
+            return seen
+        start = 0
+
+        def note(name: str, by_outputs: bool, linear: nn.Linear, inputs: Tensor, output: Tensor) -> None:
+            kept = inputs if not by_outputs else output if linear.bias is None else output - linear.bias
+            kept = kept.to(torch.bfloat16) if products.fast_bfloat16() else kept
+            seen.setdefault(name, {}).setdefault(start, kept.reshape(-1, kept.shape[-1]))
+
+        with ExitStack() as stack:
+            for group in (stage[0] for stage in stages(self.groups) if len(stage) == 1):
+                linear = self.twin.get_submodule(group[0].removeprefix(f"{self.name}."))
+                keep = partial(note, group[0], self._by_outputs(group))
+                hook = linear.register_forward_hook(lambda of, args, output, keep=keep: keep(of, args[0], output))
+                stack.callback(hook.remove)
+            stack.enter_context(fast_products())
+            self._float_outputs = []
+            for start, stop in _parts(self.floats, _TOGETHER):
+                output = self.twin(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
+                self._float_outputs.append((start, _output(output).float()))
+        return seen
+
+    def _by_outputs(self, group: list[str]) -> bool:
+        """Whether what the float model's linear puts out for the same rows says as much as its inputs, in less."""
+        assert self.inputs is not None and self.floats is not None
+        linear = self.linears[group[0]]
+        return len(group) == 1 and linear.out_features < linear.in_features and self.floats.shape == self.inputs.shape
+
+    def _lane_stats(
+        self, lanes: list[Lane], floats: dict[int, Tensor], group: list[str], gather: Gather
+    ) -> LayerStats:
+        """Of the inputs of ``group``, which ``lanes`` are stopped with, beside what the float model has there."""
+        assert self.inputs is not None and lanes[0].at is not None
+        samples, length, _ = self.inputs.shape
+        note = LayerStats.update_target if floats and self._by_outputs(group) else LayerStats.update_drift
+        stats = gather.stats(lanes[0].at[1].shape[-1])
+        for lane in lanes:
+            assert lane.at is not None
+            rows = lane.at[1].reshape(-1, lane.at[1].shape[-1])
+            stats.update(rows, (lane.stop - lane.start) / samples)
+            if len(rows) != (lane.stop - lane.start) * length:
+                continue  # a router chose which tokens come here
+            for start in [start for start in floats if lane.start <= start < lane.stop]:
+                state, first = floats.pop(start), (start - lane.start) * length
+                if len(state) % length == 0:
+                    note(stats, rows[first : first + len(state)], state)
+        return stats
 
     def _in_stages(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
         for stage in stages(self.groups):
@@ -216,38 +296,33 @@ class Visit:
                 part = self.inputs.read(start, min(start + self.samples_at_once, samples))
                 count = len(part)
                 if gather.drift:
-                    floats, _ = self._float_inputs(start, start + count, names, stop_early=True)
+                    floats = self._float_inputs(start, start + count, names)
                 with suppress(Enough), fast_products():
                     self.block(part, *self.call.args, **self.call.kwargs)
         return stats
 
-    def _float_inputs(
-        self, start: int, stop: int, names: list[str], *, stop_early: bool = False
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The float model's inputs of the linears ``names``, for those of the samples that it is followed for, and
-        what its block puts out, unless it is enough to have seen the inputs."""
+    def _float_inputs(self, start: int, stop: int, names: list[str]) -> dict[str, Tensor]:
+        """The float model's inputs of the linears ``names``, for those of the samples that it is followed for."""
         assert self.floats is not None and self.twin is not None and self.call is not None
         stop = min(stop, self.floats.shape[0])
         found: dict[str, Tensor] = {}
 
         def before(name: str, inputs: Tensor) -> None:
             found.setdefault(name, inputs)
-            if stop_early and len(found) == len(names):
+            if len(found) == len(names):
                 raise Enough
 
         linears = {name: self.twin.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
-        outputs: list[Tensor] = []
         with Hooks(linears, before), fast_products():
-            for first in range(start, stop, _FLOAT_SAMPLES):
+            for first in range(start, stop, _TOGETHER):
                 found.clear()
-                part = self.floats.read(first, min(first + _FLOAT_SAMPLES, stop))
+                part = self.floats.read(first, min(first + _TOGETHER, stop))
                 with suppress(Enough):
-                    outputs.append(_output(self.twin(part, *self.call.args, **self.call.kwargs)).float())
+                    self.twin(part, *self.call.args, **self.call.kwargs)
                 for name, inputs in found.items():
                     parts[name].append(inputs)
-        joined = {name: torch.cat(parts.pop(name)) for name in names if parts[name]}
-        return joined, torch.cat(outputs) if outputs else None
+        return {name: torch.cat(parts.pop(name)) for name in names if parts[name]}
 
     def _note_drift(self, stats: LayerStats, inputs: Tensor, floats: Tensor | None, samples: int) -> None:
         """``inputs`` are those of ``samples`` samples, ``floats`` those of as many or fewer. Where a router chose
@@ -299,26 +374,33 @@ def walk(
             for row in range(floats.shape[0]):
                 floats.write(row, inputs.read(row, row + 1))
     total = len(skeleton.blocks)
-    for index in range(total):
-        block = skeleton.block(index) if inputs is None else skeleton.load(index)
-        visit = Visit(index, total, skeleton.blocks[index], block, skeleton.linears(index))
-        if inputs is None:
-            visit.load = skeleton.load_linear
-        else:
-            visit.inputs, visit.samples_at_once = inputs, count
-            visit.call, visit.short_call = calls[index], short[index]
-            visit.floats, visit.twin = floats, _twin(block) if floats is not None else None
-            visit.groups = shared_inputs(block, visit.linears, visit.short_inputs(), short[index])
-        yield visit
-        visit.finish()
-        skeleton.unload(index)
-        heap.release()
+    # Lanes use buffers of the same sizes in every block, which are kept; a little more is left behind by each.
+    whole = inputs is not None and count >= inputs.shape[0]
+    enough = 0
+    with heap.kept() if whole else nullcontext():
+        for index in range(total):
+            block = skeleton.block(index) if inputs is None else skeleton.load(index)
+            visit = Visit(index, total, skeleton.blocks[index], block, skeleton.linears(index))
+            if inputs is None:
+                visit.load = skeleton.load_linear
+            else:
+                visit.inputs, visit.samples_at_once = inputs, count
+                visit.call, visit.short_call = calls[index], short[index]
+                visit.floats, visit.twin = floats, _twin(block) if floats is not None else None
+                visit.groups = shared_inputs(block, visit.linears, visit.short_inputs(), short[index])
+            yield visit
+            visit.finish()
+            skeleton.unload(index)
+            resident = psutil.Process().memory_info().rss
+            enough = enough or int(_KEPT * resident)
+            if not whole or resident > enough:
+                heap.release()
 
 
-def fast_products() -> torch.autocast:
-    """The products of a calibration forward in bfloat16, where this processor has them: twice as fast, and their
-    rounding is far below what quantization does. Hidden states and Hessians stay in float32."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16())
+def _parts(inputs: Activations, together: int) -> list[tuple[int, int]]:
+    """(first sample, the one after the last) of so many samples at a time."""
+    samples = inputs.shape[0]
+    return [(start, min(start + together, samples)) for start in range(0, samples, together)]
 
 
 def _twin(block: nn.Module) -> nn.Module:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.activations import Activations
-from qserve.calibration.blocks import fast_products
 from qserve.calibration.groups import Hooks, shared_inputs
+from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.stats import LayerStats
 

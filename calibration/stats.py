@@ -11,16 +11,18 @@ import math
 import torch
 from torch import Tensor
 
+from qserve.calibration import products
+from qserve.kernels.bf16 import add_moment, has_bf16
+
 # Rows are reduced in chunks that stay in cache; columns in blocks, because only H's upper triangle is computed.
 _ROWS = 1024
 _COLUMNS = 192
-# Longer for products in bfloat16, whose results are rounded once each.
-_DRIFT_ROWS = 8192
+# Longer where products are in bfloat16, which are shared among threads chunk by chunk.
+_BF16_ROWS = 4096
 
 
-def fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32."""
-    return bool(torch.cpu._is_avx512_bf16_supported())
+def _in_bfloat16() -> bool:
+    return products.fast_bfloat16() and has_bf16()
 
 
 class LayerStats:
@@ -35,7 +37,10 @@ class LayerStats:
     sample    float32 [at most sample_rows, in], rows of X, evenly spaced; for what no moment can tell
     drift     float32 [in, in], 2/rows * (F - X)^T X over the rows for which F, the float model's input, is known;
               None where it never was: how far X has drifted away from F, as a linear layer can make up for
-    The mean is updated rather than a sum, so a long run does not overflow.
+    target    float32 [out, in], 2/tokens * Y^T X, with Y = F W^T what the float model's layer puts out without its
+              bias; None where that is not known of every row: W ``drift`` is ``target`` - W H
+    The mean is updated rather than a sum, so a long run does not overflow. Where the processor multiplies bfloat16,
+    moments are those of X and F rounded to it, which is what layers see then; they are summed in float32.
     """
 
     def __init__(self, in_features: int, *, hessian: bool = True, sample_rows: int = 0) -> None:
@@ -44,7 +49,8 @@ class LayerStats:
         self.absmean = torch.zeros(in_features)
         self.sample = torch.empty(0, in_features)
         self.drift: Tensor | None = None
-        self._drift_rows = 0
+        self._target: Tensor | None = None
+        self._float_rows = 0
         self._sample_rows = sample_rows
         self._upper = torch.zeros(in_features, in_features) if hessian else None
         self._mirrored = False
@@ -52,12 +58,12 @@ class LayerStats:
 
     def update(self, inputs: Tensor, share: float = 1.0) -> None:
         """Add the rows of ``inputs`` [..., in], which are ``share`` of all that will come."""
-        rows = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+        rows = inputs.reshape(-1, inputs.shape[-1])
         wanted = min(len(rows), self._sample_rows - len(self.sample), math.ceil(share * self._sample_rows))
         if wanted > 0:
             spaced = torch.arange(wanted) * len(rows) // wanted
-            self.sample = torch.cat([self.sample, rows[spaced]])
-        for chunk in rows.split(_ROWS):
+            self.sample = torch.cat([self.sample, rows[spaced].to(torch.float32)])
+        for chunk in rows.split(_BF16_ROWS if _in_bfloat16() else _ROWS):
             self._add(chunk)
 
     def update_drift(self, inputs: Tensor, floats: Tensor) -> None:
@@ -65,21 +71,37 @@ class LayerStats:
         rows, wanted = inputs.reshape(-1, inputs.shape[-1]), floats.reshape(-1, inputs.shape[-1])
         if self.drift is None:
             self.drift = torch.zeros(rows.shape[1], rows.shape[1])
-        # Unlike the Hessian it is never inverted, so the products may be in bfloat16 where that is faster.
-        dtype = torch.bfloat16 if fast_bfloat16() else torch.float32
-        for chunk, target in zip(rows.split(_DRIFT_ROWS), wanted.split(_DRIFT_ROWS), strict=True):
-            before, self._drift_rows = self._drift_rows, self._drift_rows + len(chunk)
-            keep, gain = before / self._drift_rows, 2.0 / self._drift_rows
-            away = target.to(torch.float32) - chunk
-            self.drift.mul_(keep).add_(away.to(dtype).t() @ chunk.to(dtype), alpha=gain)
+        self._add_floats(self.drift, rows, wanted.to(torch.float32).sub(rows.to(wanted.dtype)))
+
+    def update_target(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Note what the float model's layer puts out, [..., out], where this one gets ``inputs`` [..., in]."""
+        rows, wanted = inputs.reshape(-1, inputs.shape[-1]), outputs.reshape(-1, outputs.shape[-1])
+        if self._target is None:
+            self._target = torch.zeros(wanted.shape[1], rows.shape[1])
+        self._add_floats(self._target, rows, wanted)
+
+    def _add_floats(self, moment: Tensor, rows: Tensor, floats: Tensor) -> None:
+        before, self._float_rows = self._float_rows, self._float_rows + len(rows)
+        keep, gain = before / self._float_rows, 2.0 / self._float_rows
+        if _in_bfloat16():
+            add_moment(moment, rows, floats, keep=keep, gain=gain)
+        else:
+            moment.addmm_(floats.to(torch.float32).t(), rows.to(torch.float32), beta=keep, alpha=gain)
 
     def _add(self, chunk: Tensor) -> None:
         self._mirrored = False
         before, self.tokens = self.tokens, self.tokens + chunk.shape[0]
         keep, gain = before / self.tokens, 2.0 / self.tokens
+        self.absmean.mul_(keep)
+        if self._upper is not None and _in_bfloat16():
+            total = torch.zeros_like(self.absmean)
+            add_moment(self._upper, chunk, keep=keep, gain=gain, magnitudes=(self.absmax, total))
+            self.absmean.add_(total, alpha=1.0 / self.tokens)
+            return
+        chunk = chunk.to(torch.float32)
         magnitude = chunk.abs()
         torch.maximum(self.absmax, magnitude.amax(dim=0), out=self.absmax)
-        self.absmean.mul_(keep).add_(magnitude.sum(dim=0), alpha=1.0 / self.tokens)
+        self.absmean.add_(magnitude.sum(dim=0), alpha=1.0 / self.tokens)
         if self._upper is None:
             self._diagonal.mul_(keep).add_(chunk.square().sum(dim=0), alpha=gain)
             return
@@ -97,7 +119,13 @@ class LayerStats:
             result._upper = self._upper / scale / scale[:, None]
         if self.drift is not None:
             result.drift = self.drift / scale / scale[:, None]
+        if self._target is not None:
+            result._target = self._target / scale
         return result
+
+    @property
+    def target(self) -> Tensor | None:
+        return self._target if self._float_rows == self.tokens else None
 
     @property
     def hessian(self) -> Tensor | None:

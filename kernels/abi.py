@@ -57,6 +57,28 @@ Step = _struct(
     "Step", "token_ids positions slots logit_rows seq_start block_tables", "tokens logits sequences table_stride"
 )
 ScaleSearch = _struct("ScaleSearch", "weight importance ranges scales zeros", "width period steps zero max_code")
+Moment = _struct("Moment", "left right out", "height width pairs upper", "keep gain")
+
+
+class Pack(C.Structure):
+    _fields_ = [
+        *((field, C.c_void_p) for field in ("rows", "packed", "absmax", "abssum")),
+        ("stride", C.c_int64),
+        *((field, C.c_int32) for field in ("count", "width", "dtype")),
+    ]
+
+
+class Heads(C.Structure):
+    _fields_ = [("at", C.c_void_p), *((field, C.c_int64) for field in ("batch", "head", "token", "dtype"))]
+
+
+class Causal(C.Structure):
+    _fields_ = [
+        *((field, Heads) for field in ("queries", "keys", "values")),
+        ("out", C.c_void_p),
+        *((field, C.c_int32) for field in ("heads", "kv_heads", "tokens", "head_dim")),
+        ("scale", C.c_float),
+    ]
 
 
 def operation(body: C.Structure, *, of_logits: bool) -> Op:

@@ -68,6 +68,9 @@ def library() -> C.CDLL:
     loaded.qs_peak_read.restype = C.c_int64
     loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
     loaded.qs_search_scales.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
+    loaded.qs_pack_pairs.restype = loaded.qs_add_moment.restype = None
+    for shared in (loaded.qs_pack_pairs, loaded.qs_add_moment, loaded.qs_attend_causal):
+        shared.argtypes = [C.c_void_p, C.c_int64, C.c_int64]
     if loaded.qs_op_size() != C.sizeof(abi.Op):
         raise OSError(f"{path.name} was built from other sources: reinstall qserve")
     return loaded

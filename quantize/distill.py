@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qserve.calibration.blocks import fast_products
 from qserve.calibration.groups import Enough
+from qserve.calibration.products import fast_products
 from qserve.checkpoint.packed import PackedWeight
 from qserve.quantize.scales import storable
 from qserve.quantize.signround import Progress, learnable, trainable

@@ -36,8 +36,11 @@ _STAGES = 3.0
 _ROUNDED_BYTES = 22
 # Bytes per squared input of a Hessian, its factor and what inverting takes, in float64 and for the widest in float32.
 _HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 14, 8192
-# What a forward allocates besides the outputs of its linears.
-_TEMPORARIES = 1.3
+# What a forward holds, relative to the outputs of its linears in float32: in lanes that wait at the widest of them, and
+# in one piece, where samples go through in parts.
+_LANES, _PIECE = 0.7, 1.3
+# Hidden states' worth of what the float model leaves behind for the lanes: what its linears see, and its outputs.
+_FLOAT_STATES = 4
 # Windows that the sensitivities of mixed precision are gathered from, where GPTQ rounds.
 GATHERED = 32
 # Part of the free memory that a job may plan with where the samples can go through in parts.
@@ -100,8 +103,11 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
         return max(4 * largest + rounding, copying)
     tokens = at_once * job.sequence_length
     whole = at_once >= job.samples
-    hidden = 0 if job.offload else 4 * job.tokens * skeleton.hidden_size
-    forward = int(_TEMPORARIES * 4 * tokens * (outputs + 4 * skeleton.hidden_size))
+    states = 4 * job.tokens * skeleton.hidden_size
+    hidden = 0 if job.offload else states * (2 if job.float_samples else 1)
+    forward = int((_LANES if whole else _PIECE) * 4 * tokens * (outputs + 4 * skeleton.hidden_size))
+    if whole and job.float_samples:
+        forward += _FLOAT_STATES * states
     # Statistics are rounded while the whole batch waits in front of its layer, or after the last part went through.
     block = skeleton.block_bytes() + hidden + (forward + rounding if whole else max(forward, rounding))
     if job.effort == "best":

@@ -74,8 +74,9 @@ def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: W
     order, factor = inverse.order, inverse.factor
     if factor is None:
         return _to_nearest(weight, stats, scheme, inverse.reason)
-    if stats.drift is not None and bool(torch.isfinite(stats.drift).all()):
-        weight = weight.index_add(1, order, (weight @ stats.drift)[:, order] @ factor.upper.t() @ factor.upper)
+    drifted = _drifted(weight, stats)
+    if drifted is not None and bool(torch.isfinite(drifted).all()):
+        weight = weight.index_add(1, order, drifted[:, order] @ factor.upper.t() @ factor.upper)
     diagonal = stats.diagonal
     fixed = inverse.act_order or scheme.dtype == "fp8"
     sweep = _Sweep(weight, diagonal, scheme, order.tolist(), factor.upper, fixed_scales=fixed)
@@ -85,6 +86,13 @@ def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: W
     packed = pack_codes(codes.t(), sweep.scales.t(), None if sweep.zeros is None else sweep.zeros.t(), scheme)
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     return Quantized(packed, error, energy, factor.damping, int((diagonal == 0).sum()), factor.note)
+
+
+def _drifted(weight: Tensor, stats: LayerStats) -> Tensor | None:
+    """2/rows W (F - X)^T X, float32 [out, in], where ``stats`` tell."""
+    if stats.target is not None and stats.hessian is not None:
+        return torch.addmm(stats.target, weight, stats.hessian, alpha=-1.0)
+    return None if stats.drift is None else weight @ stats.drift
 
 
 def _to_nearest(weight: Tensor, stats: LayerStats, scheme: WeightScheme, reason: str) -> Quantized:

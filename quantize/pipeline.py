@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration.blocks import Visit, fast_products, walk
+from qserve.calibration.blocks import Visit, walk
 from qserve.calibration.kv import KVRecorder
+from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import load_text
 from qserve.calibration.windows import calibration_windows
@@ -66,6 +67,7 @@ def run(
     is kept beside ``out``, and the same call goes on from there with the same result.
     """
     started = time.perf_counter()
+    heap.one_arena()
     tell = progress or (lambda event: None)
     if job.max_kl is not None and measure is None:
         raise UsageError("the smallest checkpoint within a divergence needs a measurement of it")

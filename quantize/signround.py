@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration.blocks import fast_products
+from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Call
 from qserve.checkpoint.packed import PackedWeight
 from qserve.quantize import scales as scale_search

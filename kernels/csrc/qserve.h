@@ -173,6 +173,53 @@ typedef struct {
  * lacks. */
 int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa);
 
+/* Offline, where qs_has_bf16: the second moments of matrices rounded to bfloat16, products with sums in f32.
+ *
+ * qs_pack_pairs lays the columns of `rows` [count, width], f32 or bf16, `stride` apart, out in panels of 64, the last
+ * padded with zeros: bf16 [panel][pair][64][2], a pair being two rows that follow each other (the last with zeros where
+ * count is odd); it does the panels panel .. panel + panels - 1. absmax and abssum (f32 [width], or both NULL) become
+ * the largest magnitude of each column, of the numbers as they were, and their sum is added. */
+int32_t qs_has_bf16(void);
+typedef struct {
+    const void *rows;
+    uint16_t *packed;
+    float *absmax, *abssum;
+    int64_t stride;
+    int32_t count, width, dtype;
+} qs_pack;
+void qs_pack_pairs(const qs_pack *op, int64_t panel, int64_t panels);
+
+/* out[i, j] = keep * out[i, j] + gain * sum over rows of left[row, i] * right[row, j]
+ *
+ * left, right: packed, `pairs` pairs each, of `height` and `width` columns; out f32 [height, width]. The order of every
+ * sum is fixed by the number of pairs. Subnormal numbers count as zero. A tile is 64 x 64 of `out`, row after row; where
+ * `upper` is set (left and right are the same) only those that reach to the diagonal or lie above it. Callers may split
+ * tiles among threads: the tiles first .. first + tiles - 1. */
+typedef struct {
+    const uint16_t *left, *right;
+    float *out;
+    int32_t height, width, pairs, upper;
+    float keep, gain;
+} qs_moment;
+void qs_add_moment(const qs_moment *op, int64_t first, int64_t tiles);
+
+/* Causal attention within each sequence of a batch: scores in f32, what is multiplied rounded to bf16. queries have
+ * `heads`, keys and values `kv_heads`, each f32 or bf16 and `tokens` by `head_dim`, an even number; out bf16 [batch]
+ * [tokens][heads][head_dim]. Where qs_has_bf16. An item is a key head of a sequence; callers may split the
+ * batch * kv_heads of them among threads. Returns 0, or -2 without memory. */
+typedef struct {
+    const void *at;
+    int64_t batch, head, token; /* how many numbers apart */
+    int64_t dtype;
+} qs_heads;
+typedef struct {
+    qs_heads queries, keys, values;
+    uint16_t *out;
+    int32_t heads, kv_heads, tokens, head_dim;
+    float scale;
+} qs_causal;
+int32_t qs_attend_causal(const qs_causal *op, int64_t first, int64_t items);
+
 typedef struct qs_pool qs_pool;
 
 /* A pool of `threads` threads, the caller being one. They spin briefly after work and then sleep. `cpus` [threads] has

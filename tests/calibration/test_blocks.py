@@ -1,9 +1,11 @@
+import threading
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from qserve.calibration import blocks, stats
+from qserve.calibration import blocks, products
 from qserve.calibration.blocks import Gather, Replacement, walk
 from qserve.calibration.groups import shared_inputs
 from qserve.calibration.skeleton import Call, Skeleton
@@ -42,7 +44,14 @@ def coarse(weight):
     return (weight * 4).round() / 4
 
 
-WAYS = {"whole": {}, "parts": {"samples_at_once": 2}}
+WAYS = {"whole": {}, "lanes": {}, "parts": {"samples_at_once": 2}}
+
+
+@pytest.fixture(autouse=True)
+def lanes(request, monkeypatch):
+    """Three of them for five samples, where the test walks that way."""
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("way") == "lanes":
+        monkeypatch.setattr(blocks, "_TOGETHER", 2)
 
 
 def every_block(skeleton, windows, on_inputs, gather=None, **ways):
@@ -149,8 +158,7 @@ def test_a_scale_moved_into_the_norm_changes_nothing(saved, windows, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_drift_compares_with_the_float_model(saved, windows, way, monkeypatch):
     """Plain copies of the model, one of them quantized as the walk goes, give the same moments."""
-    monkeypatch.setattr(stats, "fast_bfloat16", lambda: False)
-    monkeypatch.setattr(blocks, "_FLOAT_SAMPLES", 2)
+    monkeypatch.setattr(products, "fast_bfloat16", lambda: False)
     path, model = saved
     drifts = {}
 
@@ -177,6 +185,46 @@ def test_drift_compares_with_the_float_model(saved, windows, way, monkeypatch):
                 expected = 2 / len(got) * (wanted - got).t() @ got
                 torch.testing.assert_close(drifts[name], expected, atol=2e-3, rtol=2e-3)
                 reference.get_submodule(name).weight.data = coarse(reference.get_submodule(name).weight.data)
+
+
+@pytest.mark.parametrize("way", ["whole", "lanes"])
+def test_where_every_sample_is_followed_outputs_say_how_far_inputs_drifted(saved, windows, way, monkeypatch):
+    monkeypatch.setattr(products, "fast_bfloat16", lambda: False)
+
+    def walked(by_outputs):
+        found = {}
+
+        def note(inputs):
+            seen, weight = inputs.stats, torch.cat(list(inputs.weights))
+            assert (seen.target is None) == (by_outputs is False or not inputs.names[0].endswith("down_proj"))
+            found[inputs.names] = weight @ seen.drift if seen.target is None else seen.target - weight @ seen.hessian
+            return Replacement([coarse(each) for each in inputs.weights])
+
+        with pytest.MonkeyPatch.context() as patch:
+            if not by_outputs:
+                patch.setattr(blocks.Visit, "_by_outputs", lambda self, group: False)
+            every_block(Skeleton(HFDirectory(saved[0])), windows, note, Gather(drift=True), float_samples=5)
+        return found
+
+    by_inputs = walked(False)
+    for names, drifted in walked(True).items():
+        torch.testing.assert_close(drifted, by_inputs[names], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("way", ["lanes"])
+@pytest.mark.parametrize("where", ["forward", "caller"])
+def test_an_error_ends_every_lane(saved, windows, way, where, monkeypatch):
+    skeleton = Skeleton(HFDirectory(saved[0]))
+
+    def fail(*_):
+        raise ZeroDivisionError(where)
+
+    with pytest.raises(ZeroDivisionError, match=where):
+        for visit in walk(skeleton, windows):
+            if where == "forward":
+                monkeypatch.setattr(visit.block.mlp, "forward", fail)
+            visit.replace(fail if where == "caller" else unchanged, Gather())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane")]
 
 
 def test_fast_products_are_close_and_end_before_the_statistics(saved, windows, monkeypatch):

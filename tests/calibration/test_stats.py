@@ -1,37 +1,49 @@
 import pytest
 import torch
 
-from qserve.calibration import stats as module
+from qserve.calibration import products
 from qserve.calibration.stats import LayerStats
+from qserve.kernels.bf16 import has_bf16
+
+
+@pytest.fixture(params=[False, True])
+def fast(request, monkeypatch):
+    """Whether moments are computed in bfloat16."""
+    if request.param and not has_bf16():
+        pytest.skip("this processor has no products of bfloat16, or no C kernels")
+    monkeypatch.setattr(products, "fast_bfloat16", lambda: request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("features", [5, 192, 450])
-def test_running_hessian_equals_the_whole(features):
-    x = torch.randn(2500, features, dtype=torch.float64)
+def test_running_hessian_equals_the_whole(features, fast):
+    x = torch.randn(2500, features)
     stats = LayerStats(features)
-    for part in x.float().split([1, 1700, 799]):
+    for part in x.split([1, 1700, 799]):
         stats.update(part.reshape(1, -1, features))
-    torch.testing.assert_close(stats.hessian.double(), 2 / 2500 * x.t() @ x, atol=2e-5, rtol=1e-4)
+    seen = (x.bfloat16() if fast else x).double()
+    torch.testing.assert_close(stats.hessian.double(), 2 / 2500 * seen.t() @ seen, atol=2e-5, rtol=1e-4)
     assert torch.equal(stats.hessian, stats.hessian.t())
     assert stats.tokens == 2500
-    torch.testing.assert_close(stats.absmax, x.abs().amax(0).float())
+    torch.testing.assert_close(stats.absmax, x.abs().amax(0))
+    torch.testing.assert_close(stats.absmean, x.abs().mean(0))
     diagonal_only = LayerStats(features, hessian=False)
-    diagonal_only.update(x.float())
+    diagonal_only.update(seen.float())
     assert diagonal_only.hessian is None
     torch.testing.assert_close(diagonal_only.diagonal, stats.diagonal, atol=1e-5, rtol=1e-4)
 
 
-def test_a_long_run_of_large_inputs_does_not_overflow():
+def test_a_long_run_of_large_inputs_does_not_overflow(fast):
     stats = LayerStats(4)
     for _ in range(20):
-        stats.update(torch.full((1000, 4), 1e17))
+        stats.update(torch.full((1000, 4), 2.0**56))
     assert stats.finite()
-    torch.testing.assert_close(stats.hessian, torch.full((4, 4), 2e34), rtol=1e-4, atol=0)
+    torch.testing.assert_close(stats.hessian, torch.full((4, 4), 2.0**113), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("hessian", [True, False])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_finite_notices_a_single_bad_input(bad, hessian):
+def test_finite_notices_a_single_bad_input(bad, hessian, fast):
     x = torch.randn(300, 7)
     stats = LayerStats(7, hessian=hessian)
     stats.update(x)
@@ -41,7 +53,8 @@ def test_finite_notices_a_single_bad_input(bad, hessian):
     assert not stats.finite()
 
 
-def test_divided_statistics_are_those_of_the_divided_input() -> None:
+def test_divided_statistics_are_those_of_the_divided_input(monkeypatch) -> None:
+    monkeypatch.setattr(products, "fast_bfloat16", lambda: False)
     inputs, scale = torch.randn(300, 24), torch.rand(24) + 0.5
     stats, direct = LayerStats(24, sample_rows=40), LayerStats(24, sample_rows=40)
     for part in inputs.split(100):
@@ -56,10 +69,7 @@ def test_divided_statistics_are_those_of_the_divided_input() -> None:
     assert 30 <= len(stats.sample) <= 40
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_drift_is_the_mean_over_all_rows(fast, monkeypatch) -> None:
-    monkeypatch.setattr(module, "fast_bfloat16", lambda: fast)
-    monkeypatch.setattr(module, "_DRIFT_ROWS", 128)
+def test_drift_is_the_mean_over_all_rows(fast) -> None:
     inputs = torch.randn(700, 33)
     floats = inputs + 0.1 * torch.randn(700, 33) @ torch.randn(33, 33)
     stats = LayerStats(33)
@@ -69,3 +79,18 @@ def test_drift_is_the_mean_over_all_rows(fast, monkeypatch) -> None:
     assert stats.drift is not None
     tolerance = 1e-2 if fast else 1e-5
     assert float((stats.drift - expected).norm() / expected.norm()) < tolerance
+
+
+def test_the_float_outputs_say_as_much_as_the_float_inputs(fast) -> None:
+    inputs, weight = torch.randn(4000, 33), torch.randn(9, 33)
+    floats = inputs + 0.1 * torch.randn(4000, 33) @ torch.randn(33, 33)
+    stats = LayerStats(33)
+    for part in torch.arange(4000).split(1500):
+        stats.update(inputs[part])
+        stats.update_target(inputs[part], floats[part] @ weight.t())
+    expected = 2 / 4000 * weight @ (floats - inputs).t() @ inputs
+    for scale in (torch.ones(33), torch.rand(33) + 0.5):
+        divided = stats.divided(scale)
+        assert divided.target is not None and divided.hessian is not None
+        found = (divided.target - weight * scale @ divided.hessian) * scale
+        assert float((found - expected).norm() / expected.norm()) < (1e-2 if fast else 1e-4)

@@ -83,7 +83,7 @@ def test_other_candidates_are_predicted_in_proportion(llama):
 
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_with_error_compensation_what_gptq_costs_is_measured(model, request, monkeypatch):
-    monkeypatch.setattr("qserve.calibration.blocks.fast_bfloat16", lambda: False)
+    monkeypatch.setattr("qserve.calibration.products.fast_bfloat16", lambda: False)
     path = request.getfixturevalue(model)
     skeleton = Skeleton(HFDirectory(path))
     text = torch.cat([windows(), torch.randint(0, 256, (9, 24), generator=torch.Generator().manual_seed(2))])
