@@ -140,7 +140,7 @@ class HFDirectory:
             raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: {stored.nbytes} bytes of "
                                   f"{stored.dtype} {list(stored.shape)}")  # fmt: skip
         data = torch.empty(stored.nbytes, dtype=torch.uint8)
-        view, done = memoryview(data.numpy()), 0
+        view, done = memoryview(data.numpy()), 0  # type: ignore[arg-type]
         try:
             if stored.file not in self._open:
                 self._open[stored.file] = self._files.enter_context(stored.file.open("rb", buffering=0))
