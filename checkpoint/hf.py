@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import shutil
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qserve.checkpoint.card import QualityCard, read_card
+from qserve.checkpoint.container import DTYPES
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import file_sha256, read_json_object
 from qserve.checkpoint.formats import FORMATS, format_of
@@ -51,7 +52,7 @@ class HFDirectory:
         self.config: dict[str, Any] = read_json_object(self.path / "config.json")
         self._tensors = read_index(self.path)
         self._files = ExitStack()
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, BinaryIO] = {}
         self._format, quantization, where = self._read_format()
         marks = {mark for format in ([self._format] if self._format else FORMATS.values()) for mark in format.marks}
         parts = {part for format in ([self._format] if self._format else FORMATS.values()) for part in format.parts}
@@ -132,15 +133,25 @@ class HFDirectory:
         return int(stored.numel) * _DTYPES.get(stored.dtype, torch.int8).itemsize
 
     def tensor(self, name: str) -> Tensor:
+        """Read, not mapped: mapped pages count as memory of this process, and for a large model all of them add up."""
         stored = self._stored(name)
+        dtype = DTYPES.get(stored.dtype)
+        if dtype is None or stored.nbytes != stored.numel * dtype.itemsize:
+            raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: {stored.nbytes} bytes of "
+                                  f"{stored.dtype} {list(stored.shape)}")  # fmt: skip
+        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        view, done = memoryview(data.numpy()), 0  # type: ignore[arg-type]
         try:
             if stored.file not in self._open:
-                self._open[stored.file] = self._files.enter_context(safe_open(stored.file, framework="pt"))
-            # safe_open maps the file; the copy outlives the map and the file.
-            tensor: Tensor = self._open[stored.file].get_tensor(name).clone()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{stored.file}: tensor {name} cannot be read ({error})") from None
-        return tensor
+                self._open[stored.file] = self._files.enter_context(stored.file.open("rb", buffering=0))
+            while done < stored.nbytes:
+                count = os.preadv(self._open[stored.file].fileno(), [view[done:]], stored.offset + done)
+                if not count:
+                    raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: the file was cut short")
+                done += count
+        except OSError as error:
+            raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: {error.strerror}") from None
+        return data.view(dtype).reshape(stored.shape)
 
     def linear(self, module: str) -> PackedWeight:
         if module not in self._packed:

@@ -25,11 +25,13 @@ _AGAIN = "fetch or write it again"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: its file, the dtype by its name in the header ("BF16"), the shape."""
+    """Where a tensor lies: its file, the dtype by its name in the header ("BF16"), the shape, the bytes of the file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
+    nbytes: int
 
     @property
     def numel(self) -> int:
@@ -95,8 +97,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         for name, entry in header.items():
             if name != "__metadata__":
-                tensors[name] = StoredTensor(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
-                end = max(end, int(entry["data_offsets"][1]))
+                first, stop = (int(offset) for offset in entry["data_offsets"])
+                shape = tuple(int(n) for n in entry["shape"])
+                tensors[name] = StoredTensor(path, str(entry["dtype"]), shape, 8 + length + first, stop - first)
+                if first < 0 or stop < first or min(shape, default=0) < 0:
+                    raise ValueError
+                end = max(end, stop)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         raise CheckpointError(f"{path} has a malformed safetensors header; {_AGAIN}") from None
     if 8 + length + end != size:

@@ -66,10 +66,11 @@ class WeightScheme:
     def max_code(self) -> int:
         return (1 << self.bits) - 1
 
-    def storage_bits(self, out_features: int, in_features: int) -> int:
-        """Bits of a weight [out, in] in a packed format: codes, 16-bit scales, packed zero points."""
+    def storage_bits(self, out_features: int, in_features: int, *, symmetric_zeros: bool = True) -> int:
+        """Bits of a weight [out, in] in a packed format: codes, 16-bit scales, packed zero points, those that are all
+        the same only where the format has ``symmetric_zeros``."""
         blocks = self.groups(in_features) * -(-out_features // self.row_height(out_features))
-        zero_bits = self.bits if self.dtype == "int" else 0
+        zero_bits = self.bits if self.dtype == "int" and (symmetric_zeros or not self.symmetric) else 0
         return out_features * in_features * self.bits + blocks * (16 + zero_bits)
 
     def __str__(self) -> str:

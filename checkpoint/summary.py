@@ -23,6 +23,7 @@ class Summary:
     stored_bytes: int
     linears: tuple[tuple[str, int, int, WeightScheme], ...]
     format: str | None = None
+    symmetric_zeros: bool = True
     activations: ActivationScheme | None = None
     float_inputs: int = 0
     kv_cache: KVScheme | None = None
@@ -38,10 +39,11 @@ class Summary:
 
     @property
     def packed_bits_per_weight(self) -> float | None:
-        """Over the packed linears alone, with their fp16 scales and packed zero points; None for a dense model."""
+        """Over the packed linears alone, with their fp16 scales and stored zero points; None for a dense model."""
         if not self.linears:
             return None
-        bits = sum(scheme.storage_bits(out, inp) for _, out, inp, scheme in self.linears)
+        zeros = self.symmetric_zeros
+        bits = sum(s.storage_bits(out, inp, symmetric_zeros=zeros) for _, out, inp, s in self.linears)
         return bits / sum(out * inp for _, out, inp, _ in self.linears)
 
     def lines(self) -> list[str]:
@@ -86,6 +88,7 @@ def summarize(source: ModelSource) -> Summary:
         stored_bytes=source.stored_bytes(),
         linears=tuple(linears),
         format=None if source.format is None else source.format.name,
+        symmetric_zeros=source.format is None or source.format.symmetric_zeros,
         activations=None if source.spec is None else source.spec.activations,
         float_inputs=0 if source.spec is None else len(source.spec.float_inputs),
         kv_cache=None if source.spec is None else source.spec.kv_cache,

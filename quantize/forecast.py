@@ -5,6 +5,7 @@ Knows sizes, this machine's free memory and its speed; does not know weights.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -34,6 +35,9 @@ _HESSIAN_SHARE = 0.45
 _STAGES = 3.0
 # Bytes per weight of the linear that is being rounded: its rows in order, their errors, codes twice, the result.
 _ROUNDED_BYTES = 22
+# The same to nearest and without calibration: the weight, its codes as floats and as bytes, and scales (and zero
+# points) spread to one for each weight.
+_NEAREST_BYTES, _ZERO_BYTES = 13, 4
 # Bytes per squared input of a Hessian, its factor and what inverting takes, in float64 and for the widest in float32.
 _HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 14, 8192
 # What a forward holds, relative to the outputs of its linears in float32: in lanes that wait at the widest of them, and
@@ -49,8 +53,8 @@ _SHARE = 0.8
 
 def forecast(job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSpec) -> Forecast:
     """Peak memory counts what lives at once: this process as it is, one block in float32, what rounding its largest
-    linear takes, and what the tokens of one forward leave behind; not pages of the model's files, which the system
-    takes back when it needs them. Time is the products to compute, at the speed measured here.
+    linear takes, and what the tokens of one forward leave behind. Time is the products to compute, at the speed
+    measured here.
 
     The whole batch goes through a block together where that fits, else the most samples that do.
     """
@@ -95,12 +99,13 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     linears = skeleton.shapes.values()
     outputs = sum(out for out, _ in linears) // blocks
     largest, widest = max(out * inp for out, inp in linears), max(inp for _, inp in linears)
-    copying = 2 * skeleton.embedding_bytes()
+    copying = _copying_bytes(skeleton)
     rounding = _ROUNDED_BYTES * largest
     if "gptq" in job.rounding or "awq" in job.rounding:
         rounding += (_HESSIAN_BYTES if widest <= _WIDE else _WIDE_HESSIAN_BYTES) * widest * widest
     if not job.tokens:
-        return max(4 * largest + rounding, copying)
+        nearest = _NEAREST_BYTES + (0 if job.symmetric else _ZERO_BYTES)
+        return max(nearest * largest + sum(out * inp for out, inp in linears) // blocks, copying)
     tokens = at_once * job.sequence_length
     whole = at_once >= job.samples
     states = 4 * job.tokens * skeleton.hidden_size
@@ -113,6 +118,17 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     if job.effort == "best":
         block += 2 * hidden + 6 * skeleton.block_bytes()
     return max(skeleton.embedding_bytes() + hidden, block, copying)
+
+
+def _copying_bytes(skeleton: Skeleton) -> int:
+    """The largest tensor outside the blocks as it is stored, and in float16 where it becomes that."""
+    source, sizes = skeleton.source, [0]
+    for name in source.names():
+        if name.removesuffix(".weight") not in skeleton.shapes:
+            half = 2 * math.prod(source.shape(name))
+            stored = source.nbytes(name)
+            sizes.append(stored if stored == half or source.dtype() == torch.bfloat16 else stored + half)
+    return max(sizes)
 
 
 def distillation_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:

@@ -137,6 +137,7 @@ class Mixed:
             excerpt(self._windows),
             offered,
             around=job.target_bits or 4.25,
+            symmetric_zeros=prepared.format.symmetric_zeros,
             activations=job.activations,
             compensation=compensation,
             progress=lambda done, total: self._tell(ProgressEvent("sensitivity", done, total)),

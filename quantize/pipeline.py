@@ -180,6 +180,7 @@ def _quantize(
             _commit(visit, result, {"samples_at_once": at_once, "distills": distills}, prepared, writer)
         reports += result.reports
         written |= result.dense.keys()
+        del result  # a block of codes, which the next one's need not lie beside
         done = visit.index + 1
         if done > first:
             remaining = (time.perf_counter() - start) / (done - first) * (visit.total - done)

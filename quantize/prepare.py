@@ -87,7 +87,7 @@ def arrange(
     """Plan, format, verdicts and forecast; ``chosen`` is what mixed precision decided. Raises ``UsageError``."""
     shapes = _shapes(skeleton, job)
     spec, notices = plan(job, shapes, chosen)
-    format = default_format(spec) if job.format == "auto" else format_named(job.format)
+    format = _format(spec, skeleton, shapes, job)
     judged = judge(spec, skeleton, shapes, job.loaders, format)
     for verdict in judged:
         if verdict.loader in job.loaders and not verdict.accepts:
@@ -97,6 +97,17 @@ def arrange(
         needed = distillation_bytes(job, skeleton) / 2**20
         notices += (f"scales will not be tuned end to end: the whole model would take {needed:,.0f} MiB",)
     return Preparation(skeleton, job, shapes, spec, format, notices, judged, expected, dtype)
+
+
+def _format(spec: QuantSpec, skeleton: Skeleton, shapes: Shapes, job: QuantizeJob) -> Format:
+    if job.format != "auto":
+        return format_named(job.format)
+    if job.mixed and job.symmetric:
+        # It stores no zero points that are all the same: their bits go to the codes.
+        denser = format_named("compressed-tensors")
+        if all(verdict.accepts for verdict in judge(spec, skeleton, shapes, job.loaders, denser)[: len(job.loaders)]):
+            return denser
+    return default_format(spec)
 
 
 def judge(

@@ -106,7 +106,9 @@ class BlockQuantizer:
         if scheme.rows != 1:
             yield from ((name, self._round([name], weights[name], stats, scheme)) for name in members)
             return
-        result = self._round(members, torch.cat([weights[name] for name in members]), stats, scheme)
+        together = [weights[name] for name in members]
+        joined = torch.cat(together) if len(together) > 1 else together[0]
+        result = self._round(members, joined, stats, scheme)
         row = 0
         for name in members:
             yield name, result.rows(row, row + len(weights[name]))

@@ -120,6 +120,7 @@ def measure(
     candidates: Mapping[Unit, Sequence[WeightScheme | None]],
     *,
     around: float = 4.25,
+    symmetric_zeros: bool = True,
     activations: ActivationScheme | None = None,
     compensation: Compensation | None = None,
     offload: Path | None = None,
@@ -133,7 +134,7 @@ def measure(
     error of the unit's output. Units are linears of blocks, or the output layer alone. One that ``windows`` never
     reach is left out. Linears of blocks are rounded as ``compensation`` says, to nearest without it, the output layer
     to nearest; the inputs of what is rounded as ``activations`` (dynamic) say. ``offload`` is a directory for the
-    hidden states. One block is in memory at a time.
+    hidden states; ``symmetric_zeros`` as in ``Format``. One block is in memory at a time.
     """
     samples, length = windows.shape
     states = Activations((1 + len(candidates)) * samples, length, skeleton.hidden_size, offload)
@@ -155,7 +156,7 @@ def measure(
                 rehearsals |= dict.fromkeys(names, Compensated(stats, act_order=compensation.act_order))
         before = len(trials)
         for unit in candidates:
-            if trial := _trial(unit, linears, rehearsals, candidates[unit], around):
+            if trial := _trial(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
                 trials.append(trial)
                 with _rounded(trial, linears, rehearsals, activations):
                     states.write(len(trials) * samples, run(variant(0)))
@@ -171,7 +172,7 @@ def measure(
         if (unit := tuple(linears)) in candidates:
             inputs = _inputs(linears, lambda: [log_probabilities(each) for each in variant(0).split(1)])
             rehearsals = {name: Nearest(rows) for name, rows in inputs.items()}
-            if trial := _trial(unit, linears, rehearsals, candidates[unit], around):
+            if trial := _trial(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
                 trials.append(trial)
                 states.write(len(trials) * samples, variant(0))
         divergence = torch.zeros(len(trials), dtype=torch.float64)
@@ -216,6 +217,7 @@ def _trial(
     rehearsals: Mapping[str, Rehearsal],
     schemes: Sequence[WeightScheme | None],
     around: float,
+    symmetric_zeros: bool,
 ) -> _Trial | None:
     """None where ``linears`` are not those of ``unit``, or no token reached them."""
     reached = tuple(module for module in unit if module in rehearsals)
@@ -223,7 +225,11 @@ def _trial(
         return None
     shapes = [tuple(linears[module].weight.shape) for module in unit]
     weights = sum(out * inp for out, inp in shapes)
-    bits = tuple(sum(scheme.storage_bits(*s) if scheme else 16 * s[0] * s[1] for s in shapes) for scheme in schemes)
+
+    def stored(scheme: WeightScheme | None, out: int, inp: int) -> int:
+        return scheme.storage_bits(out, inp, symmetric_zeros=symmetric_zeros) if scheme else 16 * out * inp
+
+    bits = tuple(sum(stored(scheme, *shape) for shape in shapes) for scheme in schemes)
     alike: dict[Rehearsal, list[Tensor]] = {}
     for module in reached:
         alike.setdefault(rehearsals[module], []).append(linears[module].weight.data)

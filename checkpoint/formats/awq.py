@@ -46,6 +46,7 @@ class AWQ:
     name: str = "awq"
     parts: tuple[str, ...] = ("qweight", "qzeros", "scales", "bias")
     marks: tuple[str, ...] = ("qweight",)
+    symmetric_zeros: bool = True
 
     def limit(self, spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
         if spec.activations is not None or spec.kv_cache is not None:

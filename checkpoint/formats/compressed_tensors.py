@@ -53,6 +53,7 @@ class CompressedTensors:
         "bias",
     )
     marks: tuple[str, ...] = ("weight_scale",)
+    symmetric_zeros: bool = False
 
     def limit(self, spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
         if spec.act_order:

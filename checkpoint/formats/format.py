@@ -33,9 +33,10 @@ _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embedd
 class Format(Protocol):
     """One on-disk format. A packed module is stored as ``module.part`` tensors and a configuration in JSON.
 
-    name    what ``--format`` calls it
-    parts   suffixes of every tensor that may belong to a packed module
-    marks   those of ``parts`` of which a packed module has exactly one, and a dense module none
+    name             what ``--format`` calls it
+    parts            suffixes of every tensor that may belong to a packed module
+    marks            those of ``parts`` of which a packed module has exactly one, and a dense module none
+    symmetric_zeros  whether zero points are stored where all of them are the same
     """
 
     @property
@@ -44,6 +45,8 @@ class Format(Protocol):
     def parts(self) -> tuple[str, ...]: ...
     @property
     def marks(self) -> tuple[str, ...]: ...
+    @property
+    def symmetric_zeros(self) -> bool: ...
 
     def limit(self, spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
         """Why the format cannot hold these modules (one line, naming the module), or None."""

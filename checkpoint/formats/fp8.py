@@ -49,6 +49,7 @@ class FP8:
         "weight", "weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "bias"
     )
     marks: tuple[str, ...] = ("weight_scale", "weight_scale_inv")
+    symmetric_zeros: bool = False
 
     def limit(self, spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
         if reason := _unsayable(spec):

@@ -51,6 +51,7 @@ class GPTQ:
     name: Literal["gptq", "gptq_v2"] = "gptq"
     parts: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx", "bias")
     marks: tuple[str, ...] = ("qweight",)
+    symmetric_zeros: bool = True
 
     def limit(self, spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
         if spec.activations is not None or spec.kv_cache is not None:

@@ -75,7 +75,10 @@ def quantize(
     ] = None,
     format: Annotated[
         str,
-        typer.Option(help="gptq, gptq_v2, awq, compressed-tensors or fp8; auto takes the one most loaders read."),
+        typer.Option(
+            help="gptq, gptq_v2, awq, compressed-tensors or fp8; auto takes the one most loaders read, and for mixed "
+            "precision compressed-tensors, which stores no zero points that are all alike."
+        ),
     ] = _JOB.format,
     loaders: Loaders = _LOADERS,
     calibration: Annotated[

@@ -68,6 +68,22 @@ def test_dense_directory(tiny_llama) -> None:
     source.verify()
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="lists what is mapped on Linux only")
+def test_nothing_stays_mapped(tiny_llama) -> None:
+    """A map counts as memory of the process once it was read, and whole models add up."""
+    source = HFDirectory(tiny_llama)
+    tensors = [source.tensor(name) for name in source.names()]
+    assert tensors and str(tiny_llama) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F32", [2, 3]), ("F16", [7]), ("F4", [12]), ("I64", [])])
+def test_a_tensor_of_other_bytes_than_its_shape_says_is_refused(tiny_llama, dtype, shape) -> None:
+    header = json.dumps({"strange": {"dtype": dtype, "shape": shape, "data_offsets": [0, 12]}}).encode()
+    (tiny_llama / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
+    with pytest.raises(CheckpointError, match=r"strange cannot be read: 12 bytes"):
+        HFDirectory(tiny_llama).tensor("strange")
+
+
 def test_sharded_directory_reads_the_same(tiny_llama, tmp_path) -> None:
     LlamaForCausalLM.from_pretrained(tiny_llama).save_pretrained(tmp_path / "shards", max_shard_size="40KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2

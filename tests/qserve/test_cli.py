@@ -184,7 +184,8 @@ def test_dry_run_report_and_convert(cli: Cli, tiny_model: Path, text_file: Path,
     assert "a checkpoint of" in done.out and "14 x 4 bit g32" in done.out and not out.exists()
 
     scored = ("--data", text_file, *SCORED)
-    done = cli("quantize", tiny_model, out, *options, "--target-bits", 5, "--report", pages, *scored)
+    mixed = ("--target-bits", 5, "--format", "gptq")
+    done = cli("quantize", tiny_model, out, *options, *mixed, "--report", pages, *scored)
     assert done.code == 0, done.err
     content = json.loads((pages / "quantization.json").read_text())
     card = read_card(out)
