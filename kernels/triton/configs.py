@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import triton
 from qserve.kernels.triton.target import Target
 
 DATA = Path(__file__).parent / "data"
-BUCKETS = (16, 32, 64, 128, 256, 1 << 30)
+BUCKETS = (16, 32, 64, 128, 256, 1024, 1 << 30)
 """The most rows that each configuration is for."""
 MAX_SPLITS = 16
 SPLIT_ROWS = 256
@@ -27,7 +27,8 @@ _FILL = 2  # blocks that a program costs besides its own: filling its pipeline, 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles and threads of one launch. ``splits`` of K: 0 where the size of the product decides."""
+    """Tiles and threads of one launch. ``splits`` of K: 0 where the size of the product decides. ``kernel``: "tiles" is
+    what computes any number of rows; for many there are "persistent" (8-bit inputs) and "dequantize" (16-bit ones)."""
 
     block_m: int
     block_n: int
@@ -35,6 +36,7 @@ class Config:
     stages: int
     swap: bool = False
     splits: int = 0
+    kernel: str = "tiles"
 
 
 def bucket_of(rows: int) -> int:
@@ -56,8 +58,7 @@ def resolve(config: Config, rows: int, padded_n: int, blocks: int, sms: int) -> 
     if config.splits:
         return config
     tiles = -(-rows // config.block_m) * (padded_n // config.block_n)
-    return Config(config.block_m, config.block_n, config.warps, config.stages, config.swap,
-                  splits(tiles, blocks, sms))  # fmt: skip
+    return replace(config, splits=splits(tiles, blocks, sms))
 
 
 def file_of(target: Target) -> Path:
@@ -75,9 +76,17 @@ def _measured(path: Path) -> dict[str, dict[str, Config]]:
     return {key: {rows: Config(**config) for rows, config in found.items()} for key, found in entries.items()}
 
 
+@lru_cache
+def left_out(path: Path) -> frozenset[str]:
+    """The kernels for many rows that a GPU's data keep from being used there: ``"left_out": ["persistent"]``."""
+    return frozenset(json.loads(path.read_text()).get("left_out", ())) if path.exists() else frozenset()
+
+
 def choose(
     key: str, rows: int, target: Target, default: Callable[[int], Config], fits: Callable[[Config], bool]
 ) -> Config:
     """The configuration of ``key`` for ``rows`` rows: measured where there is one that fits, else the default."""
     found = _measured(file_of(target)).get(key, {}).get(str(bucket_of(rows)))
-    return found if found is not None and fits(found) else default(rows)
+    if found is not None and fits(found) and found.kernel not in left_out(file_of(target)):
+        return found
+    return default(rows)

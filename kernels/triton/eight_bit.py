@@ -17,7 +17,17 @@ from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
-from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, choose, resolve
+from qserve.kernels.triton import persistent
+from qserve.kernels.triton.configs import (
+    BUCKETS,
+    SPLIT_ROWS,
+    Config,
+    bucket_of,
+    choose,
+    file_of,
+    left_out,
+    resolve,
+)
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
 from qserve.kernels.triton.prepack import PAD_N, by_group, slots
@@ -154,6 +164,9 @@ class EightBit:
         self.scales = by_group(weight.scales, self.padded_n, 1 if groups == 1 else groups).to(device)
         self.bias = None if op.bias is None else op.bias.to(device)
         gpu = target(device)
+        self.sms = gpu.sms
+        self.persistent = persistent.supports(weight, self.block_k, gpu.capability) is None
+        self.persistent &= "persistent" not in left_out(file_of(gpu))
         self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         memory = workspace(device)
         self.x_groups = -(-width // self.x_group) if self.x_group else 1
@@ -176,13 +189,18 @@ class EightBit:
         grouped = self.group + self.x_group > 0
 
         def usual(rows: int) -> Config:
+            if self.persistent and rows >= persistent.FEWEST_ROWS and not batch_invariant:
+                return persistent.default(rows, grouped)
             return default(rows, grouped, gpu.capability)
+
+        def fits(config: Config) -> bool:
+            return self.persistent if config.kernel == "persistent" else self.padded_n % config.block_n == 0
 
         if batch_invariant:
             least = resolve(usual(1), 1, self.padded_n, self.blocks, gpu.sms)
             return replace(least, block_m=16 if rows <= 16 else 32)
         self.key = f"eight_bit {self.activations.dtype} group={self.group},{self.x_group} n={self.n} k={self.k}"
-        found = choose(self.key, rows, gpu, usual, lambda config: self.padded_n % config.block_n == 0)
+        found = choose(self.key, rows, gpu, usual, fits)
         return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
 
     def take_rounded(self) -> Rounded | None:
@@ -207,6 +225,12 @@ class EightBit:
         config, codes, scales = self.configs[bucket_of(rows)], self.rounded.codes, self.rounded.scales
         if self._rounds:
             self._round(rows)
+        if config.kernel == "persistent":
+            persistent.multiply(
+                codes[:rows], scales[:rows], self.weight, self.scales, self.bias, self.op.out[:rows], config,
+                n=self.n, group=self.group, x_group=self.x_group, accumulate=self.op.accumulate, sms=self.sms,
+            )  # fmt: skip
+            return
         step = SPLIT_ROWS if config.splits > 1 else rows
         for start in range(0, rows, step):
             self._launch(codes[start:], scales[start:], self.op.out[start:], min(step, rows - start), config)
