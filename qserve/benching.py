@@ -195,9 +195,9 @@ def _gpu_kernels(engine: EngineConfig, repeats: int) -> Report:
         raise UsageError("--device cuda times the Triton kernels: leave out --kernels, --threads and --cpu-list")
     if find_spec("triton") is None:
         raise UsageError("--device cuda: triton is not installed (no GPU kernels on this platform)")
-    from qserve.evals.bench import gpu_kernels  # with Triton, which takes a while to import
+    from qserve.evals.bench.gpu import kernels as of_gpu  # with Triton, which takes a while to import
     from qserve.kernels.triton.stopwatch import Stopwatch
 
-    watch = Stopwatch(gpu_kernels.require_gpu(), repeats)
+    watch = Stopwatch(of_gpu.require_gpu(), repeats)
     with console.progress("kernels") as update:
-        return gpu_kernels.run(command_line(), watch, update=update)
+        return of_gpu.run(command_line(), watch, update=update)
