@@ -17,11 +17,13 @@ from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
-from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, choose, resolve
+from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
+from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import PAD_N, by_group, slots
 from qserve.kernels.triton.target import FP8, Capability, Target, target
+from qserve.kernels.triton.tuned import choose
 from qserve.kernels.triton.workspace import workspace
 
 WIDEST_BLOCK = 128
@@ -154,7 +156,7 @@ class EightBit:
         self.scales = by_group(weight.scales, self.padded_n, 1 if groups == 1 else groups).to(device)
         self.bias = None if op.bias is None else op.bias.to(device)
         gpu = target(device)
-        self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
+        self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         memory = workspace(device)
         self.x_groups = -(-width // self.x_group) if self.x_group else 1
         rows = len(op.x)
@@ -171,7 +173,7 @@ class EightBit:
         memory = workspace(self.weight.device)
         self.partial, self.arrived = memory.splits(self.configs, len(self.op.x), self.padded_n)
 
-    def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
+    def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
         grouped = self.group + self.x_group > 0
 
@@ -193,7 +195,7 @@ class EightBit:
         self._rounds = False
         return self.rounded
 
-    def _round(self, rows: int) -> None:
+    def round(self, rows: int) -> None:
         x = self.op.x
         if self.order is not None:
             x = self.gathered[: rows * len(self.order)].view(rows, -1)
@@ -206,14 +208,14 @@ class EightBit:
     def run(self, rows: int) -> None:
         config, codes, scales = self.configs[bucket_of(rows)], self.rounded.codes, self.rounded.scales
         if self._rounds:
-            self._round(rows)
+            self.round(rows)
         step = SPLIT_ROWS if config.splits > 1 else rows
         for start in range(0, rows, step):
             self._launch(codes[start:], scales[start:], self.op.out[start:], min(step, rows - start), config)
 
     def _launch(self, codes: Tensor, x_scales: Tensor, out: Tensor, rows: int, config: Config) -> None:
         grid = (-(-rows // config.block_m) * (self.padded_n // config.block_n), config.splits)
-        eight_bit_kernel[grid](
+        at(eight_bit_kernel, grid)(
             codes, x_scales, self.weight, self.scales, out if self.bias is None else self.bias, out,
             self.partial, self.arrived,
             rows, self.n, self.k, out.stride(0), self.padded_n, self.blocks, config.splits, self.x_groups,

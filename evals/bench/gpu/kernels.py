@@ -20,17 +20,18 @@ from qserve.evals.bench.gpu import attention, linears
 from qserve.evals.bench.gpu.attention import Heads
 from qserve.evals.bench.gpu.peers import PEERS
 from qserve.evals.bench.gpu.report import Timing, report
+from qserve.evals.bench.gpu.shapes import SHAPES
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.report import Report
 from qserve.kernels.triton import target
 from qserve.kernels.triton.stopwatch import Stopwatch
-from qserve.kernels.triton.tune import SHAPES
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
 HEADS = {"8B": Heads(32, 8, 128), "70B": Heads(64, 8, 128)}
 """Of Llama 3."""
 DECODES = ((1, 1024), (1, 32768), (8, 8192), (32, 1024), (32, 8192), (128, 2048))
 """(sequences, context)"""
+COPIED, SIDE = 1 << 30, 8192
 LIMIT = 200.0
 """Seconds after which nothing new is begun."""
 TOLERANCE = 3e-2
@@ -46,8 +47,8 @@ class Sizes:
     rows: Sequence[int]
     heads: Mapping[str, Heads]
     decodes: Sequence[tuple[int, int]]
-    copied: int = 1 << 30
-    side: int = 8192
+    copied: int = COPIED
+    side: int = SIDE
 
 
 FULL = Sizes(SHAPES, ROWS, HEADS, DECODES)
@@ -61,13 +62,13 @@ def require_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def peaks(watch: Stopwatch, dtype: torch.dtype, sizes: Sizes) -> Roof:
+def peaks(watch: Stopwatch, dtype: torch.dtype, copied: int = COPIED, side: int = SIDE) -> Roof:
     """Floating-point operations of a large product in ``dtype`` per second, and bytes read or written by a copy."""
-    source = torch.empty(sizes.copied, dtype=torch.uint8, device=watch.device)
+    source = torch.randint(0, 256, (copied,), dtype=torch.uint8, device=watch.device)
     into = torch.empty_like(source)
-    a, b = (torch.randn(sizes.side, sizes.side, device=watch.device).to(dtype) for _ in range(2))
-    copied, product = watch.time([lambda: into.copy_(source)]), watch.time([lambda: a @ b])
-    return Roof(2 * sizes.side**3 / product.seconds, 2 * sizes.copied / copied.seconds)
+    a, b = (torch.randn(side, side, device=watch.device).to(dtype) for _ in range(2))
+    copy, product = watch.time([lambda: into.copy_(source)]), watch.time([lambda: a @ b])
+    return Roof(2 * side**3 / product.seconds, 2 * copied / copy.seconds)
 
 
 class _Timer:
@@ -143,14 +144,14 @@ def run(
     update: Update = lambda done, total: None,
 ) -> Report:
     """Time every contestant between two measurements of the machine; the better of the two is the roof."""
-    before = peaks(watch, dtype, sizes)
+    before = peaks(watch, dtype, sizes.copied, sizes.side)
     timer = _Timer(watch, dtype, time.monotonic() + limit)
     parts = [*_decodes(timer, sizes), *_linears(timer, sizes)]
     for index, part in enumerate(parts):
         update(index, len(parts))
         part()
     update(len(parts), len(parts))
-    after = peaks(watch, dtype, sizes)
+    after = peaks(watch, dtype, sizes.copied, sizes.side)
     roof = Roof(max(before.operations or 0.0, after.operations or 0.0), max(before.bytes, after.bytes))
     return report(command, roof, target.target(watch.device), timer.timings, timer.notes, timer.failures)
 

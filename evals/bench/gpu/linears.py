@@ -188,13 +188,13 @@ def _scaled(problem: Problem, rounding: bool) -> Held:
     return Held(run, weight.nbytes + scales.nbytes)
 
 
-def _gpu_of(scheme: str) -> Capability:
+def least_gpu(scheme: str) -> Capability:
     return FP8 if scheme.startswith("FP8") else (8, 0)
 
 
 CONTESTANTS = (
     Contestant("cuBLAS", "bf16", _cublas),
-    *(Contestant("qserve", scheme, _ours, ours=True, least_gpu=_gpu_of(scheme)) for scheme in SCHEMES),
+    *(Contestant("qserve", scheme, _ours, ours=True, least_gpu=least_gpu(scheme)) for scheme in SCHEMES),
     Contestant("torch._weight_int4pack_mm", "W4A16 g128", _int4pack),
     *(
         Contestant(name, scheme, partial(_scaled, rounding=rounding), least_gpu=FP8)
