@@ -1,24 +1,19 @@
-"""How a kernel divides its work: safe defaults in code, and measured configurations per GPU and Triton version.
+"""How a kernel divides its work: the configurations that are possible, and the parts of K that a product has.
 
-Measured ones are JSON files under ``data``, written by ``tune``; what a file does not name has the default.
+What was measured on a GPU is in ``tuned``; the safe default of each kernel is beside it.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
 
-import triton
-
-from qserve.kernels.triton.target import Target
-
-DATA = Path(__file__).parent / "data"
 BUCKETS = (16, 32, 64, 128, 256, 1024, 1 << 30)
 """The most rows that each configuration is for."""
+FOR_MANY = ("persistent", "dequantize")
+"""Kernels for more rows than a decode has, beside "tiles", which computes any number of them: a persistent product of
+8-bit operands, and dequantizing a weight before cuBLAS multiplies by it."""
+TILE_SIDES = (16, 256)
+"""The least that a matrix unit takes, and the most that registers hold."""
 MAX_SPLITS = 16
 SPLIT_ROWS = 256
 """The most rows that a launch with a split K has: it bounds the workspace of partial sums."""
@@ -27,8 +22,8 @@ _FILL = 2  # blocks that a program costs besides its own: filling its pipeline, 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles and threads of one launch. ``splits`` of K: 0 where the size of the product decides. ``kernel``: "tiles" is
-    what computes any number of rows; for many there are "persistent" (8-bit inputs) and "dequantize" (16-bit ones)."""
+    """Tiles and threads of one launch. ``splits`` of K: 0 where the size of the product decides. ``kernel``: "tiles" or
+    one of ``FOR_MANY``."""
 
     block_m: int
     block_n: int
@@ -37,6 +32,19 @@ class Config:
     swap: bool = False
     splits: int = 0
     kernel: str = "tiles"
+
+    def fault(self) -> str | None:
+        """Why no kernel can be launched so, or None."""
+        sides = [("block_m", self.block_m, TILE_SIDES), ("block_n", self.block_n, TILE_SIDES)]
+        for name, value, (least, most) in (*sides, ("warps", self.warps, (1, 16))):
+            if not least <= value <= most or value & (value - 1):
+                return f"{name} must be a power of two from {least} to {most}, not {value}"
+        for name, value, most in (("stages", self.stages, 8), ("splits", self.splits, 2 * MAX_SPLITS)):
+            if not (name == "stages") <= value <= most:
+                return f"{name} must be at most {most}, not {value}"
+        if self.kernel not in ("tiles", *FOR_MANY):
+            return f"there is no kernel {self.kernel!r}"
+        return None
 
 
 def bucket_of(rows: int) -> int:
@@ -59,34 +67,3 @@ def resolve(config: Config, rows: int, padded_n: int, blocks: int, sms: int) -> 
         return config
     tiles = -(-rows // config.block_m) * (padded_n // config.block_n)
     return replace(config, splits=splits(tiles, blocks, sms))
-
-
-def file_of(target: Target) -> Path:
-    """Where the measured configurations of a GPU are, for this Triton."""
-    name = re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-")
-    version = ".".join(triton.__version__.split(".")[:2])
-    return DATA / f"{name}-triton-{version}.json"
-
-
-@lru_cache
-def _measured(path: Path) -> dict[str, dict[str, Config]]:
-    if not path.exists():
-        return {}
-    entries = json.loads(path.read_text())["entries"]
-    return {key: {rows: Config(**config) for rows, config in found.items()} for key, found in entries.items()}
-
-
-@lru_cache
-def left_out(path: Path) -> frozenset[str]:
-    """The kernels for many rows that a GPU's data keep from being used there: ``"left_out": ["persistent"]``."""
-    return frozenset(json.loads(path.read_text()).get("left_out", ())) if path.exists() else frozenset()
-
-
-def choose(
-    key: str, rows: int, target: Target, default: Callable[[int], Config], fits: Callable[[Config], bool]
-) -> Config:
-    """The configuration of ``key`` for ``rows`` rows: measured where there is one that fits, else the default."""
-    found = _measured(file_of(target)).get(key, {}).get(str(bucket_of(rows)))
-    if found is not None and fits(found) and found.kernel not in left_out(file_of(target)):
-        return found
-    return default(rows)

@@ -18,20 +18,13 @@ from torch.nn import functional as F
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
 from qserve.kernels.triton import persistent
-from qserve.kernels.triton.configs import (
-    BUCKETS,
-    SPLIT_ROWS,
-    Config,
-    bucket_of,
-    choose,
-    file_of,
-    left_out,
-    resolve,
-)
+from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
+from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import PAD_N, by_group, slots
 from qserve.kernels.triton.target import FP8, Capability, Target, target
+from qserve.kernels.triton.tuned import choose, left_out
 from qserve.kernels.triton.workspace import workspace
 
 WIDEST_BLOCK = 128
@@ -166,8 +159,8 @@ class EightBit:
         gpu = target(device)
         self.sms = gpu.sms
         self.persistent = persistent.supports(weight, self.block_k, gpu.capability) is None
-        self.persistent &= "persistent" not in left_out(file_of(gpu))
-        self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
+        self.persistent &= "persistent" not in left_out(gpu)
+        self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         memory = workspace(device)
         self.x_groups = -(-width // self.x_group) if self.x_group else 1
         rows = len(op.x)
@@ -184,7 +177,7 @@ class EightBit:
         memory = workspace(self.weight.device)
         self.partial, self.arrived = memory.splits(self.configs, len(self.op.x), self.padded_n)
 
-    def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
+    def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
         grouped = self.group + self.x_group > 0
 
@@ -203,6 +196,10 @@ class EightBit:
         found = choose(self.key, rows, gpu, usual, fits)
         return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
 
+    def for_many(self) -> list[Config]:
+        """What else may compute many rows here."""
+        return persistent.configs(self.group + self.x_group > 0) if self.persistent else []
+
     def take_rounded(self) -> Rounded | None:
         """Where the kernel that makes the input leaves it rounded, from now on; None where it cannot: inputs are
         rounded by groups, or in another order, or a row is too wide."""
@@ -211,7 +208,7 @@ class EightBit:
         self._rounds = False
         return self.rounded
 
-    def _round(self, rows: int) -> None:
+    def round(self, rows: int) -> None:
         x = self.op.x
         if self.order is not None:
             x = self.gathered[: rows * len(self.order)].view(rows, -1)
@@ -224,7 +221,7 @@ class EightBit:
     def run(self, rows: int) -> None:
         config, codes, scales = self.configs[bucket_of(rows)], self.rounded.codes, self.rounded.scales
         if self._rounds:
-            self._round(rows)
+            self.round(rows)
         if config.kernel == "persistent":
             persistent.multiply(
                 codes[:rows], scales[:rows], self.weight, self.scales, self.bias, self.op.out[:rows], config,
@@ -237,7 +234,7 @@ class EightBit:
 
     def _launch(self, codes: Tensor, x_scales: Tensor, out: Tensor, rows: int, config: Config) -> None:
         grid = (-(-rows // config.block_m) * (self.padded_n // config.block_n), config.splits)
-        eight_bit_kernel[grid](
+        at(eight_bit_kernel, grid)(
             codes, x_scales, self.weight, self.scales, out if self.bias is None else self.bias, out,
             self.partial, self.arrived,
             rows, self.n, self.k, out.stride(0), self.padded_n, self.blocks, config.splits, self.x_groups,

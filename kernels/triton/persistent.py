@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels.triton.configs import Config
+from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.target import Capability
 
 BLOCK_K = 128
@@ -118,6 +119,12 @@ def default(rows: int, grouped: bool) -> Config:
     return Config(128, 256 if wide else 128, warps=8, stages=3, splits=1, kernel="persistent")
 
 
+def configs(grouped: bool) -> list[Config]:
+    """All that may be worth timing."""
+    shapes = [(128, 3), (128, 4)] if grouped else [(128, 3), (256, 3), (256, 4)]
+    return [Config(128, n, warps=8, stages=stages, splits=1, kernel="persistent") for n, stages in shapes]
+
+
 def part_n(config: Config, grouped: bool) -> int:
     """Outputs that are multiplied at a time: half a tile, or all of a small one that has scales by groups."""
     return config.block_n if grouped and config.block_n <= 128 else config.block_n // 2
@@ -132,7 +139,7 @@ def multiply(
     part = part_n(config, group + x_group > 0)
     tiles = -(-rows // config.block_m) * -(-padded_n // config.block_n)
     programs = min(tiles, sms * (1 if config.block_n > 128 else 2))
-    persistent_kernel[programs, 1](
+    at(persistent_kernel, (programs, 1))(
         TensorDescriptor(codes, [rows, k], [k, 1], [config.block_m, BLOCK_K]),
         TensorDescriptor(weight, [padded_n, k], [k, 1], [part, BLOCK_K]),
         x_scales, scales, out if bias is None else bias, out,

@@ -18,21 +18,14 @@ from torch import Tensor
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
 from qserve.kernels.triton import dequantize
-from qserve.kernels.triton.configs import (
-    BUCKETS,
-    SPLIT_ROWS,
-    Config,
-    bucket_of,
-    choose,
-    file_of,
-    left_out,
-    resolve,
-)
+from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.dense import multiply
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import gather_columns
+from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import planes
 from qserve.kernels.triton.target import Capability, Target, is_interpreted, target
+from qserve.kernels.triton.tuned import choose, left_out
 from qserve.kernels.triton.unpack import half, unpack
 from qserve.kernels.triton.workspace import workspace
 
@@ -148,8 +141,8 @@ class WeightOnly:
         self.padded_n = self.planes.padded_n
         self.bias = None if op.bias is None else op.bias.to(device)
         gpu = target(device)
-        self.dequantizes = op.x.dtype != torch.float32 and "dequantize" not in left_out(file_of(gpu))
-        self.configs = {bucket: self._config(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
+        self.dequantizes = op.x.dtype != torch.float32 and "dequantize" not in left_out(gpu)
+        self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         gathered = 0 if self.planes.order is None else len(op.x) * self.planes.k
         self.gathered = workspace(device).take("gathered", gathered, op.x.dtype)
         self.configure({})
@@ -162,7 +155,7 @@ class WeightOnly:
         if any(config.kernel == "dequantize" for config in self.configs.values()):
             self._dequantized()
 
-    def _config(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
+    def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
         held = self.planes
 
@@ -177,9 +170,14 @@ class WeightOnly:
         if batch_invariant:
             least = resolve(usual(1), 1, held.padded_n, held.blocks, gpu.sms)
             return replace(usual(min(rows, 32)), splits=least.splits)
-        self.key = f"weight_only bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
+        dtype = str(self.op.x.dtype).removeprefix("torch.")
+        self.key = f"weight_only {dtype} bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
         found = choose(self.key, rows, gpu, usual, fits)
         return resolve(found, rows, held.padded_n, held.blocks, gpu.sms)
+
+    def for_many(self) -> list[Config]:
+        """What else may compute many rows here."""
+        return [dequantize.CONFIG] if self.dequantizes else []
 
     def run(self, rows: int) -> None:
         held, config = self.planes, self.configs[bucket_of(rows)]
@@ -213,7 +211,7 @@ class WeightOnly:
     def _launch(self, x: Tensor, out: Tensor, rows: int, config: Config) -> None:
         held = self.planes
         grid = (-(-rows // config.block_m) * (held.padded_n // config.block_n), config.splits)
-        weight_only_kernel[grid](
+        at(weight_only_kernel, grid)(
             x, held.words, held.scales, held.scales if held.zeros is None else held.zeros,
             out if self.bias is None else self.bias, out, self.partial, self.arrived,
             rows, self.n, held.k, x.stride(0), out.stride(0), held.padded_n, held.blocks, config.splits,

@@ -5,7 +5,6 @@ In float16 and float32 only, as ``test_linear`` says.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from test_linear import (  # type: ignore[import-not-found]
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme
 from qserve.kernels import ops
-from qserve.kernels.triton import configs, dequantize, linear, persistent, target
+from qserve.kernels.triton import dequantize, linear, persistent, target, tuned
 from qserve.kernels.triton.configs import Config, bucket_of
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.prepack import planes
@@ -200,9 +199,14 @@ def test_no_kernel_for_many_rows_where_the_batch_must_not_matter() -> None:
 
 
 def test_the_data_of_a_gpu_may_leave_kernels_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "DATA", tmp_path)
-    path = configs.file_of(target.target(DEVICE))
-    path.write_text(json.dumps({"entries": {}, "left_out": ["persistent", "dequantize"]}))
-    assert chosen(4096) == "tiles"
-    product = eight_bit(rounded(packed_fp8(128, 128, -1, 1), TOKEN_FP8), 2000)
-    assert {config.kernel for config in product.configs.values()} == {"tiles"} and not product.persistent
+    gpu = target.target(DEVICE)
+    held = replace(tuned.begin(gpu, "by hand"), left_out=["persistent", "dequantize"])
+    held.write(tuned.file_of(gpu, tmp_path))
+    monkeypatch.setattr(tuned, "DATA", tmp_path)
+    tuned.in_use.cache_clear()
+    try:
+        assert chosen(4096) == "tiles"
+        product = eight_bit(rounded(packed_fp8(128, 128, -1, 1), TOKEN_FP8), 2000)
+        assert {config.kernel for config in product.configs.values()} == {"tiles"} and product.for_many() == []
+    finally:
+        tuned.in_use.cache_clear()
