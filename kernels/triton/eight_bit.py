@@ -183,11 +183,11 @@ class EightBit:
 
         def usual(rows: int) -> Config:
             if self.persistent and rows >= persistent.FEWEST_ROWS and not batch_invariant:
-                return persistent.default(rows, grouped)
+                return persistent.default(rows, self.padded_n, grouped)
             return default(rows, grouped, gpu.capability)
 
         def fits(config: Config) -> bool:
-            return self.persistent if config.kernel == "persistent" else self.padded_n % config.block_n == 0
+            return self.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
 
         if batch_invariant:
             least = resolve(usual(1), 1, self.padded_n, self.blocks, gpu.sms)
@@ -198,7 +198,7 @@ class EightBit:
 
     def for_many(self) -> list[Config]:
         """What else may compute many rows here."""
-        return persistent.configs(self.group + self.x_group > 0) if self.persistent else []
+        return persistent.configs(self.padded_n, self.group + self.x_group > 0) if self.persistent else []
 
     def take_rounded(self) -> Rounded | None:
         """Where the kernel that makes the input leaves it rounded, from now on; None where it cannot: inputs are

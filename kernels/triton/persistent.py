@@ -113,15 +113,15 @@ def supports(weight: PackedWeight, block_k: int, capability: Capability) -> str 
     return None
 
 
-def default(rows: int, grouped: bool) -> Config:
+def default(rows: int, padded_n: int, grouped: bool) -> Config:
     """Without spills. ``grouped``: with scales by groups, whose tiles leave no registers for more outputs."""
-    wide = rows >= _WIDE_ROWS and not grouped
+    wide = rows >= _WIDE_ROWS and padded_n % 256 == 0 and not grouped
     return Config(128, 256 if wide else 128, warps=8, stages=3, splits=1, kernel="persistent")
 
 
-def configs(grouped: bool) -> list[Config]:
-    """All that may be worth timing."""
-    shapes = [(128, 3), (128, 4)] if grouped else [(128, 3), (256, 3), (256, 4)]
+def configs(padded_n: int, grouped: bool) -> list[Config]:
+    """All that may be worth timing, none of which spills."""
+    shapes = [(128, 3), (128, 4)] + [(256, 3), (256, 4)] * (padded_n % 256 == 0 and not grouped)
     return [Config(128, n, warps=8, stages=stages, splits=1, kernel="persistent") for n, stages in shapes]
 
 

@@ -47,9 +47,8 @@ Entries = dict[str, dict[int, Measured]]
 
 @dataclass(frozen=True)
 class TunedFile:
-    """``kernels``: the hash of their source. ``command`` made it; ``date`` is that of the day, in UTC. ``left_out``: the
-    kernels for many rows ("persistent", "dequantize") that are never used on this GPU: the way back, written by hand.
-    """
+    """``kernels``: the hash of their source. ``command`` made it; ``date`` is that of the day, in UTC. ``left_out``:
+    kernels for many rows (``FOR_MANY``) that are never used on this GPU; a way back, written by hand."""
 
     gpu: str
     triton: str

@@ -165,7 +165,7 @@ class WeightOnly:
             return default(rows, held.bits, held.group, gpu.capability)
 
         def fits(config: Config) -> bool:
-            return held.padded_n % config.block_n == 0 and (config.kernel == "tiles" or self.dequantizes)
+            return held.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
 
         if batch_invariant:
             least = resolve(usual(1), 1, held.padded_n, held.blocks, gpu.sms)
