@@ -45,7 +45,7 @@ def persistent_kernel(
 
     A step's product is a sum of its own, waited for and added to the others in float32 (integers need no such care).
     Of a tile, PART_N outputs at a time are multiplied, so that the registers hold one such sum beside the total, and
-    the matrix unit has the work of one half of the warps while the other half adds.
+    some of it is added while the matrix unit has the next.
     """
     INTEGER: tl.constexpr = x.dtype == tl.int8
     PARTS: tl.constexpr = BLOCK_N // PART_N
@@ -121,13 +121,22 @@ def default(rows: int, padded_n: int, grouped: bool) -> Config:
 
 def configs(padded_n: int, grouped: bool) -> list[Config]:
     """All that may be worth timing, none of which spills."""
-    shapes = [(128, 3), (128, 4)] + [(256, 3), (256, 4)] * (padded_n % 256 == 0 and not grouped)
-    return [Config(128, n, warps=8, stages=stages, splits=1, kernel="persistent") for n, stages in shapes]
+    shapes = [(128, 128, 8, 3), (64, 128, 4, 3)] if grouped else [(128, 128, 8, 3)]
+    if padded_n % 256 == 0 and not grouped:
+        shapes += [(128, 256, 8, 3), (128, 256, 8, 4), (128, 256, 16, 3)]
+    return [Config(m, n, warps, stages, splits=1, kernel="persistent") for m, n, warps, stages in shapes]
 
 
 def part_n(config: Config, grouped: bool) -> int:
     """Outputs that are multiplied at a time: half a tile, or all of a small one that has scales by groups."""
     return config.block_n if grouped and config.block_n <= 128 else config.block_n // 2
+
+
+def _residents(config: Config, grouped: bool) -> int:
+    """Programs that a multiprocessor's registers hold."""
+    if grouped:
+        return 3 if config.block_m == 64 else 1
+    return 2 if config.block_n <= 128 else 1
 
 
 def multiply(
@@ -138,7 +147,7 @@ def multiply(
     (rows, k), padded_n = codes.shape, len(weight)
     part = part_n(config, group + x_group > 0)
     tiles = -(-rows // config.block_m) * -(-padded_n // config.block_n)
-    programs = min(tiles, sms * (1 if config.block_n > 128 else 2))
+    programs = min(tiles, sms * _residents(config, group + x_group > 0))
     at(persistent_kernel, (programs, 1))(
         TensorDescriptor(codes, [rows, k], [k, 1], [config.block_m, BLOCK_K]),
         TensorDescriptor(weight, [padded_n, k], [k, 1], [part, BLOCK_K]),

@@ -105,7 +105,7 @@ def persistent_cases(capability: tuple[int, int]) -> dict[str, Case]:
         for group, x_group in ((0, 0), (128, 128), (128, 0), (0, 128)) if kind == "fp8e4nv" else ((0, 0),):
             for config in persistent.configs(256, group + x_group > 0):
                 for out, accumulate in (("bf16", False), ("fp32", True)):
-                    name = f"persistent {kind} g{group},{x_group} {config.block_n} outputs {config.stages} stages {out}"
+                    name = f"persistent {kind} g{group},{x_group} {config.block_m}x{config.block_n} {config.warps}w {config.stages}s {out}"
                     arch = capability[0] * 10 + capability[1]
                     found[f"{name} sm_{arch}"] = persistent_case(
                         capability, config, kind, group, x_group, out, accumulate
@@ -193,7 +193,8 @@ def every_case() -> dict[str, Case]:
                 )
         if capability in persistent.CAPABILITIES:
             found |= persistent_cases(capability)
-        kinds = (4, 128, "pairs"), (4, 32, "pairs"), (4, 128, "zeros"), (4, 0, "both"), (8, 128, "zeros"), (8, 64, "float")
+        kinds = ((4, 128, "pairs"), (4, 32, "pairs"), (4, 128, "zeros"), (4, 0, "both"), (8, 128, "zeros"),
+                 (8, 64, "float"))  # fmt: skip
         for dtype, (bits, group, kind) in product(("fp16", "bf16"), kinds):
             name = f"dequantize w{bits} g{group} {kind} {dtype} sm_{arch}"
             found[name] = dequantize_case(capability, bits, group, kind, dtype)
