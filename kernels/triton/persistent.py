@@ -26,8 +26,8 @@ COLUMN = 8
 """Tiles of rows that are computed beside each other before the next tile of outputs."""
 FEWEST_ROWS = 257
 """Below that there are too few tiles to keep every multiprocessor busy."""
-_WIDE_ROWS = 1025
-"""From here on tiles of 256 outputs fill the GPU: they read a quarter less per product from the second cache."""
+_WIDE_ROWS = 513
+"""From here on tiles of 256 outputs fill the GPU: they read a quarter less of the second cache for each product."""
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "programs"])
@@ -80,19 +80,33 @@ def persistent_kernel(
                     sums += (tl.fma(product, tl.broadcast_to(each[:, None], product.shape), totals[part]),)
             totals = sums
         for part in tl.static_range(PARTS):
-            ns = first_n + part * PART_N + tl.arange(0, PART_N)
-            total = totals[part].to(tl.float32)
-            if GROUP == 0:
-                total *= tl.load(scales + ns, mask=ns < n, other=0.0)[None, :]
-            if X_GROUP == 0:
-                total *= tl.load(x_scales + ms, mask=ms < rows, other=0.0)[:, None]
-            if HAS_BIAS:
-                total += tl.load(bias + ns, mask=ns < n, other=0.0).to(tl.float32)[None, :]
-            at = out + ms[:, None].to(tl.int64) * stride_out + ns[None, :]
-            mine = (ms < rows)[:, None] & (ns < n)[None, :]
-            if ACCUMULATE:
-                total += tl.load(at, mask=mine, other=0.0).to(tl.float32)
-            tl.store(at, total.to(out.dtype.element_ty), mask=mine)
+            part_n = first_n + part * PART_N
+            # By quarters: what is there already and what is stored pass through few registers.
+            halves = tl.split(tl.permute(tl.reshape(totals[part], (BLOCK_M, 2, PART_N // 2)), (0, 2, 1)))
+            for half in tl.static_range(2):
+                ns = part_n + half * (PART_N // 2) + tl.arange(0, PART_N // 2)
+                _store(halves[half], x_scales, scales, bias, out, ms, ns, rows, n, stride_out,
+                       GROUP, X_GROUP, HAS_BIAS, ACCUMULATE)  # fmt: skip
+
+
+@triton.jit
+def _store(
+    total, x_scales, scales, bias, out, ms, ns, rows, n, stride_out,
+    GROUP: tl.constexpr, X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Scale sums [ms, ns], add the bias and what is there, and store them."""
+    total = total.to(tl.float32)
+    if GROUP == 0:
+        total *= tl.load(scales + ns, mask=ns < n, other=0.0)[None, :]
+    if X_GROUP == 0:
+        total *= tl.load(x_scales + ms, mask=ms < rows, other=0.0)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + ns, mask=ns < n, other=0.0).to(tl.float32)[None, :]
+    at = out + ms[:, None].to(tl.int64) * stride_out + ns[None, :]
+    mine = (ms < rows)[:, None] & (ns < n)[None, :]
+    if ACCUMULATE:
+        total += tl.load(at, mask=mine, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out.dtype.element_ty), mask=mine)
 
 
 def supports(weight: PackedWeight, block_k: int, capability: Capability) -> str | None:
@@ -123,7 +137,7 @@ def configs(padded_n: int, grouped: bool) -> list[Config]:
     """All that may be worth timing, none of which spills."""
     shapes = [(128, 128, 8, 3), (64, 128, 4, 3)] if grouped else [(128, 128, 8, 3)]
     if padded_n % 256 == 0 and not grouped:
-        shapes += [(128, 256, 8, 3), (128, 256, 8, 4), (128, 256, 16, 3)]
+        shapes += [(128, 256, 8, 3), (128, 256, 8, 4)]
     return [Config(m, n, warps, stages, splits=1, kernel="persistent") for m, n, warps, stages in shapes]
 
 
@@ -132,11 +146,16 @@ def part_n(config: Config, grouped: bool) -> int:
     return config.block_n if grouped and config.block_n <= 128 else config.block_n // 2
 
 
-def _residents(config: Config, grouped: bool) -> int:
-    """Programs that a multiprocessor's registers hold."""
+def residents(config: Config, grouped: bool) -> int:
+    """Programs that share a multiprocessor: as many as its registers hold."""
     if grouped:
-        return 3 if config.block_m == 64 else 1
-    return 2 if config.block_n <= 128 else 1
+        return 2 if config.block_m == 64 else 1
+    return 2 if config.block_n == 128 else 1
+
+
+def most_registers(config: Config, grouped: bool) -> int | None:
+    """Of a thread, where the compiler would take a few too many for two programs."""
+    return 128 if residents(config, grouped) == 2 and config.warps == 8 else None
 
 
 def multiply(
@@ -147,7 +166,7 @@ def multiply(
     (rows, k), padded_n = codes.shape, len(weight)
     part = part_n(config, group + x_group > 0)
     tiles = -(-rows // config.block_m) * -(-padded_n // config.block_n)
-    programs = min(tiles, sms * _residents(config, group + x_group > 0))
+    programs = min(tiles, sms * residents(config, group + x_group > 0))
     at(persistent_kernel, (programs, 1))(
         TensorDescriptor(codes, [rows, k], [k, 1], [config.block_m, BLOCK_K]),
         TensorDescriptor(weight, [padded_n, k], [k, 1], [part, BLOCK_K]),
@@ -155,5 +174,5 @@ def multiply(
         rows, n, padded_n, k // BLOCK_K, out.stride(0), x_scales.shape[1], programs,
         GROUP=group, X_GROUP=x_group, HAS_BIAS=bias is not None, ACCUMULATE=accumulate,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, PART_N=part, COLUMN=COLUMN,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, maxnreg=most_registers(config, group + x_group > 0),
     )  # fmt: skip

@@ -95,7 +95,8 @@ def persistent_case(
         "GROUP": group, "X_GROUP": x_group, "HAS_BIAS": accumulate, "ACCUMULATE": accumulate,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PART_N": part, "COLUMN": persistent.COLUMN,
     }  # fmt: skip
-    return _case(persistent.persistent_kernel, signature, constexprs, capability, config)
+    made = _case(persistent.persistent_kernel, signature, constexprs, capability, config)
+    return replace(made, maxnreg=persistent.most_registers(config, group + x_group > 0))
 
 
 def persistent_cases(capability: tuple[int, int]) -> dict[str, Case]:
@@ -105,11 +106,9 @@ def persistent_cases(capability: tuple[int, int]) -> dict[str, Case]:
         for group, x_group in ((0, 0), (128, 128), (128, 0), (0, 128)) if kind == "fp8e4nv" else ((0, 0),):
             for config in persistent.configs(256, group + x_group > 0):
                 for out, accumulate in (("bf16", False), ("fp32", True)):
-                    name = f"persistent {kind} g{group},{x_group} {config.block_m}x{config.block_n} {config.warps}w {config.stages}s {out}"
-                    arch = capability[0] * 10 + capability[1]
-                    found[f"{name} sm_{arch}"] = persistent_case(
-                        capability, config, kind, group, x_group, out, accumulate
-                    )
+                    tile = f"{config.block_m}x{config.block_n} {config.stages} stages"
+                    name = f"persistent {kind} g{group},{x_group} {tile} {out} sm_{capability[0]}{capability[1]}"
+                    found[name] = persistent_case(capability, config, kind, group, x_group, out, accumulate)
     return found
 
 
@@ -163,11 +162,12 @@ def cases() -> dict[str, Case]:
             if capability >= FP8:
                 found[f"fp8 {name} sm_{arch}"] = eight_bit_case(capability, rows, "fp8e4nv")
         if capability in persistent.CAPABILITIES:
-            made = persistent.default(2 * MANY, 256, grouped=False)
+            made = persistent.default(MANY, 256, grouped=False)
             found[f"persistent channel sm_{arch}"] = persistent_case(capability, made, "fp8e4nv")
         found[f"dequantize sm_{arch}"] = dequantize_case(capability)
-    small = persistent.default(2 * MANY, 256, grouped=True)
-    found["persistent blocks sm_90"] = persistent_case((9, 0), small, "fp8e4nv", 128, 128)
+    grouped, small = persistent.default(MANY, 256, grouped=True), persistent.default(512, 256, grouped=False)
+    found["persistent blocks sm_90"] = persistent_case((9, 0), grouped, "fp8e4nv", 128, 128)
+    found["persistent small sm_90"] = persistent_case((9, 0), small, "fp8e4nv", out="fp32", accumulate=True)
     found["w8a16 few sm_80"] = weight_only_case((8, 0), FEW, bits=8, group=64)
     found |= {name: case for name, case in input_cases((9, 0)).items() if "i8" not in name}
     return found

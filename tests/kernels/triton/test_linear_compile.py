@@ -33,6 +33,12 @@ def check(name: str, made) -> None:  # type: ignore[no-untyped-def]
     assert made.shared_bytes <= shared_bytes((major, minor)), name
 
 
+def resident(made, warps: int) -> int:  # type: ignore[no-untyped-def]
+    """Programs that a multiprocessor of sm_90 holds at a time (CUDA programming guide, compute capabilities)."""
+    registers = -(-made.registers // 8) * 8 * 32 * warps
+    return int(min((64 << 10) // registers, (228 << 10) // (made.shared_bytes + 1024)))
+
+
 def opcodes(made) -> set[str]:  # type: ignore[no-untyped-def]
     return set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", made.sass, re.M))
 
@@ -119,6 +125,7 @@ def test_the_persistent_product_is_fed_by_the_copy_engine(compiled) -> None:  # 
             assert len(products) == 128 // 32 * len(fresh), name
         else:
             assert "tcgen05.mma" in made.ptx, name
+    assert resident(compiled["persistent small sm_90"], warps=8) == 2
 
 
 @pytest.mark.slow
