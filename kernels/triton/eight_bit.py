@@ -186,19 +186,20 @@ class EightBit:
                 return persistent.default(rows, self.padded_n, grouped)
             return default(rows, grouped, gpu.capability)
 
-        def fits(config: Config) -> bool:
-            return self.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
-
         if batch_invariant:
             least = resolve(usual(1), 1, self.padded_n, self.blocks, gpu.sms)
             return replace(least, block_m=16 if rows <= 16 else 32)
         self.key = f"eight_bit {self.activations.dtype} group={self.group},{self.x_group} n={self.n} k={self.k}"
-        found = choose(self.key, rows, gpu, usual, fits)
+        found = choose(self.key, rows, gpu, usual, self.fits)
         return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
 
     def for_many(self) -> list[Config]:
         """What else may compute many rows here."""
         return persistent.configs(self.padded_n, self.group + self.x_group > 0) if self.persistent else []
+
+    def fits(self, config: Config) -> bool:
+        """Whether this product may have ``config``."""
+        return self.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
 
     def take_rounded(self) -> Rounded | None:
         """Where the kernel that makes the input leaves it rounded, from now on; None where it cannot: inputs are

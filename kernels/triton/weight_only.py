@@ -152,8 +152,10 @@ class WeightOnly:
         self.configs |= configs
         memory = workspace(self.planes.words.device)
         self.partial, self.arrived = memory.splits(self.configs, len(self.op.x), self.planes.padded_n)
+        # Taken now, so that it counts as memory in use, but held from the first use on, when it is what the widest needs.
+        self.dequantized: Tensor | None = None
         if any(config.kernel == "dequantize" for config in self.configs.values()):
-            self._dequantized()
+            self._memory()
 
     def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
@@ -164,20 +166,21 @@ class WeightOnly:
                 return dequantize.CONFIG
             return default(rows, held.bits, held.group, gpu.capability)
 
-        def fits(config: Config) -> bool:
-            return held.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
-
         if batch_invariant:
             least = resolve(usual(1), 1, held.padded_n, held.blocks, gpu.sms)
             return replace(usual(min(rows, 32)), splits=least.splits)
         dtype = str(self.op.x.dtype).removeprefix("torch.")
         self.key = f"weight_only {dtype} bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
-        found = choose(self.key, rows, gpu, usual, fits)
+        found = choose(self.key, rows, gpu, usual, self.fits)
         return resolve(found, rows, held.padded_n, held.blocks, gpu.sms)
 
     def for_many(self) -> list[Config]:
         """What else may compute many rows here."""
         return [dequantize.CONFIG] if self.dequantizes else []
+
+    def fits(self, config: Config) -> bool:
+        """Whether this product may have ``config``."""
+        return self.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
 
     def run(self, rows: int) -> None:
         held, config = self.planes, self.configs[bucket_of(rows)]
@@ -192,19 +195,20 @@ class WeightOnly:
         for start in range(0, rows, step):
             self._launch(x[start:], self.op.out[start:], min(step, rows - start), config)
 
-    def _dequantized(self) -> Tensor:
-        """Memory of the part of a weight that is in floating point at a time. It is asked for at each use: what was
-        handed out before the widest product was prepared is not kept."""
+    def _memory(self) -> Tensor:
+        """Of the part of a weight that is in floating point at a time."""
         held = self.planes
         width = held.blocks * 16 // held.bits * held.slice
         elements = dequantize.outputs_at_a_time(held, self.n) * width
         return workspace(held.words.device).take("dequantized", elements, self.op.x.dtype)
 
     def _multiply_dequantized(self, x: Tensor) -> None:
-        memory, step, bias = self._dequantized(), dequantize.outputs_at_a_time(self.planes, self.n), self.bias
+        if self.dequantized is None:
+            self.dequantized = self._memory()
+        step, bias = dequantize.outputs_at_a_time(self.planes, self.n), self.bias
         for first in range(0, self.n, step):
             last = min(first + step, self.n)
-            weight = dequantize.dequantize(self.planes, memory, first, last)
+            weight = dequantize.dequantize(self.planes, self.dequantized, first, last)
             part = None if bias is None else bias[first:last]
             multiply(x, weight, part, self.op.out[: len(x), first:last], self.op.accumulate)
 
