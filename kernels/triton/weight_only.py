@@ -152,7 +152,7 @@ class WeightOnly:
         self.configs |= configs
         memory = workspace(self.planes.words.device)
         self.partial, self.arrived = memory.splits(self.configs, len(self.op.x), self.planes.padded_n)
-        # Taken now, so that it counts as memory in use, but held from the first use on, when it is what the widest needs.
+        # Taken now, so that it counts as memory in use; held from the first use on, when it is what the widest needs.
         self.dequantized: Tensor | None = None
         if any(config.kernel == "dequantize" for config in self.configs.values()):
             self._memory()
