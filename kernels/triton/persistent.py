@@ -68,16 +68,16 @@ def persistent_kernel(
                 part_n = first_n + part * PART_N
                 block_w = weight.load([part_n, block * BLOCK_K])
                 if INTEGER:
-                    sums += (tl.dot(block_x, block_w.T, totals[part], out_dtype=tl.int32),)
+                    sums += (tl.dot(block_x, block_w.T, totals[part], out_dtype=tl.int32),)  # type: ignore[assignment]
                 elif GROUP == 0 and X_GROUP == 0:
-                    sums += (totals[part] + tl.dot(block_x, block_w.T),)
+                    sums += (totals[part] + tl.dot(block_x, block_w.T),)  # type: ignore[assignment]
                 else:
                     each = scale if X_GROUP != 0 else tl.full((BLOCK_M,), 1.0, tl.float32)
                     if GROUP != 0:
                         at = block * BLOCK_K // GROUP * padded_n + part_n
                         each *= tl.load(scales + at, mask=part_n < padded_n, other=0.0)
                     product = tl.dot(block_x, block_w.T)
-                    sums += (tl.fma(product, tl.broadcast_to(each[:, None], product.shape), totals[part]),)
+                    sums += (tl.fma(product, tl.broadcast_to(each[:, None], product.shape), totals[part]),)  # type: ignore[assignment]
             totals = sums
         for part in tl.static_range(PARTS):
             part_n = first_n + part * PART_N

@@ -41,6 +41,7 @@ has_descriptors = pytest.mark.skipif(
 )
 SMALL = Config(128, 128, 8, 3, splits=1, kernel="persistent")
 WIDE = replace(SMALL, block_n=256)
+LOW = replace(SMALL, block_m=64, warps=4)
 
 
 def eight_bit(weight: PackedWeight, rows: int, **more: object) -> EightBit:
@@ -55,15 +56,14 @@ def eight_bit(weight: PackedWeight, rows: int, **more: object) -> EightBit:
 
 
 @has_descriptors
-@pytest.mark.parametrize("config", [SMALL, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize(
-    ("rows", "out", "inp", "group", "height", "activations"),
+    ("rows", "out", "inp", "group", "height", "activations", "config"),
     [
-        (258, 130, 300, -1, 1, TOKEN_FP8),  # two programs' worth of nothing but edges
-        (5, 520, 128, -1, -1, STATIC_FP8),
-        (140, 390, 400, 128, 128, GROUP_FP8),
-        (130, 140, 256, 128, 128, TOKEN_FP8),
-        (3, 140, 384, -1, 1, GROUP_FP8),
+        (130, 130, 300, -1, 1, TOKEN_FP8, SMALL),
+        (5, 390, 128, -1, -1, STATIC_FP8, WIDE),
+        (129, 300, 200, 128, 128, GROUP_FP8, SMALL),
+        (65, 140, 256, 128, 128, TOKEN_FP8, LOW),
+        (3, 140, 384, -1, 1, GROUP_FP8, LOW),
     ],
 )
 def test_persistent_fp8(
@@ -85,25 +85,26 @@ def test_persistent_fp8(
 @has_descriptors
 def test_persistent_integers_are_exact() -> None:
     torch.manual_seed(1)
-    product = eight_bit(rounded(packed(140, 500, 8, -1), TOKEN8), 300)
-    chosen = product.configs[bucket_of(300)]
+    product = eight_bit(rounded(packed(70, 200, 8, -1), TOKEN8), persistent.FEWEST_ROWS)
+    chosen = product.configs[bucket_of(persistent.FEWEST_ROWS)]
     if target.target(DEVICE).capability == (9, 0):
         assert chosen.kernel == "persistent"
-    expected = want(product.op, 300)
-    product.run(300)
-    assert error(product.op.out[:300].float().cpu(), expected) < 2e-6
+    expected = want(product.op, persistent.FEWEST_ROWS)
+    product.run(persistent.FEWEST_ROWS)
+    assert error(product.op.out[: persistent.FEWEST_ROWS].float().cpu(), expected) < 2e-6
 
 
 @has_descriptors
 def test_a_program_walks_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs share out tiles of several columns, the last of them low and the last tile narrow."""
+    """One has the tiles of two columns, the last of them lower, the last tile of each narrower."""
     torch.manual_seed(2)
-    product = eight_bit(rounded(packed_fp8(390, 256, 128, 128), GROUP_FP8), 1300)
+    monkeypatch.setattr(persistent, "COLUMN", 2)
+    product = eight_bit(rounded(packed_fp8(140, 128, -1, 1), TOKEN_FP8), 180)
     product.sms = 1
-    expected = want(product.op, 1300)
-    product.configure({bucket_of(1300): SMALL})
-    product.run(1300)
-    assert error(product.op.out[:1300].float().cpu(), expected) < 2e-6
+    expected = want(product.op, 180)
+    product.configure({bucket_of(180): LOW})
+    product.run(180)
+    assert error(product.op.out[:180].float().cpu(), expected) < 2e-6
 
 
 def test_what_the_persistent_product_refuses() -> None:
@@ -160,19 +161,18 @@ def test_a_weight_is_dequantized_as_it_should_be(
 def test_dequantized_first(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequantize, "MOST", most)
     torch.manual_seed(4)
-    for shuffled in (False, True):
-        weight = packed(300, 320, 4, 64, False, shuffled=shuffled)
-        x = torch.randn(7, 320, dtype=torch.float16, device=DEVICE)
-        for bias, accumulate, dtype in ((True, True, torch.float32), (False, False, torch.float16)):
-            wide = torch.randn(7, 332, dtype=dtype, device=DEVICE)
-            added = torch.randn(300, dtype=torch.float16, device=DEVICE) if bias else None
-            op = ops.Linear(x, weight, wide[:, 16:-16], added, accumulate=accumulate)
-            before, expected = wide.clone(), want(op, 5)
-            product = linear.prepare(op, DEVICE)
-            product.configure({16: dequantize.CONFIG})  # type: ignore[attr-defined]
-            product.run(5)
-            assert error(op.out[:5].float().cpu(), expected) < 1e-3
-            assert torch.equal(wide[:, :16], before[:, :16]) and torch.equal(wide[5:], before[5:])
+    for shuffled, dtype in ((True, torch.float32), (False, torch.float16)):
+        weight = packed(290, 128, 4, 64, False, shuffled=shuffled)
+        x = torch.randn(7, 128, dtype=torch.float16, device=DEVICE)
+        wide = torch.randn(7, 322, dtype=dtype, device=DEVICE)
+        bias = torch.randn(290, dtype=torch.float16, device=DEVICE) if shuffled else None
+        op = ops.Linear(x, weight, wide[:, 16:-16], bias, accumulate=shuffled)
+        before, expected = wide.clone(), want(op, 5)
+        product = linear.prepare(op, DEVICE)
+        product.configure({16: dequantize.CONFIG})  # type: ignore[attr-defined]
+        product.run(5)
+        assert error(op.out[:5].float().cpu(), expected) < 1e-3
+        assert torch.equal(wide[:, :16], before[:, :16]) and torch.equal(wide[5:], before[5:])
 
 
 def chosen(rows: int, dtype: torch.dtype = torch.float16, invariant: bool = False) -> str:
