@@ -157,7 +157,7 @@ class EightBit:
         self.scales = by_group(weight.scales, self.padded_n, 1 if groups == 1 else groups).to(device)
         self.bias = None if op.bias is None else op.bias.to(device)
         gpu = target(device)
-        self.sms = gpu.sms
+        self.gpu = gpu
         self.persistent = persistent.supports(weight, self.block_k, gpu.capability) is None
         self.persistent &= "persistent" not in left_out(gpu)
         self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
@@ -226,7 +226,7 @@ class EightBit:
         if config.kernel == "persistent":
             persistent.multiply(
                 codes[:rows], scales[:rows], self.weight, self.scales, self.bias, self.op.out[:rows], config,
-                n=self.n, group=self.group, x_group=self.x_group, accumulate=self.op.accumulate, sms=self.sms,
+                n=self.n, group=self.group, x_group=self.x_group, accumulate=self.op.accumulate, gpu=self.gpu,
             )  # fmt: skip
             return
         step = SPLIT_ROWS if config.splits > 1 else rows

@@ -8,6 +8,7 @@ of this one. The product is what ``eight_bit_kernel`` computes, in the same orde
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels.triton.configs import Config
 from qserve.kernels.triton.launch import at
-from qserve.kernels.triton.target import Capability
+from qserve.kernels.triton.target import Capability, Target
 
 BLOCK_K = 128
 """Inputs to a step: a line of 128 bytes, and the most that e4m3 products of sm_90 may sum before float32 takes over."""
@@ -35,7 +36,7 @@ def persistent_kernel(
     x, weight, x_scales, scales, bias, out,
     rows, n, padded_n, blocks, stride_out, x_groups, programs,
     GROUP: tl.constexpr, X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, COLUMN: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, COLUMN: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = (x [rows, k] times weight [padded_n, k] transposed), both of int8 or both of e4m3, scaled.
 
@@ -43,11 +44,11 @@ def persistent_kernel(
     x_scales  float32 [rows, x_groups]; ``scales`` float32 [groups, padded_n]; a group size of 0 is all inputs, and
               with groups all PART_N outputs of a box have one scale
 
-    A step's product is a sum of its own, waited for and added to the others in float32 (integers need no such care).
-    Of a tile, PART_N outputs at a time are multiplied, so that the registers hold one such sum beside the total, and
-    some of it is added while the matrix unit has the next.
+    A step's product is a sum of its own, waited for and added to the others in float32, unless the matrix unit's sums
+    are EXACT and no scale is due. Of a tile, PART_N outputs at a time are multiplied, so that the registers hold one
+    such sum beside the total, and some of it is added while the matrix unit has the next.
     """
-    INTEGER: tl.constexpr = x.dtype == tl.int8
+    SUMS: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
     PARTS: tl.constexpr = BLOCK_N // PART_N
     BLOCK_K: tl.constexpr = x.block_shape[1]
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(padded_n, BLOCK_N)
@@ -58,7 +59,7 @@ def persistent_kernel(
         first_m = (top + within % height) * BLOCK_M
         first_n = within // height * BLOCK_N
         ms = first_m + tl.arange(0, BLOCK_M)
-        totals = (tl.zeros((BLOCK_M, PART_N), tl.int32 if INTEGER else tl.float32),) * PARTS
+        totals = (tl.zeros((BLOCK_M, PART_N), SUMS),) * PARTS
         for block in range(blocks):
             block_x = x.load([first_m, block * BLOCK_K])
             if X_GROUP != 0:
@@ -67,8 +68,8 @@ def persistent_kernel(
             for part in tl.static_range(PARTS):
                 part_n = first_n + part * PART_N
                 block_w = weight.load([part_n, block * BLOCK_K])
-                if INTEGER:
-                    sums += (tl.dot(block_x, block_w.T, totals[part], out_dtype=tl.int32),)  # type: ignore[assignment]
+                if EXACT and GROUP == 0 and X_GROUP == 0:
+                    sums += (tl.dot(block_x, block_w.T, totals[part], out_dtype=SUMS),)  # type: ignore[assignment]
                 elif GROUP == 0 and X_GROUP == 0:
                     sums += (totals[part] + tl.dot(block_x, block_w.T),)  # type: ignore[assignment]
                 else:
@@ -146,6 +147,11 @@ def part_n(config: Config, grouped: bool) -> int:
     return config.block_n if grouped and config.block_n <= 128 else config.block_n // 2
 
 
+def exact(integers: bool, capability: Capability) -> bool:
+    """Whether the matrix unit adds as many products as come with all the places of float32, or of int32."""
+    return integers or capability >= (10, 0)
+
+
 def residents(config: Config, grouped: bool) -> int:
     """Programs that share a multiprocessor: as many as its registers hold."""
     if grouped:
@@ -160,19 +166,20 @@ def most_registers(config: Config, grouped: bool) -> int | None:
 
 def multiply(
     codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, config: Config,
-    *, n: int, group: int, x_group: int, accumulate: bool, sms: int,
+    *, n: int, group: int, x_group: int, accumulate: bool, gpu: Target,
 ) -> None:  # fmt: skip
     """out [rows, n] from ``codes`` [rows, k] and ``weight`` [padded_n, k], both contiguous; group 0 is all inputs."""
     (rows, k), padded_n = codes.shape, len(weight)
     part = part_n(config, group + x_group > 0)
     tiles = -(-rows // config.block_m) * -(-padded_n // config.block_n)
-    programs = min(tiles, sms * residents(config, group + x_group > 0))
+    programs = min(tiles, gpu.sms * residents(config, group + x_group > 0))
     at(persistent_kernel, (programs, 1))(
         TensorDescriptor(codes, [rows, k], [k, 1], [config.block_m, BLOCK_K]),
         TensorDescriptor(weight, [padded_n, k], [k, 1], [part, BLOCK_K]),
         x_scales, scales, out if bias is None else bias, out,
         rows, n, padded_n, k // BLOCK_K, out.stride(0), x_scales.shape[1], programs,
         GROUP=group, X_GROUP=x_group, HAS_BIAS=bias is not None, ACCUMULATE=accumulate,
+        EXACT=exact(codes.dtype == torch.int8, gpu.capability),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, PART_N=part, COLUMN=COLUMN,
         num_warps=config.warps, num_stages=config.stages, maxnreg=most_registers(config, group + x_group > 0),
     )  # fmt: skip

@@ -93,6 +93,7 @@ def persistent_case(
     }  # fmt: skip
     constexprs = {
         "GROUP": group, "X_GROUP": x_group, "HAS_BIAS": accumulate, "ACCUMULATE": accumulate,
+        "EXACT": persistent.exact(kind == "i8", capability),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PART_N": part, "COLUMN": persistent.COLUMN,
     }  # fmt: skip
     made = _case(persistent.persistent_kernel, signature, constexprs, capability, config)

@@ -100,7 +100,7 @@ def test_a_program_walks_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(2)
     monkeypatch.setattr(persistent, "COLUMN", 2)
     product = eight_bit(rounded(packed_fp8(140, 128, -1, 1), TOKEN_FP8), 180)
-    product.sms = 1
+    product.gpu = replace(product.gpu, sms=1)
     expected = want(product.op, 180)
     product.configure({bucket_of(180): LOW})
     product.run(180)
