@@ -136,7 +136,7 @@ def _parse(content: dict[str, Any]) -> TunedFile:
                 raise ValueError(f"{key}: {rows!r} is no bucket of rows")
             entries[key][bucket] = _measured(f"{key}, {rows} rows", _mapping(key, each))
     left_out = content["left_out"]
-    if not isinstance(left_out, list) or not set(left_out) <= set(FOR_MANY):
+    if not isinstance(left_out, list) or not all(name in FOR_MANY for name in left_out):
         raise ValueError(f"left_out must be a list of some of {', '.join(FOR_MANY)}")
     return TunedFile(**{name: content[name] for name in _TEXTS}, entries=entries, left_out=left_out)
 

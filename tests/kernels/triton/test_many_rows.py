@@ -26,6 +26,7 @@ from test_linear import (  # type: ignore[import-not-found]
     want,
 )
 
+from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme
 from qserve.kernels import ops
@@ -210,3 +211,14 @@ def test_the_data_of_a_gpu_may_leave_kernels_out(tmp_path: Path, monkeypatch: py
         assert {config.kernel for config in product.configs.values()} == {"tiles"} and product.for_many() == []
     finally:
         tuned.in_use.cache_clear()
+
+
+def test_what_is_no_kernel_for_many_rows_cannot_be_left_out(tmp_path: Path) -> None:
+    gpu = target.target(DEVICE)
+    path = tuned.file_of(gpu, tmp_path)
+    replace(tuned.begin(gpu, "by hand"), left_out=["tiles"]).write(path)
+    with pytest.raises(CheckpointError, match="left_out must be"):
+        tuned.read(path, gpu)
+    held = replace(tuned.begin(gpu, "by hand"), left_out=["persistent"])
+    held.write(path)
+    assert tuned.read(path, gpu) == held and tuned.resume(path, gpu, "again").left_out == ["persistent"]
