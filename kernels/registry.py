@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -66,6 +66,56 @@ def triton_kernels() -> list[tuple[str, str]]:
             reason = f"it needs compute capability {since}, the GPU has {found[0]}.{found[1]}"
         listed.append((kernel.name, kernel.computes if reason is None else f"{kernel.computes}; not used: {reason}"))
     return listed
+
+
+def configurations() -> list[str]:
+    """By which configurations the GPU that is here computes products, in lines."""
+    missing = _triton_missing()
+    if missing is None and not torch.cuda.is_available():
+        missing = "Triton's interpreter needs none"
+    if missing is not None:
+        return [f"not used: {missing}"]
+    from qserve.kernels.triton import autotune, target, tuned
+
+    gpu = target.target(torch.device("cuda", torch.cuda.current_device()))
+    cache = autotune.cache_file(gpu)
+    kept = [f"with --autotune those in {cache}"] if cache.exists() else []
+    return [*tuned.in_use(gpu).lines(), *kept]
+
+
+def require_autotune(executor: Executor) -> None:
+    """Raise ``UsageError`` with the reason where ``executor`` has no configurations that could be timed."""
+    reason = None
+    if executor.name != "triton":
+        reason = f"the {executor.name} kernels have no configurations; {_triton_missing() or 'choose --kernels triton'}"
+    elif executor.placement.device.type != "cuda":
+        reason = "kernels are timed on a GPU, and Triton's interpreter is none"
+    elif executor.batch_invariant:
+        reason = "the configurations of --kernels triton-invariant are fixed, or results would vary with the batch"
+    if reason is not None:
+        raise UsageError(f"--autotune: {reason}")
+
+
+def settle(executor: Executor, autotune: bool = False, progress: Callable[[int, int], None] | None = None) -> list[str]:
+    """Decide how ``executor`` divides the products of the programs that it was given, before the first step. What there
+    is to say of it, in lines.
+
+    ``autotune`` times those that were not timed here before, as ``require_autotune`` allowed; ``progress`` counts them.
+    """
+    if executor.name != "triton" or executor.placement.device.type != "cuda" or executor.batch_invariant:
+        return []
+    from qserve.kernels.triton import autotune as tuning
+    from qserve.kernels.triton import tuned
+    from qserve.kernels.triton.executor import TritonExecutor
+
+    assert isinstance(executor, TritonExecutor)
+    if not autotune:
+        table = tuned.in_use(executor.target)
+        tuning.prove(executor.products, executor.target, table)
+        return [f"configurations of products: {line}" for line in table.lines()]
+    tuner = tuning.tuner(executor.placement.device)
+    found = tuning.autotune(executor.products, executor.target, tuner, tuning.cache_file(executor.target), progress)
+    return [f"configurations of products: {line}" for line in found.lines()]
 
 
 def names() -> list[str]:

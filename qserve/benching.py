@@ -5,9 +5,12 @@ Knows options and engines; does not know the terminal's arguments. Every functio
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from qserve import console, steps
@@ -27,6 +30,7 @@ from qserve.evals.simulator.traffic import Lengths
 from qserve.evals.slo import UNLIMITED, parse_slo
 from qserve.kernels import registry
 from qserve.kernels.native import NativeExecutor
+from qserve.kernels.threads import default_threads
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.server.config import ServerConfig
 
@@ -173,15 +177,22 @@ def batches(
     return throughput.report(loaded, found, load, peer, gates, command_line())
 
 
-def kernels(engine: EngineConfig, repeats: int, device: str = "cpu") -> Report:
-    """The C kernels beside the machine's peaks, or those of a GPU beside others' and the GPU's."""
+def kernels(
+    engine: EngineConfig, repeats: int, device: str = "cpu", tune: Path | None = None, limit: float | None = None
+) -> Report:
+    """The C kernels beside the machine's peaks, or those of a GPU beside others' and the GPU's; with ``tune`` the best
+    configurations of the latter, in a file in that folder. ``limit``: seconds after which nothing new is begun."""
     name = engine.kernels
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device must be cpu or cuda, not {device}")
     if repeats < 1:
         raise UsageError("--repeats must be at least 1")
+    if limit is not None and not 0 < limit <= 86400:
+        raise UsageError(f"--limit must be above 0 seconds and at most a day, not {limit:g}")
     if device == "cuda":
-        return _gpu_kernels(engine, repeats)
+        return _gpu_kernels(engine, repeats, tune, limit)
+    if tune is not None or limit is not None:
+        raise UsageError("--tune and --limit are for --device cuda")
     if name != "auto" and not name.startswith("native"):
         raise UsageError(f"qserve bench kernels times the C kernels: --kernels native or native-ISA, not {name}")
     executor = registry.make("native" if name == "auto" else name, engine.threads, cpus=engine.cpu_list)
@@ -190,14 +201,21 @@ def kernels(engine: EngineConfig, repeats: int, device: str = "cpu") -> Report:
         return linear_speed.run(executor, command_line(), repeats=repeats, update=update)
 
 
-def _gpu_kernels(engine: EngineConfig, repeats: int) -> Report:
+def _gpu_kernels(engine: EngineConfig, repeats: int, tune: Path | None, limit: float | None) -> Report:
     if replace(engine, kernels="auto") != EngineConfig() or engine.kernels not in ("auto", "triton"):
         raise UsageError("--device cuda times the Triton kernels: leave out --kernels, --threads and --cpu-list")
     if find_spec("triton") is None:
         raise UsageError("--device cuda: triton is not installed (no GPU kernels on this platform)")
-    from qserve.evals.bench import gpu_kernels  # with Triton, which takes a while to import
+    from qserve.evals.bench.gpu import kernels as of_gpu  # with Triton, which takes a while to import
+    from qserve.evals.bench.gpu import tuning
     from qserve.kernels.triton.stopwatch import Stopwatch
+    from qserve.kernels.triton.tune import Tuner
 
-    watch = Stopwatch(gpu_kernels.require_gpu(), repeats)
-    with console.progress("kernels") as update:
-        return gpu_kernels.run(command_line(), watch, update=update)
+    watch = Stopwatch(of_gpu.require_gpu(), repeats)
+    if tune is not None and not tune.is_dir():
+        raise UsageError(f"--tune {tune}: there is no such folder")
+    with console.progress("kernels" if tune is None else "tune") as update:
+        if tune is None:
+            return of_gpu.run(command_line(), watch, limit=of_gpu.LIMIT if limit is None else limit, update=update)
+        until = math.inf if limit is None else time.monotonic() + limit
+        return tuning.run(command_line(), tune, Tuner(watch, default_threads(), until), update=update)

@@ -27,6 +27,8 @@ class EngineConfig:
         kernels: which executor, see ``registry.names``.
         threads: of the native kernels; None takes the cores of this process.
         cpu_list: the CPUs that they are pinned to, one each; None leaves them to the system.
+        autotune: time the configurations of the products on the GPU before anything is served, where the user's cache
+            does not hold them.
         head: the output head of a quantized model: int8 (auto) or dense. A dense model's is dense.
     """
 
@@ -42,6 +44,7 @@ class EngineConfig:
     threads: int | None = None
     cpu_list: tuple[int, ...] | None = None
     head: str = "auto"
+    autotune: bool = False
 
     @property
     def num_threads(self) -> int | None:

@@ -47,6 +47,7 @@ from qserve.runtime.stats import EngineStats
 class Engine:
     """Serves one model. Not thread-safe: submit, abort and step belong to one thread.
 
+    ``configurations``: how a GPU divides its products, in lines; empty where nothing else does either.
     ``overlaps``: whether a step may begin before the tokens of the last are known; off for who times steps one by one.
 
     Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
@@ -68,7 +69,9 @@ class Engine:
         self.vocab_size = self.model_config.vocab_size
         self.tokenizer = source.tokenizer()
         self.executor = registry.make(config.kernels, config.threads, activation_dtype(source), config.cpu_list)
-        decoder, memory = load(source, self.model_config, config, self.executor, progress, planned)
+        if config.autotune:
+            registry.require_autotune(self.executor)
+        decoder, memory, self.configurations = load(source, self.model_config, config, self.executor, progress, planned)
         self.memory: MemoryPlan = memory
         self.max_model_len = memory.max_model_len
         self.runner: ModelRunner = DecoderRunner(decoder)

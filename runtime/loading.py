@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from qserve.checkpoint.source import ModelSource
+from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.runtime import heap, heaviest
 from qserve.runtime.config import EngineConfig
@@ -28,8 +29,9 @@ def load(
     executor: Executor,
     progress: Callable[[int, int], None] | None = None,
     planned: Callable[[MemoryPlan], None] | None = None,
-) -> tuple[Decoder, MemoryPlan]:
-    """The decoder, and how its memory was divided. ``progress`` takes the layers that are there, and all of them.
+) -> tuple[Decoder, MemoryPlan, list[str]]:
+    """The decoder, how its memory was divided, and what there is to say of how its products are. ``progress`` takes the
+    layers that are there, and all of them; then, where products are timed, those that are done.
 
     On a GPU the KV cache gets what is left after the heaviest steps that may come; ``planned`` takes what is expected
     before anything is loaded.
@@ -67,6 +69,7 @@ def load(
         source, model_config, executor, limits, kv_dtype=kv_dtype, int8_head=int8_head, progress=loaded
     )
     heap.release()
+    notes = registry.settle(executor, config.autotune, progress)  # which takes memory that the cache must leave
     if on_gpu:
         heaviest.run(decoder, memory.num_blocks)
         torch.cuda.empty_cache()  # what is set aside but unused is free
@@ -78,7 +81,7 @@ def load(
             -(-(config.max_model_len or 1) // BLOCK_SIZE),
         )
         decoder.resize_cache(memory.num_blocks)
-    return decoder, memory
+    return decoder, memory, notes
 
 
 def _wanted(config: EngineConfig, memory: MemoryPlan) -> int:

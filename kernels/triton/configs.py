@@ -1,24 +1,19 @@
-"""How a kernel divides its work: safe defaults in code, and measured configurations per GPU and Triton version.
+"""How a kernel divides its work: the configurations that are possible, and the parts of K that a product has.
 
-Measured ones are JSON files under ``data``, written by ``tune``; what a file does not name has the default.
+What was measured on a GPU is in ``tuned``; the safe default of each kernel is beside it.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-import triton
-
-from qserve.kernels.triton.target import Target
-
-DATA = Path(__file__).parent / "data"
-BUCKETS = (16, 32, 64, 128, 256, 1 << 30)
+BUCKETS = (16, 32, 64, 128, 256, 512, 1 << 30)
 """The most rows that each configuration is for."""
+FOR_MANY = ("persistent", "dequantize")
+"""Kernels for more rows than a decode has, beside "tiles", which computes any number of them: a persistent product of
+8-bit operands, and dequantizing a weight before cuBLAS multiplies by it."""
+TILE_SIDES = (16, 256)
+"""The least that a matrix unit takes, and the most that registers hold."""
 MAX_SPLITS = 16
 SPLIT_ROWS = 256
 """The most rows that a launch with a split K has: it bounds the workspace of partial sums."""
@@ -27,7 +22,8 @@ _FILL = 2  # blocks that a program costs besides its own: filling its pipeline, 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles and threads of one launch. ``splits`` of K: 0 where the size of the product decides."""
+    """Tiles and threads of one launch. ``splits`` of K: 0 where the size of the product decides. ``kernel``: "tiles" or
+    one of ``FOR_MANY``."""
 
     block_m: int
     block_n: int
@@ -35,6 +31,20 @@ class Config:
     stages: int
     swap: bool = False
     splits: int = 0
+    kernel: str = "tiles"
+
+    def fault(self) -> str | None:
+        """Why no kernel can be launched so, or None."""
+        sides = [("block_m", self.block_m, TILE_SIDES), ("block_n", self.block_n, TILE_SIDES)]
+        for name, value, (least, most) in (*sides, ("warps", self.warps, (1, 16))):
+            if not least <= value <= most or value & (value - 1):
+                return f"{name} must be a power of two from {least} to {most}, not {value}"
+        for name, value, most in (("stages", self.stages, 8), ("splits", self.splits, 2 * MAX_SPLITS)):
+            if not (name == "stages") <= value <= most:
+                return f"{name} must be at most {most}, not {value}"
+        if self.kernel not in ("tiles", *FOR_MANY):
+            return f"there is no kernel {self.kernel!r}"
+        return None
 
 
 def bucket_of(rows: int) -> int:
@@ -56,28 +66,4 @@ def resolve(config: Config, rows: int, padded_n: int, blocks: int, sms: int) -> 
     if config.splits:
         return config
     tiles = -(-rows // config.block_m) * (padded_n // config.block_n)
-    return Config(config.block_m, config.block_n, config.warps, config.stages, config.swap,
-                  splits(tiles, blocks, sms))  # fmt: skip
-
-
-def file_of(target: Target) -> Path:
-    """Where the measured configurations of a GPU are, for this Triton."""
-    name = re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-")
-    version = ".".join(triton.__version__.split(".")[:2])
-    return DATA / f"{name}-triton-{version}.json"
-
-
-@lru_cache
-def _measured(path: Path) -> dict[str, dict[str, Config]]:
-    if not path.exists():
-        return {}
-    entries = json.loads(path.read_text())["entries"]
-    return {key: {rows: Config(**config) for rows, config in found.items()} for key, found in entries.items()}
-
-
-def choose(
-    key: str, rows: int, target: Target, default: Callable[[int], Config], fits: Callable[[Config], bool]
-) -> Config:
-    """The configuration of ``key`` for ``rows`` rows: measured where there is one that fits, else the default."""
-    found = _measured(file_of(target)).get(key, {}).get(str(bucket_of(rows)))
-    return found if found is not None and fits(found) else default(rows)
+    return replace(config, splits=splits(tiles, blocks, sms))

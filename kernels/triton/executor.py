@@ -45,6 +45,7 @@ from qserve.kernels.triton.silu_mul import silu_mul
 from qserve.kernels.triton.staging import Batch, Staging
 from qserve.kernels.triton.support import unsupported
 from qserve.kernels.triton.target import Target, target
+from qserve.kernels.triton.tune import Tunable
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The padded numbers of rows of a captured step; larger ones gain nothing from a graph."""
@@ -138,6 +139,8 @@ class _TritonProgram:
             case Linear():
                 product = linear.prepare(op, self._executor.placement.device, self._executor.batch_invariant)
                 self._round_at_once(op, product)
+                if isinstance(product, Tunable):
+                    self._executor.products.append(product)
                 return lambda batch: product.run(_count(batch, op.rows))
             case RopeKV():
                 ready = self._rope_kv(op)
@@ -221,6 +224,7 @@ class TritonExecutor:
         self.target: Target = target(device)
         self.programs = self.target.sms * _PROGRAMS  # that share out the units of decodes
         self.has_graphs = self.asynchronous = device.type == "cuda"
+        self.products: list[Tunable] = []  # of all programs
         self.graph_pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
 
     def supports(self, op: Op) -> str | None:

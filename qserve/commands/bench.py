@@ -111,6 +111,17 @@ def bench(
     threads: Threads = None,
     cpu_list: CpuList = None,
     device: Annotated[str, typer.Option(help="With the word kernels: cpu, or cuda for those of the GPU.")] = "cpu",
+    tune: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --device cuda: find the best configurations instead, and write them into this folder.",
+            metavar="DIR",
+        ),
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="With --device cuda: begin nothing new after so many seconds. [default: 200; none to tune]"),
+    ] = None,
 ) -> None:
     """Measure speed: of MODEL in this process, or of a server under load.
 
@@ -119,7 +130,7 @@ def bench(
     rate, and a list of either is a sweep that finds where the objective breaks. The word kernels times the linear
     products of the CPU beside what this machine does at most; with --device cuda the products and the attention of
     the GPU, also beside those of torch and of the packages gemlite, vllm (Marlin), humming and flashinfer where they
-    are installed.
+    are installed, and with --tune the best configurations of the products are found.
     """
     from qserve import benching
     from qserve.evals.gate import enforce, judge_values, read_gates
@@ -138,10 +149,10 @@ def bench(
         )
     if model == "kernels":
         if given or serve or static or against is not None or concurrency is not None or output is not None:
-            raise UsageError("kernels takes no load: --kernels, --threads, --cpu-list, --device and --repeats alone")
-        report = benching.kernels(engine, repeats, device)
-    elif device != "cpu":
-        raise UsageError("--device is for the word kernels: a MODEL runs where --kernels says")
+            raise UsageError("kernels takes no load: leave out what describes one")
+        report = benching.kernels(engine, repeats, device, tune, limit)
+    elif device != "cpu" or tune is not None or limit is not None:
+        raise UsageError("--device, --tune and --limit are for the word kernels: a MODEL runs where --kernels says")
     elif static:
         others = [*given, *["--serve"] * serve, *["--against"] * (against is not None)]
         if others := [option for option in others if option not in ("--requests", "--seed")]:

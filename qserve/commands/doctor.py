@@ -31,4 +31,6 @@ def doctor() -> None:
         if candidate.name == "triton":
             for name, state in registry.triton_kernels():
                 console.line(f"{'':<13}{name:<16}{state}")
+            for line in registry.configurations():
+                console.line(f"{'':<13}{'configurations':<16}{line}")
     console.line(f"{'selected':<13}{registry.make().name}")

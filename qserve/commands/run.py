@@ -69,6 +69,12 @@ def run(
     ] = ENGINE.enable_prefix_caching,
     head: Annotated[str, typer.Option(help="Output head of a quantized model: auto (int8) or dense.")] = ENGINE.head,
     kernels: Kernels = ENGINE.kernels,
+    autotune: Annotated[
+        bool,
+        typer.Option(
+            "--autotune", help="On a GPU: time the kernels' configurations for this model first, and remember the best."
+        ),
+    ] = ENGINE.autotune,
     threads: Threads = None,
     cpu_list: CpuList = None,
     stream_interval: Annotated[
@@ -102,6 +108,7 @@ def run(
         threads=threads,
         cpu_list=values.cpu_list(cpu_list),
         head=head,
+        autotune=autotune,
     )
     from qserve import steps
     from qserve.kernels.threads import cpu_ranges
@@ -132,8 +139,10 @@ def run(
 
     def load() -> Engine:
         say(f"loading {source.name}")
+        if autotune:
+            say("timing how this GPU divides the products of the model: minutes at the first start, then it is known")
         engine = steps.load(source, config, quiet=log_format == "json")
-        for text in engine.memory.lines():
+        for text in [*engine.memory.lines(), *engine.configurations]:
             say(text)
         if config.cpu_list is not None:
             say(f"threads: pinned to the CPUs {cpu_ranges(config.cpu_list)}, one each")

@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
-import tomllib
-from importlib.resources import files
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from random_model import PRECISIONS, RandomModel, shape_of  # type: ignore[import-not-found]
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from whole_model import PRECISIONS, TINY, RandomModel  # type: ignore[import-not-found]
 
 from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class ServedModel(RandomModel):  # type: ignore[misc]
@@ -34,7 +40,7 @@ class ServedModel(RandomModel):  # type: ignore[misc]
     format = card = None
 
     def __init__(self, shape: dict[str, Any], folder: Path) -> None:
-        super().__init__(shape, PRECISIONS["w4a16"][0])
+        super().__init__(shape, PRECISIONS["w4a16"][0], DEVICE)
         self.path = folder
 
     def names(self) -> list[str]:
@@ -77,10 +83,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
-    shapes = tomllib.loads((files("qserve.evals.planner") / "data/shapes.toml").read_text())
-    shape = TINY if asked.tiny else {key: value for key, value in shapes["llama-3-8b"].items() if key != "source"}
+    model = "tiny" if asked.tiny else "llama-3-8b"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "Triton's interpreter"
     counts, prompt, output, repeats = ((1, 2), 6, 3, 1) if asked.tiny else ((1, 32), 64, 128, 3)
-    results = []
+    results: list[dict[str, Any]] = []
+    found = {"device": device, "torch": torch.__version__, "model": model, "precision": "w4a16", "results": results}
     with tempfile.TemporaryDirectory() as folder:
         save_tiny_model(Path(folder))
         for weights in Path(folder).glob("*.safetensors"):
@@ -88,7 +95,7 @@ def main() -> None:
         config = EngineConfig(
             kernels="triton", max_model_len=prompt + output, max_num_seqs=max(counts), enable_prefix_caching=False
         )
-        engine = Engine(ServedModel(shape, Path(folder)), config)  # type: ignore[arg-type]
+        engine = Engine(ServedModel(shape_of(model), Path(folder)), config)  # type: ignore[arg-type]
         overlapping = engine.executor.asynchronous
         for count in counts:
             for overlaps in (False, True) if overlapping else (False,):
@@ -98,10 +105,7 @@ def main() -> None:
                                 "tokens_per_second": statistics.median(rates)})  # fmt: skip
                 print(f"{count:3} requests, {'steps overlap' if overlaps else 'one step after another'}: "
                       f"{statistics.median(rates):.1f} tok/s", flush=True)  # fmt: skip
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "Triton's interpreter"
-    found = {"device": device, "torch": torch.__version__, "model": "tiny" if asked.tiny else "llama-3-8b",
-             "precision": "w4a16", "results": results}  # fmt: skip
-    asked.out.write_text(json.dumps(found, indent=1))
+                asked.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

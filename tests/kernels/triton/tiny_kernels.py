@@ -11,8 +11,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import torch
 
-from qserve.evals.bench.gpu_attention import Heads
-from qserve.evals.bench.gpu_kernels import Sizes, run
+from qserve.evals.bench.gpu.attention import Heads
+from qserve.evals.bench.gpu.kernels import Sizes, run
 from qserve.kernels.triton.stopwatch import Stopwatch
 
 SIZES = Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), copied=1 << 16, side=64)

@@ -1,23 +1,23 @@
 """How fast a whole model steps on this GPU: random weights in the shapes of Llama 3, so nothing is downloaded.
 
-``python whole_model.py OUT.json [--tiny]``. Every line is one model, precision and batch: the median time of a decode
-step (graph replays, and the copies before and after them) or of a prefill, its tokens per second, and the share of the
-roofline: bytes over the copy bandwidth or operations over the rate of a large product, both measured first. All layers
-read weights of the same content from memory of their own. ``--tiny`` goes through Triton's interpreter on the CPU and
-proves that the program runs, nothing else.
+``python whole_model.py OUT.json [--limit SECONDS] [--tiny]``. Every line is one model, precision and batch: the median
+time of a decode step (graph replays, and the copies before and after them) or of a prefill, its tokens per second, the
+share of the roofline (bytes over the rate of a copy or operations over that of a large product, both measured first),
+and how it compares with transformers, whose static batches run last for each model. All layers read weights of the
+same content from memory of their own. What does not fit the memory is said to be so, and OUT is written after every
+model and precision. ``--tiny`` goes through Triton's interpreter on the CPU and proves that the program runs, nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import time
-import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,88 +26,32 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+import static_batching  # type: ignore[import-not-found]
+from bounds import floor, lacking, weight_bytes  # type: ignore[import-not-found]
+from random_model import PRECISIONS, RandomModel, forget, shape_of  # type: ignore[import-not-found]
+
 from qserve.checkpoint.errors import QServeError
-from qserve.checkpoint.packed import PackedWeight
-from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.evals.bench.gpu.kernels import peaks
+from qserve.evals.bench.roofline import Roof
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
-from qserve.runtime.models.config import DecoderConfig, decoder_config
+from qserve.kernels.triton.stopwatch import Stopwatch
+from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
-
-TINY = {
-    "model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
-W4, FP8 = WeightScheme(4, 128), WeightScheme(8, -1, dtype="fp8")
-PRECISIONS: dict[str, tuple[QuantSpec | None, torch.dtype]] = {
-    "bf16": (None, torch.float16),
-    "w4a16": (QuantSpec("rtn", W4), torch.float16),
-    "fp8": (QuantSpec("rtn", FP8, ActivationScheme("fp8")), torch.float16),
-    "fp8+fp8kv": (QuantSpec("rtn", FP8, ActivationScheme("fp8")), torch.float8_e4m3fn),
-}
-"""Weights and inputs, and the KV cache."""
-
-
-class RandomModel:
-    """What a decoder asks of a model. Tensors of one shape have one content."""
-
-    name = "random"
-
-    def __init__(self, shape: dict[str, Any], spec: QuantSpec | None) -> None:
-        self.config, self.spec = shape, spec
-        hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-        kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-        self._shapes: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }  # fmt: skip
-        self._rest = {"embed_tokens": (shape["vocab_size"], hidden), "lm_head": (shape["vocab_size"], hidden)}
-
-    def linears(self) -> list[str]:
-        if self.spec is None:
-            return []
-        layers = range(self.config["num_hidden_layers"])
-        return [f"model.layers.{i}.{module}" for i in layers for module in self._shapes]
-
-    def has(self, name: str) -> bool:
-        return name.endswith(".weight")
-
-    def tensor(self, name: str) -> torch.Tensor:
-        module = name.removesuffix(".weight")
-        if "norm" in module:
-            return torch.ones(self.config["hidden_size"])
-        last = ".".join(module.split(".")[-2:])
-        return _dense(self._shapes.get(last) or self._rest[module.split(".")[-1]])
-
-    def linear(self, module: str) -> PackedWeight:
-        assert self.spec is not None
-        shape = self._shapes[".".join(module.split(".")[-2:])]
-        return _packed(shape, self.spec.weights, self.spec.activations)
-
-
-@cache
-def _dense(shape: tuple[int, ...]) -> torch.Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
-
-
-@cache
-def _packed(shape: tuple[int, ...], scheme: WeightScheme, activations: ActivationScheme | None) -> PackedWeight:
-    generator = torch.Generator().manual_seed(0)
-    if scheme.dtype == "fp8":
-        codes = (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return PackedWeight(scheme, codes.view(torch.uint8), torch.full((shape[0], 1), 2e-4), activations=activations)
-    codes = torch.randint(0, scheme.max_code + 1, shape, generator=generator, dtype=torch.uint8)
-    scales = torch.rand(shape[0], scheme.groups(shape[1]), generator=generator) * 0.008 + 0.001
-    return PackedWeight(scheme, codes, scales, activations=activations)
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """Bytes and operations per second that this machine reaches."""
+class Work:
+    """Tokens of a sequence that decodes, and of a prompt; requests at once; how often; tokens that the peer writes."""
 
-    bandwidth: float
-    rate: float
+    context: int = 1024
+    prompt: int = 2048
+    batches: tuple[int, ...] = (1, 8, 32, 128)
+    repeats: int = 10
+    output: int = 32
+
+
+TINY = Work(40, 24, (1, 2), 1, 4)
 
 
 def synchronize() -> None:
@@ -128,15 +72,6 @@ def timed(run: Any, repeats: int) -> float:
     return statistics.median(times)
 
 
-def ceilings(device: torch.device, size: int) -> Ceilings:
-    source = torch.empty(size << 20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    n = 8192 if device.type == "cuda" else 256
-    a = torch.randn(n, n, device=device).to(torch.bfloat16)
-    copied, multiplied = timed(lambda: target.copy_(source), 5), timed(lambda: a @ a, 5)
-    return Ceilings(2 * source.numel() / copied, 2 * n**3 / multiplied)
-
-
 def step_of(start: int, count: int, sequences: int, blocks: int) -> Step:
     """``sequences`` of ``count`` tokens from position ``start`` on, each in blocks of its own."""
     width = -(-(start + count) // 16)
@@ -153,29 +88,29 @@ def step_of(start: int, count: int, sequences: int, blocks: int) -> Step:
     )
 
 
-def floor(config: DecoderConfig, spec: QuantSpec | None, kv_bytes: int, step: Step, context: int, limits: Ceilings,
-          logits: int) -> float:  # fmt: skip
-    """Seconds below which no step can be: every weight and every key once, every product once."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    linears = config.num_hidden_layers * hidden * (2 * config.q_size + 2 * config.kv_size + 3 * inner)
-    head = hidden * config.vocab_size
-    bits = 16.0 if spec is None else spec.weights.storage_bits(hidden, inner) / (hidden * inner)
-    sequences, tokens = len(step.seq_start) - 1, len(step.token_ids)
-    moved = linears * bits / 8 + head * 2 + sequences * context * config.kv_bytes_per_token(kv_bytes)
-    seen = context if tokens == sequences else context / 2
-    scores = 4 * config.num_hidden_layers * config.q_size * tokens * seen
-    rate = limits.rate * (2 if spec is not None and spec.activations is not None else 1)
-    return max(moved / limits.bandwidth, (2 * linears * tokens + 2 * head * logits) / rate + scores / limits.rate)
-
-
-def measure(name: str, shape: dict[str, Any], precision: str, tiny: bool, limits: Ceilings) -> list[dict[str, Any]]:
+def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: Roof) -> Iterator[dict[str, Any]]:
+    """One line after another, of the batches whose keys and values fit beside the weights."""
     spec, kv_dtype = PRECISIONS[precision]
-    config = decoder_config(shape, name)
-    context, prompt, batches = (40, 24, [1, 2]) if tiny else (1024, 2048, [1, 8, 32, 128])
+    config, about = decoder_config(shape, name), {"model": name, "precision": precision}
     executor = registry.make("triton", activations=torch.bfloat16)
-    blocks = batches[-1] * -(-context // 16) + 8
-    sizes = DecoderLimits(max(prompt, batches[-1]), batches[-1], max(context, prompt) + 16, blocks)
-    decoder = Decoder(RandomModel(shape, spec), config, executor, sizes, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+    device, weights = executor.placement.device, weight_bytes(config, spec)
+    cache = config.kv_bytes_per_token(kv_dtype.itemsize) * max(work.context, work.prompt)
+    if (reason := lacking(device, weights + cache)) is not None:
+        yield {**about, "skipped": f"the weights do not fit: {reason}"}
+        return
+    fitting = []
+    for batch in work.batches:
+        cache = batch * (work.context + 16) * config.kv_bytes_per_token(kv_dtype.itemsize)
+        if (reason := lacking(device, weights * 1.05 + cache)) is None:
+            fitting.append(batch)
+        else:
+            yield {**about, "skipped": f"{batch} requests do not fit: with the weights it {reason}"}
+    most = max(fitting, default=1)
+    blocks = max(most * -(-work.context // 16), -(-work.prompt // 16)) + 8
+    sizes = DecoderLimits(max(work.prompt, most), most, max(work.context, work.prompt) + 16, blocks)
+    decoder = Decoder(RandomModel(shape, spec, device), config, executor, sizes, kv_dtype=kv_dtype)
+    forget()
+    registry.settle(executor)
     decoder.kv.view(torch.uint8).zero_()  # what was never written may be NaN
 
     def line(kind: str, step: Step, seen: int, rows: int) -> dict[str, Any]:
@@ -186,16 +121,36 @@ def measure(name: str, shape: dict[str, Any], precision: str, tiny: bool, limits
             decoder.head(step, last)
             decoder.greedy[:rows].cpu()
 
-        seconds = timed(run, 1 if tiny else 10)
-        bound = floor(config, spec, kv_dtype.itemsize, step, seen, limits, rows)
+        seconds = timed(run, work.repeats)
+        tokens = len(step.token_ids)
+        bound = floor(config, spec, kv_dtype.itemsize, rows, tokens, seen, roof)
         assert (decoder.greedy[:rows] >= 0).all(), "a NaN"
         return {
-            "model": name, "precision": precision, "kind": kind, "batch": rows, "context": seen, "seconds": seconds,
-            "tokens_per_second": len(step.token_ids) / seconds, "share_of_roofline": bound / seconds,
+            **about, "kind": kind, "batch": rows, "context": seen, "seconds": seconds,
+            "tokens_per_second": tokens / seconds, "share_of_roofline": bound / seconds,
         }  # fmt: skip
 
-    found = [line("prefill", step_of(0, prompt, 1, blocks), prompt, 1)]
-    return found + [line("decode", step_of(context - 1, 1, size, blocks), context, size) for size in batches]
+    yield line("prefill", step_of(0, work.prompt, 1, blocks), work.prompt, 1)
+    for size in fitting:
+        yield line("decode", step_of(work.context - 1, 1, size, blocks), work.context, size)
+
+
+def compared(results: list[dict[str, Any]]) -> None:
+    """Put beside every line how many times as fast as transformers it is, where that was measured."""
+    peers = {(row["model"], row["kind"], row["batch"]): row["tokens_per_second"]
+             for row in results if row["precision"] == static_batching.NAME and "kind" in row}  # fmt: skip
+    for row in results:
+        if "kind" in row and (peer := peers.get((row["model"], row["kind"], row["batch"]))):
+            row["against_transformers"] = row["tokens_per_second"] / peer
+
+
+def text(row: dict[str, Any]) -> str:
+    begin = f"{row['model']:<12} {row['precision']:<18}"
+    if "skipped" in row:
+        return f"{begin} skipped: {row['skipped']}"
+    peer = f"  {row['against_transformers']:>6.2f}x transformers" if "against_transformers" in row else ""
+    return (f"{begin} {row['kind']:<8} x{row['batch']:<4} {row['tokens_per_second']:>10.1f} tok/s"
+            f"  {row['share_of_roofline']:>6.1%} of the roofline{peer}")  # fmt: skip
 
 
 def main() -> None:
@@ -203,36 +158,43 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--models", default="llama-3-8b,llama-3-70b")
-    parser.add_argument("--precisions", default=",".join(PRECISIONS))
+    parser.add_argument("--precisions", default=",".join([*PRECISIONS, "transformers"]))
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which nothing new is begun")
     asked = parser.parse_args()
+    until = time.monotonic() + asked.limit
+    work = TINY if asked.tiny else Work()
     device = registry.make("triton").placement.device
-    limits = ceilings(device, 1 if asked.tiny else 2048)
-    shapes = tomllib.loads((files("qserve.evals.planner") / "data/shapes.toml").read_text())
-    models = {"tiny": TINY} if asked.tiny else {name: shapes[name] for name in asked.models.split(",")}
+    roof = peaks(Stopwatch(device), torch.bfloat16, *((1 << 20, 256) if asked.tiny else ()))
     results: list[dict[str, Any]] = []
-    for name, shape in models.items():
-        for precision in asked.precisions.split(","):
-            shape = {key: value for key, value in shape.items() if key != "source"}
-            try:
-                results += measure(name, shape, precision, asked.tiny, limits)
-            except (torch.OutOfMemoryError, QServeError) as error:
-                results.append({"model": name, "precision": precision, "skipped": str(error).splitlines()[0]})
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
     found = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "Triton's interpreter",
-        "torch": torch.__version__, "bandwidth": limits.bandwidth, "rate": limits.rate, "results": results,
+        "torch": torch.__version__, "bandwidth": roof.bytes, "rate": roof.operations, "results": results,
     }  # fmt: skip
-    asked.out.write_text(json.dumps(found, indent=1))
-    print(f"{found['device']}: copies {limits.bandwidth / 1e9:.0f} GB/s, products {limits.rate / 1e12:.1f} TFLOP/s")
-    for row in results:
-        if "skipped" in row:
-            print(f"{row['model']:<12} {row['precision']:<10} skipped: {row['skipped']}")
-        else:
-            print(
-                f"{row['model']:<12} {row['precision']:<10} {row['kind']:<8} x{row['batch']:<4} "
-                f"{row['tokens_per_second']:>10.1f} tok/s  {row['share_of_roofline']:>6.1%} of the roofline"
-            )
+    rates = f"copies {roof.bytes / 1e9:.0f} GB/s, products {(roof.operations or 0) / 1e12:.1f} TFLOP/s"
+    print(f"{found['device']}: {rates}")
+    for name in ["tiny"] if asked.tiny else asked.models.split(","):
+        shape = shape_of(name)
+        for precision in asked.precisions.split(","):
+            label = static_batching.NAME if precision == "transformers" else precision
+            begun = len(results)
+            try:
+                if time.monotonic() > until:
+                    raise TimeoutError("no time was left")
+                if precision == "transformers":
+                    args = (device, roof, work.context, work.prompt, work.batches, work.output)
+                    results.extend(static_batching.measure(name, shape, *args))
+                else:
+                    results.extend(measure(name, shape, precision, work, roof))
+            except (TimeoutError, torch.OutOfMemoryError, QServeError) as error:
+                results.append({"model": name, "precision": label, "skipped": str(error).splitlines()[0]})
+            forget()
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            compared(results)
+            asked.out.write_text(json.dumps(found, indent=1))
+            print("\n".join(text(row) for row in results[begun:]), flush=True)
+    print("\n".join(text(row) for row in results if "against_transformers" in row))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.formats.words import pack_words
-from qserve.evals.bench.gpu_linears import Contestant, Held, Problem
+from qserve.evals.bench.gpu.linears import Contestant, Held, Problem
 
 
 def missing(package: str) -> str | None:

@@ -1,7 +1,7 @@
 """Linear products that are timed against each other on a GPU: ours, and those that torch has.
 
 A ``Problem`` is a weight and inputs, a ``Contestant`` a way to hold the weight and to multiply by it. Knows kernels and
-their numerics; does not know clocks or reports. What others' packages bring is in ``gpu_peers``.
+their numerics; does not know clocks or reports. What others' packages bring is in ``peers``.
 """
 
 from __future__ import annotations
@@ -188,13 +188,13 @@ def _scaled(problem: Problem, rounding: bool) -> Held:
     return Held(run, weight.nbytes + scales.nbytes)
 
 
-def _gpu_of(scheme: str) -> Capability:
+def least_gpu(scheme: str) -> Capability:
     return FP8 if scheme.startswith("FP8") else (8, 0)
 
 
 CONTESTANTS = (
     Contestant("cuBLAS", "bf16", _cublas),
-    *(Contestant("qserve", scheme, _ours, ours=True, least_gpu=_gpu_of(scheme)) for scheme in SCHEMES),
+    *(Contestant("qserve", scheme, _ours, ours=True, least_gpu=least_gpu(scheme)) for scheme in SCHEMES),
     Contestant("torch._weight_int4pack_mm", "W4A16 g128", _int4pack),
     *(
         Contestant(name, scheme, partial(_scaled, rounding=rounding), least_gpu=FP8)

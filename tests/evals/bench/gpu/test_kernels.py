@@ -12,9 +12,9 @@ import torch
 
 from qserve import benching
 from qserve.checkpoint.errors import UsageError
-from qserve.evals.bench import gpu_attention, gpu_kernels, gpu_linears, gpu_peers, gpu_report
-from qserve.evals.bench.gpu_attention import Heads
-from qserve.evals.bench.gpu_report import Timing
+from qserve.evals.bench.gpu import attention, kernels, linears, peers
+from qserve.evals.bench.gpu.attention import Heads
+from qserve.evals.bench.gpu.report import Timing, figures, report
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.planner.catalog import _table
 from qserve.evals.report import read_report
@@ -24,13 +24,13 @@ from qserve.runtime.config import EngineConfig
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="a GPU is here: the benchmark itself runs")
-SCHEMA = Path(__file__).parents[3] / "docs" / "report.schema.json"
+SCHEMA = Path(__file__).parents[4] / "docs" / "report.schema.json"
 
 
 @interpreted
-@pytest.mark.parametrize("contestant", gpu_linears.CONTESTANTS, ids=lambda each: f"{each.name} {each.scheme}")
-def test_every_contestant_computes_the_same_product(contestant: gpu_linears.Contestant) -> None:
-    problem = gpu_linears.problem(contestant.scheme, (128, 256), 20, CPU, torch.float16)
+@pytest.mark.parametrize("contestant", linears.CONTESTANTS, ids=lambda each: f"{each.name} {each.scheme}")
+def test_every_contestant_computes_the_same_product(contestant: linears.Contestant) -> None:
+    problem = linears.problem(contestant.scheme, (128, 256), 20, CPU, torch.float16)
     first, second = contestant.hold(problem), contestant.hold(problem)
     assert first.nbytes == second.nbytes > 0
     for held, rows in ((first, 1), (second, 20)):
@@ -40,10 +40,10 @@ def test_every_contestant_computes_the_same_product(contestant: gpu_linears.Cont
 
 
 @interpreted
-@pytest.mark.parametrize("contestant", gpu_attention.CONTESTANTS[:3], ids=lambda each: f"{each.name} {each.fp8}")
-def test_every_contestant_attends_to_the_pages_of_its_turn(contestant: gpu_attention.Contestant) -> None:
+@pytest.mark.parametrize("contestant", attention.CONTESTANTS[:3], ids=lambda each: f"{each.name} {each.fp8}")
+def test_every_contestant_attends_to_the_pages_of_its_turn(contestant: attention.Contestant) -> None:
     cache = torch.float8_e4m3fn if contestant.fp8 else torch.float16
-    decode = gpu_attention.decode(Heads(8, 2, 32), 2, 300, 2, CPU, torch.float16, cache)
+    decode = attention.decode(Heads(8, 2, 32), 2, 300, 2, CPU, torch.float16, cache)
     first, second = contestant.hold(decode)
     assert decode.error(first()) < 2e-3
     assert decode.error(second()) > 0.5
@@ -55,10 +55,10 @@ def test_the_sizes_are_those_of_llama() -> None:
     for model, name in (("llama-3-8b", "8B"), ("llama-3-70b", "70B")):
         shape = _table("shapes")[model]
         hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-        heads = gpu_kernels.HEADS[name]
+        heads = kernels.HEADS[name]
         assert (heads.queries, heads.keys) == (shape["num_attention_heads"], shape["num_key_value_heads"])
         assert heads.width == hidden // heads.queries
-        assert {key.split()[1]: size for key, size in gpu_kernels.FULL.shapes.items() if key.startswith(name)} == {
+        assert {key.split()[1]: size for key, size in kernels.FULL.shapes.items() if key.startswith(name)} == {
             "qkv": ((heads.queries + 2 * heads.keys) * heads.width, hidden), "o": (hidden, hidden),
             "gate_up": (2 * inner, hidden), "down": (hidden, inner),
         }  # fmt: skip
@@ -77,37 +77,37 @@ def test_copies_take_turns_until_no_cache_holds_one() -> None:
 
 @interpreted
 def test_the_whole_benchmark_runs_in_the_interpreter(tmp_path: Path) -> None:
-    sizes = gpu_kernels.Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), 1 << 16, 64)
+    sizes = kernels.Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), 1 << 16, 64)
     watch = Stopwatch(CPU, repeats=1, cold_bytes=1 << 10, least_turns=1)
-    report = gpu_kernels.run("qserve bench kernels --device cuda", watch, torch.float16, sizes)
-    assert report.data["failures"] == {} and not report.data["partial"]
+    made = kernels.run("qserve bench kernels --device cuda", watch, torch.float16, sizes)
+    assert made.data["failures"] == {} and not made.data["partial"]
     absent = {name for name, package in (("gemlite", "gemlite"), ("Marlin", "vllm"), ("humming", "humming"),
-                                         ("FlashInfer", "flashinfer")) if gpu_peers.missing(package)}  # fmt: skip
-    assert absent <= report.data["not_timed"].keys()
-    timed = {(t["contestant"], t["scheme"], t["rows"]) for t in report.data["timings"] if not t["context"]}
-    here = {(each.name, each.scheme) for each in gpu_linears.CONTESTANTS}
+                                         ("FlashInfer", "flashinfer")) if peers.missing(package)}  # fmt: skip
+    assert absent <= made.data["not_timed"].keys()
+    timed = {(t["contestant"], t["scheme"], t["rows"]) for t in made.data["timings"] if not t["context"]}
+    here = {(each.name, each.scheme) for each in linears.CONTESTANTS}
     assert timed >= {(*each, rows) for each in here for rows in (1, 17)}
-    report.write(tmp_path / "r.json", None)
+    made.write(tmp_path / "r.json", None)
     content = json.loads((tmp_path / "r.json").read_text())
     jsonschema.validate(content, json.loads(SCHEMA.read_text()))
-    assert read_report(tmp_path / "r.json").metrics == report.metrics
+    assert read_report(tmp_path / "r.json").metrics == made.metrics
 
 
 @interpreted
 def test_what_is_late_or_broken_is_named() -> None:
     watch = Stopwatch(CPU, repeats=1, cold_bytes=1 << 10, least_turns=1)
-    timer = gpu_kernels._Timer(watch, torch.float16, until=float("inf"))
-    problem = gpu_linears.problem("bf16", (128, 128), 1, CPU, torch.float16)
+    timer = kernels._Timer(watch, torch.float16, until=float("inf"))
+    problem = linears.problem("bf16", (128, 128), 1, CPU, torch.float16)
 
-    def wrong(problem: gpu_linears.Problem) -> gpu_linears.Held:
-        return gpu_linears.Held(lambda rows: problem.x[:rows] @ problem.weight.t() * 2, 1 << 10)  # type: ignore[union-attr]
+    def wrong(problem: linears.Problem) -> linears.Held:
+        return linears.Held(lambda rows: problem.x[:rows] @ problem.weight.t() * 2, 1 << 10)  # type: ignore[union-attr]
 
     for ours in (True, False):
-        contestant = gpu_linears.Contestant("wrong", "bf16", wrong, ours)
+        contestant = linears.Contestant("wrong", "bf16", wrong, ours)
         timer.run(contestant, "here", lambda contestant=contestant: timer.linear(contestant, "8B o", problem, (1,)))  # type: ignore[misc]
     assert "off by 1" in timer.failures["wrong, here"] and "off by 1" in timer.notes["wrong, here"]
     timer.until = 0.0
-    timer.run(gpu_linears.CONTESTANTS[0], "late", list)
+    timer.run(linears.CONTESTANTS[0], "late", list)
     assert timer.notes["cuBLAS, late"] == "no time was left" and timer.timings == []
 
 
@@ -125,7 +125,7 @@ def test_the_figures_of_recorded_times() -> None:
         times("W4A16 g128", "qserve", 5.0, "70B down", 16), times("W4A16 g128", "qserve", 2.5, "70B down", 64),
         times("16-bit cache", "qserve", 9.0, "8B", 1, 1024), times("fp8 cache", "qserve", 5.0, "8B", 1, 1024),
     ]  # fmt: skip
-    found = {metric.name: metric.value for metric in gpu_report.figures(roof, recorded)}
+    found = {metric.name: metric.value for metric in figures(roof, recorded)}
     assert found == pytest.approx({
         "W4A16, 70B gate_up and 70B down, up to 16 rows: least share of the copies' rate": 0.5,
         "W4A16 g128, all 8B products, 1 rows: against cuBLAS": 2.5,
@@ -134,10 +134,10 @@ def test_the_figures_of_recorded_times() -> None:
         "fp8 decode: largest share of the copies' rate": 0.5,
         "fp8 decode against our 16-bit cache: geometric mean": 1.8,
     })  # fmt: skip
-    report = gpu_report.report("command", roof, DEFAULT, recorded, {"Marlin": "vllm is not installed"}, {})
-    assert report.sections[-1].rows == (("Marlin", "vllm is not installed"),)
-    assert {"the machine", "qserve, fp8 cache"} <= {series.name for series in report.plots[0].series}
-    assert all(len(row) == len(section.header) for section in report.sections for row in section.rows)
+    made = report("command", roof, DEFAULT, recorded, {"Marlin": "vllm is not installed"}, {})
+    assert made.sections[-1].rows == (("Marlin", "vllm is not installed"),)
+    assert {"the machine", "qserve, fp8 cache"} <= {series.name for series in made.plots[0].series}
+    assert all(len(row) == len(section.header) for section in made.sections for row in section.rows)
 
 
 def test_without_a_gpu_the_benchmark_is_refused() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.evals.bench.gpu_peers import missing
+from qserve.evals.bench.gpu.peers import missing
 from qserve.kernels.ops import BLOCK_SIZE, Attention, Step
 from qserve.kernels.triton.attention import attend_decodes, decode_shape
 from qserve.kernels.triton.executor import TritonExecutor

@@ -2,7 +2,7 @@
 what the GPU does at most in the same run.
 
 Every contestant's result is compared with what it must be before it is timed. Knows contestants and the stopwatch; what
-comes of the times is ``gpu_report``'s.
+comes of the times is ``report``'s.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import UsageError
-from qserve.evals.bench import gpu_attention, gpu_linears
-from qserve.evals.bench.gpu_attention import Heads
-from qserve.evals.bench.gpu_peers import PEERS
-from qserve.evals.bench.gpu_report import Timing, report
+from qserve.evals.bench.gpu import attention, linears
+from qserve.evals.bench.gpu.attention import Heads
+from qserve.evals.bench.gpu.peers import PEERS
+from qserve.evals.bench.gpu.report import Timing, report
+from qserve.evals.bench.gpu.shapes import SHAPES
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.report import Report
 from qserve.kernels.triton import target
 from qserve.kernels.triton.stopwatch import Stopwatch
-from qserve.kernels.triton.tune import SHAPES
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
 HEADS = {"8B": Heads(32, 8, 128), "70B": Heads(64, 8, 128)}
 """Of Llama 3."""
 DECODES = ((1, 1024), (1, 32768), (8, 8192), (32, 1024), (32, 8192), (128, 2048))
 """(sequences, context)"""
+COPIED, SIDE = 1 << 30, 8192
 LIMIT = 200.0
 """Seconds after which nothing new is begun."""
 TOLERANCE = 3e-2
@@ -46,8 +47,8 @@ class Sizes:
     rows: Sequence[int]
     heads: Mapping[str, Heads]
     decodes: Sequence[tuple[int, int]]
-    copied: int = 1 << 30
-    side: int = 8192
+    copied: int = COPIED
+    side: int = SIDE
 
 
 FULL = Sizes(SHAPES, ROWS, HEADS, DECODES)
@@ -61,13 +62,13 @@ def require_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def peaks(watch: Stopwatch, dtype: torch.dtype, sizes: Sizes) -> Roof:
+def peaks(watch: Stopwatch, dtype: torch.dtype, copied: int = COPIED, side: int = SIDE) -> Roof:
     """Floating-point operations of a large product in ``dtype`` per second, and bytes read or written by a copy."""
-    source = torch.empty(sizes.copied, dtype=torch.uint8, device=watch.device)
+    source = torch.randint(0, 256, (copied,), dtype=torch.uint8, device=watch.device)
     into = torch.empty_like(source)
-    a, b = (torch.randn(sizes.side, sizes.side, device=watch.device).to(dtype) for _ in range(2))
-    copied, product = watch.time([lambda: into.copy_(source)]), watch.time([lambda: a @ b])
-    return Roof(2 * sizes.side**3 / product.seconds, 2 * sizes.copied / copied.seconds)
+    a, b = (torch.randn(side, side, device=watch.device).to(dtype) for _ in range(2))
+    copy, product = watch.time([lambda: into.copy_(source)]), watch.time([lambda: a @ b])
+    return Roof(2 * side**3 / product.seconds, 2 * copied / copy.seconds)
 
 
 class _Timer:
@@ -82,7 +83,7 @@ class _Timer:
 
     def run(
         self,
-        contestant: gpu_linears.Contestant | gpu_attention.Contestant,
+        contestant: linears.Contestant | attention.Contestant,
         what: str,
         times: Callable[[], list[Timing]],
     ) -> None:
@@ -105,7 +106,7 @@ class _Timer:
         if self.watch.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def linear(self, contestant: gpu_linears.Contestant, shape: str, problem: gpu_linears.Problem,
+    def linear(self, contestant: linears.Contestant, shape: str, problem: linears.Problem,
                rows: Sequence[int]) -> list[Timing]:  # fmt: skip
         held = [contestant.hold(problem)]
         held += [contestant.hold(problem) for _ in range(self.watch.copies(held[0].nbytes) - 1)]
@@ -118,7 +119,7 @@ class _Timer:
                                 moved, contestant.ours, took.replayed))  # fmt: skip
         return found
 
-    def decode(self, contestant: gpu_attention.Contestant, heads: str, decode: gpu_attention.Decode) -> list[Timing]:
+    def decode(self, contestant: attention.Contestant, heads: str, decode: attention.Decode) -> list[Timing]:
         calls: Sequence[Callable[[], Tensor]] = contestant.hold(decode)
         _require(decode.error(calls[0]()))
         took = self.watch.time(calls)
@@ -143,14 +144,14 @@ def run(
     update: Update = lambda done, total: None,
 ) -> Report:
     """Time every contestant between two measurements of the machine; the better of the two is the roof."""
-    before = peaks(watch, dtype, sizes)
+    before = peaks(watch, dtype, sizes.copied, sizes.side)
     timer = _Timer(watch, dtype, time.monotonic() + limit)
     parts = [*_decodes(timer, sizes), *_linears(timer, sizes)]
     for index, part in enumerate(parts):
         update(index, len(parts))
         part()
     update(len(parts), len(parts))
-    after = peaks(watch, dtype, sizes)
+    after = peaks(watch, dtype, sizes.copied, sizes.side)
     roof = Roof(max(before.operations or 0.0, after.operations or 0.0), max(before.bytes, after.bytes))
     return report(command, roof, target.target(watch.device), timer.timings, timer.notes, timer.failures)
 
@@ -160,9 +161,9 @@ def _decodes(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
         cache = torch.float8_e4m3fn if fp8 else timer.dtype
         if fp8 and timer.capability < target.FP8:
             return
-        copies = timer.watch.copies(gpu_attention.cache_bytes(heads, batch, context, cache))
-        decode = gpu_attention.decode(heads, batch, context, copies, timer.watch.device, timer.dtype, cache)
-        for each in gpu_attention.CONTESTANTS:
+        copies = timer.watch.copies(attention.cache_bytes(heads, batch, context, cache))
+        decode = attention.decode(heads, batch, context, copies, timer.watch.device, timer.dtype, cache)
+        for each in attention.CONTESTANTS:
             if each.fp8 == fp8:
                 what = f"{name}, {batch} sequences of {context}"
                 timer.run(each, what, partial(timer.decode, each, name, decode))
@@ -176,14 +177,14 @@ def _decodes(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
 def _linears(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
     """What is here first, then what other packages bring, which may compile for minutes."""
 
-    def part(contestants: Sequence[gpu_linears.Contestant], name: str, scheme: str) -> None:
+    def part(contestants: Sequence[linears.Contestant], name: str, scheme: str) -> None:
         device = timer.watch.device
-        problem = gpu_linears.problem(scheme, sizes.shapes[name], max(sizes.rows), device, timer.dtype)
+        problem = linears.problem(scheme, sizes.shapes[name], max(sizes.rows), device, timer.dtype)
         for each in contestants:
             timer.run(each, f"{scheme}, {name}", partial(timer.linear, each, name, problem, sizes.rows))
 
-    for all_of in (gpu_linears.CONTESTANTS, PEERS):
+    for all_of in (linears.CONTESTANTS, PEERS):
         for name in sizes.shapes:
-            for scheme in gpu_linears.SCHEMES:
+            for scheme in linears.SCHEMES:
                 if own := [each for each in all_of if each.scheme == scheme]:
                     yield partial(part, own, name, scheme)

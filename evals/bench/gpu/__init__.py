@@ -1,0 +1,1 @@
+"""Kernels of a GPU beside those of others."""

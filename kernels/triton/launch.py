@@ -1,0 +1,35 @@
+"""How a product launches its kernel: to run it, or (``compiling``) only to have it compiled, many at a time.
+
+Compiling is most of what tuning takes. Knows Triton; does not know kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import triton
+
+_only_compiled: ContextVar[bool] = ContextVar("only_compiled", default=False)
+
+
+def at(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """``kernel[grid]``, which inside of ``compiling`` computes nothing."""
+    launched: Callable[..., object] = partial(kernel.warmup, grid=grid) if _only_compiled.get() else kernel[grid]
+    return launched
+
+
+@contextmanager
+def compiling(threads: int) -> Iterator[None]:
+    """What is launched ``at`` a grid in here is compiled by ``threads``, and is there when this ends. What does not
+    compile says so when it is launched."""
+    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        token = _only_compiled.set(True)
+        try:
+            yield
+        finally:
+            _only_compiled.reset(token)

@@ -1,0 +1,231 @@
+"""Configurations that were measured: a JSON file for each GPU and version of Triton, and which one is in use.
+
+Those in ``data`` are shipped; ``qserve bench kernels --device cuda --tune`` makes them. What no file names has the
+default of its kernel, and so has everything where a file cannot be used: that is a line to show, never an error. Knows
+files and configurations; does not know kernels, nor how anything is timed (``tune``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.files import read_json_object, write_atomically
+from qserve.kernels.triton.configs import BUCKETS, FOR_MANY, Config, bucket_of
+from qserve.kernels.triton.target import Target
+
+DATA = Path(__file__).parent / "data"
+_MOST = "more"  # how a file calls the last bucket
+_TEXTS = ("gpu", "triton", "torch", "kernels", "command", "date")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The best of the configurations that were timed, and what the one before it took, the default say, in the same
+    minute."""
+
+    config: Config
+    microseconds: float
+    before_microseconds: float
+
+
+Entries = dict[str, dict[int, Measured]]
+"""By the key of a product and the bucket of its rows."""
+
+
+@dataclass(frozen=True)
+class TunedFile:
+    """``kernels``: the hash of their source. ``command`` made it; ``date`` is that of the day, in UTC. ``left_out``:
+    kernels for many rows (``FOR_MANY``) that are never used on this GPU; a way back, written by hand."""
+
+    gpu: str
+    triton: str
+    torch: str
+    kernels: str
+    command: str
+    date: str
+    entries: Entries = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Raises ``CheckpointError`` where it cannot be written."""
+        content = asdict(self) | {
+            "entries": {
+                key: {_MOST if rows == BUCKETS[-1] else str(rows): asdict(each) for rows, each in found.items()}
+                for key, found in self.entries.items()
+            }
+        }
+        write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.entries.values()))
+
+
+def begin(target: Target, command: str) -> TunedFile:
+    """An empty file of what is measured now."""
+    today = datetime.now(UTC).date().isoformat()
+    return TunedFile(target.name, triton.__version__, torch.__version__, kernels_hash(), command, today)
+
+
+def resume(path: Path, target: Target, command: str) -> TunedFile:
+    """What ``path`` holds, to be added to, where it is of this GPU, Triton and source; else an empty file."""
+    new = begin(target, command)
+    try:
+        held = read(path, target)
+    except CheckpointError:
+        return new
+    return replace(new, entries=held.entries if held.kernels == new.kernels else {}, left_out=held.left_out)
+
+
+@lru_cache
+def kernels_hash() -> str:
+    """Of the source of every kernel: what was measured with another one need not be the best any more."""
+    found = sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if b"\n@triton.jit" in (content := path.read_bytes()):
+            found.update(content)
+    return found.hexdigest()[:12]
+
+
+def file_of(target: Target, folder: Path) -> Path:
+    """Where ``folder`` has the measured configurations of a GPU for this Triton."""
+    name = re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-")
+    return folder / f"{name}-triton-{_minor(triton.__version__)}.json"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def read(path: Path, target: Target) -> TunedFile:
+    """A file for this GPU and Triton. Raises ``CheckpointError`` where it is missing, damaged, of others, or names what
+    cannot be."""
+    try:
+        made = _parse(read_json_object(path))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if (made.gpu, _minor(made.triton)) != (target.name, _minor(triton.__version__)):
+        raise CheckpointError(f"{path} was measured on {made.gpu} with Triton {made.triton}")
+    return made
+
+
+def _parse(content: dict[str, Any]) -> TunedFile:
+    _require_names("the file", content, TunedFile)
+    for name in _TEXTS:
+        if not isinstance(content[name], str):
+            raise ValueError(f"{name} must be a text")
+    entries: Entries = {}
+    for key, found in _mapping("entries", content["entries"]).items():
+        entries[key] = {}
+        for rows, each in _mapping(key, found).items():
+            bucket = BUCKETS[-1] if rows == _MOST else int(rows) if rows.isdigit() else 0
+            if bucket not in BUCKETS:
+                raise ValueError(f"{key}: {rows!r} is no bucket of rows")
+            entries[key][bucket] = _measured(f"{key}, {rows} rows", _mapping(key, each))
+    left_out = content["left_out"]
+    if not isinstance(left_out, list) or not all(name in FOR_MANY for name in left_out):
+        raise ValueError(f"left_out must be a list of some of {', '.join(FOR_MANY)}")
+    return TunedFile(**{name: content[name] for name in _TEXTS}, entries=entries, left_out=left_out)
+
+
+def _measured(where: str, content: dict[str, Any]) -> Measured:
+    _require_names(where, content, Measured)
+    values = _mapping(where, content["config"])
+    _require_names(where, values, Config)
+    for each in fields(Config):
+        if type(values[each.name]).__name__ != each.type:
+            raise ValueError(f"{where}: {each.name} must be of type {each.type}")
+    config = Config(**values)
+    if fault := config.fault() or ("" if config.splits else "splits must be at least 1"):
+        raise ValueError(f"{where}: {fault}")
+    times = [content[name] for name in ("microseconds", "before_microseconds")]
+    if not all(isinstance(each, int | float) and 0 < each < math.inf for each in times):
+        raise ValueError(f"{where}: a time must be a positive number")
+    return Measured(config, *times)
+
+
+def _mapping(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object")
+    return value
+
+
+def _require_names(where: str, content: dict[str, Any], of: type) -> None:
+    names = {each.name for each in fields(of)}
+    if unknown := sorted(content.keys() - names):
+        raise ValueError(f"{where} has the unknown field {unknown[0]!r}")
+    if absent := sorted(names - content.keys()):
+        raise ValueError(f"{where} lacks {absent[0]!r}")
+
+
+@dataclass(frozen=True)
+class InUse:
+    """What the products of a GPU go by. ``reason``: why no file is used, or empty; ``refused``: what is in the file and
+    cannot be used here all the same, with the reason."""
+
+    path: Path
+    reason: str
+    file: TunedFile | None = None
+    refused: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def find(self, key: str, rows: int) -> Config | None:
+        found: Mapping[int, Measured] = {} if self.file is None else self.file.entries.get(key, {})
+        bucket = bucket_of(rows)
+        return found[bucket].config if bucket in found and (key, bucket) not in self.refused else None
+
+    def lines(self) -> list[str]:
+        """For people."""
+        if self.file is None:
+            return [f"defaults: {self.reason}"]
+        other = "" if self.file.kernels == kernels_hash() else ", of an earlier version of the kernels"
+        first = f"{self.file.count} measured on {self.file.date} ({self.path.name}{other}); defaults for the others"
+        return [first, *(f"not used: {key}, {_up_to(rows)}: {why}" for (key, rows), why in self.refused.items())]
+
+
+def _up_to(bucket: int) -> str:
+    return "any rows" if bucket == BUCKETS[-1] else f"up to {bucket} rows"
+
+
+@lru_cache
+def in_use(target: Target) -> InUse:
+    """What is shipped for a GPU, or that it has the defaults, and why."""
+    path = file_of(target, DATA)
+    if not path.exists():
+        return InUse(path, f"nothing was measured on {target.name} with Triton {_minor(triton.__version__)}")
+    try:
+        return InUse(path, "", read(path, target))
+    except CheckpointError as error:
+        return InUse(path, str(error))
+
+
+def left_out(target: Target) -> frozenset[str]:
+    """The kernels for many rows that must not be used on a GPU, by the file that is shipped for it."""
+    found = in_use(target).file
+    return frozenset() if found is None else frozenset(found.left_out)
+
+
+def choose(
+    key: str, rows: int, target: Target, default: Callable[[int], Config], fits: Callable[[Config], bool]
+) -> Config:
+    """The configuration of ``key`` for ``rows`` rows: measured where there is one that fits, else the default."""
+    table = in_use(target)
+    found = table.find(key, rows)
+    if found is None:
+        return default(rows)
+    if not fits(found):
+        table.refused[key, bucket_of(rows)] = f"{found} does not fit the weight"
+        return default(rows)
+    return found
