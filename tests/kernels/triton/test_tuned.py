@@ -6,6 +6,9 @@ Times are made up where a clock would be asked; products are computed by Triton'
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -271,3 +274,14 @@ def test_the_invariant_mode_is_never_timed() -> None:
     with pytest.raises(UsageError, match="fixed, or results would vary"):
         registry.require_autotune(executor)
     assert registry.settle(executor) == []
+
+
+def test_candidates_are_compiled_at_once_for_a_gpu(tmp_path: Path) -> None:
+    """By the threads of ``compiling``: without a GPU, and without the interpreter."""
+    program = Path(__file__).parent / "many_compiled.py"
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    settings["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, str(program)], env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made, wanted = map(int, done.stdout.split())
+    assert made == wanted > 4
