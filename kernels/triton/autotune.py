@@ -116,7 +116,7 @@ def prove(products: Sequence[Tunable], gpu: Target, table: InUse) -> None:
 def _runs(group: Sequence[Tunable], bucket: int, measured: Measured) -> bool:
     """Whether the products can have a configuration, which they then do."""
     first = group[0]
-    if first.padded_n % measured.config.block_n:
+    if not first.fits(measured.config):
         return False
     before = first.configs[bucket]
     configure(group, bucket, measured.config)

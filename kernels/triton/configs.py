@@ -5,10 +5,13 @@ What was measured on a GPU is in ``tuned``; the safe default of each kernel is b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-BUCKETS = (16, 32, 64, 128, 256, 1 << 30)
+BUCKETS = (16, 32, 64, 128, 256, 512, 1 << 30)
 """The most rows that each configuration is for."""
+FOR_MANY = ("persistent", "dequantize")
+"""Kernels for more rows than a decode has, beside "tiles", which computes any number of them: a persistent product of
+8-bit operands, and dequantizing a weight before cuBLAS multiplies by it."""
 TILE_SIDES = (16, 256)
 """The least that a matrix unit takes, and the most that registers hold."""
 MAX_SPLITS = 16
@@ -19,7 +22,8 @@ _FILL = 2  # blocks that a program costs besides its own: filling its pipeline, 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles and threads of one launch. ``splits`` of K: 0 where the size of the product decides."""
+    """Tiles and threads of one launch. ``splits`` of K: 0 where the size of the product decides. ``kernel``: "tiles" or
+    one of ``FOR_MANY``."""
 
     block_m: int
     block_n: int
@@ -27,6 +31,7 @@ class Config:
     stages: int
     swap: bool = False
     splits: int = 0
+    kernel: str = "tiles"
 
     def fault(self) -> str | None:
         """Why no kernel can be launched so, or None."""
@@ -37,6 +42,8 @@ class Config:
         for name, value, most in (("stages", self.stages, 8), ("splits", self.splits, 2 * MAX_SPLITS)):
             if not (name == "stages") <= value <= most:
                 return f"{name} must be at most {most}, not {value}"
+        if self.kernel not in ("tiles", *FOR_MANY):
+            return f"there is no kernel {self.kernel!r}"
         return None
 
 
@@ -59,5 +66,4 @@ def resolve(config: Config, rows: int, padded_n: int, blocks: int, sms: int) -> 
     if config.splits:
         return config
     tiles = -(-rows // config.block_m) * (padded_n // config.block_n)
-    return Config(config.block_m, config.block_n, config.warps, config.stages, config.swap,
-                  splits(tiles, blocks, sms))  # fmt: skip
+    return replace(config, splits=splits(tiles, blocks, sms))

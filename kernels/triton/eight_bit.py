@@ -17,13 +17,14 @@ from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
+from qserve.kernels.triton import persistent
 from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import PAD_N, by_group, slots
 from qserve.kernels.triton.target import FP8, Capability, Target, target
-from qserve.kernels.triton.tuned import choose
+from qserve.kernels.triton.tuned import choose, left_out
 from qserve.kernels.triton.workspace import workspace
 
 WIDEST_BLOCK = 128
@@ -156,6 +157,9 @@ class EightBit:
         self.scales = by_group(weight.scales, self.padded_n, 1 if groups == 1 else groups).to(device)
         self.bias = None if op.bias is None else op.bias.to(device)
         gpu = target(device)
+        self.sms = gpu.sms
+        self.persistent = persistent.supports(weight, self.block_k, gpu.capability) is None
+        self.persistent &= "persistent" not in left_out(gpu)
         self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         memory = workspace(device)
         self.x_groups = -(-width // self.x_group) if self.x_group else 1
@@ -178,14 +182,24 @@ class EightBit:
         grouped = self.group + self.x_group > 0
 
         def usual(rows: int) -> Config:
+            if self.persistent and rows >= persistent.FEWEST_ROWS and not batch_invariant:
+                return persistent.default(rows, self.padded_n, grouped)
             return default(rows, grouped, gpu.capability)
 
         if batch_invariant:
             least = resolve(usual(1), 1, self.padded_n, self.blocks, gpu.sms)
             return replace(least, block_m=16 if rows <= 16 else 32)
         self.key = f"eight_bit {self.activations.dtype} group={self.group},{self.x_group} n={self.n} k={self.k}"
-        found = choose(self.key, rows, gpu, usual, lambda config: self.padded_n % config.block_n == 0)
+        found = choose(self.key, rows, gpu, usual, self.fits)
         return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
+
+    def for_many(self) -> list[Config]:
+        """What else may compute many rows here."""
+        return persistent.configs(self.padded_n, self.group + self.x_group > 0) if self.persistent else []
+
+    def fits(self, config: Config) -> bool:
+        """Whether this product may have ``config``."""
+        return self.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
 
     def take_rounded(self) -> Rounded | None:
         """Where the kernel that makes the input leaves it rounded, from now on; None where it cannot: inputs are
@@ -209,6 +223,12 @@ class EightBit:
         config, codes, scales = self.configs[bucket_of(rows)], self.rounded.codes, self.rounded.scales
         if self._rounds:
             self.round(rows)
+        if config.kernel == "persistent":
+            persistent.multiply(
+                codes[:rows], scales[:rows], self.weight, self.scales, self.bias, self.op.out[:rows], config,
+                n=self.n, group=self.group, x_group=self.x_group, accumulate=self.op.accumulate, sms=self.sms,
+            )  # fmt: skip
+            return
         step = SPLIT_ROWS if config.splits > 1 else rows
         for start in range(0, rows, step):
             self._launch(codes[start:], scales[start:], self.op.out[start:], min(step, rows - start), config)

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
 from qserve.kernels.triton import eight_bit
+from qserve.kernels.triton.dense import multiply
 from qserve.kernels.triton.target import MINIMUM, Capability
 from qserve.kernels.triton.weight_only import WeightOnly
 
@@ -39,14 +39,7 @@ class DensePrepared:
         self.bias = None if op.bias is None else op.bias.to(device, op.out.dtype)
 
     def run(self, rows: int) -> None:
-        y = F.linear(self.op.x[:rows], self.weight).to(self.op.out.dtype)
-        if self.bias is not None:
-            y += self.bias
-        out = self.op.out[:rows]
-        if self.op.accumulate:
-            out += y
-        else:
-            out.copy_(y)
+        multiply(self.op.x[:rows], self.weight, self.bias, self.op.out[:rows], self.op.accumulate)
 
 
 def supports(weight: Tensor | PackedWeight, capability: Capability) -> str | None:

@@ -41,6 +41,8 @@ KERNELS = (
     Kernel("weight_only", "products with integer weights of 2 to 8 bits (dense ones are cuBLAS's)"),
     Kernel("eight_bit", "products with weights and inputs in int8"),
     Kernel("eight_bit fp8", "products with weights and inputs in e4m3", FP8),
+    Kernel("persistent", "8-bit products of more than 256 rows, fed by the copy engine (sm_90, sm_100)", (9, 0)),
+    Kernel("dequantize", "integer weights in 16 bits: cuBLAS multiplies more than 512 rows by them"),
     Kernel("inputs", "inputs of products, rounded or reordered"),
     Kernel("silu_mul", "SiLU of the gate times up, and its rows in 8 bits likewise"),
     Kernel("argmax", "the greedy token"),

@@ -71,6 +71,8 @@ def candidates(product: Tunable, rows: int) -> list[Config]:
             for stages in (2, 3, 4) if m >= 64 else (3, 4, 5):
                 counts = {1} if rows > 128 else {split, max(1, split // 2), split * 2}
                 found += [Config(m, n, warps, stages, swap, count) for count in sorted(counts)]
+    if rows > 128:
+        found += product.for_many()
     return list(dict.fromkeys(found))
 
 

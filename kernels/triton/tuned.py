@@ -23,7 +23,7 @@ import triton
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import read_json_object, write_atomically
-from qserve.kernels.triton.configs import BUCKETS, Config, bucket_of
+from qserve.kernels.triton.configs import BUCKETS, FOR_MANY, Config, bucket_of
 from qserve.kernels.triton.target import Target
 
 DATA = Path(__file__).parent / "data"
@@ -47,7 +47,8 @@ Entries = dict[str, dict[int, Measured]]
 
 @dataclass(frozen=True)
 class TunedFile:
-    """``kernels``: the hash of their source. ``command`` made it; ``date`` is that of the day, in UTC."""
+    """``kernels``: the hash of their source. ``command`` made it; ``date`` is that of the day, in UTC. ``left_out``:
+    kernels for many rows (``FOR_MANY``) that are never used on this GPU; a way back, written by hand."""
 
     gpu: str
     triton: str
@@ -56,6 +57,7 @@ class TunedFile:
     command: str
     date: str
     entries: Entries = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         """Raises ``CheckpointError`` where it cannot be written."""
@@ -85,7 +87,7 @@ def resume(path: Path, target: Target, command: str) -> TunedFile:
         held = read(path, target)
     except CheckpointError:
         return new
-    return replace(new, entries=held.entries) if held.kernels == new.kernels else new
+    return replace(new, entries=held.entries if held.kernels == new.kernels else {}, left_out=held.left_out)
 
 
 @lru_cache
@@ -133,7 +135,10 @@ def _parse(content: dict[str, Any]) -> TunedFile:
             if bucket not in BUCKETS:
                 raise ValueError(f"{key}: {rows!r} is no bucket of rows")
             entries[key][bucket] = _measured(f"{key}, {rows} rows", _mapping(key, each))
-    return TunedFile(**{name: content[name] for name in _TEXTS}, entries=entries)
+    left_out = content["left_out"]
+    if not isinstance(left_out, list) or not set(left_out) <= set(FOR_MANY):
+        raise ValueError(f"left_out must be a list of some of {', '.join(FOR_MANY)}")
+    return TunedFile(**{name: content[name] for name in _TEXTS}, entries=entries, left_out=left_out)
 
 
 def _measured(where: str, content: dict[str, Any]) -> Measured:
@@ -204,6 +209,12 @@ def in_use(target: Target) -> InUse:
         return InUse(path, "", read(path, target))
     except CheckpointError as error:
         return InUse(path, str(error))
+
+
+def left_out(target: Target) -> frozenset[str]:
+    """The kernels for many rows that must not be used on a GPU, by the file that is shipped for it."""
+    found = in_use(target).file
+    return frozenset() if found is None else frozenset(found.left_out)
 
 
 def choose(

@@ -17,63 +17,17 @@ from torch import Tensor
 
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
+from qserve.kernels.triton import dequantize
 from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
+from qserve.kernels.triton.dense import multiply
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import gather_columns
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import planes
 from qserve.kernels.triton.target import Capability, Target, is_interpreted, target
-from qserve.kernels.triton.tuned import choose
+from qserve.kernels.triton.tuned import choose, left_out
+from qserve.kernels.triton.unpack import half, unpack
 from qserve.kernels.triton.workspace import workspace
-
-
-@triton.jit
-def _field(word, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, COMPILED: tl.constexpr):
-    """(word >> SHIFT) & MASK | MAGIC.
-
-    Compilers take 16-bit words one by one. Here a register of 32 bits holds two, for what the shift moves from the
-    upper to the lower is masked. The interpreter knows no assembly.
-    """
-    if COMPILED:
-        ASM: tl.constexpr = (
-            f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; lop3.b32 $0, t, {MASK * 0x10001}, {MAGIC * 0x10001}, 0xEA; }}"
-        )
-        return tl.inline_asm_elementwise(ASM, "=r,r", [word], dtype=tl.int16, is_pure=True, pack=2)
-    else:
-        return ((word >> SHIFT) & MASK) | MAGIC
-
-
-@triton.jit
-def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
-    """Field PLANE of each 16-bit word less its zero point, in DTYPE, exactly.
-
-    The bits of a power of two whose last place is worth one or less are put over the field, so that a subtraction
-    replaces the conversion from integers, which is several times slower: 1024 in float16, where a field that is not
-    shifted counts 16, and 128 in bfloat16, whose seven bits an 8-bit field exceeds: its highest bit is apart.
-    """
-    if tl.float16 == DTYPE:
-        if BITS == 4 and PLANE % 2 == 1:
-            high = _field(word, PLANE * 4 - 4, 0xF0, 0x6400, COMPILED).to(tl.float16, bitcast=True)
-            return high * 0.0625 - (zero + 64.0)
-        else:
-            return _field(word, PLANE * BITS, (1 << BITS) - 1, 0x6400, COMPILED).to(tl.float16, bitcast=True) - (
-                zero + 1024.0
-            )
-    elif tl.bfloat16 == DTYPE:
-        if BITS == 4:
-            return _field(word, PLANE * 4, 0xF, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True) - (zero + 128.0)
-        else:
-            low = _field(word, PLANE * 8, 0x7F, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True)
-            high = _field(word, PLANE * 8, 0x80, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True)
-            return (low - 256.0) + (high - zero)
-    else:
-        return ((word >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - zero
-
-
-@triton.jit
-def _half(word, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """The 16-bit number in one half of a 32-bit word."""
-    return (word >> (16 * HIGH)).to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "splits"])
@@ -123,11 +77,11 @@ def weight_only_kernel(
                 if SCALES == "pairs":
                     if part % 2 == 0:
                         packed = tl.load(scales + (group // 2) * padded_n + ns)
-                    scale = _half(packed, part % 2, tl.float16).to(tl.float32)
+                    scale = half(packed, part % 2, tl.float16).to(tl.float32)
                 elif SCALES == "zeros":
                     packed = tl.load(scales + group * padded_n + ns)
-                    scale = _half(packed, 0, tl.float16).to(tl.float32)
-                    zero_n = _half(packed, 1, DTYPE)
+                    scale = half(packed, 0, tl.float16).to(tl.float32)
+                    zero_n = half(packed, 1, DTYPE)
                 else:
                     scale = tl.load(scales + group * padded_n + ns)
                     if ZERO == -1:
@@ -187,6 +141,7 @@ class WeightOnly:
         self.padded_n = self.planes.padded_n
         self.bias = None if op.bias is None else op.bias.to(device)
         gpu = target(device)
+        self.dequantizes = op.x.dtype != torch.float32 and "dequantize" not in left_out(gpu)
         self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         gathered = 0 if self.planes.order is None else len(op.x) * self.planes.k
         self.gathered = workspace(device).take("gathered", gathered, op.x.dtype)
@@ -197,12 +152,18 @@ class WeightOnly:
         self.configs |= configs
         memory = workspace(self.planes.words.device)
         self.partial, self.arrived = memory.splits(self.configs, len(self.op.x), self.planes.padded_n)
+        # Taken now, so that it counts as memory in use; held from the first use on, when it is what the widest needs.
+        self.dequantized: Tensor | None = None
+        if any(config.kernel == "dequantize" for config in self.configs.values()):
+            self._memory()
 
     def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
         held = self.planes
 
         def usual(rows: int) -> Config:
+            if self.dequantizes and rows >= dequantize.FEWEST_ROWS and not batch_invariant:
+                return dequantize.CONFIG
             return default(rows, held.bits, held.group, gpu.capability)
 
         if batch_invariant:
@@ -210,8 +171,16 @@ class WeightOnly:
             return replace(usual(min(rows, 32)), splits=least.splits)
         dtype = str(self.op.x.dtype).removeprefix("torch.")
         self.key = f"weight_only {dtype} bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
-        found = choose(self.key, rows, gpu, usual, lambda config: held.padded_n % config.block_n == 0)
+        found = choose(self.key, rows, gpu, usual, self.fits)
         return resolve(found, rows, held.padded_n, held.blocks, gpu.sms)
+
+    def for_many(self) -> list[Config]:
+        """What else may compute many rows here."""
+        return [dequantize.CONFIG] if self.dequantizes else []
+
+    def fits(self, config: Config) -> bool:
+        """Whether this product may have ``config``."""
+        return self.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
 
     def run(self, rows: int) -> None:
         held, config = self.planes, self.configs[bucket_of(rows)]
@@ -219,9 +188,29 @@ class WeightOnly:
         if held.order is not None:
             x = self.gathered[: rows * held.k].view(rows, held.k)
             gather_columns(self.op.x, held.order, x, rows)
+        if config.kernel == "dequantize":
+            self._multiply_dequantized(x[:rows])
+            return
         step = SPLIT_ROWS if config.splits > 1 else rows
         for start in range(0, rows, step):
             self._launch(x[start:], self.op.out[start:], min(step, rows - start), config)
+
+    def _memory(self) -> Tensor:
+        """Of the part of a weight that is in floating point at a time."""
+        held = self.planes
+        width = held.blocks * 16 // held.bits * held.slice
+        elements = dequantize.outputs_at_a_time(held, self.n) * width
+        return workspace(held.words.device).take("dequantized", elements, self.op.x.dtype)
+
+    def _multiply_dequantized(self, x: Tensor) -> None:
+        if self.dequantized is None:
+            self.dequantized = self._memory()
+        step, bias = dequantize.outputs_at_a_time(self.planes, self.n), self.bias
+        for first in range(0, self.n, step):
+            last = min(first + step, self.n)
+            weight = dequantize.dequantize(self.planes, self.dequantized, first, last)
+            part = None if bias is None else bias[first:last]
+            multiply(x, weight, part, self.op.out[: len(x), first:last], self.op.accumulate)
 
     def _launch(self, x: Tensor, out: Tensor, rows: int, config: Config) -> None:
         held = self.planes

@@ -47,6 +47,7 @@ class Case:
     num_warps: int = 4
     num_stages: int = 3
     divisible: tuple[str, ...] = field(default=())
+    maxnreg: int | None = None
 
 
 def compile_kernel(
@@ -57,6 +58,7 @@ def compile_kernel(
     num_warps: int = 4,
     num_stages: int = 3,
     divisible: tuple[str, ...] = (),
+    maxnreg: int | None = None,
 ) -> Compiled:
     """Compile for ``capability``. Only where kernels are not interpreted."""
     import triton
@@ -70,7 +72,8 @@ def compile_kernel(
     attrs = {(order.index(name),): [["tt.divisibility", 16]] for name in divisible if name not in constexprs}
     source = ASTSource(kernel, full, {(order.index(name),): value for name, value in constexprs.items()}, attrs)
     gpu = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    made = triton.compile(source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages})
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+    made = triton.compile(source, target=gpu, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])
         cubin.flush()

@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from aot import Case  # type: ignore[import-not-found]
 
-from qserve.kernels.triton import eight_bit, weight_only
+from qserve.kernels.triton import dequantize, eight_bit, persistent, weight_only
 from qserve.kernels.triton.configs import Config
 from qserve.kernels.triton.inputs import (
     gather_columns_kernel,
@@ -80,6 +80,54 @@ def eight_bit_case(
     return _case(eight_bit.eight_bit_kernel, signature, constexprs, capability, config)
 
 
+def persistent_case(
+    capability: tuple[int, int], config: Config, kind: str, group: int = 0, x_group: int = 0, out: str = "bf16",
+    accumulate: bool = False,
+) -> Case:  # fmt: skip
+    part = persistent.part_n(config, group + x_group > 0)
+    signature = {
+        "x": f"tensordesc<{kind}[{config.block_m},{persistent.BLOCK_K}]>",
+        "weight": f"tensordesc<{kind}[{part},{persistent.BLOCK_K}]>",
+        "x_scales": "*fp32", "scales": "*fp32", "bias": "*" + out, "out": "*" + out, "rows": "i32", "n": "i32",
+        "padded_n": "i32", "blocks": "i32", "stride_out": "i32", "x_groups": "i32", "programs": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "GROUP": group, "X_GROUP": x_group, "HAS_BIAS": accumulate, "ACCUMULATE": accumulate,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PART_N": part, "COLUMN": persistent.COLUMN,
+    }  # fmt: skip
+    made = _case(persistent.persistent_kernel, signature, constexprs, capability, config)
+    return replace(made, maxnreg=persistent.most_registers(config, group + x_group > 0))
+
+
+def persistent_cases(capability: tuple[int, int]) -> dict[str, Case]:
+    """Every configuration of every way it is specialized."""
+    found = {}
+    for kind in ("fp8e4nv", "i8") if capability == (9, 0) else ("fp8e4nv",):
+        for group, x_group in ((0, 0), (128, 128), (128, 0), (0, 128)) if kind == "fp8e4nv" else ((0, 0),):
+            for config in persistent.configs(256, group + x_group > 0):
+                for out, accumulate in (("bf16", False), ("fp32", True)):
+                    tile = f"{config.block_m}x{config.block_n} {config.stages} stages"
+                    name = f"persistent {kind} g{group},{x_group} {tile} {out} sm_{capability[0]}{capability[1]}"
+                    found[name] = persistent_case(capability, config, kind, group, x_group, out, accumulate)
+    return found
+
+
+def dequantize_case(
+    capability: tuple[int, int], bits: int = 4, group: int = 128, kind: str = "pairs", dtype: str = "bf16"
+) -> Case:
+    floats = kind in ("float", "both")
+    signature = {
+        "weight": "*i16", "scales": "*fp32" if floats else "*i32", "zeros": "*fp32", "out": "*" + dtype,
+        "padded_n": "i32", "first": "i32", "last": "i32", "stride_out": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "ZERO": -1 if kind in ("zeros", "both") else 1 << (bits - 1), "BITS": bits, "GROUP": group,
+        "SLICE": _shape(group or 4096, 32 if group else 1, 4096, 16 // bits)[0],
+        "SCALES": "float" if floats else kind, "BLOCK_N": dequantize.CONFIG.block_n, "COMPILED": True,
+    }  # fmt: skip
+    return _case(dequantize.dequantize_kernel, signature, constexprs, capability, dequantize.CONFIG)
+
+
 def input_cases(capability: tuple[int, int], width: int = 4096) -> dict[str, Case]:
     """The kernels that make inputs ready, for rows of at most ``width``."""
     arch = capability[0] * 10 + capability[1]
@@ -113,6 +161,13 @@ def cases() -> dict[str, Case]:
             found[f"int8 {name} sm_{arch}"] = eight_bit_case(capability, rows, "i8")
             if capability >= FP8:
                 found[f"fp8 {name} sm_{arch}"] = eight_bit_case(capability, rows, "fp8e4nv")
+        if capability in persistent.CAPABILITIES:
+            made = persistent.default(MANY, 256, grouped=False)
+            found[f"persistent channel sm_{arch}"] = persistent_case(capability, made, "fp8e4nv")
+        found[f"dequantize sm_{arch}"] = dequantize_case(capability)
+    grouped, small = persistent.default(MANY, 256, grouped=True), persistent.default(512, 256, grouped=False)
+    found["persistent blocks sm_90"] = persistent_case((9, 0), grouped, "fp8e4nv", 128, 128)
+    found["persistent small sm_90"] = persistent_case((9, 0), small, "fp8e4nv", out="fp32", accumulate=True)
     found["w8a16 few sm_80"] = weight_only_case((8, 0), FEW, bits=8, group=64)
     found |= {name: case for name, case in input_cases((9, 0)).items() if "i8" not in name}
     return found
@@ -136,6 +191,13 @@ def every_case() -> dict[str, Case]:
                 found[name] = weight_only_case(
                     capability, rows, bits, group, kind, dtype, even_k, accumulate=True
                 )
+        if capability in persistent.CAPABILITIES:
+            found |= persistent_cases(capability)
+        kinds = ((4, 128, "pairs"), (4, 32, "pairs"), (4, 128, "zeros"), (4, 0, "both"), (8, 128, "zeros"),
+                 (8, 64, "float"))  # fmt: skip
+        for dtype, (bits, group, kind) in product(("fp16", "bf16"), kinds):
+            name = f"dequantize w{bits} g{group} {kind} {dtype} sm_{arch}"
+            found[name] = dequantize_case(capability, bits, group, kind, dtype)
         for rows in (16, 32, 128, 256, MANY):
             for kind in ("i8", "fp8e4nv") if capability >= FP8 else ("i8",):
                 for group, x_group in ((0, 0), (128, 0), (128, 128), (64, 0), (64, 64), (0, 128)):

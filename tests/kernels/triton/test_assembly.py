@@ -8,14 +8,14 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from qserve.kernels.triton import target, weight_only
+from qserve.kernels.triton import target, unpack
 
 pytestmark = pytest.mark.skipif(not target.is_interpreted(), reason="on a GPU the kernels' own tests run it")
 
 
 def assembly(shift: int, mask: int, magic: int) -> str:
     """The program as ``_field`` writes it for these constants."""
-    field = weight_only._field
+    field = unpack._field
     assert isinstance(field, InterpretedFunction)
     found: list[str] = []
 

@@ -65,7 +65,7 @@ def test_every_scheme(scheme: WeightScheme, activations: ActivationScheme | None
     weight = weight_of(scheme, activations, 390, 1100)
     if reason := linear.supports(weight, target(torch.device("cuda")).capability):
         pytest.skip(reason)
-    for rows in (1, 3, 17, 70, 300):
+    for rows in (1, 3, 17, 70, 300, 1100):  # the last two by the kernels for many rows
         x = torch.randn(rows, 1100, device="cuda", dtype=dtype)
         wide = torch.randn(rows, 422, device="cuda", dtype=dtype)
         before = wide.clone()
@@ -113,3 +113,38 @@ def test_a_graph_replays_a_split_product() -> None:
         out.fill_(torch.nan)
         product.run(16)
         assert torch.equal(out, replayed) and out.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [600, 2048])
+@pytest.mark.parametrize(
+    "scheme", [*SCHEMES[-4:-1], (WeightScheme(8, -1), INT8), (WeightScheme(4, 128), None)], ids=str
+)
+def test_a_graph_replays_a_product_of_many_rows(
+    scheme: tuple[WeightScheme, ActivationScheme | None], rows: int
+) -> None:
+    """Descriptors are arguments by value: a graph has those of the addresses that it was captured with. Several tiles
+    to a program."""
+    torch.manual_seed(3)
+    weight = weight_of(*scheme, 8192, 1024)
+    if reason := linear.supports(weight, target(torch.device("cuda")).capability):
+        pytest.skip(reason)
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    out = torch.zeros(rows, 8192, device="cuda", dtype=torch.bfloat16)
+    product = linear.prepare(ops.Linear(x, weight, out), torch.device("cuda"))
+    product.run(rows)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product.run(rows)
+    for _ in range(10):
+        x.normal_()
+        out.fill_(torch.nan)
+        graph.replay()
+        replayed = out.clone()
+        few = linear.prepare(ops.Linear(x, weight, torch.empty_like(out)), torch.device("cuda"), batch_invariant=True)
+        few.run(rows)
+        want = few.op.out.double()  # type: ignore[attr-defined]
+        assert float((replayed.double() - want).norm() / want.norm()) < TOLERANCE[torch.bfloat16]
+        out.fill_(torch.nan)
+        product.run(rows)
+        assert torch.equal(out, replayed)

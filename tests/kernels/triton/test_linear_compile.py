@@ -33,6 +33,12 @@ def check(name: str, made) -> None:  # type: ignore[no-untyped-def]
     assert made.shared_bytes <= shared_bytes((major, minor)), name
 
 
+def resident(made, warps: int) -> int:  # type: ignore[no-untyped-def]
+    """Programs that a multiprocessor of sm_90 holds at a time (CUDA programming guide, compute capabilities)."""
+    registers = -(-made.registers // 8) * 8 * 32 * warps
+    return int(min((64 << 10) // registers, (228 << 10) // (made.shared_bytes + 1024)))
+
+
 def opcodes(made) -> set[str]:  # type: ignore[no-untyped-def]
     return set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", made.sass, re.M))
 
@@ -60,7 +66,9 @@ def compiled():  # type: ignore[no-untyped-def]
 
 
 def test_nothing_spills_and_shared_memory_suffices(compiled) -> None:  # type: ignore[no-untyped-def]
-    assert {name.split()[0] for name in compiled} >= {"w4a16", "w8a16", "int8", "fp8", "gather_columns"}
+    assert {name.split()[0] for name in compiled} >= {
+        "w4a16", "w8a16", "int8", "fp8", "persistent", "dequantize", "gather_columns",
+    }  # fmt: skip
     for name, made in compiled.items():
         check(name, made)
 
@@ -99,6 +107,25 @@ def test_words_are_unpacked_where_they_are_multiplied(compiled) -> None:  # type
             assert len(unpacking) / weights < 1.4, name
             assert len(body) / weights < 2.5, name
             assert not any(re.search(r"\bSTS", line) for line in body), name
+
+
+def test_the_persistent_product_is_fed_by_the_copy_engine(compiled) -> None:  # type: ignore[no-untyped-def]
+    """Boxes are copied by one instruction each, the matrix unit reads them from shared memory, and what e4m3 products
+    of sm_90 sum by themselves begins at zero with every box of weights."""
+    for name, made in compiled.items():
+        if not name.startswith("persistent"):
+            continue
+        assert "async_tma_copy_global_to_local" in made.ttgir and "cp.async.bulk.tensor" in made.ptx, name
+        assert "UTMALDG" in opcodes(made) and "mma.sync" not in made.ptx, name
+        if "sm_90" in name:
+            body = loop(made)
+            products = [line for line in body if "QGMMA" in line]
+            fresh = [line for line in products if re.search(r"\bRZ\b", line)]
+            assert sum("UTMALDG" in line for line in body) == len(fresh) + 1, name
+            assert len(products) == 128 // 32 * len(fresh), name
+        else:
+            assert "tcgen05.mma" in made.ptx, name
+    assert resident(compiled["persistent small sm_90"], warps=8) == 2
 
 
 @pytest.mark.slow

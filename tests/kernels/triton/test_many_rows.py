@@ -1,0 +1,212 @@
+"""The kernels for many rows against the reference, at odd sizes: the persistent product, and dequantizing first.
+
+In float16 and float32 only, as ``test_linear`` says.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_linear import (  # type: ignore[import-not-found]
+    DEVICE,
+    GROUP_FP8,
+    STATIC_FP8,
+    TOKEN8,
+    TOKEN_FP8,
+    error,
+    packed,
+    packed_fp8,
+    rounded,
+    want,
+)
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme
+from qserve.kernels import ops
+from qserve.kernels.triton import dequantize, linear, persistent, target, tuned
+from qserve.kernels.triton.configs import Config, bucket_of
+from qserve.kernels.triton.eight_bit import EightBit
+from qserve.kernels.triton.prepack import planes
+from qserve.kernels.triton.weight_only import WeightOnly
+
+pytestmark = pytest.mark.skipif(target.missing() is not None, reason=str(target.missing()))
+has_descriptors = pytest.mark.skipif(
+    target.target(DEVICE).capability not in persistent.CAPABILITIES, reason="this GPU has no tensor descriptors"
+)
+SMALL = Config(128, 128, 8, 3, splits=1, kernel="persistent")
+WIDE = replace(SMALL, block_n=256)
+LOW = replace(SMALL, block_m=64, warps=4)
+
+
+def eight_bit(weight: PackedWeight, rows: int, **more: object) -> EightBit:
+    """The product of more rows than are used, into columns in the middle."""
+    out, inp = weight.codes.shape
+    x = torch.randn(rows + 3, inp, dtype=torch.float16, device=DEVICE)
+    wide = torch.randn(rows + 3, out + 32, device=DEVICE)
+    bias = torch.randn(out, device=DEVICE)
+    product = linear.prepare(ops.Linear(x, weight, wide[:, 16:-16], bias, accumulate=True), DEVICE, **more)  # type: ignore[arg-type]
+    assert isinstance(product, EightBit)
+    return product
+
+
+@has_descriptors
+@pytest.mark.parametrize(
+    ("rows", "out", "inp", "group", "height", "activations", "config"),
+    [
+        (130, 130, 300, -1, 1, TOKEN_FP8, SMALL),
+        (5, 390, 128, -1, -1, STATIC_FP8, WIDE),
+        (129, 300, 200, 128, 128, GROUP_FP8, SMALL),
+        (65, 140, 256, 128, 128, TOKEN_FP8, LOW),
+        (3, 140, 384, -1, 1, GROUP_FP8, LOW),
+    ],
+)
+def test_persistent_fp8(
+    rows: int, out: int, inp: int, group: int, height: int, activations: ActivationScheme, config: Config
+) -> None:
+    torch.manual_seed(0)
+    product = eight_bit(rounded(packed_fp8(out, inp, group, height), activations), rows)
+    assert product.persistent
+    product.configure({bucket_of(rows): config})
+    base = product.op.out._base
+    assert base is not None
+    before, expected = base.clone(), want(product.op, rows)
+    product.run(rows)
+    assert error(product.op.out[:rows].float().cpu(), expected) < 2e-6
+    assert torch.equal(base[:, :16], before[:, :16]) and torch.equal(base[:, -16:], before[:, -16:])
+    assert torch.equal(base[rows:], before[rows:])
+
+
+@has_descriptors
+def test_persistent_integers_are_exact() -> None:
+    torch.manual_seed(1)
+    product = eight_bit(rounded(packed(70, 200, 8, -1), TOKEN8), persistent.FEWEST_ROWS)
+    chosen = product.configs[bucket_of(persistent.FEWEST_ROWS)]
+    if target.target(DEVICE).capability == (9, 0):
+        assert chosen.kernel == "persistent"
+    expected = want(product.op, persistent.FEWEST_ROWS)
+    product.run(persistent.FEWEST_ROWS)
+    assert error(product.op.out[: persistent.FEWEST_ROWS].float().cpu(), expected) < 2e-6
+
+
+@has_descriptors
+def test_a_program_walks_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has the tiles of two columns, the last of them lower, the last tile of each narrower."""
+    torch.manual_seed(2)
+    monkeypatch.setattr(persistent, "COLUMN", 2)
+    product = eight_bit(rounded(packed_fp8(140, 128, -1, 1), TOKEN_FP8), 180)
+    product.sms = 1
+    expected = want(product.op, 180)
+    product.configure({bucket_of(180): LOW})
+    product.run(180)
+    assert error(product.op.out[:180].float().cpu(), expected) < 2e-6
+
+
+def test_what_the_persistent_product_refuses() -> None:
+    plain, blocks = packed_fp8(256, 256, -1, 1), packed_fp8(256, 256, 128, 128)
+    by_group = ActivationScheme("int8", "group", group_size=128)
+    cases = [
+        (rounded(plain, TOKEN_FP8), 128, (9, 0), None),
+        (rounded(blocks, GROUP_FP8), 128, (10, 0), None),
+        (rounded(plain, TOKEN_FP8), 128, (8, 9), "sm_89"),
+        (rounded(plain, TOKEN_FP8), 128, (12, 0), "sm_120"),
+        (rounded(plain, replace(GROUP_FP8, group_size=64)), 64, (9, 0), "groups of 64"),
+        (rounded(packed(256, 256, 4, 128), TOKEN_FP8), 128, (9, 0), "scales of its own"),
+        (rounded(packed(256, 256, 8, -1), TOKEN8), 128, (9, 0), None),
+        (rounded(packed(256, 256, 8, -1), TOKEN8), 128, (10, 0), "integers"),
+        (rounded(packed(256, 256, 8, -1), by_group), 128, (9, 0), "conversion"),
+    ]
+    for weight, block_k, capability, reason in cases:
+        found = persistent.supports(weight, block_k, capability)
+        assert (found is None) == (reason is None) and (reason is None or reason in str(found)), (weight.scheme, found)
+
+
+KINDS = [
+    (130, 512, 4, 128, True, False, True),
+    (70, 192, 4, 64, False, False, True),
+    (40, 100, 4, -1, True, False, True),
+    (129, 300, 3, 128, False, False, False),
+    (20, 80, 4, 24, True, False, True),
+    (70, 320, 4, 32, True, True, True),
+    (130, 256, 8, 128, False, False, True),
+    (40, 192, 8, 32, True, False, False),
+    (20, 600, 4, 256, True, False, True),
+]
+
+
+@pytest.mark.parametrize(("out", "inp", "bits", "group", "symmetric", "shuffled", "half"), KINDS)
+def test_a_weight_is_dequantized_as_it_should_be(
+    out: int, inp: int, bits: int, group: int, symmetric: bool, shuffled: bool, half: bool
+) -> None:
+    """Bit for bit: the integer times its scale, rounded once."""
+    torch.manual_seed(3)
+    weight = packed(out, inp, bits, group, symmetric, shuffled=shuffled, half=half)
+    held = planes(weight, torch.float16, DEVICE)
+    memory = torch.full((1 << 19,), torch.nan, dtype=torch.float16, device=DEVICE)
+    got = dequantize.dequantize(held, memory, 0, out).cpu()
+    wanted = weight.dequantize().half()
+    if held.order is not None:
+        order = held.order.cpu().long()
+        wanted = torch.where(order < 0, 0, wanted[:, order.clamp_min(0)])
+        got = torch.where(order < 0, 0, got)  # a column of zeros in x meets them
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("most", [dequantize.MOST, 1])
+def test_dequantized_first(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantize, "MOST", most)
+    torch.manual_seed(4)
+    for shuffled, dtype in ((True, torch.float32), (False, torch.float16)):
+        weight = packed(290, 128, 4, 64, False, shuffled=shuffled)
+        x = torch.randn(7, 128, dtype=torch.float16, device=DEVICE)
+        wide = torch.randn(7, 322, dtype=dtype, device=DEVICE)
+        bias = torch.randn(290, dtype=torch.float16, device=DEVICE) if shuffled else None
+        op = ops.Linear(x, weight, wide[:, 16:-16], bias, accumulate=shuffled)
+        before, expected = wide.clone(), want(op, 5)
+        product = linear.prepare(op, DEVICE)
+        product.configure({16: dequantize.CONFIG})  # type: ignore[attr-defined]
+        product.run(5)
+        assert error(op.out[:5].float().cpu(), expected) < 1e-3
+        assert torch.equal(wide[:, :16], before[:, :16]) and torch.equal(wide[5:], before[5:])
+
+
+def chosen(rows: int, dtype: torch.dtype = torch.float16, invariant: bool = False) -> str:
+    """The kernel of a 4-bit product of so many rows at most, for them."""
+    op = ops.Linear(
+        torch.empty(rows, 128, dtype=dtype, device=DEVICE), packed(16, 128, 4, 64),
+        torch.empty(rows, 16, dtype=dtype, device=DEVICE),
+    )  # fmt: skip
+    product = linear.prepare(op, DEVICE, invariant)
+    assert isinstance(product, WeightOnly)
+    return product.configs[bucket_of(rows)].kernel
+
+
+def test_who_dequantizes_first() -> None:
+    assert chosen(dequantize.FEWEST_ROWS) == "dequantize"
+    assert chosen(dequantize.FEWEST_ROWS - 1) == "tiles"
+    assert chosen(4096, torch.float32) == "tiles"
+    assert chosen(4096, invariant=True) == "tiles"  # which promises that a row does not depend on the others
+
+
+def test_no_kernel_for_many_rows_where_the_batch_must_not_matter() -> None:
+    product = eight_bit(rounded(packed_fp8(128, 128, -1, 1), TOKEN_FP8), 2000, batch_invariant=True)
+    assert {config.kernel for config in product.configs.values()} == {"tiles"}
+
+
+def test_the_data_of_a_gpu_may_leave_kernels_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = target.target(DEVICE)
+    held = replace(tuned.begin(gpu, "by hand"), left_out=["persistent", "dequantize"])
+    held.write(tuned.file_of(gpu, tmp_path))
+    monkeypatch.setattr(tuned, "DATA", tmp_path)
+    tuned.in_use.cache_clear()
+    try:
+        assert chosen(4096) == "tiles"
+        product = eight_bit(rounded(packed_fp8(128, 128, -1, 1), TOKEN_FP8), 2000)
+        assert {config.kernel for config in product.configs.values()} == {"tiles"} and product.for_many() == []
+    finally:
+        tuned.in_use.cache_clear()
