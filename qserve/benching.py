@@ -178,10 +178,12 @@ def batches(
 
 
 def kernels(
-    engine: EngineConfig, repeats: int, device: str = "cpu", tune: Path | None = None, limit: float | None = None
-) -> Report:
+    engine: EngineConfig, repeats: int, device: str = "cpu", tune: Path | None = None, limit: float | None = None,
+    json_path: Path | None = None,
+) -> Report:  # fmt: skip
     """The C kernels beside the machine's peaks, or those of a GPU beside others' and the GPU's; with ``tune`` the best
-    configurations of the latter, in a file in that folder. ``limit``: seconds after which nothing new is begun."""
+    configurations of the latter, in a file in that folder. ``limit``: seconds after which nothing new is begun.
+    ``json_path``: where what is known so far is written meanwhile."""
     name = engine.kernels
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device must be cpu or cuda, not {device}")
@@ -190,7 +192,7 @@ def kernels(
     if limit is not None and not 0 < limit <= 86400:
         raise UsageError(f"--limit must be above 0 seconds and at most a day, not {limit:g}")
     if device == "cuda":
-        return _gpu_kernels(engine, repeats, tune, limit)
+        return _gpu_kernels(engine, repeats, tune, limit, json_path)
     if tune is not None or limit is not None:
         raise UsageError("--tune and --limit are for --device cuda")
     if name != "auto" and not name.startswith("native"):
@@ -201,7 +203,9 @@ def kernels(
         return linear_speed.run(executor, command_line(), repeats=repeats, update=update)
 
 
-def _gpu_kernels(engine: EngineConfig, repeats: int, tune: Path | None, limit: float | None) -> Report:
+def _gpu_kernels(
+    engine: EngineConfig, repeats: int, tune: Path | None, limit: float | None, json_path: Path | None
+) -> Report:
     if replace(engine, kernels="auto") != EngineConfig() or engine.kernels not in ("auto", "triton"):
         raise UsageError("--device cuda times the Triton kernels: leave out --kernels, --threads and --cpu-list")
     if find_spec("triton") is None:
@@ -216,6 +220,9 @@ def _gpu_kernels(engine: EngineConfig, repeats: int, tune: Path | None, limit: f
         raise UsageError(f"--tune {tune}: there is no such folder")
     with console.progress("kernels" if tune is None else "tune") as update:
         if tune is None:
-            return of_gpu.run(command_line(), watch, limit=of_gpu.LIMIT if limit is None else limit, update=update)
+            seconds = of_gpu.LIMIT if limit is None else limit
+            return of_gpu.run(
+                command_line(), watch, limit=seconds, update=update, save=lambda report: report.write(json_path, None)
+            )
         until = math.inf if limit is None else time.monotonic() + limit
         return tuning.run(command_line(), tune, Tuner(watch, default_threads(), until), update=update)

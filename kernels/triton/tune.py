@@ -34,6 +34,7 @@ TOLERANCE = 2e-2
 Tunable = WeightOnly | EightBit
 REFUSALS = (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError)
 """What a GPU says of a configuration that it has not the registers or the shared memory for."""
+_FAILURES = (*REFUSALS, triton.CompilationError, RuntimeError)  # of a candidate; passes of a compiler raise the last
 
 
 def rows_of(bucket: int, product: Tunable) -> int:
@@ -104,7 +105,7 @@ class Tuner:
             if time.monotonic() > self.until:
                 return None
             configure(products, bucket, config)
-            with suppress(*REFUSALS):
+            with suppress(*_FAILURES):
                 if _is_near(_result(products[0], rows), want):
                     times[config] = self._seconds(products, rows)
         default = choices[0]
@@ -127,7 +128,7 @@ class Tuner:
         """All at once; where kernels are interpreted there is nothing to compile."""
         if self.watch.device.type != "cuda":
             return
-        with compiling(self.threads):
+        with suppress(Exception), compiling(self.threads):  # what is not compiled now is when its turn comes
             for config in choices:
                 product.configure({bucket: config})
                 product.run(rows)

@@ -150,7 +150,7 @@ def bench(
     if model == "kernels":
         if given or serve or static or against is not None or concurrency is not None or output is not None:
             raise UsageError("kernels takes no load: leave out what describes one")
-        report = benching.kernels(engine, repeats, device, tune, limit)
+        report = benching.kernels(engine, repeats, device, tune, limit, json_path)
     elif device != "cpu" or tune is not None or limit is not None:
         raise UsageError("--device, --tune and --limit are for the word kernels: a MODEL runs where --kernels says")
     elif static:

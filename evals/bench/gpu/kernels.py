@@ -18,7 +18,7 @@ from torch import Tensor
 from qserve.checkpoint.errors import UsageError
 from qserve.evals.bench.gpu import attention, linears
 from qserve.evals.bench.gpu.attention import Heads
-from qserve.evals.bench.gpu.peers import PEERS
+from qserve.evals.bench.gpu.peers import PEERS, SLOW_PEERS
 from qserve.evals.bench.gpu.report import Timing, report
 from qserve.evals.bench.gpu.shapes import SHAPES
 from qserve.evals.bench.roofline import Roof
@@ -95,8 +95,7 @@ class _Timer:
             self.notes[contestant.name] = reason
             return
         name = f"{contestant.name}, {what}"
-        if time.monotonic() > self.until:
-            self.notes[name] = "no time was left"
+        if self.is_late(name):
             return
         try:
             self.timings += times()
@@ -106,12 +105,20 @@ class _Timer:
         if self.watch.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def is_late(self, *names: str) -> bool:
+        """Whether the time is over, for what has these names."""
+        late = time.monotonic() > self.until
+        self.notes |= dict.fromkeys(names, "no time was left") if late else {}
+        return late
+
     def linear(self, contestant: linears.Contestant, shape: str, problem: linears.Problem,
                rows: Sequence[int]) -> list[Timing]:  # fmt: skip
         held = [contestant.hold(problem)]
         held += [contestant.hold(problem) for _ in range(self.watch.copies(held[0].nbytes) - 1)]
         (out, inp), item, found = problem.shape, problem.x.itemsize, []
         for count in rows:
+            if self.is_late(f"{contestant.name}, {problem.scheme}, {shape}, {count} rows"):
+                break
             _require(problem.error(held[0].run(count)))
             took = self.watch.time([partial(each.run, count) for each in held])
             moved = held[0].nbytes + count * (inp + out) * item
@@ -142,14 +149,19 @@ def run(
     *,
     limit: float = LIMIT,
     update: Update = lambda done, total: None,
+    save: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Time every contestant between two measurements of the machine; the better of the two is the roof."""
+    """Time every contestant between two measurements of the machine; the better of the two is the roof.
+
+    ``save`` is given what is known after each part, for whoever is ended before the last.
+    """
     before = peaks(watch, dtype, sizes.copied, sizes.side)
     timer = _Timer(watch, dtype, time.monotonic() + limit)
     parts = [*_decodes(timer, sizes), *_linears(timer, sizes)]
     for index, part in enumerate(parts):
         update(index, len(parts))
         part()
+        save(report(command, before, target.target(watch.device), timer.timings, timer.notes, timer.failures))
     update(len(parts), len(parts))
     after = peaks(watch, dtype, sizes.copied, sizes.side)
     roof = Roof(max(before.operations or 0.0, after.operations or 0.0), max(before.bytes, after.bytes))
@@ -159,13 +171,13 @@ def run(
 def _decodes(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
     def part(name: str, heads: Heads, batch: int, context: int, fp8: bool) -> None:
         cache = torch.float8_e4m3fn if fp8 else timer.dtype
-        if fp8 and timer.capability < target.FP8:
+        what = f"{name}, {batch} sequences of {context}"
+        if (fp8 and timer.capability < target.FP8) or timer.is_late(f"decode of {cache}, {what}"):
             return
         copies = timer.watch.copies(attention.cache_bytes(heads, batch, context, cache))
         decode = attention.decode(heads, batch, context, copies, timer.watch.device, timer.dtype, cache)
         for each in attention.CONTESTANTS:
             if each.fp8 == fp8:
-                what = f"{name}, {batch} sequences of {context}"
                 timer.run(each, what, partial(timer.decode, each, name, decode))
 
     for name, heads in sizes.heads.items():
@@ -178,12 +190,14 @@ def _linears(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
     """What is here first, then what other packages bring, which may compile for minutes."""
 
     def part(contestants: Sequence[linears.Contestant], name: str, scheme: str) -> None:
+        if timer.is_late(f"{scheme}, {name}: {', '.join(each.name for each in contestants)}"):
+            return
         device = timer.watch.device
         problem = linears.problem(scheme, sizes.shapes[name], max(sizes.rows), device, timer.dtype)
         for each in contestants:
             timer.run(each, f"{scheme}, {name}", partial(timer.linear, each, name, problem, sizes.rows))
 
-    for all_of in (linears.CONTESTANTS, PEERS):
+    for all_of in (linears.CONTESTANTS, PEERS, SLOW_PEERS):
         for name in sizes.shapes:
             for scheme in linears.SCHEMES:
                 if own := [each for each in all_of if each.scheme == scheme]:

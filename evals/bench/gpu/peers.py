@@ -33,9 +33,11 @@ def _held(run: Callable[[int], Tensor], *tensors: Tensor) -> Held:
     return Held(run, sum(tensor.nbytes for tensor in tensors))
 
 
-def _gemlite(problem: Problem) -> Held:
-    """With the configurations that it ships for the GPU, or its own defaults."""
+def _gemlite(problem: Problem, autotune: str) -> Held:
+    """With the configurations that it ships for the GPU, and where it ships none with those that it finds by its own
+    search: ``fast``, or ``max``, which takes minutes for a weight."""
     gemlite = import_module("gemlite")
+    gemlite.set_autotune(autotune)
     packed, (out, inp), x = problem.packed, problem.shape, problem.x
     dtype = gemlite.DType.BF16 if x.dtype == torch.bfloat16 else gemlite.DType.FP16
     bits, group = packed.scheme.bits, packed.scheme.group_size
@@ -78,7 +80,12 @@ def _humming(problem: Problem) -> Held:
 PEERS = tuple(
     Contestant(name, scheme, hold, missing=partial(missing, package))
     for name, package, hold in (
-        ("gemlite", "gemlite", _gemlite), ("Marlin", "vllm", _marlin), ("humming", "humming", _humming),
+        ("gemlite", "gemlite", partial(_gemlite, autotune="fast")), ("Marlin", "vllm", _marlin),
+        ("humming", "humming", _humming),
     )
     for scheme in ("W4A16 g128", "W8A16 g128")
 )  # fmt: skip
+SLOW_PEERS = (
+    Contestant("gemlite, max", "W4A16 g128", partial(_gemlite, autotune="max"), missing=partial(missing, "gemlite")),
+)
+"""For the time that is left."""

@@ -44,5 +44,6 @@ def lacking(device: torch.device, needed: float) -> str | None:
     """None, or that so many bytes are not free on a GPU."""
     if device.type != "cuda":
         return None
+    torch.cuda.empty_cache()  # what is set aside but unused is free
     free = torch.cuda.mem_get_info(device)[0]
     return None if needed < free else f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"

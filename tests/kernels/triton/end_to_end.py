@@ -22,14 +22,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from random_model import PRECISIONS, RandomModel, shape_of  # type: ignore[import-not-found]
+from random_model import PRECISIONS, RandomModel, forget, shape_of  # type: ignore[import-not-found]
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
-
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -96,6 +95,7 @@ def main() -> None:
             kernels="triton", max_model_len=prompt + output, max_num_seqs=max(counts), enable_prefix_caching=False
         )
         engine = Engine(ServedModel(shape_of(model), Path(folder)), config)  # type: ignore[arg-type]
+        forget()
         overlapping = engine.executor.asynchronous
         for count in counts:
             for overlaps in (False, True) if overlapping else (False,):

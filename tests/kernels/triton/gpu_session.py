@@ -1,54 +1,110 @@
 """Everything that needs a GPU, in one go and under ten minutes: ``python tests/kernels/triton/gpu_session.py OUT``.
 
-The tests marked ``gpu``, ``qserve bench kernels --device cuda``, the engine end to end, and the whole-model benchmark;
-logs and reports go to the folder OUT. Exits with 1 where a part failed; the others run all the same. ``--tiny`` is for
-a machine without a GPU: the same parts in Triton's interpreter, with sizes that prove nothing but that this works.
+In this order: the tests marked ``gpu``; the best configurations of the products, written where the package looks for
+them, so that all that follows goes by them; ``qserve bench kernels --device cuda``; the engine end to end; and the
+whole models. A part has its share of the time that is left and ends when it is over, whatever the others did; what it
+had found by then is in OUT: ``session.log``, ``session.json``, the reports, and the configurations. Exits with 1 where
+a part failed.
+
+``--parts tests,tune`` runs some: with three calls every part has more time (``tests,tune``; ``kernels``;
+``end-to-end,whole-model``), the later ones by the configurations of the first, for they are a file of the source tree,
+which OUT has a copy of. ``--tiny`` is for a machine without a GPU: the same parts in Triton's interpreter, with sizes
+that prove nothing but that this works.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIMIT = 540
+ROOT = HERE.parents[2]
+DATA = ROOT / "kernels" / "triton" / "data"
+LIMIT = 560.0
 """Seconds of all parts together."""
+SPARE = 15.0
+"""Seconds that a part needs to end by itself, so that it is told to begin nothing new so much earlier."""
+SHARES = {"tests": 3.0, "tune": 4.0, "kernels": 4.0, "end-to-end": 2.0, "whole-model": 5.0}
+"""Of the time, in the order in which they run."""
+CLI = ["-c", "from qserve.cli import main; main()"]
+
+
+def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> dict[str, list[str]]:
+    """What is run, in order; with so many ``seconds`` for each."""
+    limit = {name: f"{max(1.0, each - SPARE):.0f}" for name, each in seconds.items()}
+    small = ["--tiny"] if tiny else []
+    gpu = [*CLI, "bench", "kernels", "--device", "cuda"]
+    return {
+        "tests": ["-m", "pytest", tests, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--maxfail", "20"],
+        "tune": [str(HERE / "tiny_kernels.py"), str(out), "--tune"] if tiny
+        else [*gpu, "--tune", str(DATA), "--limit", limit["tune"]],
+        "kernels": [str(HERE / "tiny_kernels.py"), str(out)] if tiny
+        else [*gpu, "--limit", limit["kernels"], "--json", str(out / "kernels.json"), "--html",
+              str(out / "kernels.html")],
+        "end-to-end": [str(HERE / "end_to_end.py"), str(out / "end-to-end.json"), *small],
+        "whole-model": [str(HERE / "whole_model.py"), str(out / "whole-model.json"), "--limit", limit["whole-model"],
+                        *small],
+    }  # fmt: skip
+
+
+def run(command: list[str], log: Path, seconds: float) -> int:
+    """The exit code; 124 where it took longer and was ended, with whatever it had started."""
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, stdout=stream, stderr=stream, start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--parts", default=",".join(SHARES), help="some of " + ", ".join(SHARES))
+    parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of all, {LIMIT:.0f} by default")
     parser.add_argument("--tests", default=str(HERE), help="what pytest collects")
+    parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    tiny = ["--tiny"] if asked.tiny else []
-    reports = ["--json", str(asked.out / "kernels.json"), "--html", str(asked.out / "kernels.html")]
-    bench = ["-c", "from qserve.cli import main; main()", "bench", "kernels", "--device", "cuda", *reports]
-    parts = {
-        "tests": ["-m", "pytest", asked.tests, "-m", "gpu", "-q", "-p", "no:cacheprovider"],
-        "kernels": [str(HERE / "tiny_kernels.py"), str(asked.out)] if asked.tiny else bench,
-        "end-to-end": [str(HERE / "end_to_end.py"), str(asked.out / "end-to-end.json"), *tiny],
-        "whole-model": [str(HERE / "whole_model.py"), str(asked.out / "whole-model.json"), *tiny],
-    }
-    begin, failed = time.monotonic(), []
-    for name, command in parts.items():
-        log = asked.out / f"{name}.log"
-        with log.open("w") as stream:
-            try:
-                left = max(1.0, LIMIT - (time.monotonic() - begin))
-                code = subprocess.run(
-                    [sys.executable, *command], cwd=HERE.parents[2], stdout=stream, stderr=stream, timeout=left
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = 124
-        print(f"{name}: {'passed' if code == 0 else f'failed with {code}'} after {time.monotonic() - begin:.0f} s")
-        print("\n".join(log.read_text().splitlines()[-40:]), flush=True)
-        failed += [name] if code else []
-    return 1 if failed else 0
+    wanted = asked.parts.split(",")
+    if unknown := set(wanted) - SHARES.keys():
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}: choose from {', '.join(SHARES)}")
+    out = asked.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if not asked.tiny:
+        DATA.mkdir(exist_ok=True)
+    log, begin, parts = out / "session.log", time.monotonic(), {}
+    names = [name for name in SHARES if name in wanted]
+    for index, name in enumerate(names):
+        left = asked.limit - (time.monotonic() - begin)
+        share = left * SHARES[name] / sum(SHARES[each] for each in names[index:])
+        command = commands(out, asked.tests, asked.tiny, dict.fromkeys(SHARES, share))[name]
+        with log.open("a") as stream:
+            stream.write(f"\n=== {name}: at most {share:.0f} s\n")
+        at, size = time.monotonic(), log.stat().st_size
+        code = run(command, log, share) if share > 1 else 124
+        parts[name] = {"code": code, "seconds": round(time.monotonic() - at, 1), "limit": round(share, 1)}
+        state = "passed" if code == 0 else "ran out of time" if code == 124 else f"failed with {code}"
+        print(f"{name}: {state} after {parts[name]['seconds']:.0f} of {share:.0f} s")
+        print("\n".join(log.read_bytes()[size:].decode(errors="replace").splitlines()[-30:]), flush=True)
+        (out / "session.json").write_text(json.dumps({"command": sys.argv, "parts": parts}, indent=1))
+        for found in [] if asked.tiny else DATA.glob("*.json"):
+            shutil.copy(found, out)
+    print({name: each["code"] for name, each in parts.items()})
+    return 1 if any(each["code"] for each in parts.values()) else 0
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ def measure(
     name: str, shape: dict[str, Any], device: torch.device, roof: Roof, context: int, prompt: int,
     batches: Sequence[int], output: int,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """One line after another: a prefill of ``prompt`` tokens, and for each batch a step of decode at ``context`` tokens,
-    the middle of ``output``. What does not fit the memory says so."""
+    """One line after another: a prefill of ``prompt`` tokens, and for each batch a step of decode at ``context``
+    tokens, the middle of ``output``. What does not fit the memory says so."""
     ours = decoder_config(shape, name)
     about = {"model": name, "precision": NAME}
     needed = weight_bytes(ours, None)

@@ -17,10 +17,11 @@ from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
-from qserve.kernels.triton import support, target
+from qserve.kernels.triton import support, target, tuned
 from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.schedule import divide
 from qserve.kernels.triton.staging import Staging
+from qserve.kernels.triton.target import DEFAULT
 from qserve.runtime import heaviest
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
@@ -183,6 +184,12 @@ def test_the_program_for_a_gpu_session_runs_in_the_interpreter(tmp_path: Path) -
     served = json.loads((tmp_path / "end-to-end.json").read_text())["results"]
     assert [each["requests"] for each in served] == [1, 2]
     assert ("bf16", "prefill") in lines and ("w4a16", "decode") in lines and ("fp8+fp8kv", "decode") in lines
+    assert ("transformers bf16", "prefill") in lines and ("transformers bf16", "decode") in lines
+    assert all(row["against_transformers"] > 0 and row["share_of_roofline"] > 0 for row in found["results"])
+    parts = json.loads((tmp_path / "session.json").read_text())["parts"]
+    assert list(parts) == ["tests", "tune", "kernels", "end-to-end", "whole-model"]
+    assert tuned.read(tuned.file_of(DEFAULT, tmp_path), DEFAULT).count == 1
+    assert len(list(tmp_path.iterdir())) <= 8
 
 
 def test_tokens_are_filled_in_on_the_device() -> None:

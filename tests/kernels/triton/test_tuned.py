@@ -6,6 +6,9 @@ Times are made up where a clock would be asked; products are computed by Triton'
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,7 +21,7 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, registry
-from qserve.kernels.triton import autotune, linear, tuned
+from qserve.kernels.triton import autotune, linear, tune, tuned
 from qserve.kernels.triton.configs import BUCKETS, Config, bucket_of
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.stopwatch import Stopwatch, Time
@@ -50,13 +53,13 @@ class Clock(Stopwatch):
         return Time(self.times.get(config, 1.0), False)
 
 
-def product(rows: int = 20, out: int = 128, *, invariant: bool = False, fp8: bool = False) -> Any:
+def product(rows: int = 20, out: int = 128, inp: int = 256, *, invariant: bool = False, fp8: bool = False) -> Any:
     torch.manual_seed(out)
     scheme = WeightScheme(8, -1, dtype="fp8") if fp8 else WeightScheme(4, 128)
-    codes = torch.randint(0, 16, (out, 512), dtype=torch.uint8) + (40 if fp8 else 0)
-    weight = PackedWeight(scheme, codes, torch.full((out, scheme.groups(512)), 0.01),
+    codes = torch.randint(0, 16, (out, inp), dtype=torch.uint8) + (40 if fp8 else 0)
+    weight = PackedWeight(scheme, codes, torch.full((out, scheme.groups(inp)), 0.01),
                           activations=ActivationScheme("fp8") if fp8 else None)  # fmt: skip
-    x, y = torch.randn(rows, 512, dtype=torch.float16), torch.empty(rows, out, dtype=torch.float16)
+    x, y = torch.randn(rows, inp, dtype=torch.float16), torch.empty(rows, out, dtype=torch.float16)
     return linear.prepare(ops.Linear(x, weight, y), CPU, invariant)
 
 
@@ -69,6 +72,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     tuned.in_use.cache_clear()
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the candidates, for the interpreter is slow."""
+    monkeypatch.setattr(tune, "candidates", lambda product, rows: candidates(product, rows)[:6])
+
+
 def ship(folder: Path, key: str, config: Config = GOOD, bucket: int = 16) -> Path:
     file = tuned.begin(DEFAULT, "a test")
     file.entries[key] = {bucket: tuned.Measured(config, 1.0, 2.0)}
@@ -79,10 +88,10 @@ def ship(folder: Path, key: str, config: Config = GOOD, bucket: int = 16) -> Pat
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_the_fastest_that_is_right_is_chosen(fp8: bool) -> None:
+def test_the_fastest_that_is_right_is_chosen(few: None, fp8: bool) -> None:
     products = [product(fp8=fp8) for _ in range(2)]
     first = products[0]
-    choices = candidates(first, 16)
+    choices = tune.candidates(first, 16)
     default, fast, wrong = choices[0], choices[3], choices[5]
     clock = Clock(CPU, products=products, times={fast: 0.5, wrong: 0.1})
     run = type(first).run
@@ -101,7 +110,7 @@ def test_the_fastest_that_is_right_is_chosen(fp8: bool) -> None:
     assert set(clock.timed) == set(choices) - {wrong}
 
 
-def test_what_is_hardly_faster_is_not_worth_it_and_what_is_late_is_left() -> None:
+def test_what_is_hardly_faster_is_not_worth_it_and_what_is_late_is_left(few: None) -> None:
     one = product()
     default = one.configs[32]
     other = candidates(one, 20)[1]
@@ -187,25 +196,25 @@ def test_what_the_gpu_refuses_is_named_and_the_defaults_are_used(data: Path, mon
 
 def test_what_is_batch_invariant_goes_by_nothing_measured(data: Path) -> None:
     """A file with another split for every number of rows: bits are those of no file, and of any batch."""
-    fixed = product(40, invariant=True)
+    fixed = product(40, inp=1024, invariant=True)
     before = fixed.configs
     fixed.run(40)
     together = fixed.op.out.clone()
     file = tuned.begin(DEFAULT, "a test")
     rows = zip(BUCKETS, (1, 2, 4, 3, 5, 1))
-    file.entries[product().key] = {b: tuned.Measured(replace(GOOD, splits=s), 1.0, 1.0) for b, s in rows}
+    file.entries[product(inp=1024).key] = {b: tuned.Measured(replace(GOOD, splits=s), 1.0, 1.0) for b, s in rows}
     file.write(tuned.file_of(DEFAULT, data))
     tuned.in_use.cache_clear()
-    assert product(40).configs[32].splits == 2, "the other mode goes by it"
+    assert product(40, inp=1024).configs[32].splits == 2, "the other mode goes by it"
     for count in (1, 17, 40):
-        alone = product(40, invariant=True)
+        alone = product(40, inp=1024, invariant=True)
         assert alone.configs == before
         alone.op.x.copy_(fixed.op.x)
         alone.run(count)
         assert torch.equal(alone.op.out[:count], together[:count])
 
 
-def test_a_model_is_timed_once(tmp_path: Path) -> None:
+def test_a_model_is_timed_once(few: None, tmp_path: Path) -> None:
     path = tmp_path / "cache" / "here.json"
     products = [product(), product(), product(out=256)]
     seen: list[tuple[int, int]] = []
@@ -229,7 +238,7 @@ def test_a_model_is_timed_once(tmp_path: Path) -> None:
     assert (late.timed, late.left) == (0, 2) and "2 are left" in late.lines()[0]
 
 
-def test_a_cache_that_is_broken_is_made_again_and_one_that_cannot_be_is_none(tmp_path: Path) -> None:
+def test_a_cache_that_is_broken_is_made_again_and_one_that_cannot_be_is_none(few: None, tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     path.write_text("{")
     one = product(10)
@@ -271,3 +280,14 @@ def test_the_invariant_mode_is_never_timed() -> None:
     with pytest.raises(UsageError, match="fixed, or results would vary"):
         registry.require_autotune(executor)
     assert registry.settle(executor) == []
+
+
+def test_candidates_are_compiled_at_once_for_a_gpu(tmp_path: Path) -> None:
+    """By the threads of ``compiling``: without a GPU, and without the interpreter."""
+    program = Path(__file__).parent / "many_compiled.py"
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    settings["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, str(program)], env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made, wanted = map(int, done.stdout.split())
+    assert made == wanted > 1

@@ -5,7 +5,7 @@ time of a decode step (graph replays, and the copies before and after them) or o
 share of the roofline (bytes over the rate of a copy or operations over that of a large product, both measured first),
 and how it compares with transformers, whose static batches run last for each model. All layers read weights of the
 same content from memory of their own. What does not fit the memory is said to be so, and OUT is written after every
-model and precision. ``--tiny`` goes through Triton's interpreter on the CPU and proves that the program runs, nothing else.
+model and precision. ``--tiny`` goes through Triton's interpreter on the CPU and proves that it runs, nothing else.
 """
 
 from __future__ import annotations

@@ -79,10 +79,14 @@ def test_copies_take_turns_until_no_cache_holds_one() -> None:
 def test_the_whole_benchmark_runs_in_the_interpreter(tmp_path: Path) -> None:
     sizes = kernels.Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), 1 << 16, 64)
     watch = Stopwatch(CPU, repeats=1, cold_bytes=1 << 10, least_turns=1)
-    made = kernels.run("qserve bench kernels --device cuda", watch, torch.float16, sizes)
+    so_far: list[int] = []
+    made = kernels.run("qserve bench kernels --device cuda", watch, torch.float16, sizes,
+                       save=lambda known: so_far.append(len(known.data["timings"])))  # fmt: skip
+    assert so_far[0] > 0 and so_far == sorted(so_far) and so_far[-1] == len(made.data["timings"])
     assert made.data["failures"] == {} and not made.data["partial"]
-    absent = {name for name, package in (("gemlite", "gemlite"), ("Marlin", "vllm"), ("humming", "humming"),
-                                         ("FlashInfer", "flashinfer")) if peers.missing(package)}  # fmt: skip
+    others = (("gemlite", "gemlite"), ("gemlite, max", "gemlite"), ("Marlin", "vllm"), ("humming", "humming"),
+              ("FlashInfer", "flashinfer"))  # fmt: skip
+    absent = {name for name, package in others if peers.missing(package)}
     assert absent <= made.data["not_timed"].keys()
     timed = {(t["contestant"], t["scheme"], t["rows"]) for t in made.data["timings"] if not t["context"]}
     here = {(each.name, each.scheme) for each in linears.CONTESTANTS}
@@ -147,5 +151,11 @@ def test_without_a_gpu_the_benchmark_is_refused() -> None:
         benching.kernels(EngineConfig(), 1, "cuda")
     with pytest.raises(UsageError, match="--kernels, --threads"):
         benching.kernels(EngineConfig(kernels="native"), 1, "cuda")
+    with pytest.raises(UsageError, match="no NVIDIA GPU is visible"):
+        benching.kernels(EngineConfig(), 1, "cuda", Path("."), 9.0)
+    with pytest.raises(UsageError, match="--tune and --limit are for --device cuda"):
+        benching.kernels(EngineConfig(), 1, "cpu", Path("."))
+    with pytest.raises(UsageError, match="--limit must be above 0"):
+        benching.kernels(EngineConfig(), 1, "cuda", limit=0.0)
     with pytest.raises(UsageError, match="cpu or cuda, not tpu"):
         benching.kernels(EngineConfig(), 1, "tpu")
