@@ -75,7 +75,8 @@ def configurations() -> list[str]:
         missing = "Triton's interpreter needs none"
     if missing is not None:
         return [f"not used: {missing}"]
-    from qserve.kernels.triton import autotune, target, tuned
+    from qserve.kernels.triton import target
+    from qserve.kernels.triton.tuning import autotune, tuned
 
     gpu = target.target(torch.device("cuda", torch.cuda.current_device()))
     cache = autotune.cache_file(gpu)
@@ -104,9 +105,9 @@ def settle(executor: Executor, autotune: bool = False, progress: Callable[[int, 
     """
     if executor.name != "triton" or executor.placement.device.type != "cuda" or executor.batch_invariant:
         return []
-    from qserve.kernels.triton import autotune as tuning
-    from qserve.kernels.triton import tuned
     from qserve.kernels.triton.executor import TritonExecutor
+    from qserve.kernels.triton.tuning import autotune as tuning
+    from qserve.kernels.triton.tuning import tuned
 
     assert isinstance(executor, TritonExecutor)
     if not autotune:

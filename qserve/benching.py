@@ -212,8 +212,8 @@ def _gpu_kernels(
         raise UsageError("--device cuda: triton is not installed (no GPU kernels on this platform)")
     from qserve.evals.bench.gpu import kernels as of_gpu  # with Triton, which takes a while to import
     from qserve.evals.bench.gpu import tuning
-    from qserve.kernels.triton.stopwatch import Stopwatch
-    from qserve.kernels.triton.tune import Tuner
+    from qserve.kernels.triton.tuning.stopwatch import Stopwatch
+    from qserve.kernels.triton.tuning.tune import Tuner
 
     watch = Stopwatch(of_gpu.require_gpu(), repeats)
     if tune is not None and not tune.is_dir():

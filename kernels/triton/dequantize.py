@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qserve.kernels.triton.configs import Config
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import Planes
 from qserve.kernels.triton.target import is_interpreted
+from qserve.kernels.triton.tuning.configs import Config
 from qserve.kernels.triton.unpack import half, unpack
 
 CONFIG = Config(16, 32, warps=4, stages=1, splits=1, kernel="dequantize")

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
 from qserve.kernels.triton import persistent
-from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import PAD_N, by_group, slots
 from qserve.kernels.triton.target import FP8, Capability, Target, target
-from qserve.kernels.triton.tuned import choose, left_out
+from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
+from qserve.kernels.triton.tuning.tuned import choose, left_out
 from qserve.kernels.triton.workspace import workspace
 
 WIDEST_BLOCK = 128

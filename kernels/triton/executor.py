@@ -45,7 +45,7 @@ from qserve.kernels.triton.silu_mul import silu_mul
 from qserve.kernels.triton.staging import Batch, Staging
 from qserve.kernels.triton.support import unsupported
 from qserve.kernels.triton.target import Target, target
-from qserve.kernels.triton.tune import Tunable
+from qserve.kernels.triton.tuning.tune import Tunable
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The padded numbers of rows of a captured step; larger ones gain nothing from a graph."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qserve.checkpoint.packed import PackedWeight
-from qserve.kernels.triton.configs import Config
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.target import Capability, Target
+from qserve.kernels.triton.tuning.configs import Config
 
 BLOCK_K = 128
 """Inputs to a step: a line of 128 bytes, and the most that e4m3 products of sm_90 may sum before float32 takes over."""

@@ -18,14 +18,14 @@ from torch import Tensor
 from qserve.checkpoint.packed import PackedWeight
 from qserve.kernels import ops
 from qserve.kernels.triton import dequantize
-from qserve.kernels.triton.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.dense import multiply
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import gather_columns
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import planes
 from qserve.kernels.triton.target import Capability, Target, is_interpreted, target
-from qserve.kernels.triton.tuned import choose, left_out
+from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
+from qserve.kernels.triton.tuning.tuned import choose, left_out
 from qserve.kernels.triton.unpack import half, unpack
 from qserve.kernels.triton.workspace import workspace
 

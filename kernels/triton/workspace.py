@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from qserve.kernels.triton.configs import SPLIT_ROWS, Config
+from qserve.kernels.triton.tuning.configs import SPLIT_ROWS, Config
 
 
 class Workspace:

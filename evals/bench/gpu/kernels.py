@@ -24,7 +24,7 @@ from qserve.evals.bench.gpu.shapes import SHAPES
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.report import Report
 from qserve.kernels.triton import target
-from qserve.kernels.triton.stopwatch import Stopwatch
+from qserve.kernels.triton.tuning.stopwatch import Stopwatch
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
 HEADS = {"8B": Heads(32, 8, 128), "70B": Heads(64, 8, 128)}

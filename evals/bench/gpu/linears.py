@@ -21,7 +21,7 @@ from qserve.kernels.reference import round_input
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.inputs import Rounded, round_rows
 from qserve.kernels.triton.target import FP8, Capability
-from qserve.kernels.triton.tune import weight_bytes
+from qserve.kernels.triton.tuning.tune import weight_bytes
 
 Schemes = tuple[WeightScheme, ActivationScheme | None]
 SCHEMES: dict[str, Schemes | None] = {

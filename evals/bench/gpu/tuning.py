@@ -17,10 +17,10 @@ from qserve.evals.bench.gpu.shapes import SHAPES
 from qserve.evals.report import Metric, Report, Section, environment
 from qserve.kernels import ops
 from qserve.kernels.triton import linear
-from qserve.kernels.triton.configs import BUCKETS, bucket_of
 from qserve.kernels.triton.target import Target, target
-from qserve.kernels.triton.tune import MOST_ROWS, Tunable, Tuner, rows_of, weight_bytes
-from qserve.kernels.triton.tuned import TunedFile, file_of, resume
+from qserve.kernels.triton.tuning.configs import BUCKETS, bucket_of
+from qserve.kernels.triton.tuning.tune import MOST_ROWS, Tunable, Tuner, rows_of, weight_bytes
+from qserve.kernels.triton.tuning.tuned import TunedFile, file_of, resume
 
 SCHEMES = ("W4A16 g128", "FP8 channel", "W8A16 g128", "FP8 128x128", "W8A8 int8")
 """The most wanted first: time may be over before the last has had its turn."""

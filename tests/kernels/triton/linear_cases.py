@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from aot import Case  # type: ignore[import-not-found]
 
 from qserve.kernels.triton import dequantize, eight_bit, persistent, weight_only
-from qserve.kernels.triton.configs import Config
 from qserve.kernels.triton.inputs import (
     gather_columns_kernel,
     round_groups_kernel,
@@ -25,6 +24,7 @@ from qserve.kernels.triton.inputs import (
 )
 from qserve.kernels.triton.prepack import _shape
 from qserve.kernels.triton.target import FP8
+from qserve.kernels.triton.tuning.configs import Config
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
 FEW, MANY = 1, 1024

@@ -18,7 +18,7 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.launch import compiling
-from qserve.kernels.triton.tune import candidates
+from qserve.kernels.triton.tuning.tune import candidates
 
 
 class Absent:

@@ -17,11 +17,12 @@ from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
-from qserve.kernels.triton import support, target, tuned
+from qserve.kernels.triton import support, target
 from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.schedule import divide
 from qserve.kernels.triton.staging import Staging
 from qserve.kernels.triton.target import DEFAULT
+from qserve.kernels.triton.tuning import tuned
 from qserve.runtime import heaviest
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine

@@ -30,10 +30,11 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme
 from qserve.kernels import ops
-from qserve.kernels.triton import dequantize, linear, persistent, target, tuned
-from qserve.kernels.triton.configs import Config, bucket_of
+from qserve.kernels.triton import dequantize, linear, persistent, target
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.prepack import planes
+from qserve.kernels.triton.tuning import tuned
+from qserve.kernels.triton.tuning.configs import Config, bucket_of
 from qserve.kernels.triton.weight_only import WeightOnly
 
 pytestmark = pytest.mark.skipif(target.missing() is not None, reason=str(target.missing()))

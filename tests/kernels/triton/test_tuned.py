@@ -21,12 +21,13 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, registry
-from qserve.kernels.triton import autotune, linear, tune, tuned
-from qserve.kernels.triton.configs import BUCKETS, Config, bucket_of
+from qserve.kernels.triton import linear
 from qserve.kernels.triton.executor import TritonExecutor
-from qserve.kernels.triton.stopwatch import Stopwatch, Time
 from qserve.kernels.triton.target import DEFAULT, is_interpreted
-from qserve.kernels.triton.tune import Tunable, Tuner, candidates
+from qserve.kernels.triton.tuning import autotune, tune, tuned
+from qserve.kernels.triton.tuning.configs import BUCKETS, Config, bucket_of
+from qserve.kernels.triton.tuning.stopwatch import Stopwatch, Time
+from qserve.kernels.triton.tuning.tune import Tunable, Tuner, candidates
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 

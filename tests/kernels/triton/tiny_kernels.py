@@ -15,8 +15,8 @@ from qserve.evals.bench.gpu import tuning
 from qserve.evals.bench.gpu.attention import Heads
 from qserve.evals.bench.gpu.kernels import Sizes, run
 from qserve.evals.report import Report
-from qserve.kernels.triton.stopwatch import Stopwatch
-from qserve.kernels.triton.tune import Tuner
+from qserve.kernels.triton.tuning.stopwatch import Stopwatch
+from qserve.kernels.triton.tuning.tune import Tuner
 
 SIZES = Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), copied=1 << 16, side=64)
 WATCH = Stopwatch(torch.device("cpu"), repeats=1, cold_bytes=1 << 10, least_turns=1)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qserve.kernels.triton import weight_only
-from qserve.kernels.triton.configs import resolve
 from qserve.kernels.triton.prepack import _shape
 from qserve.kernels.triton.target import DEFAULT
+from qserve.kernels.triton.tuning.configs import resolve
 
 SHAPES = {
     "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),

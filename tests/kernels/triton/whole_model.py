@@ -35,7 +35,7 @@ from qserve.evals.bench.gpu.kernels import peaks
 from qserve.evals.bench.roofline import Roof
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
-from qserve.kernels.triton.stopwatch import Stopwatch
+from qserve.kernels.triton.tuning.stopwatch import Stopwatch
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 

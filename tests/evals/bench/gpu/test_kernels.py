@@ -18,8 +18,8 @@ from qserve.evals.bench.gpu.report import Timing, figures, report
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.planner.catalog import _table
 from qserve.evals.report import read_report
-from qserve.kernels.triton.stopwatch import COLD_BYTES, Stopwatch
 from qserve.kernels.triton.target import DEFAULT, is_interpreted
+from qserve.kernels.triton.tuning.stopwatch import COLD_BYTES, Stopwatch
 from qserve.runtime.config import EngineConfig
 
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ import torch
 import triton
 from torch import Tensor
 
-from qserve.kernels.triton.configs import Config, bucket_of, resolve
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.launch import compiling
-from qserve.kernels.triton.stopwatch import Stopwatch
 from qserve.kernels.triton.target import target
-from qserve.kernels.triton.tuned import Measured
+from qserve.kernels.triton.tuning.configs import Config, bucket_of, resolve
+from qserve.kernels.triton.tuning.stopwatch import Stopwatch
+from qserve.kernels.triton.tuning.tuned import Measured
 from qserve.kernels.triton.weight_only import WeightOnly
 
 MOST_ROWS = 2048

@@ -17,11 +17,11 @@ import torch
 from qserve.checkpoint.demo import cache_dir
 from qserve.checkpoint.errors import CheckpointError
 from qserve.kernels.threads import default_threads
-from qserve.kernels.triton.configs import BUCKETS, bucket_of
-from qserve.kernels.triton.stopwatch import Stopwatch
 from qserve.kernels.triton.target import Target
-from qserve.kernels.triton.tune import REFUSALS, Tunable, Tuner, configure, rows_of
-from qserve.kernels.triton.tuned import InUse, Measured, TunedFile, begin, file_of, kernels_hash, read
+from qserve.kernels.triton.tuning.configs import BUCKETS, bucket_of
+from qserve.kernels.triton.tuning.stopwatch import Stopwatch
+from qserve.kernels.triton.tuning.tune import REFUSALS, Tunable, Tuner, configure, rows_of
+from qserve.kernels.triton.tuning.tuned import InUse, Measured, TunedFile, begin, file_of, kernels_hash, read
 
 COMMAND = "--autotune"
 LIMIT = 600.0

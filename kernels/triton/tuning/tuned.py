@@ -23,8 +23,8 @@ import triton
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import read_json_object, write_atomically
-from qserve.kernels.triton.configs import BUCKETS, FOR_MANY, Config, bucket_of
 from qserve.kernels.triton.target import Target
+from qserve.kernels.triton.tuning.configs import BUCKETS, FOR_MANY, Config, bucket_of
 
 DATA = Path(__file__).parent / "data"
 _MOST = "more"  # how a file calls the last bucket
@@ -94,7 +94,7 @@ def resume(path: Path, target: Target, command: str) -> TunedFile:
 def kernels_hash() -> str:
     """Of the source of every kernel: what was measured with another one need not be the best any more."""
     found = sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[1].glob("*.py")):
         if b"\n@triton.jit" in (content := path.read_bytes()):
             found.update(content)
     return found.hexdigest()[:12]
