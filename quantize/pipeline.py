@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration.blocks import Visit, walk
+from qserve.calibration.blocks import walk
 from qserve.calibration.kv import KVRecorder
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import load_text
+from qserve.calibration.visit import Visit
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import GateFailed, UsageError

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration.blocks import Gather, Inputs, Replacement, Visit
 from qserve.calibration.folds import Fold, apply, find_folds
 from qserve.calibration.kv import KVRecorder
 from qserve.calibration.stats import LayerStats
+from qserve.calibration.visit import Gather, Inputs, Replacement, Visit
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from qserve.calibration.blocks import Gather, Replacement, walk
+from qserve.calibration.blocks import walk
 from qserve.calibration.skeleton import Skeleton
+from qserve.calibration.visit import Gather, Replacement
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import open_model
 from qserve.evals.transformers_scorer import TransformersScorer

@@ -6,10 +6,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from qserve.calibration import blocks, products
-from qserve.calibration.blocks import Gather, Replacement, walk
+from qserve.calibration.blocks import walk
 from qserve.calibration.groups import shared_inputs
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.stats import LayerStats
+from qserve.calibration.visit import Gather, Replacement
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.hf import HFDirectory
 

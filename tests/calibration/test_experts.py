@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qserve.calibration.blocks import Gather, Inputs, Replacement, walk
+from qserve.calibration.blocks import walk
 from qserve.calibration.experts import Experts, routers, split_experts
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.stored_names import stored_names
+from qserve.calibration.visit import Gather, Inputs, Replacement
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import open_model
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration.blocks import Visit, walk
+from qserve.calibration.blocks import walk
 from qserve.calibration.folds import Fold, apply, find_folds
 from qserve.calibration.skeleton import Call, Skeleton
+from qserve.calibration.visit import Visit
 from qserve.checkpoint.source import open_model
 
 Saved = Callable[[str], Path]

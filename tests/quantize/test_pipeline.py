@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
 
-from qserve.calibration.blocks import Gather, Replacement, walk
+from qserve.calibration.blocks import walk
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import load_text
+from qserve.calibration.visit import Gather, Replacement
 from qserve.calibration.windows import evaluation_windows
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CapacityError, CheckpointError, DataError, GateFailed, UsageError

@@ -1,0 +1,350 @@
+"""``Visit``: one decoder block while calibration is at it. Its linears are handed to a caller with statistics of their
+inputs, and what the caller returns takes their place.
+
+Knows a block, its inputs and which linears share one; does not know other blocks, nor how weights are rounded.
+
+The calibration batch goes through the block in one of two ways with the same result. Where memory allows, ONCE, in
+lanes: each part of it stops in front of a linear until the statistics of all parts are gathered and the caller has
+replaced the weight, then goes on with the new one. Otherwise the samples go through in parts, once for each stage of
+linears that do not feed each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qserve.calibration import products
+from qserve.calibration.activations import Activations
+from qserve.calibration.groups import Enough, Hooks, stages
+from qserve.calibration.lanes import Lane, halt
+from qserve.calibration.products import fast_products
+from qserve.calibration.skeleton import Call
+from qserve.calibration.stats import LayerStats
+
+DRY_TOKENS = 4
+"""Enough to try things out with."""
+# So many samples go through a block at once: they stay in cache.
+_TOGETHER = 8
+
+
+@dataclass(frozen=True)
+class Gather:
+    """What statistics a caller wants: ``LayerStats``' ``hessian`` and ``sample_rows``, and ``drift`` where the walk
+    follows the float model."""
+
+    hessian: bool = True
+    sample_rows: int = 0
+    drift: bool = False
+
+    def stats(self, in_features: int) -> LayerStats:
+        return LayerStats(in_features, hessian=self.hessian, sample_rows=self.sample_rows)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Linears that are given the very same tensor: their weights float32 [out, in], and what that tensor was like.
+
+    ``stats`` is None for linears that the calibration batch never reached.
+    """
+
+    names: tuple[str, ...]
+    weights: tuple[Tensor, ...]
+    stats: LayerStats | None
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The weights to go on with, and what their input is divided by from now on (float32 [in]) where the caller
+    moved a scale into the layer before."""
+
+    weights: Sequence[Tensor]
+    divisor: Tensor | None = None
+
+
+OnInputs = Callable[[Inputs], Replacement]
+
+
+@dataclass
+class Visit:
+    """One block while the walk is at it. ``groups`` are the linears that share an input, in the order they run.
+
+    ``floats`` are the inputs that this block has in the float model, for the first few samples, and ``twin`` is the
+    block with its own weights; both None where the walk does not follow the float model.
+    Without calibration text there are no groups, nothing runs, and each linear is loaded (by ``load``) only while it is
+    handed over.
+    """
+
+    index: int
+    total: int
+    name: str
+    block: nn.Module
+    linears: dict[str, nn.Linear]
+    groups: list[list[str]] = field(default_factory=list)
+    inputs: Activations | None = None
+    call: Call | None = None
+    short_call: Call | None = None
+    samples_at_once: int = 0
+    floats: Activations | None = None
+    twin: nn.Module | None = None
+    load: Callable[[str], None] | None = None
+    _outputs: list[tuple[int, Tensor]] | None = None
+    _float_outputs: list[tuple[int, Tensor]] | None = None
+    _finished: bool = False
+
+    def short_inputs(self) -> Tensor:
+        """float32 [1, few tokens, width]: enough to try things out with ``short_call``."""
+        assert self.inputs is not None
+        return self.inputs.read(0, 1)[:, :DRY_TOKENS]
+
+    def forward(self) -> Iterator[tuple[int, Tensor]]:
+        """(first sample, output of the block as it is now) for each part of the batch."""
+        assert self.inputs is not None
+        return self._run(self.block, self.inputs, self._together())
+
+    def float_forward(self) -> Iterator[tuple[int, Tensor]]:
+        """The same of the float model: (first sample, output of this block there), for the samples of ``floats``."""
+        assert self.floats is not None and self.twin is not None
+        if self._float_outputs is not None:
+            return iter(self._float_outputs)
+        return self._run(self.twin, self.floats, min(self.samples_at_once, _TOGETHER))
+
+    def _run(self, block: nn.Module, inputs: Activations, at_once: int) -> Iterator[tuple[int, Tensor]]:
+        assert self.call is not None
+        for start, stop in _parts(inputs, at_once):
+            part = inputs.read(start, stop)
+            with torch.no_grad(), fast_products():
+                output = _output(block(part, *self.call.args, **self.call.kwargs)).float()
+            yield start, output
+
+    def replace(self, on_inputs: OnInputs, gather: Gather) -> None:
+        """Hand every linear with its statistics to ``on_inputs`` and go on with what it returns."""
+        reached: set[str] = set()
+        if self.floats is None:
+            gather = dataclasses.replace(gather, drift=False)
+        if self.inputs is not None:
+            if self.samples_at_once >= self.inputs.shape[0]:
+                self._in_lanes(on_inputs, gather, reached)
+            else:
+                self._in_stages(on_inputs, gather, reached)
+        for name in self.linears:
+            if name not in reached:  # they have no input in common either: each is handed over alone
+                self._hand_over([name], on_inputs, None)
+
+    def finish(self) -> None:
+        """The outputs become the inputs of the next block. Done by the walk where the caller did not."""
+        if self.inputs is None or self._finished:
+            return
+        self._finished = True
+        if self.floats is not None and self.twin is not None:
+            for start, output in self.float_forward():
+                self.floats.write(start, output)
+            self._float_outputs = None
+        for start, output in self.forward() if self._outputs is None else self._outputs:
+            self.inputs.write(start, output)
+        self._outputs = None
+
+    def changed(self) -> None:
+        """To be called after weights were changed once ``replace`` was done: the outputs are computed again."""
+        self._outputs = None
+
+    def _together(self) -> int:
+        """How many samples go through the block at once. Where a router sends tokens to experts a lane would not know
+        whether another still comes to a linear: then all do."""
+        assert self.inputs is not None
+        samples = self.inputs.shape[0]
+        if self.samples_at_once < samples:
+            return self.samples_at_once
+        return min(_TOGETHER, samples) if len(stages(self.groups)) == len(self.groups) else samples
+
+    @torch.no_grad()
+    def _in_lanes(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
+        assert self.inputs is not None
+        place = {name: index for index, group in enumerate(self.groups) for name in group}
+        divisors: dict[str, Tensor] = {}
+
+        def before(name: str, inputs: Tensor) -> Tensor | None:
+            if name not in reached:
+                halt(name, inputs)
+            # The layer before ran already, without the scale that was just moved into it.
+            return inputs / divisors[name] if name in divisors else None
+
+        lanes = self._lanes()
+        floats = self._float_states(gather)
+        with ExitStack() as stack:
+            stack.enter_context(Hooks(self.linears, before))
+            for lane in lanes:
+                stack.callback(lane.abandon)
+            for lane in lanes:
+                lane.advance()
+            while waiting := [lane for lane in lanes if lane.at is not None]:
+                group = self.groups[min(place[lane.at[0]] for lane in waiting if lane.at)]
+                here = [lane for lane in waiting if lane.at and lane.at[0] in group]
+                stats = self._lane_stats(here, floats.pop(group[0], {}), group, gather)
+                divisor = self._hand_over(group, on_inputs, stats)
+                reached.update(group)
+                if divisor is not None:
+                    divisors.update(dict.fromkeys(group, divisor))
+                for lane in here:
+                    lane.advance()
+        self._outputs = [(lane.start, lane.output) for lane in lanes if lane.output is not None]
+
+    def _lanes(self) -> list[Lane]:
+        assert self.inputs is not None and self.call is not None
+        inputs, call = self.inputs, self.call
+
+        def forward(start: int, stop: int) -> Tensor:
+            with torch.no_grad(), fast_products():
+                return _output(self.block(inputs.read(start, stop), *call.args, **call.kwargs)).float()
+
+        return [Lane(start, stop, partial(forward, start, stop)) for start, stop in _parts(inputs, self._together())]
+
+    def _float_states(self, gather: Gather) -> dict[str, dict[int, Tensor]]:
+        """What the float model has at the first linear of each group, by the first sample of each part: what goes in,
+        or where that is less and says as much, what comes out. Not of experts, whose rows could not be matched."""
+        seen: dict[str, dict[int, Tensor]] = {}
+        if not gather.drift or self.floats is None or self.twin is None or self.call is None:
+            return seen
+        start = 0
+
+        def note(name: str, by_outputs: bool, linear: nn.Linear, inputs: Tensor, output: Tensor) -> None:
+            kept = inputs if not by_outputs else output if linear.bias is None else output - linear.bias
+            kept = kept.to(torch.bfloat16) if products.fast_bfloat16() else kept
+            seen.setdefault(name, {}).setdefault(start, kept.reshape(-1, kept.shape[-1]))
+
+        with ExitStack() as stack:
+            for group in (stage[0] for stage in stages(self.groups) if len(stage) == 1):
+                linear = self.twin.get_submodule(group[0].removeprefix(f"{self.name}."))
+                keep = partial(note, group[0], self._by_outputs(group))
+                hook = linear.register_forward_hook(lambda of, args, output, keep=keep: keep(of, args[0], output))
+                stack.callback(hook.remove)
+            stack.enter_context(fast_products())
+            self._float_outputs = []
+            for start, stop in _parts(self.floats, _TOGETHER):
+                output = self.twin(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
+                self._float_outputs.append((start, _output(output).float()))
+        return seen
+
+    def _by_outputs(self, group: list[str]) -> bool:
+        """Whether what the float model's linear puts out for the same rows says as much as its inputs, in less."""
+        assert self.inputs is not None and self.floats is not None
+        linear = self.linears[group[0]]
+        return len(group) == 1 and linear.out_features < linear.in_features and self.floats.shape == self.inputs.shape
+
+    def _lane_stats(
+        self, lanes: list[Lane], floats: dict[int, Tensor], group: list[str], gather: Gather
+    ) -> LayerStats:
+        """Of the inputs of ``group``, which ``lanes`` are stopped with, beside what the float model has there."""
+        assert self.inputs is not None and lanes[0].at is not None
+        samples, length, _ = self.inputs.shape
+        note = LayerStats.update_target if floats and self._by_outputs(group) else LayerStats.update_drift
+        stats = gather.stats(lanes[0].at[1].shape[-1])
+        for lane in lanes:
+            assert lane.at is not None
+            rows = lane.at[1].reshape(-1, lane.at[1].shape[-1])
+            stats.update(rows, (lane.stop - lane.start) / samples)
+            if len(rows) != (lane.stop - lane.start) * length:
+                continue  # a router chose which tokens come here
+            for start in [start for start in floats if lane.start <= start < lane.stop]:
+                state, first = floats.pop(start), (start - lane.start) * length
+                if len(state) % length == 0:
+                    note(stats, rows[first : first + len(state)], state)
+        return stats
+
+    def _in_stages(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
+        for stage in stages(self.groups):
+            first = {group[0]: group for group in stage}
+            stats = self._stage_stats(list(first), gather)
+            for name in [name for name in first if name in stats]:
+                self._hand_over(first[name], on_inputs, stats.pop(name))
+                reached.update(first[name])
+
+    @torch.no_grad()
+    def _stage_stats(self, names: list[str], gather: Gather) -> dict[str, LayerStats]:
+        """The statistics of the linears ``names``, from partial forwards over all samples."""
+        assert self.inputs is not None and self.call is not None
+        samples = self.inputs.shape[0]
+        stats: dict[str, LayerStats] = {}
+        missing: set[str] = set()
+        floats: dict[str, Tensor] = {}
+        count = 0
+
+        def before(name: str, inputs: Tensor) -> None:
+            if name not in stats:
+                stats[name] = gather.stats(inputs.shape[-1])
+            stats[name].update(inputs, count / samples)
+            self._note_drift(stats[name], inputs, floats.get(name), count)
+            missing.discard(name)
+            if not missing:
+                raise Enough
+
+        with Hooks({name: self.linears[name] for name in names}, before):
+            for start in range(0, samples, self.samples_at_once):
+                missing.update(names)
+                part = self.inputs.read(start, min(start + self.samples_at_once, samples))
+                count = len(part)
+                if gather.drift:
+                    floats = self._float_inputs(start, start + count, names)
+                with suppress(Enough), fast_products():
+                    self.block(part, *self.call.args, **self.call.kwargs)
+        return stats
+
+    def _float_inputs(self, start: int, stop: int, names: list[str]) -> dict[str, Tensor]:
+        """The float model's inputs of the linears ``names``, for those of the samples that it is followed for."""
+        assert self.floats is not None and self.twin is not None and self.call is not None
+        stop = min(stop, self.floats.shape[0])
+        found: dict[str, Tensor] = {}
+
+        def before(name: str, inputs: Tensor) -> None:
+            found.setdefault(name, inputs)
+            if len(found) == len(names):
+                raise Enough
+
+        linears = {name: self.twin.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        with Hooks(linears, before), fast_products():
+            for first in range(start, stop, _TOGETHER):
+                found.clear()
+                part = self.floats.read(first, min(first + _TOGETHER, stop))
+                with suppress(Enough):
+                    self.twin(part, *self.call.args, **self.call.kwargs)
+                for name, inputs in found.items():
+                    parts[name].append(inputs)
+        return {name: torch.cat(parts.pop(name)) for name in names if parts[name]}
+
+    def _note_drift(self, stats: LayerStats, inputs: Tensor, floats: Tensor | None, samples: int) -> None:
+        """``inputs`` are those of ``samples`` samples, ``floats`` those of as many or fewer. Where a router chose
+        which tokens come here, rows cannot be matched."""
+        assert self.inputs is not None
+        length = self.inputs.shape[1]
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        if floats is None or len(rows) != samples * length or floats.numel() % (length * rows.shape[1]):
+            return
+        stats.update_drift(rows[: floats.numel() // rows.shape[1]], floats)
+
+    def _hand_over(self, names: list[str], on_inputs: OnInputs, stats: LayerStats | None) -> Tensor | None:
+        if self.load is not None:
+            self.load(names[0])
+        weights = tuple(self.linears[name].weight.data for name in names)
+        replacement = on_inputs(Inputs(tuple(names), weights, stats))
+        for name, weight in zip(names, replacement.weights, strict=True):
+            self.linears[name].weight = nn.Parameter(weight if self.load is None else weight.to("meta"), False)
+        return replacement.divisor
+
+
+def _parts(inputs: Activations, together: int) -> list[tuple[int, int]]:
+    """(first sample, the one after the last) of so many samples at a time."""
+    samples = inputs.shape[0]
+    return [(start, min(start + together, samples)) for start in range(0, samples, together)]
+
+
+def _output(result: Any) -> Tensor:
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
