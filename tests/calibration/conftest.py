@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from qserve.calibration import blocks
+from qserve.calibration import visit
 
 COMMON: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
                           "vocab_size": 258, "hidden_size": 32, "bos_token_id": 256, "eos_token_id": 257,
@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch):
     """The products of a walk in float32 on every processor, so that they can be compared."""
-    monkeypatch.setattr(blocks, "fast_products", nullcontext)
+    monkeypatch.setattr(visit, "fast_products", nullcontext)
 
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from qserve.calibration import blocks, products
+from qserve.calibration import products
+from qserve.calibration import visit as visiting
 from qserve.calibration.blocks import walk
 from qserve.calibration.groups import shared_inputs
 from qserve.calibration.skeleton import Call, Skeleton
@@ -52,7 +53,7 @@ WAYS = {"whole": {}, "lanes": {}, "parts": {"samples_at_once": 2}}
 def lanes(request, monkeypatch):
     """Three of them for five samples, where the test walks that way."""
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("way") == "lanes":
-        monkeypatch.setattr(blocks, "_TOGETHER", 2)
+        monkeypatch.setattr(visiting, "_TOGETHER", 2)
 
 
 def every_block(skeleton, windows, on_inputs, gather=None, **ways):
@@ -203,7 +204,7 @@ def test_where_every_sample_is_followed_outputs_say_how_far_inputs_drifted(saved
 
         with pytest.MonkeyPatch.context() as patch:
             if not by_outputs:
-                patch.setattr(blocks.Visit, "_by_outputs", lambda self, group: False)
+                patch.setattr(visiting.Visit, "_by_outputs", lambda self, group: False)
             every_block(Skeleton(HFDirectory(saved[0])), windows, note, Gather(drift=True), float_samples=5)
         return found
 
@@ -241,7 +242,7 @@ def test_fast_products_are_close_and_end_before_the_statistics(saved, windows, m
         return hidden, found
 
     exact, hessians = measured()
-    monkeypatch.setattr(blocks, "fast_products", lambda: torch.autocast("cpu", torch.bfloat16))
+    monkeypatch.setattr(visiting, "fast_products", lambda: torch.autocast("cpu", torch.bfloat16))
     fast, close = measured()
     assert fast.dtype == torch.float32 and not torch.equal(exact, fast)
     assert float((fast - exact).norm() / exact.norm()) < 0.03
