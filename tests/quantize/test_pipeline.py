@@ -501,7 +501,7 @@ import os, signal, sys
 from pathlib import Path
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import key_center
-from qserve.calibration import blocks
+from qserve.calibration import visit
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import pipeline
 from qserve.quantize.job import QuantizeJob
@@ -509,7 +509,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 
 left = int(sys.argv[3])
-blocks._TOGETHER = 2
+visit._TOGETHER = 2
 
 def counted(original):
     def call(*args, **kwargs):
