@@ -153,8 +153,9 @@ class Product:
         else:
             dense = weight
         exact, wide = dense.double().T, x.double()
-        more = (0.0 if self.bias is None else self.bias.double()) + 0.5 * self.accumulate
-        return wide @ exact + more, wide.abs() @ exact.abs() + abs(more)
+        bias = torch.zeros(exact.shape[1]) if self.bias is None else self.bias
+        before = 0.5 * self.accumulate
+        return wide @ exact + bias + before, wide.abs() @ exact.abs() + bias.abs() + before
 
     @property
     def rounds(self) -> bool:
