@@ -32,7 +32,7 @@ from qserve.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}
 
 
 class HFDirectory:
@@ -85,7 +85,7 @@ class HFDirectory:
         if self._format is None:
             return None
         for name in self._dense:
-            if name.endswith(".weight") and self._tensors[name].dtype not in _DTYPES:
+            if name.endswith(".weight") and self._tensors[name].dtype not in _FLOATS:
                 stored = self._tensors[name]
                 raise CheckpointError(f"{stored.file}: {name} is stored as {stored.dtype}, but its scale is missing")
         dense = [name.removesuffix(".weight") for name in self._dense
@@ -129,8 +129,7 @@ class HFDirectory:
             raise CheckpointError(f"{self.path}: {name}: {reason}") from None
 
     def nbytes(self, name: str) -> int:
-        stored = self._stored(name)
-        return int(stored.numel) * _DTYPES.get(stored.dtype, torch.int8).itemsize
+        return self._stored(name).nbytes
 
     def tensor(self, name: str) -> Tensor:
         """Read, not mapped: mapped pages count as memory of this process, and for a large model all of them add up."""
@@ -185,11 +184,11 @@ class HFDirectory:
 
     def dtype(self) -> torch.dtype:
         stated = self.config.get("dtype") or self.config.get("torch_dtype")
-        known = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+        known = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS.values()}
         if isinstance(stated, str) and stated.removeprefix("torch.") in known:
             return known[stated.removeprefix("torch.")]
-        return next((_DTYPES[self._tensors[name].dtype] for name in self._dense
-                     if self._tensors[name].dtype in _DTYPES), torch.float32)
+        return next((_FLOATS[self._tensors[name].dtype] for name in self._dense
+                     if self._tensors[name].dtype in _FLOATS), torch.float32)
 
     def stored_bytes(self) -> int:
         return sum(file.stat().st_size for file in self._weight_files())

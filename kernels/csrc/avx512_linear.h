@@ -216,7 +216,8 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
     else
         for (int32_t t = 0; t < tiles; t++)
             (u4 ? u4_narrow : u8_narrow)(op, acts, row, end, tile + t, weight + t * stride, stride, ahead);
-    _mm_sfence();
+    if (op->n >= FAR)
+        _mm_sfence();
 }
 
 /* `scale`: of e4m3 weights, times 256; else not read. */
@@ -328,5 +329,6 @@ static void linear_float(const qs_linear *op, const float *x, int32_t row, int32
     else
         for (int32_t t = 0; t < tiles; t++)
             narrow[dtype](op, x, row, end, tile + t, weight + t * stride);
-    _mm_sfence();
+    if (op->n >= FAR)
+        _mm_sfence();
 }
