@@ -76,6 +76,16 @@ def test_nothing_stays_mapped(tiny_llama) -> None:
     assert tensors and str(tiny_llama) not in Path("/proc/self/maps").read_text()
 
 
+def test_a_file_that_is_cut_short_after_its_header_was_read_is_refused(tiny_llama) -> None:
+    source = HFDirectory(tiny_llama)
+    path = tiny_llama / "model.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="cut short"):
+        for name in source.names():
+            source.tensor(name)
+
+
 @pytest.mark.parametrize(("dtype", "shape"), [("F32", [2, 3]), ("F16", [7]), ("F4", [12]), ("I64", [])])
 def test_a_tensor_of_other_bytes_than_its_shape_says_is_refused(tiny_llama, dtype, shape) -> None:
     header = json.dumps({"strange": {"dtype": dtype, "shape": shape, "data_offsets": [0, 12]}}).encode()
