@@ -67,7 +67,7 @@ def walk(
             else:
                 visit.inputs, visit.samples_at_once = inputs, count
                 visit.call, visit.short_call = calls[index], short[index]
-                visit.floats, visit.twin = floats, _twin(block) if floats is not None else None
+                visit.floats, visit.twin = floats, twin(block) if floats is not None else None
                 visit.groups = shared_inputs(block, visit.linears, visit.short_inputs(), short[index])
             yield visit
             visit.finish()
@@ -78,7 +78,7 @@ def walk(
                 heap.release()
 
 
-def _twin(block: nn.Module) -> nn.Module:
-    """A copy whose parameters share the memory of ``block``'s until those are replaced."""
+def twin(block: nn.Module) -> nn.Module:
+    """A copy of a block whose parameters share the memory of ``block``'s until those are replaced."""
     shared: dict[int, Any] = {id(p): nn.Parameter(p.data, False) for p in block.parameters()}
     return copy.deepcopy(block, shared | {id(b): b for b in block.buffers()})

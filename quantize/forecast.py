@@ -20,6 +20,7 @@ from qserve.checkpoint.spec import QuantSpec
 from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import Forecast, QuantizeJob
 from qserve.quantize.plan import Shapes
+from qserve.quantize.sensitivity import EXCERPT, units
 from qserve.runtime.memory import available_memory
 
 # Measured on a 135M model: what attention and norms add to the products of calibration, and how many
@@ -97,7 +98,6 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     """What the job needs on top of the process as it is."""
     blocks = len(skeleton.blocks)
     linears = skeleton.shapes.values()
-    outputs = sum(out for out, _ in linears) // blocks
     largest, widest = max(out * inp for out, inp in linears), max(inp for _, inp in linears)
     copying = _copying_bytes(skeleton)
     rounding = _ROUNDED_BYTES * largest
@@ -110,7 +110,7 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     whole = at_once >= job.samples
     states = 4 * job.tokens * skeleton.hidden_size
     hidden = 0 if job.offload else states * (2 if job.float_samples else 1)
-    forward = int((_LANES if whole else _PIECE) * 4 * tokens * (outputs + 4 * skeleton.hidden_size))
+    forward = _forward_bytes(_LANES if whole else _PIECE, tokens, skeleton)
     if whole and job.float_samples:
         forward += _FLOAT_STATES * states
     # Statistics are rounded while the whole batch waits in front of its layer, or after the last part went through.
@@ -154,11 +154,23 @@ def rehearses(job: QuantizeJob, skeleton: Skeleton) -> bool:
 
 def _rehearsal_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     """On top of the process as it is: one block, the Hessian of each input with its factor (counted as if no linears
-    shared one), what inverting the widest takes, and hidden states."""
+    shared one), what inverting the widest takes, and hidden states, also of a model for each unit. Where the float
+    model is followed, a copy of the block, and what lies between its linears, too."""
     squares = [inp * inp for _, inp in skeleton.shapes.values()]
     factored = 8 * sum(squares) // len(skeleton.blocks) + _HESSIAN_BYTES * max(squares)
-    states = 0 if job.offload else 4 * min(job.samples, GATHERED) * job.sequence_length * skeleton.hidden_size
-    return skeleton.block_bytes() + factored + 2 * states
+    tokens = min(job.samples, GATHERED) * job.sequence_length
+    states, trials = 4 * tokens * skeleton.hidden_size, 4 * math.prod(EXCERPT) * skeleton.hidden_size
+    hidden = 0 if job.offload else 2 * states + (1 + len(units(skeleton.shapes))) * trials
+    following = 0
+    if job.float_samples:
+        following = skeleton.block_bytes() + _forward_bytes(_LANES, tokens, skeleton) + _FLOAT_STATES * states
+    return skeleton.block_bytes() + factored + hidden + following
+
+
+def _forward_bytes(share: float, tokens: int, skeleton: Skeleton) -> int:
+    """What a forward of ``tokens`` holds; ``share`` is ``_LANES`` or ``_PIECE``."""
+    outputs = sum(out for out, _ in skeleton.shapes.values()) // len(skeleton.blocks)
+    return int(share * 4 * tokens * (outputs + 4 * skeleton.hidden_size))
 
 
 def require_memory(expected: Forecast, job: QuantizeJob) -> None:

@@ -74,9 +74,7 @@ def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: W
     order, factor = inverse.order, inverse.factor
     if factor is None:
         return _to_nearest(weight, stats, scheme, inverse.reason)
-    drifted = _drifted(weight, stats)
-    if drifted is not None and bool(torch.isfinite(drifted).all()):
-        weight = weight.index_add(1, order, drifted[:, order] @ factor.upper.t() @ factor.upper)
+    weight = following(inverse, weight, stats)
     diagonal = stats.diagonal
     fixed = inverse.act_order or scheme.dtype == "fp8"
     sweep = _Sweep(weight, diagonal, scheme, order.tolist(), factor.upper, fixed_scales=fixed)
@@ -86,6 +84,15 @@ def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: W
     packed = pack_codes(codes.t(), sweep.scales.t(), None if sweep.zeros is None else sweep.zeros.t(), scheme)
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     return Quantized(packed, error, energy, factor.damping, int((diagonal == 0).sum()), factor.note)
+
+
+def following(inverse: Inverse, weight: Tensor, stats: LayerStats) -> Tensor:
+    """``weight`` before it is rounded, as it makes up best for what earlier layers lost, where ``stats`` tell that."""
+    order, factor = inverse.order, inverse.factor
+    drifted = _drifted(weight, stats)
+    if factor is None or drifted is None or not bool(torch.isfinite(drifted).all()):
+        return weight
+    return weight.index_add(1, order, drifted[:, order] @ factor.upper.t() @ factor.upper)
 
 
 def _drifted(weight: Tensor, stats: LayerStats) -> Tensor | None:

@@ -35,8 +35,8 @@ class QuantizeJob:
                      end the scales of the whole model
     head_bits        of the output head, 0 keeps it; embedding_bits likewise
     kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key
-    target_bits      mixed precision: stored bits per weight at most, scales included; of fp8, where linears are kept in
-                     16-bit floats
+    target_bits      mixed precision: stored bits per weight at most, scales included; of w8a8 and fp8, where linears
+                     are kept in 16-bit floats
     max_kl           mixed precision: the smallest checkpoint within this divergence (nats)
     calibration      a SOURCE of ``load_text`` or None (every input counts the same)
     format           of the checkpoint, or auto
@@ -73,8 +73,8 @@ class QuantizeJob:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_method()
-        if self.mixed and self.scheme not in ("weights", "fp8"):
-            raise UsageError("mixed precision is for --scheme weights, or fp8 and which layers to keep in 16 bits")
+        if self.mixed and self.scheme not in ("weights", "w8a8", "fp8"):
+            raise UsageError("mixed precision is for --scheme weights, or w8a8 and fp8 and which layers keep 16 bits")
         if self.target_bits is not None and self.max_kl is not None:
             raise UsageError("--target-bits fixes the size, --minimize size asks for the smallest: give one of them")
         if self.target_bits is not None and not 2 <= self.target_bits <= 16:

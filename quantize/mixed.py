@@ -129,7 +129,8 @@ class Mixed:
                 f"no linear can have several schemes in the format {prepared.format.name} for {', '.join(job.loaders)}"
             )
         rehearsed = rehearses(job, prepared.skeleton)
-        compensation = Compensation(self._windows[:GATHERED], job.act_order) if rehearsed else None
+        follows = job.effort != "fast"
+        compensation = Compensation(self._windows[:GATHERED], job.act_order, follows) if rehearsed else None
         if "gptq" in job.rounding and not rehearsed:
             self._notes = ("chosen as for rounding to nearest: the Hessians of a whole block do not fit the memory",)
         return measure(

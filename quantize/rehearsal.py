@@ -1,4 +1,5 @@
-"""``Rehearsal``: what rounding a linear will cost its output, for every scheme it may get, before one is chosen.
+"""``Rehearsal``: what rounding a linear will cost its output, for every scheme it may get, before one is chosen; and
+what the linears behind it will make up for.
 
 Knows one linear's input and the two ways of rounding, to nearest and with error compensation; does not know models.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
+from qserve.calibration.visit import Gather, Inputs, Replacement, Visit
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.threads import torch_threads
 from qserve.quantize import fp8, gptq, rtn
@@ -62,6 +64,18 @@ class Compensated:
     def error(self, rows: Tensor, scheme: WeightScheme) -> float:
         with torch_threads(1):  # the operations are too small for two
             return float(output_error(rows, self.round(rows, scheme) - rows, self._stats)[0].sum())
+
+
+def make_up(visit: Visit, *, act_order: bool) -> None:
+    """Let the linears of ``visit``, unrounded, make up for what was lost before them as far as they can."""
+
+    def on_inputs(inputs: Inputs) -> Replacement:
+        if inputs.stats is None:
+            return Replacement(inputs.weights)
+        inverse = gptq.inverse_of(inputs.stats, act_order=act_order)
+        return Replacement([gptq.following(inverse, weight, inputs.stats) for weight in inputs.weights])
+
+    visit.replace(on_inputs, Gather(drift=True))
 
 
 def errors(

@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from qserve.calibration.activations import Activations
-from qserve.calibration.float_stats import FloatStats
+from qserve.calibration.blocks import twin
+from qserve.calibration.float_walk import FloatWalk
 from qserve.calibration.head import head
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.checkpoint.formats.format import FUSED, Format
@@ -24,15 +25,18 @@ from qserve.checkpoint.loaders import verdicts
 from qserve.checkpoint.spec import BITS, ActivationScheme, QuantSpec, WeightScheme
 from qserve.kernels.reference import round_input
 from qserve.quantize.plan import word_values
-from qserve.quantize.rehearsal import Compensated, Nearest, Rehearsal, errors
+from qserve.quantize.rehearsal import Compensated, Nearest, Rehearsal, errors, make_up
 from qserve.runtime import heap
 
 Unit = tuple[str, ...]
 """Linears that must share a scheme, because a loader makes one of them."""
 
 _GROUP_SIZES = (32, 64, 128, -1)
-# Windows and tokens of each.
-_EXCERPT = (4, 64)
+EXCERPT = (4, 128)
+"""Windows, and tokens of each, that are enough to rank linears by."""
+# Where the float model is followed, later blocks make up for more of what costs more, which one block does not show:
+# of the differences in cost per weight so much is left, as a power.
+_LEFT = 0.75
 
 
 @dataclass(frozen=True)
@@ -99,18 +103,20 @@ def _fits(
 
 
 def excerpt(windows: Tensor) -> Tensor:
-    """Enough of ``windows`` int64 [samples, length] to rank linears by."""
-    samples, length = _EXCERPT
+    """``EXCERPT`` of ``windows`` int64 [samples, length]."""
+    samples, length = EXCERPT
     return windows[:samples, :length]
 
 
 @dataclass(frozen=True)
 class Compensation:
     """GPTQ will round in the end, with or without ``act_order``: its Hessians come from ``windows`` int64 [samples,
-    length], of which ``excerpt`` is a part."""
+    length], of which ``excerpt`` is a part. With ``follows`` it will follow the float model, so that the linears
+    behind one in its block make up for part of what it loses: very unequal parts."""
 
     windows: Tensor
     act_order: bool = True
+    follows: bool = True
 
 
 @torch.no_grad()
@@ -133,13 +139,15 @@ def measure(
     (see ``excerpt``). Rounding acts on KL to second order, so the other candidates cost in proportion to the squared
     error of the unit's output. Units are linears of blocks, or the output layer alone. One that ``windows`` never
     reach is left out. Linears of blocks are rounded as ``compensation`` says, to nearest without it, the output layer
-    to nearest; the inputs of what is rounded as ``activations`` (dynamic) say. ``offload`` is a directory for the
-    hidden states; ``symmetric_zeros`` as in ``Format``. One block is in memory at a time.
+    to nearest; the inputs of what is rounded as ``activations`` (dynamic) say. Where ``compensation`` follows the float
+    model, so do the unrounded linears behind the unit in its block: much of what rounding q, k and v loses is made up
+    for there, and nothing of what the down projection loses. ``offload`` is a directory for the hidden states;
+    ``symmetric_zeros`` as in ``Format``. One block is in memory at a time.
     """
     samples, length = windows.shape
     states = Activations((1 + len(candidates)) * samples, length, skeleton.hidden_size, offload)
     calls, _ = skeleton.stem(windows, length, states)
-    gathered = FloatStats(skeleton, compensation.windows, offload) if compensation else None
+    walk = FloatWalk(skeleton, compensation.windows, offload) if compensation else None
     steps = len(skeleton.blocks) + samples
     trials: list[_Trial] = []
 
@@ -151,15 +159,20 @@ def measure(
         linears = skeleton.linears(index)
         inputs = _inputs(linears, lambda run=run: run(variant(0)))  # type: ignore[misc]
         rehearsals: dict[str, Rehearsal] = {name: Nearest(rows) for name, rows in inputs.items()}
-        if gathered and compensation:
-            for names, stats in gathered.of(index):
+        if walk and compensation:
+            for names, stats in walk.enter(index):
                 rehearsals |= dict.fromkeys(names, Compensated(stats, act_order=compensation.act_order))
         before = len(trials)
         for unit in candidates:
             if trial := _trial(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
                 trials.append(trial)
-                with _rounded(trial, linears, rehearsals, activations):
-                    states.write(len(trials) * samples, run(variant(0)))
+                block = twin(skeleton.block(index))
+                parts = block.named_modules(prefix=skeleton.blocks[index])
+                own = {name: part for name, part in parts if isinstance(part, nn.Linear)}
+                with _rounded(trial, own, rehearsals, activations):
+                    if walk and compensation and compensation.follows:
+                        make_up(walk.visit(index, block, trial.reached), act_order=compensation.act_order)
+                    states.write(len(trials) * samples, _runner(block, calls[index])(variant(0)))
         rehearsals.clear()  # a Hessian for each input
         for number in range(1 + before):
             states.write(number * samples, run(variant(number)))
@@ -188,7 +201,18 @@ def measure(
                 progress(len(skeleton.blocks) + sample + 1, steps)
     heap.release()
     means = (divergence / windows.numel()).clamp_(min=0).tolist()
-    return tuple(trial.predict(kl) for trial, kl in zip(trials, means, strict=True))
+    found = tuple(trial.predict(kl) for trial, kl in zip(trials, means, strict=True))
+    return _evened(found, means) if compensation and compensation.follows else found
+
+
+def _evened(sensitivities: Sensitivities, measured: Sequence[float]) -> Sensitivities:
+    """With the divergences ``measured``, per weight, nearer to that of all units together."""
+    mean = sum(measured) / sum(unit.weights for unit in sensitivities)
+    ratios = [kl / unit.weights / mean if kl else 1.0 for unit, kl in zip(sensitivities, measured, strict=True)]
+    return tuple(
+        replace(unit, candidates=tuple(replace(each, kl=each.kl * ratio ** (_LEFT - 1)) for each in unit.candidates))
+        for unit, ratio in zip(sensitivities, ratios, strict=True)
+    )
 
 
 @dataclass(frozen=True)

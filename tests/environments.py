@@ -75,6 +75,17 @@ PEERS = {
         alone=("optimum==2.3.0", "optimum-intel==2.2.0"),
         imports=("openvino_genai", "optimum.intel"),
     ),
+    # It asks for a torch newer than ours; nothing that is used here needs it.
+    "gptqmodel": Environment(
+        packages=(
+            TORCH, "setuptools>=77", "wheel", "transformers==5.23.0", "accelerate", "datasets", "threadpoolctl",
+            "device-smi", "protobuf", "pillow", "pypcre", "tokenicer", "logbar", "ninja", "torchao", "defuser",
+            "requests",
+        ),
+        alone=("gptqmodel==7.7.0",),
+        imports=("gptqmodel",),
+    ),
+    "auto-round": Environment((TORCH, "transformers==5.23.0", "auto-round==0.16.1"), ("auto_round",)),
 }
 GROUPS = {"interop": INTEROP, "judges": JUDGES, "peers": PEERS}
 COMPLETE = "complete.json"

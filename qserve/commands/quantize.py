@@ -65,8 +65,8 @@ def quantize(
     target_bits: Annotated[
         float | None,
         typer.Option(
-            help="Mixed precision: choose each layer's bits, or with fp8 which layers keep 16, so that the average, "
-            "scales included, is at most this."
+            help="Mixed precision: choose each layer's bits, or with fp8 and w8a8 which layers keep 16, so that the "
+            "average, scales included, is at most this."
         ),
     ] = None,
     minimize: Annotated[

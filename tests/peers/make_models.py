@@ -26,18 +26,24 @@ for path, kind in zip(sys.argv[2:], (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, llama_cp
 """
 
 
-def make(environments: Path, out: Path) -> None:
-    """Make what is not there yet."""
-    out.mkdir(parents=True, exist_ok=True)
+def make_dense(out: Path) -> Path:
+    """``out``/dense: the base in float32, as a Hugging Face directory."""
     dense = out / "dense"
     if not (dense / "config.json").exists():
-        dense.mkdir(exist_ok=True)
+        dense.mkdir(parents=True, exist_ok=True)
         source = open_model("demo")
         tensors = {name: source.tensor(name).float().contiguous() for name in source.names()}
         save_file(tensors, str(dense / "model.safetensors"), metadata={"format": "pt"})
         source.save_tokenizer(dense)
         (dense / "generation_config.json").write_text(json.dumps(source.generation_config()))
         (dense / "config.json").write_text(json.dumps({**source.config, "dtype": "float32"}))
+    return dense
+
+
+def make(environments: Path, out: Path) -> None:
+    """Make what is not there yet."""
+    out.mkdir(parents=True, exist_ok=True)
+    dense = make_dense(out)
     optimum = str(environments / "openvino" / "bin" / "optimum-cli")
     for name, options in (("int4", ["--group-size", "64", "--sym", "--ratio", "1.0"]), ("int8", [])):
         if not (out / f"openvino-{name}" / "openvino_model.xml").exists():

@@ -358,8 +358,9 @@ def test_every_method_is_installed_written_and_read_alike(options, installed, ll
         assert len({layer.scheme for layer in report.layers}) > 1 and report.tried and report.notices
 
 
-def test_mixed_fp8_keeps_the_costliest_linears_in_16_bits(installed, llama, tmp_path):
-    job = QuantizeJob(**{**SMALL, "scheme": "fp8", "method": "gptq", "target_bits": 12.0})
+@pytest.mark.parametrize(("scheme", "method"), [("fp8", "gptq"), ("w8a8", "gptq"), ("w8a8", "smoothquant")])
+def test_where_inputs_are_rounded_the_costliest_linears_keep_16_bits(installed, llama, tmp_path, scheme, method):
+    job = QuantizeJob(**{**SMALL, "scheme": scheme, "method": method, "target_bits": 12.0})
     report = pipeline.run(HFDirectory(llama), tmp_path / "out", job)
     read = HFDirectory(tmp_path / "out")
     packed, kept = set(read.linears()), [module for module in read.spec.ignored if module != "lm_head"]
@@ -374,10 +375,14 @@ def test_mixed_fp8_keeps_the_costliest_linears_in_16_bits(installed, llama, tmp_
     _, served = next(iter(engine.score(list(range(1, 33)))))
     _, measured = next(iter(TransformersScorer(read).score(list(range(1, 33)))))
     torch.testing.assert_close(served, measured, atol=0.05, rtol=0)
+
+
+def test_mixed_precision_refuses_what_would_quantize_nothing_and_what_cannot_be_mixed(llama, tmp_path):
+    job = QuantizeJob(**{**SMALL, "scheme": "fp8", "method": "gptq", "target_bits": 16.0})
     with pytest.raises(UsageError, match="every linear would be kept"):
-        pipeline.run(HFDirectory(llama), tmp_path / "all", dataclasses.replace(job, target_bits=16.0))
-    with pytest.raises(UsageError, match="--scheme weights, or fp8"):
-        QuantizeJob(scheme="w8a8", target_bits=9.0)
+        pipeline.run(HFDirectory(llama), tmp_path / "all", job)
+    with pytest.raises(UsageError, match="--scheme weights, or w8a8 and fp8"):
+        QuantizeJob(scheme="fp8-tensor", target_bits=9.0)
 
 
 def test_without_memory_for_hessians_mixed_precision_goes_by_rounding_to_nearest(llama, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize import gptq, rtn
+from qserve.quantize import gptq, rtn, sensitivity
 from qserve.quantize.sensitivity import Compensation, Unit, candidates, excerpt, measure, units
 
 SCHEMES = (WeightScheme(3, 32), WeightScheme(4, 32), WeightScheme(6, 32))
@@ -48,6 +48,40 @@ def divergence(path: Path, unit: Unit, scheme: WeightScheme, text: Tensor | None
         rounded = method(linear.weight.data, stats[name], scheme).weight.dequantize()
         linear.weight = torch.nn.Parameter(rounded)  # a tied embedding keeps its own
     q = model(windows()).logits.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@torch.no_grad()
+def made_up_divergence(path: Path, unit: Unit, scheme: WeightScheme, text: Tensor) -> float:
+    """The same by GPTQ where the linears behind ``unit`` in its block then become what fits the float model best."""
+    model, base = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
+    block = unit[0].rpartition(".layers.")[0] + ".layers." + unit[0].split(".layers.")[1].split(".")[0]
+    stages = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
+              ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]  # fmt: skip
+    groups = [[f"{block}.{name}" for name in stage] for stage in stages]
+
+    def inputs(of: torch.nn.Module, name: str) -> Tensor:
+        seen: list[Tensor] = []
+        hook = of.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        of(text)
+        hook.remove()
+        return seen[0].flatten(0, -2)
+
+    for name in unit:
+        linear = model.get_submodule(name)
+        stats = LayerStats(linear.in_features)
+        stats.update(inputs(base, name))
+        linear.weight = torch.nn.Parameter(gptq.quantize(linear.weight.data, stats, scheme).weight.dequantize())
+    for group in groups[groups.index(list(unit)) + 1 :]:
+        now, before = inputs(model, group[0]).double(), inputs(base, group[0]).double()
+        square = now.t() @ now
+        square += 0.01 * square.diagonal().mean() * torch.eye(len(square))
+        for name in group:
+            linear = model.get_submodule(name)
+            weight = linear.weight.data.double()
+            change = torch.linalg.solve(square, now.t() @ ((before - now) @ weight.t())).t()
+            linear.weight = torch.nn.Parameter((weight + change).float())
+    p, q = (each(windows()).logits.log_softmax(-1) for each in (base, model))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
@@ -88,7 +122,7 @@ def test_with_error_compensation_what_gptq_costs_is_measured(model, request, mon
     skeleton = Skeleton(HFDirectory(path))
     text = torch.cat([windows(), torch.randint(0, 256, (9, 24), generator=torch.Generator().manual_seed(2))])
     offered = all_units(skeleton)
-    found = measure(skeleton, windows(), offered, around=4.5, compensation=Compensation(text))
+    found = measure(skeleton, windows(), offered, around=4.5, compensation=Compensation(text, follows=False))
     nearest = measure(skeleton, windows(), offered, around=4.5)
     assert [unit.modules for unit in found] == [unit.modules for unit in nearest]
     for unit in found:
@@ -96,6 +130,38 @@ def test_with_error_compensation_what_gptq_costs_is_measured(model, request, mon
         assert kl[SCHEMES[0]] > kl[SCHEMES[1]] > kl[SCHEMES[2]] > 0
         expected = divergence(path, unit.modules, SCHEMES[1], text)
         assert kl[SCHEMES[1]] == pytest.approx(expected, rel=0.02, abs=3e-8), unit.modules
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(model, request, monkeypatch):
+    monkeypatch.setattr("qserve.calibration.products.fast_bfloat16", lambda: False)
+    monkeypatch.setattr(sensitivity, "_LEFT", 1.0)
+    path = request.getfixturevalue(model)
+    skeleton = Skeleton(HFDirectory(path))
+    text = torch.cat([windows(), torch.randint(0, 256, (9, 24), generator=torch.Generator().manual_seed(2))])
+    offered = all_units(skeleton)
+    found = measure(skeleton, windows(), offered, around=4.5, compensation=Compensation(text))
+    alone = measure(skeleton, windows(), offered, around=4.5, compensation=Compensation(text, follows=False))
+    for unit, by_itself in zip(found, alone, strict=True):
+        both = (unit.candidates, by_itself.candidates)
+        kl, without = (next(each.kl for each in some if each.scheme == SCHEMES[1]) for some in both)
+        expected = made_up_divergence(path, unit.modules, SCHEMES[1], text)
+        assert kl == pytest.approx(expected, rel=0.05, abs=3e-8), unit.modules
+        assert (kl == without) == unit.modules[0].endswith("down_proj")  # nothing is behind it
+
+
+def test_differences_between_units_are_evened_and_nothing_else():
+    rates = (1.0, 4.0, 0.25, 0.0)
+    given = tuple(
+        sensitivity.Sensitivity((str(rate),), 10, tuple(
+            sensitivity.Candidate(scheme, scheme.bits * 10, rate * 0.25**scheme.bits) for scheme in SCHEMES
+        )) for rate in rates
+    )  # fmt: skip
+    found = sensitivity._evened(given, [rate * 0.25**4 for rate in rates])
+    first, most, least, nothing = ([each.kl for each in unit.candidates] for unit in found)
+    assert most[0] / first[0] == pytest.approx(4**0.75) and least[0] / first[0] == pytest.approx(0.25**0.75)
+    assert most[0] / most[1] == pytest.approx(4) and nothing == [0.0] * 3
+    assert [unit.modules for unit in found] == [unit.modules for unit in given]
 
 
 def test_sizes_are_stored_bits_in_order(qwen2):

@@ -1,0 +1,66 @@
+"""``FloatWalk``: calibration text on its way through a model while nothing is rounded, one block after the other.
+
+Knows how text passes through the blocks; does not know what it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from qserve.calibration.activations import Activations
+from qserve.calibration.groups import Hooks, shared_inputs
+from qserve.calibration.products import fast_products
+from qserve.calibration.skeleton import Skeleton
+from qserve.calibration.stats import LayerStats
+from qserve.calibration.visit import Visit
+
+# Samples in a forward at once, and the tokens that are enough to see which linears share an input.
+_AT_ONCE, _FEW = 4, 4
+
+
+class FloatWalk:
+    """``windows`` int64 [samples, length] is the text; ``offload`` a directory for hidden states."""
+
+    def __init__(self, skeleton: Skeleton, windows: Tensor, offload: Path | None = None) -> None:
+        samples, length = windows.shape
+        self._skeleton = skeleton
+        self._inputs = Activations(samples, length, skeleton.hidden_size, offload)
+        self._outputs = Activations(samples, length, skeleton.hidden_size, offload)
+        self._calls, self._few = skeleton.stem(windows, _FEW, self._outputs)
+
+    @torch.no_grad()
+    def enter(self, index: int) -> list[tuple[tuple[str, ...], LayerStats]]:
+        """(linears that share an input, its statistics with the Hessian) of block ``index``, which is loaded; those
+        that no token reached are left out. To be called for every block, in order."""
+        self._inputs, self._outputs = self._outputs, self._inputs
+        block, linears, call = self._skeleton.block(index), self._skeleton.linears(index), self._calls[index]
+        self._groups = shared_inputs(block, linears, self._inputs.read(0, 1)[:, :_FEW], self._few[index])
+        stats: dict[str, LayerStats] = {}
+
+        def before(name: str, inputs: Tensor) -> None:
+            stats.setdefault(name, LayerStats(inputs.shape[-1])).update(inputs)
+
+        with Hooks({group[0]: linears[group[0]] for group in self._groups}, before), fast_products():
+            for start in range(0, self._inputs.shape[0], _AT_ONCE):
+                part = self._inputs.read(start, min(start + _AT_ONCE, self._inputs.shape[0]))
+                result = block(part, *call.args, **call.kwargs)
+                self._outputs.write(start, (result[0] if isinstance(result, tuple) else result).float())
+        return [(tuple(group), stats[group[0]]) for group in self._groups if group[0] in stats]
+
+    def visit(self, index: int, changed: nn.Module, after: Collection[str]) -> Visit:
+        """Of block ``index``, the last one entered, as it is in ``changed``, a copy of it: of the linears that run
+        after all of ``after``, following the float model."""
+        name = self._skeleton.blocks[index]
+        places = (place for place, group in enumerate(self._groups) if not set(group).isdisjoint(after))
+        groups = self._groups[max(places, default=len(self._groups)) + 1 :]
+        parts = dict(changed.named_modules(prefix=name))
+        linears = {each: linear for group in groups for each in group if isinstance(linear := parts[each], nn.Linear)}
+        visit = Visit(index, len(self._skeleton.blocks), name, changed, linears, groups)
+        visit.inputs = visit.floats = self._inputs
+        visit.call, visit.samples_at_once = self._calls[index], self._inputs.shape[0]
+        visit.twin = self._skeleton.block(index)
+        return visit

@@ -1,0 +1,61 @@
+"""The demo model by another quantizer: ``python tests/peers/quantizers.py ENVIRONMENTS MODELS TEXT NAME OUT``.
+
+ENVIRONMENTS come from ``python tests/environments.py peers DIR``; the dense model is made in MODELS where it is not
+there. NAME is gptqmodel or auto-round. Weights of every linear but the tied head, symmetric, in groups of 64,
+calibrated on the very windows that ``qserve quantize demo --calibration TEXT`` draws: 128 of 512 tokens. Says how long
+it took, and writes a GPTQ checkpoint to OUT, which ``qserve eval OUT --against demo`` measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from make_models import make_dense
+from safetensors.torch import save_file
+
+from qserve.calibration.text import load_text
+from qserve.calibration.windows import calibration_windows
+from qserve.checkpoint.source import open_model
+
+HERE = Path(__file__).parent / "contestants"
+SCRIPTS = {"gptqmodel": "gptqmodel_quantize.py", "auto-round": "auto_round_quantize.py"}
+SAMPLES, LENGTH, SEED = 128, 512, 0
+"""As ``qserve quantize`` has them by default."""
+THREADS = "2"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("environments", type=Path)
+    parser.add_argument("models", type=Path)
+    parser.add_argument("text")
+    parser.add_argument("name", choices=SCRIPTS)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--without-bf16", action="store_true", help="as a processor that does not multiply bfloat16")
+    arguments = parser.parse_args()
+    token_ids = open_model("demo").tokenizer()(load_text(arguments.text).text, add_special_tokens=False)["input_ids"]
+    # GPTQMODEL_CPU_WORKERS: it does not start with fewer processors than it expects.
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": THREADS, "GPTQMODEL_CPU_WORKERS": THREADS}
+    if arguments.without_bf16:
+        environment["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_VNNI"
+    with tempfile.TemporaryDirectory() as work:
+        windows = Path(work) / "windows.safetensors"
+        save_file({"windows": calibration_windows(token_ids, SAMPLES, LENGTH, SEED)}, str(windows))
+        python = arguments.environments / arguments.name / "bin" / "python"
+        options = [make_dense(arguments.models), windows, arguments.out, str(arguments.bits)]
+        started = time.perf_counter()
+        subprocess.run([python, HERE / SCRIPTS[arguments.name], *options], check=True, env=environment)
+        seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    print(f"{arguments.name}: {seconds:.0f} s from start to end, {peak:.1f} GiB at most")
+
+
+if __name__ == "__main__":
+    main()
