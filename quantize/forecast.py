@@ -20,7 +20,8 @@ from qserve.checkpoint.spec import QuantSpec
 from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import Forecast, QuantizeJob
 from qserve.quantize.plan import Shapes
-from qserve.quantize.sensitivity import EXCERPT, units
+from qserve.quantize.sensitivity import EXCERPT
+from qserve.quantize.units import units
 from qserve.runtime.memory import available_memory
 
 # Measured on a 135M model: what attention and norms add to the products of calibration, and how many

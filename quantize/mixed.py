@@ -18,7 +18,8 @@ from qserve.quantize.allocate import Tried, allocate
 from qserve.quantize.forecast import GATHERED, rehearses
 from qserve.quantize.job import ProgressEvent
 from qserve.quantize.prepare import Preparation
-from qserve.quantize.sensitivity import Compensation, Sensitivities, Unit, candidates, excerpt, measure, units
+from qserve.quantize.sensitivity import Compensation, Sensitivities, excerpt, measure
+from qserve.quantize.units import Unit, candidates, units
 
 # For the smallest checkpoint within a divergence: runs at most, and what is close enough below the limit to stop.
 _ATTEMPTS, _CLOSE = 4, 0.85

@@ -6,8 +6,7 @@ rounded (``rehearsal``).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,23 +19,20 @@ from qserve.calibration.blocks import twin
 from qserve.calibration.float_walk import FloatWalk
 from qserve.calibration.head import head
 from qserve.calibration.skeleton import Call, Skeleton
-from qserve.checkpoint.formats.format import FUSED, Format
-from qserve.checkpoint.loaders import verdicts
-from qserve.checkpoint.spec import BITS, ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.reference import round_input
-from qserve.quantize.plan import word_values
 from qserve.quantize.rehearsal import Compensated, Nearest, Rehearsal, errors, make_up
+from qserve.quantize.units import Unit
 from qserve.runtime import heap
 
-Unit = tuple[str, ...]
-"""Linears that must share a scheme, because a loader makes one of them."""
-
-_GROUP_SIZES = (32, 64, 128, -1)
 EXCERPT = (4, 128)
 """Windows, and tokens of each, that are enough to rank linears by."""
 # Where the float model is followed, later blocks make up for more of what costs more, which one block does not show:
 # of the differences in cost per weight so much is left, as a power.
 _LEFT = 0.75
+# And rounded all at once, linears make up for less than they do for one: what weights cost together is about twice the
+# sum. Rounded inputs are noise, which nothing makes up for.
+_TOGETHER = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,47 +55,6 @@ class Sensitivity:
 
 
 Sensitivities = tuple[Sensitivity, ...]
-
-
-def units(modules: Iterable[str]) -> list[Unit]:
-    """Modules grouped as loaders fuse them: q, k and v; gate and up; all experts of a block."""
-    found: dict[str, list[str]] = {}
-    fused = {sibling: name for name, siblings in FUSED.items() for sibling in siblings}
-    for module in modules:
-        parent, _, leaf = module.rpartition(".")
-        experts = re.match(r"(.*?\.\d+\..*?)\.\d+\.", f"{module}.")
-        key = experts.group(1) if experts else f"{parent}.{fused.get(leaf, leaf)}"
-        found.setdefault(key, []).append(module)
-    return [tuple(members) for members in found.values()]
-
-
-def candidates(
-    shapes: Mapping[str, tuple[int, int]], format: Format, loaders: Sequence[str], *, symmetric: bool = True
-) -> dict[Unit, tuple[WeightScheme, ...]]:
-    """For each unit of ``shapes`` (module -> (out, in)) the schemes that ``format`` can hold and every one of
-    ``loaders`` accepts. A unit with none is left out."""
-    result = {}
-    for unit in units(shapes):
-        own = {module: shapes[module] for module in unit}
-        fitting = []
-        for bits in BITS:
-            sizes = [WeightScheme(bits, size, symmetric) for size in _GROUP_SIZES]
-            fit = [scheme for scheme in sizes if _fits(scheme, own, format, loaders)]
-            # With many codes small groups cost more than they save, with few the whole input is too much for one scale.
-            fitting += fit[-2:] if bits > 4 else [scheme for scheme in fit if bits == 4 or scheme.group_size != -1]
-        if fitting:
-            result[unit] = tuple(fitting)
-    return result
-
-
-def _fits(
-    scheme: WeightScheme, shapes: Mapping[str, tuple[int, int]], format: Format, loaders: Sequence[str]
-) -> bool:
-    unit = word_values(scheme)
-    if any(out % unit or inp % unit or inp % scheme.group_size for out, inp in shapes.values()):
-        return False
-    spec = QuantSpec("mixed", scheme, ignored=())
-    return all(verdict.accepts for verdict in verdicts(spec, shapes, loaders, format=format))
 
 
 def excerpt(windows: Tensor) -> Tensor:
@@ -202,16 +157,19 @@ def measure(
     heap.release()
     means = (divergence / windows.numel()).clamp_(min=0).tolist()
     found = tuple(trial.predict(kl) for trial, kl in zip(trials, means, strict=True))
-    return _evened(found, means) if compensation and compensation.follows else found
+    if compensation is None or not compensation.follows:
+        return found
+    return _evened(found, means, _TOGETHER if activations is None else 1.0)
 
 
-def _evened(sensitivities: Sensitivities, measured: Sequence[float]) -> Sensitivities:
-    """With the divergences ``measured``, per weight, nearer to that of all units together."""
+def _evened(sensitivities: Sensitivities, measured: Sequence[float], times: float) -> Sensitivities:
+    """``times`` as much, with the divergences ``measured``, per weight, nearer to that of all units together."""
     mean = sum(measured) / sum(unit.weights for unit in sensitivities)
     ratios = [kl / unit.weights / mean if kl else 1.0 for unit, kl in zip(sensitivities, measured, strict=True)]
+    factors = [times * ratio ** (_LEFT - 1) for ratio in ratios]
     return tuple(
-        replace(unit, candidates=tuple(replace(each, kl=each.kl * ratio ** (_LEFT - 1)) for each in unit.candidates))
-        for unit, ratio in zip(sensitivities, ratios, strict=True)
+        replace(unit, candidates=tuple(replace(each, kl=each.kl * factor) for each in unit.candidates))
+        for unit, factor in zip(sensitivities, factors, strict=True)
     )
 
 

@@ -15,7 +15,8 @@ from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize import gptq, rtn, sensitivity
-from qserve.quantize.sensitivity import Compensation, Unit, candidates, excerpt, measure, units
+from qserve.quantize.sensitivity import Compensation, excerpt, measure
+from qserve.quantize.units import Unit, candidates, units
 
 SCHEMES = (WeightScheme(3, 32), WeightScheme(4, 32), WeightScheme(6, 32))
 Q, K, V, OUT, GATE, UP, DOWN = (
@@ -136,6 +137,7 @@ def test_with_error_compensation_what_gptq_costs_is_measured(model, request, mon
 def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(model, request, monkeypatch):
     monkeypatch.setattr("qserve.calibration.products.fast_bfloat16", lambda: False)
     monkeypatch.setattr(sensitivity, "_LEFT", 1.0)
+    monkeypatch.setattr(sensitivity, "_TOGETHER", 1.0)
     path = request.getfixturevalue(model)
     skeleton = Skeleton(HFDirectory(path))
     text = torch.cat([windows(), torch.randint(0, 256, (9, 24), generator=torch.Generator().manual_seed(2))])
@@ -157,10 +159,11 @@ def test_differences_between_units_are_evened_and_nothing_else():
             sensitivity.Candidate(scheme, scheme.bits * 10, rate * 0.25**scheme.bits) for scheme in SCHEMES
         )) for rate in rates
     )  # fmt: skip
-    found = sensitivity._evened(given, [rate * 0.25**4 for rate in rates])
+    found = sensitivity._evened(given, [rate * 0.25**4 for rate in rates], 2.0)
     first, most, least, nothing = ([each.kl for each in unit.candidates] for unit in found)
     assert most[0] / first[0] == pytest.approx(4**0.75) and least[0] / first[0] == pytest.approx(0.25**0.75)
     assert most[0] / most[1] == pytest.approx(4) and nothing == [0.0] * 3
+    assert first[0] == pytest.approx(2.0 * given[0].candidates[0].kl * (sum(rates) / 4) ** 0.25)
     assert [unit.modules for unit in found] == [unit.modules for unit in given]
 
 

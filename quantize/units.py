@@ -1,0 +1,60 @@
+"""What mixed precision chooses for, and from: linears that must share a scheme, and the schemes they can have.
+
+Knows names, shapes, formats and loaders; does not know weights, nor what anything costs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from qserve.checkpoint.formats.format import FUSED, Format
+from qserve.checkpoint.loaders import verdicts
+from qserve.checkpoint.spec import BITS, QuantSpec, WeightScheme
+from qserve.quantize.plan import word_values
+
+Unit = tuple[str, ...]
+"""Linears that must share a scheme, because a loader makes one of them."""
+
+_GROUP_SIZES = (32, 64, 128, -1)
+
+
+def units(modules: Iterable[str]) -> list[Unit]:
+    """Modules grouped as loaders fuse them: q, k and v; gate and up; all experts of a block."""
+    found: dict[str, list[str]] = {}
+    fused = {sibling: name for name, siblings in FUSED.items() for sibling in siblings}
+    for module in modules:
+        parent, _, leaf = module.rpartition(".")
+        experts = re.match(r"(.*?\.\d+\..*?)\.\d+\.", f"{module}.")
+        key = experts.group(1) if experts else f"{parent}.{fused.get(leaf, leaf)}"
+        found.setdefault(key, []).append(module)
+    return [tuple(members) for members in found.values()]
+
+
+def candidates(
+    shapes: Mapping[str, tuple[int, int]], format: Format, loaders: Sequence[str], *, symmetric: bool = True
+) -> dict[Unit, tuple[WeightScheme, ...]]:
+    """For each unit of ``shapes`` (module -> (out, in)) the schemes that ``format`` can hold and every one of
+    ``loaders`` accepts. A unit with none is left out."""
+    result = {}
+    for unit in units(shapes):
+        own = {module: shapes[module] for module in unit}
+        fitting = []
+        for bits in BITS:
+            sizes = [WeightScheme(bits, size, symmetric) for size in _GROUP_SIZES]
+            fit = [scheme for scheme in sizes if _fits(scheme, own, format, loaders)]
+            # With many codes small groups cost more than they save, with few the whole input is too much for one scale.
+            fitting += fit[-2:] if bits > 4 else [scheme for scheme in fit if bits == 4 or scheme.group_size != -1]
+        if fitting:
+            result[unit] = tuple(fitting)
+    return result
+
+
+def _fits(
+    scheme: WeightScheme, shapes: Mapping[str, tuple[int, int]], format: Format, loaders: Sequence[str]
+) -> bool:
+    unit = word_values(scheme)
+    if any(out % unit or inp % unit or inp % scheme.group_size for out, inp in shapes.values()):
+        return False
+    spec = QuantSpec("mixed", scheme, ignored=())
+    return all(verdict.accepts for verdict in verdicts(spec, shapes, loaders, format=format))
