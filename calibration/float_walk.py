@@ -52,8 +52,8 @@ class FloatWalk:
         return [(tuple(group), stats[group[0]]) for group in self._groups if group[0] in stats]
 
     def visit(self, index: int, changed: nn.Module, after: Collection[str]) -> Visit:
-        """Of block ``index``, the last one entered, as it is in ``changed``, a copy of it: of the linears that run
-        after all of ``after``, following the float model."""
+        """Of block ``index``, which was entered last, as it is in ``changed``, a copy whose weights are to be replaced:
+        of the linears that run after all of ``after``, following the float model. Without such it has no groups."""
         name = self._skeleton.blocks[index]
         places = (place for place, group in enumerate(self._groups) if not set(group).isdisjoint(after))
         groups = self._groups[max(places, default=len(self._groups)) + 1 :]

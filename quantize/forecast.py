@@ -79,8 +79,9 @@ def forecast(job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSp
     distills = job.effort == "best" and distilling <= rss + _SHARE * (limit - rss)
     if distills:
         peak = max(peak, distilling)
-    if rehearses(job, skeleton):
-        peak = max(peak, rss + _rehearsal_bytes(job, skeleton))
+    if job.mixed:
+        rehearsal = _rehearsal_bytes(job, skeleton) if rehearses(job, skeleton) else 0
+        peak = max(peak, rss + _choosing_bytes(job, skeleton) + rehearsal)
 
     weights = sum(out * inp for out, inp in shapes.linears.values())
     squares = sum(inp * inp for _, inp in shapes.linears.values()) if "gptq" in job.rounding else 0
@@ -145,27 +146,33 @@ def distillation_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
 
 def rehearses(job: QuantizeJob, skeleton: Skeleton) -> bool:
     """Whether mixed precision can go by what error compensation will make of each linear: where GPTQ rounds in the end
-    and there is memory for the Hessians of a whole block."""
+    and there is memory for it."""
     if not job.mixed or "gptq" not in job.rounding:
         return False
     rss = psutil.Process().memory_info().rss
     free = available_memory() if job.max_memory is None else job.max_memory - rss
-    return _rehearsal_bytes(job, skeleton) <= _SHARE * free
+    return _choosing_bytes(job, skeleton) + _rehearsal_bytes(job, skeleton) <= _SHARE * free
+
+
+def _choosing_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
+    """What measuring sensitivities needs on top of the process as it is: a block, and the hidden states of one more
+    model for each unit."""
+    trials = 4 * math.prod(EXCERPT) * skeleton.hidden_size * (1 + len(units(skeleton.shapes)))
+    return skeleton.block_bytes() + (0 if job.offload else trials)
 
 
 def _rehearsal_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
-    """On top of the process as it is: one block, the Hessian of each input with its factor (counted as if no linears
-    shared one), what inverting the widest takes, and hidden states, also of a model for each unit. Where the float
-    model is followed, a copy of the block, and what lies between its linears, too."""
+    """On top of that: the Hessian of each input of a block with its factor (counted as if no linears shared one), what
+    inverting the widest takes, and hidden states. Where the float model is followed, a copy of the block, and what lies
+    between its linears, too."""
     squares = [inp * inp for _, inp in skeleton.shapes.values()]
     factored = 8 * sum(squares) // len(skeleton.blocks) + _HESSIAN_BYTES * max(squares)
     tokens = min(job.samples, GATHERED) * job.sequence_length
-    states, trials = 4 * tokens * skeleton.hidden_size, 4 * math.prod(EXCERPT) * skeleton.hidden_size
-    hidden = 0 if job.offload else 2 * states + (1 + len(units(skeleton.shapes))) * trials
+    states = 4 * tokens * skeleton.hidden_size
     following = 0
     if job.float_samples:
         following = skeleton.block_bytes() + _forward_bytes(_LANES, tokens, skeleton) + _FLOAT_STATES * states
-    return skeleton.block_bytes() + factored + hidden + following
+    return factored + (0 if job.offload else 2 * states) + following
 
 
 def _forward_bytes(share: float, tokens: int, skeleton: Skeleton) -> int:

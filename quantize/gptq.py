@@ -87,9 +87,9 @@ def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: W
 
 
 def following(inverse: Inverse, weight: Tensor, stats: LayerStats) -> Tensor:
-    """``weight`` before it is rounded, as it makes up best for what earlier layers lost, where ``stats`` tell that."""
+    """``weight`` float32 [out, in], unrounded, as it makes up best for what was lost before, where ``stats`` tell."""
     order, factor = inverse.order, inverse.factor
-    drifted = _drifted(weight, stats)
+    drifted = None if factor is None else _drifted(weight, stats)
     if factor is None or drifted is None or not bool(torch.isfinite(drifted).all()):
         return weight
     return weight.index_add(1, order, drifted[:, order] @ factor.upper.t() @ factor.upper)

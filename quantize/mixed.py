@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -55,10 +56,12 @@ class Choice:
 
 
 class Mixed:
-    """``windows`` int64 [samples, length] is the calibration text."""
+    """``windows`` int64 [samples, length] is the calibration text, ``offload`` a directory for hidden states."""
 
-    def __init__(self, prepared: Preparation, windows: Tensor, tell: Callable[[ProgressEvent], None]) -> None:
-        self._prepared, self._windows, self._tell = prepared, windows, tell
+    def __init__(
+        self, prepared: Preparation, windows: Tensor, tell: Callable[[ProgressEvent], None], offload: Path | None = None
+    ) -> None:
+        self._prepared, self._windows, self._tell, self._offload = prepared, windows, tell, offload
         self._job = prepared.job
         self._sensitivities: Sensitivities | None = None
         self._measured: tuple[Tried, ...] = ()
@@ -130,10 +133,12 @@ class Mixed:
                 f"no linear can have several schemes in the format {prepared.format.name} for {', '.join(job.loaders)}"
             )
         rehearsed = rehearses(job, prepared.skeleton)
-        follows = job.effort != "fast"
+        follows = bool(job.float_samples)
         compensation = Compensation(self._windows[:GATHERED], job.act_order, follows) if rehearsed else None
         if "gptq" in job.rounding and not rehearsed:
-            self._notes = ("chosen as for rounding to nearest: the Hessians of a whole block do not fit the memory",)
+            self._notes = ("chosen as for rounding to nearest: what gptq needs for a block does not fit the memory",)
+        elif job.rounding == "smoothquant":
+            self._notes = ("chosen as for rounding to nearest: outliers that are moved into weights still count",)
         return measure(
             prepared.skeleton,
             excerpt(self._windows),
@@ -142,6 +147,7 @@ class Mixed:
             symmetric_zeros=prepared.format.symmetric_zeros,
             activations=job.activations,
             compensation=compensation,
+            offload=self._offload,
             progress=lambda done, total: self._tell(ProgressEvent("sensitivity", done, total)),
         )
 

@@ -75,7 +75,8 @@ def run(
     prepared = prepare(source, out, job)
     windows, text_hash = _windows(source, job)
     require_memory(prepared.forecast, job)
-    mixed = Mixed(prepared, windows, tell) if job.mixed and windows is not None else None
+    offload = out.parent if job.offload else None
+    mixed = Mixed(prepared, windows, tell, offload) if job.mixed and windows is not None else None
     fingerprint = _fingerprint(source, job, text_hash)
     while True:
         with CheckpointWriter(

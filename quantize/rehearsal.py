@@ -66,13 +66,16 @@ class Compensated:
             return float(output_error(rows, self.round(rows, scheme) - rows, self._stats)[0].sum())
 
 
-def make_up(visit: Visit, *, act_order: bool) -> None:
-    """Let the linears of ``visit``, unrounded, make up for what was lost before them as far as they can."""
+def make_up(visit: Visit) -> None:
+    """Let the linears of ``visit``, unrounded, make up for what was lost before them as far as they can: its block is
+    left with their new weights. The walk must follow the float model."""
+    if not visit.groups:
+        return
 
     def on_inputs(inputs: Inputs) -> Replacement:
         if inputs.stats is None:
             return Replacement(inputs.weights)
-        inverse = gptq.inverse_of(inputs.stats, act_order=act_order)
+        inverse = gptq.inverse_of(inputs.stats, act_order=False)
         return Replacement([gptq.following(inverse, weight, inputs.stats) for weight in inputs.weights])
 
     visit.replace(on_inputs, Gather(drift=True))

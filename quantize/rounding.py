@@ -138,6 +138,8 @@ class BlockQuantizer:
         fold = self._folds.get(frozenset(weights))
         if fold is None or stats is None or not stats.finite():
             return None
+        if all(self.spec.scheme_of(name) is None for name in weights):
+            return None  # mixed precision keeps them all
         schemes = [self.spec.scheme_of(name) or self.spec.weights for name in weights]
         if self._method == "smoothquant":
             assert self.spec.activations is not None

@@ -7,8 +7,8 @@ rounded (``rehearsal``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,23 +22,21 @@ from qserve.calibration.skeleton import Call, Skeleton
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.reference import round_input
 from qserve.quantize.rehearsal import Compensated, Nearest, Rehearsal, errors, make_up
-from qserve.quantize.units import Unit
+from qserve.quantize.units import Unit, of_experts
 from qserve.runtime import heap
 
 EXCERPT = (4, 128)
 """Windows, and tokens of each, that are enough to rank linears by."""
 # Where the float model is followed, later blocks make up for more of what costs more, which one block does not show:
-# of the differences in cost per weight so much is left, as a power.
-_LEFT = 0.75
-# And rounded all at once, linears make up for less than they do for one: what weights cost together is about twice the
-# sum. Rounded inputs are noise, which nothing makes up for.
-_TOGETHER = 2.0
+# of the differences in cost per weight this power is left. And rounded all at once, linears make up for less than they
+# do for one: what weights cost together is this many times the sum. Both as seen on a 135M model (BENCHMARKS.md).
+_EVENING, _ALL_AT_ONCE = 0.75, 2.0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One scheme for a unit: what it stores (bits, scales included) and what it is predicted to cost alone (nats of
-    mean KL divergence). ``scheme`` None keeps 16-bit floats."""
+    """One scheme for a unit: what it stores (bits, scales included) and what it is predicted to add to the
+    mean KL divergence (nats). ``scheme`` None keeps 16-bit floats."""
 
     scheme: WeightScheme | None
     bits: int
@@ -96,26 +94,27 @@ def measure(
     reach is left out. Linears of blocks are rounded as ``compensation`` says, to nearest without it, the output layer
     to nearest; the inputs of what is rounded as ``activations`` (dynamic) say. Where ``compensation`` follows the float
     model, so do the unrounded linears behind the unit in its block: much of what rounding q, k and v loses is made up
-    for there, and nothing of what the down projection loses. ``offload`` is a directory for the hidden states;
-    ``symmetric_zeros`` as in ``Format``. One block is in memory at a time.
+    for there, and nothing of what the down projection loses; what is measured is then evened (see ``_evened``).
+    ``offload`` is a directory for the hidden states; ``symmetric_zeros`` as in ``Format``. One block is in memory at a
+    time, and a copy of its weights where they follow.
     """
     samples, length = windows.shape
     states = Activations((1 + len(candidates)) * samples, length, skeleton.hidden_size, offload)
     calls, _ = skeleton.stem(windows, length, states)
-    walk = FloatWalk(skeleton, compensation.windows, offload) if compensation else None
+    floats = FloatWalk(skeleton, compensation.windows, offload) if compensation else None
     steps = len(skeleton.blocks) + samples
     trials: list[_Trial] = []
 
     def variant(number: int) -> Tensor:
         return states.read(number * samples, (number + 1) * samples)
 
-    for index in range(len(skeleton.blocks)):
+    def pass_block(index: int) -> None:
         run = _runner(skeleton.load(index), calls[index])
         linears = skeleton.linears(index)
-        inputs = _inputs(linears, lambda run=run: run(variant(0)))  # type: ignore[misc]
+        inputs = _inputs(linears, lambda: run(variant(0)))
         rehearsals: dict[str, Rehearsal] = {name: Nearest(rows) for name, rows in inputs.items()}
-        if walk and compensation:
-            for names, stats in walk.enter(index):
+        if floats and compensation:
+            for names, stats in floats.enter(index):
                 rehearsals |= dict.fromkeys(names, Compensated(stats, act_order=compensation.act_order))
         before = len(trials)
         for unit in candidates:
@@ -124,14 +123,17 @@ def measure(
                 block = twin(skeleton.block(index))
                 parts = block.named_modules(prefix=skeleton.blocks[index])
                 own = {name: part for name, part in parts if isinstance(part, nn.Linear)}
-                with _rounded(trial, own, rehearsals, activations):
-                    if walk and compensation and compensation.follows:
-                        make_up(walk.visit(index, block, trial.reached), act_order=compensation.act_order)
-                    states.write(len(trials) * samples, _runner(block, calls[index])(variant(0)))
-        rehearsals.clear()  # a Hessian for each input
+                with _rounded(trial, own, rehearsals):
+                    if floats and compensation and compensation.follows:
+                        make_up(floats.visit(index, block, trial.reached))
+                    with _rounded_inputs(trial, own, activations):  # noise, for which nothing is made up
+                        states.write(len(trials) * samples, _runner(block, calls[index])(variant(0)))
         for number in range(1 + before):
             states.write(number * samples, run(variant(number)))
         skeleton.unload(index)
+
+    for index in range(len(skeleton.blocks)):
+        pass_block(index)
         heap.release()
         if progress:
             progress(index + 1, steps)
@@ -148,35 +150,40 @@ def measure(
             base = log_probabilities(states.read(sample, sample + 1))
             for number, trial in enumerate(trials):
                 where = (1 + number) * samples + sample
-                rounded = _rounded(trial, linears, rehearsals, activations) if trial.modules == unit else nullcontext()
-                with rounded:
+                with ExitStack() as rounded:
+                    if trial.modules == unit:
+                        rounded.enter_context(_rounded(trial, linears, rehearsals))
+                        rounded.enter_context(_rounded_inputs(trial, linears, activations))
                     changed = log_probabilities(states.read(where, where + 1))
                 divergence[number] += (base.exp() * (base - changed)).sum(dtype=torch.float64)
             if progress:
                 progress(len(skeleton.blocks) + sample + 1, steps)
     heap.release()
     means = (divergence / windows.numel()).clamp_(min=0).tolist()
-    found = tuple(trial.predict(kl) for trial, kl in zip(trials, means, strict=True))
-    if compensation is None or not compensation.follows:
-        return found
-    return _evened(found, means, _TOGETHER if activations is None else 1.0)
+    if compensation and compensation.follows:
+        means = _evened(trials, means, _ALL_AT_ONCE if activations is None else 1.0)
+    return tuple(trial.predict(kl) for trial, kl in zip(trials, means, strict=True))
 
 
-def _evened(sensitivities: Sensitivities, measured: Sequence[float], times: float) -> Sensitivities:
-    """``times`` as much, with the divergences ``measured``, per weight, nearer to that of all units together."""
-    mean = sum(measured) / sum(unit.weights for unit in sensitivities)
-    ratios = [kl / unit.weights / mean if kl else 1.0 for unit, kl in zip(sensitivities, measured, strict=True)]
-    factors = [times * ratio ** (_LEFT - 1) for ratio in ratios]
-    return tuple(
-        replace(unit, candidates=tuple(replace(each, kl=each.kl * factor) for each in unit.candidates))
-        for unit, factor in zip(sensitivities, factors, strict=True)
-    )
+def _evened(trials: Sequence[_Trial], measured: Sequence[float], times: float) -> list[float]:
+    """``times`` the divergences ``measured``, each nearer, per weight, to that of all units together. Not of experts:
+    that they cost little is because they seldom run, and nothing is made up for them."""
+    pairs = [(trial.weights, kl) for trial, kl in zip(trials, measured, strict=True) if not of_experts(trial.modules)]
+    mean = sum(kl for _, kl in pairs) / max(1, sum(weights for weights, _ in pairs))
+
+    def evened(trial: _Trial, kl: float) -> float:
+        if not kl or of_experts(trial.modules):
+            return kl
+        ratio: float = (kl / trial.weights / mean) ** (_EVENING - 1)
+        return times * kl * ratio
+
+    return [evened(trial, kl) for trial, kl in zip(trials, measured, strict=True)]
 
 
 @dataclass(frozen=True)
 class _Trial:
     """A unit on its way through the model. ``errors``: of its output, for each scheme; ``reached`` are those of its
-    modules that the excerpt came to, ``measured`` the scheme that is measured."""
+    modules that some token came to, ``measured`` the scheme that is measured."""
 
     modules: Unit
     reached: tuple[str, ...]
@@ -225,25 +232,31 @@ def _trial(
 
 @contextmanager
 def _rounded(
-    trial: _Trial,
-    linears: Mapping[str, nn.Linear],
-    rehearsals: Mapping[str, Rehearsal],
-    activations: ActivationScheme | None,
+    trial: _Trial, linears: Mapping[str, nn.Linear], rehearsals: Mapping[str, Rehearsal]
 ) -> Iterator[None]:
     """While the unit has the scheme to be measured."""
     scheme = trial.schemes[trial.measured]
     changed = {name: linears[name] for name in trial.reached if scheme is not None}
     kept = {name: linear.weight.data for name, linear in changed.items()}
-    with ExitStack() as hooks:
-        for name, linear in changed.items():
-            assert scheme is not None
-            linear.weight.data = rehearsals[name].round(kept[name], scheme)
-            if activations is not None:
-                handle = linear.register_forward_pre_hook(lambda _, args: (round_input(args[0], activations),))
-                hooks.callback(handle.remove)
-        yield
+    for name, linear in changed.items():
+        assert scheme is not None
+        linear.weight.data = rehearsals[name].round(kept[name], scheme)
+    yield
     for name, linear in changed.items():
         linear.weight.data = kept[name]
+
+
+@contextmanager
+def _rounded_inputs(
+    trial: _Trial, linears: Mapping[str, nn.Linear], activations: ActivationScheme | None
+) -> Iterator[None]:
+    """While what goes into the unit is rounded, where that is part of the scheme to be measured."""
+    with ExitStack() as hooks:
+        if activations is not None and trial.schemes[trial.measured] is not None:
+            for name in trial.reached:
+                handle = linears[name].register_forward_pre_hook(lambda _, args: (round_input(args[0], activations),))
+                hooks.callback(handle.remove)
+        yield
 
 
 def _runner(block: nn.Module, call: Call) -> Callable[[Tensor], Tensor]:

@@ -17,6 +17,7 @@ Unit = tuple[str, ...]
 """Linears that must share a scheme, because a loader makes one of them."""
 
 _GROUP_SIZES = (32, 64, 128, -1)
+_EXPERT = re.compile(r"(.*?\.\d+\..*?)\.\d+\.")
 
 
 def units(modules: Iterable[str]) -> list[Unit]:
@@ -25,10 +26,15 @@ def units(modules: Iterable[str]) -> list[Unit]:
     fused = {sibling: name for name, siblings in FUSED.items() for sibling in siblings}
     for module in modules:
         parent, _, leaf = module.rpartition(".")
-        experts = re.match(r"(.*?\.\d+\..*?)\.\d+\.", f"{module}.")
+        experts = _EXPERT.match(f"{module}.")
         key = experts.group(1) if experts else f"{parent}.{fused.get(leaf, leaf)}"
         found.setdefault(key, []).append(module)
     return [tuple(members) for members in found.values()]
+
+
+def of_experts(unit: Unit) -> bool:
+    """Whether a router decides which tokens come to it."""
+    return _EXPERT.match(f"{unit[0]}.") is not None
 
 
 def candidates(

@@ -4,7 +4,7 @@ Python tools get a virtual environment each, ``DIR/NAME/bin/python``, since they
 a transformers of this decade); the JavaScript one a folder with its ``node_modules``. What is complete is left alone,
 and what cannot be made here is said and passed by: its tests skip. Exits with 1 where none could be made. To run the
 tests with them: ``QSERVE_INTEROP=DIR pytest -m interop`` and ``QSERVE_JUDGES=DIR pytest -m judges``; what the peers
-are for is in ``tests/peers/contest.py``.
+are for is in ``tests/peers/contest.py`` and ``quantizers.py``.
 """
 
 from __future__ import annotations

@@ -371,6 +371,7 @@ def test_where_inputs_are_rounded_the_costliest_linears_keep_16_bits(installed, 
     for qkv in ("q_proj", "k_proj", "v_proj"):  # one product in every loader
         assert (f"model.layers.0.self_attn.{qkv}" in kept) == ("model.layers.0.self_attn.q_proj" in kept)
     assert any("16-bit floats" in line for line in report.notices)
+    assert any("moved into weights still count" in line for line in report.notices) == (method == "smoothquant")
     engine = Engine(read, EngineConfig(kv_cache_memory=1 << 18, threads=1))
     _, served = next(iter(engine.score(list(range(1, 33)))))
     _, measured = next(iter(TransformersScorer(read).score(list(range(1, 33)))))
@@ -388,7 +389,7 @@ def test_mixed_precision_refuses_what_would_quantize_nothing_and_what_cannot_be_
 def test_without_memory_for_hessians_mixed_precision_goes_by_rounding_to_nearest(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(forecast, "_rehearsal_bytes", lambda *_: 1 << 60)
     report = pipeline.run(HFDirectory(llama), tmp_path / "out", QuantizeJob(**{**SMALL, "target_bits": 5.0}))
-    assert any("do not fit the memory" in line for line in report.notices)
+    assert any("does not fit the memory" in line for line in report.notices)
 
 
 @pytest.mark.parametrize(

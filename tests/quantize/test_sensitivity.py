@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, MixtralConfig
 
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.stats import LayerStats
@@ -136,8 +136,8 @@ def test_with_error_compensation_what_gptq_costs_is_measured(model, request, mon
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(model, request, monkeypatch):
     monkeypatch.setattr("qserve.calibration.products.fast_bfloat16", lambda: False)
-    monkeypatch.setattr(sensitivity, "_LEFT", 1.0)
-    monkeypatch.setattr(sensitivity, "_TOGETHER", 1.0)
+    monkeypatch.setattr(sensitivity, "_EVENING", 1.0)
+    monkeypatch.setattr(sensitivity, "_ALL_AT_ONCE", 1.0)
     path = request.getfixturevalue(model)
     skeleton = Skeleton(HFDirectory(path))
     text = torch.cat([windows(), torch.randint(0, 256, (9, 24), generator=torch.Generator().manual_seed(2))])
@@ -152,19 +152,16 @@ def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(mod
         assert (kl == without) == unit.modules[0].endswith("down_proj")  # nothing is behind it
 
 
-def test_differences_between_units_are_evened_and_nothing_else():
-    rates = (1.0, 4.0, 0.25, 0.0)
-    given = tuple(
-        sensitivity.Sensitivity((str(rate),), 10, tuple(
-            sensitivity.Candidate(scheme, scheme.bits * 10, rate * 0.25**scheme.bits) for scheme in SCHEMES
-        )) for rate in rates
-    )  # fmt: skip
-    found = sensitivity._evened(given, [rate * 0.25**4 for rate in rates], 2.0)
-    first, most, least, nothing = ([each.kl for each in unit.candidates] for unit in found)
-    assert most[0] / first[0] == pytest.approx(4**0.75) and least[0] / first[0] == pytest.approx(0.25**0.75)
-    assert most[0] / most[1] == pytest.approx(4) and nothing == [0.0] * 3
-    assert first[0] == pytest.approx(2.0 * given[0].candidates[0].kl * (sum(rates) / 4) ** 0.25)
-    assert [unit.modules for unit in found] == [unit.modules for unit in given]
+def test_differences_between_units_are_evened_but_for_experts():
+    def trial(name: str) -> sensitivity._Trial:
+        return sensitivity._Trial((name,), (name,), SCHEMES, (30, 40, 60), (1.0, 0.25, 0.02), 10, 1)
+
+    trials = [trial(f"model.layers.{index}.mlp.up_proj") for index in range(4)]
+    first, most, least, nothing = sensitivity._evened(trials, [1.0, 4.0, 0.25, 0.0], 2.0)
+    assert most / first == pytest.approx(4**0.75) and least / first == pytest.approx(0.25**0.75) and nothing == 0.0
+    assert first == pytest.approx(2.0 * (5.25 / 4) ** 0.25)
+    trials.append(trial("model.layers.0.block_sparse_moe.experts.3.w1"))
+    assert sensitivity._evened(trials, [1.0, 4.0, 0.25, 0.0, 1e-3], 2.0) == [first, most, least, nothing, 1e-3]
 
 
 def test_sizes_are_stored_bits_in_order(qwen2):
@@ -183,6 +180,39 @@ def test_states_on_disk_change_nothing(llama, tmp_path):
     inside = measure(skeleton, windows(), all_units(skeleton), progress=lambda *step: steps.append(step))
     assert measure(skeleton, windows(), all_units(skeleton), offload=tmp_path) == inside
     assert steps == [(n, 5) for n in range(1, 6)] and list(tmp_path.iterdir()) == []
+    followed = [
+        measure(skeleton, windows(), all_units(skeleton), compensation=Compensation(windows()), offload=offload)
+        for offload in (None, tmp_path)
+    ]
+    assert followed[0] == followed[1] != inside and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "behind"),
+    [
+        (MixtralConfig(vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                       num_key_value_heads=2, num_local_experts=4), "self_attn.q_proj"),
+        (GPTNeoXConfig(vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                       num_attention_heads=4), "mlp.dense_h_to_4h"),
+    ],
+    ids=["experts", "parallel attention"],
+)  # fmt: skip
+def test_other_blocks_are_followed_as_far_as_rows_can_be_matched(config, behind, tmp_path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    skeleton = Skeleton(HFDirectory(tmp_path))
+    text = torch.cat([windows()] * 3)
+    found, alone = (
+        measure(skeleton, windows(), all_units(skeleton), around=4.5, compensation=Compensation(text, follows=follows))
+        for follows in (True, False)
+    )
+    assert [unit.modules for unit in found] == [unit.modules for unit in alone] == list(all_units(skeleton))
+    kl = {unit.modules[0]: (unit.candidates[0].kl, before.candidates[0].kl) for unit, before in zip(found, alone)}
+    for name, (followed, before) in kl.items():
+        if "experts" in name:
+            assert followed == before > 0
+        elif name.endswith(behind):
+            assert 0 < followed != before
 
 
 def test_units_are_what_loaders_fuse():
