@@ -141,7 +141,8 @@ class _TritonProgram:
                 self._round_at_once(op, product)
                 if isinstance(product, Tunable):
                     self._executor.products.append(product)
-                return lambda batch: product.run(_count(batch, op.rows))
+                rows = op.rows  # and not ``op``, which holds the weight as it was
+                return lambda batch: product.run(_count(batch, rows))
             case RopeKV():
                 ready = self._rope_kv(op)
                 return lambda batch: rope_kv(ready, batch.positions, batch.slots, batch.tokens)

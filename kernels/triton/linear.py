@@ -5,6 +5,7 @@ Knows the kernels of this folder; does not know models, steps or graphs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -63,7 +64,11 @@ def prepare(op: ops.Linear, device: torch.device, batch_invariant: bool = False)
 
     ``batch_invariant``: a row's result is bitwise the same in every batch, which costs speed at many rows.
     """
+    made: WeightOnly | eight_bit.EightBit | DensePrepared
     if isinstance(op.weight, PackedWeight):
         kernel = WeightOnly if op.weight.activations is None else eight_bit.EightBit
-        return kernel(op, device, batch_invariant)
-    return DensePrepared(op, device)
+        made = kernel(op, device, batch_invariant)
+    else:
+        made = DensePrepared(op, device)
+    made.op = replace(op, weight=torch.empty(0))  # or what it was made of would stay in memory beside it
+    return made

@@ -76,7 +76,12 @@ def run(
         for bucket in BUCKETS:
             if bucket in held.entries.get(key, {}) or bucket > bucket_of(most_rows):
                 continue
-            if (best := tuner.tune(products, bucket)) is None:
+            try:
+                best = tuner.tune(products, bucket)
+            except Exception as error:  # of the default, without which there is nothing to compare with
+                late.append(f"{scheme}, {shape}, {rows_of(bucket, products[0])} rows: {str(error).splitlines()[0]}")
+                continue
+            if best is None:
                 late.append(f"{scheme}, {shape}, {rows_of(bucket, products[0])} rows: no time was left")
                 continue
             held.entries.setdefault(key, {})[bucket] = best

@@ -18,6 +18,10 @@ COLD_BYTES = 256 << 20
 """What the turns read before one comes again: over four times the largest cache."""
 LEAST_TURNS = 24
 """In a graph, whose own start would count otherwise."""
+WARM_SECONDS = 0.01
+"""Before anything is timed: a GPU that did nothing for a while has slower clocks."""
+WAIT_CYCLES = 1_000_000
+"""Half a millisecond in which the GPU waits while the graph is launched behind the first event."""
 
 Call = Callable[[], object]
 
@@ -54,23 +58,28 @@ class Stopwatch:
         torch.cuda.synchronize(self.device)
         replay = self._captured(turns)
         run = replay or (lambda: _run(turns))
-        run()
+        until = time.perf_counter() + WARM_SECONDS
+        while time.perf_counter() < until:
+            run()
+            torch.cuda.synchronize(self.device)
         seconds = [self._elapsed(run) / len(turns) for _ in range(self.repeats)]
         return Time(median(seconds), replay is not None)
 
     def _captured(self, turns: Sequence[Call]) -> Call | None:
         """The turns as a graph, or None where one of them cannot be captured: it waits for the GPU, say."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.graph(graph):
                 _run(turns)
         except RuntimeError:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
             torch.cuda.synchronize(self.device)
             return None
         return graph.replay
 
     def _elapsed(self, run: Call) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(WAIT_CYCLES)
         begin.record()
         run()
         end.record()

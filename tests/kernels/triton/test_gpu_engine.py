@@ -129,7 +129,7 @@ def logits_of(decoder: Decoder, order: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("cache", CACHES[:1] + CACHES[3:], ids=str)
+@pytest.mark.parametrize("cache", [each for each in CACHES if each in (torch.float16, torch.float8_e4m3fn)], ids=str)
 @pytest.mark.parametrize("activations", ACTIVATIONS, ids=str)
 def test_logits_are_those_of_the_cpu(
     tiny_model: Path, tiny_packed: Path, packed: bool, cache: torch.dtype, activations: torch.dtype
@@ -138,7 +138,10 @@ def test_logits_are_those_of_the_cpu(
     got = logits_of(model_on(path, TritonExecutor(DEVICE, activations), cache), [0, 1, 2])
     want = logits_of(model_on(path, ReferenceExecutor(), cache), [0, 1, 2])
     error = float((got - want).norm() / want.norm())
-    assert error < (5e-2 if activations == torch.bfloat16 else 1e-2), error
+    limit = 5e-2 if activations == torch.bfloat16 else 1e-2
+    if cache == torch.float8_e4m3fn:  # where a key or a value differs in its last place, its code may be another
+        limit *= 4
+    assert error < limit, error
 
 
 def test_in_the_invariant_mode_neighbours_change_nothing(tiny_packed: Path) -> None:

@@ -19,6 +19,8 @@ from qserve.kernels.triton.target import target
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible")]
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 1e-5}
+FP8_TOLERANCE = 1e-3
+"""Hopper adds up products of FP8 with some 14 bits."""
 INT8, FP8 = ActivationScheme("int8"), ActivationScheme("fp8")
 SCHEMES = [
     *[(WeightScheme(bits, group, symmetric), None)
@@ -73,7 +75,9 @@ def test_every_scheme(scheme: WeightScheme, activations: ActivationScheme | None
         expected = expected_of(op, rows)
         linear.prepare(op, torch.device("cuda")).run(rows)
         got = op.out.double()
-        assert float((got - expected).norm() / expected.norm()) < TOLERANCE[dtype], rows
+        fp8 = activations is not None and activations.dtype == "fp8"
+        tolerance = max(TOLERANCE[dtype], FP8_TOLERANCE if fp8 else 0.0)
+        assert float((got - expected).norm() / expected.norm()) < tolerance, rows
         assert torch.equal(wide[:, :16], before[:, :16]) and torch.equal(wide[:, -16:], before[:, -16:])
 
 

@@ -6,6 +6,8 @@ a GPU the same tests run compiled, on it.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, reference
 from qserve.kernels.triton import linear, target
+from qserve.kernels.triton.executor import TritonExecutor
 
 DEVICE = torch.device("cpu" if target.is_interpreted() else "cuda")
 
@@ -150,6 +153,19 @@ def test_a_split_sum_is_the_same_every_time_and_the_counters_return_to_zero() ->
         runs.append(op.out.clone())
     assert torch.equal(runs[0], runs[1]) and error(runs[0].float().cpu(), expected) < 1e-3
     assert int(product.arrived.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("activations", [None, ActivationScheme("int8")], ids=str)
+def test_a_program_keeps_nothing_of_the_weight_it_was_made_of(activations: ActivationScheme | None) -> None:
+    weight = packed(64, 128, 8, -1)
+    weight = replace(weight, activations=activations)
+    x, out = (torch.zeros(4, width, dtype=torch.float16, device=DEVICE) for width in (128, 64))
+    codes = weakref.ref(weight.codes)
+    program = TritonExecutor(DEVICE, torch.float16).program(4)
+    program.add([ops.Linear(x, weight, out), ops.Argmax(out, torch.zeros(4, dtype=torch.int64, device=DEVICE))])
+    del weight
+    gc.collect()
+    assert codes() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

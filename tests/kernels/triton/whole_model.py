@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -153,7 +154,9 @@ def text(row: dict[str, Any]) -> str:
             f"  {row['share_of_roofline']:>6.1%} of the roofline{peer}")  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
+    """1 where something failed that is not a lack of time or memory."""
+    failed = False
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true")
@@ -185,8 +188,10 @@ def main() -> None:
                     results.extend(static_batching.measure(name, shape, *args))
                 else:
                     results.extend(measure(name, shape, precision, work, roof))
-            except (TimeoutError, torch.OutOfMemoryError, QServeError) as error:
-                results.append({"model": name, "precision": label, "skipped": str(error).splitlines()[0]})
+            except Exception as error:  # the others have their turn whatever became of this one
+                failed = failed or not isinstance(error, TimeoutError | torch.OutOfMemoryError | QServeError)
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                results.append({"model": name, "precision": label, "skipped": reason})
             forget()
             gc.collect()
             if device.type == "cuda":
@@ -195,7 +200,8 @@ def main() -> None:
             asked.out.write_text(json.dumps(found, indent=1))
             print("\n".join(text(row) for row in results[begun:]), flush=True)
     print("\n".join(text(row) for row in results if "against_transformers" in row))
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

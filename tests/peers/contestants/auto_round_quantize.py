@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from auto_round import AutoRound
@@ -18,3 +19,7 @@ rounding = AutoRound(
     nsamples=samples, batch_size=8, dataset=list(windows.split(8)), device_map="cpu",
 )  # fmt: skip
 rounding.quantize_and_save(out, format="auto_gptq")
+(folder,) = Path(out).iterdir()  # one of its own naming
+for file in folder.iterdir():
+    file.rename(Path(out) / file.name)
+folder.rmdir()
