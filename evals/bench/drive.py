@@ -178,7 +178,7 @@ class Driver:
         asked.append(("user", text))
         answer = await self._client.stream(self._body(asked, session.turns[turn].output), self._endpoint)
         run.add(number, answer.sent if due is None else due, answer)
-        asked.append(("assistant", answer.text))
+        asked.append(("assistant", answer.text.replace("\0", "")))  # a model may write it, but servers refuse it
         if answer.end == "unreachable":
             self._gone = f"the server is gone: {answer.reason}"
         return answer.end == "done"

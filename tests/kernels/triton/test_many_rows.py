@@ -54,6 +54,7 @@ def eight_bit(weight: PackedWeight, rows: int, **more: object) -> EightBit:
     bias = torch.randn(out, device=DEVICE)
     product = linear.prepare(ops.Linear(x, weight, wide[:, 16:-16], bias, accumulate=True), DEVICE, **more)  # type: ignore[arg-type]
     assert isinstance(product, EightBit)
+    product.op = replace(product.op, weight=weight)  # which it lets go of, and ``want`` reads
     return product
 
 
