@@ -120,6 +120,13 @@ def matrices(draw: st.DrawFn, rows: int, width: int) -> Tensor:
     return x
 
 
+def either(x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    """``x`` rounded, and how far each number is from what it could be rounded to as well, being next to a tie."""
+    rounded = round_input(x, *how)
+    others = (round_input(x + 1e-6 * sign * x.abs(), *how) for sign in (1, -1))
+    return rounded, sum(((other - rounded).abs() for other in others), torch.zeros_like(x))
+
+
 @dataclass(frozen=True)
 class Product:
     x: Tensor
@@ -140,6 +147,7 @@ class Product:
     def expected(self) -> tuple[Tensor, Tensor]:
         """The result in double precision, of inputs rounded as the kernels do, and the sum of its magnitudes."""
         x, weight = self.x, self.weight
+        unsure = torch.zeros_like(x)
         if isinstance(weight, PackedWeight):
             dense, activations, scheme = weight.dequantize(), weight.activations, weight.scheme
             if activations is None and scheme.dtype == "int":
@@ -147,15 +155,16 @@ class Product:
                 if tiles.permutation is not None:
                     order = tiles.permutation.long()
                     x, dense = (torch.where(order < 0, 0.0, each[:, order.clamp_min(0)]) for each in (x, dense))
-                x = round_input(x, ActivationScheme("int8", "group", group_size=tiles.act_span))
+                x, unsure = either(x, ActivationScheme("int8", "group", group_size=tiles.act_span))
             elif activations is not None:
-                x = round_input(x, activations, weight.input_scale)
+                x, unsure = either(x, activations, weight.input_scale)
         else:
             dense = weight
         exact, wide = dense.double().T, x.double()
         bias = torch.zeros(exact.shape[1]) if self.bias is None else self.bias
         before = 0.5 * self.accumulate
-        return wide @ exact + bias + before, wide.abs() @ exact.abs() + bias.abs() + before
+        magnitude = wide.abs() @ exact.abs() + bias.abs() + before
+        return wide @ exact + bias + before, magnitude + unsure.double() @ exact.abs() / SUM
 
     @property
     def rounds(self) -> bool:
