@@ -38,13 +38,10 @@ def main() -> None:
     parser.add_argument("name", choices=SCRIPTS)
     parser.add_argument("out", type=Path)
     parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--without-bf16", action="store_true", help="as a processor that does not multiply bfloat16")
     arguments = parser.parse_args()
     token_ids = open_model("demo").tokenizer()(load_text(arguments.text).text, add_special_tokens=False)["input_ids"]
     # GPTQMODEL_CPU_WORKERS: it does not start with fewer processors than it expects.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": THREADS, "GPTQMODEL_CPU_WORKERS": THREADS}
-    if arguments.without_bf16:
-        environment["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_VNNI"
     with tempfile.TemporaryDirectory() as work:
         windows = Path(work) / "windows.safetensors"
         save_file({"windows": calibration_windows(token_ids, SAMPLES, LENGTH, SEED)}, str(windows))

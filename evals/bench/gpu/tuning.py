@@ -79,7 +79,8 @@ def run(
             try:
                 best = tuner.tune(products, bucket)
             except Exception as error:  # of the default, without which there is nothing to compare with
-                late.append(f"{scheme}, {shape}, {rows_of(bucket, products[0])} rows: {str(error).splitlines()[0]}")
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                late.append(f"{scheme}, {shape}, {rows_of(bucket, products[0])} rows: {reason}")
                 continue
             if best is None:
                 late.append(f"{scheme}, {shape}, {rows_of(bucket, products[0])} rows: no time was left")
