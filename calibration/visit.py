@@ -32,7 +32,7 @@ from qserve.calibration.stats import LayerStats
 DRY_TOKENS = 4
 """Enough to try things out with."""
 # So many samples go through a block at once: they stay in cache.
-_TOGETHER = 8
+_TOGETHER = 16
 
 
 @dataclass(frozen=True)

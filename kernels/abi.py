@@ -57,6 +57,7 @@ Step = _struct(
     "Step", "token_ids positions slots logit_rows seq_start block_tables", "tokens logits sequences table_stride"
 )
 ScaleSearch = _struct("ScaleSearch", "weight importance ranges scales zeros", "width period steps zero max_code")
+Sweep = _struct("Sweep", "weight upper scales zeros order codes", "inputs outputs width zero max_code")
 Moment = _struct("Moment", "left right out", "height width pairs upper", "keep gain")
 
 

@@ -1,21 +1,18 @@
 """What calibration computes in bfloat16 beside linears, with sums in float32: second moments and causal attention.
 
-Knows how work is packed and shared among threads; does not know what the results are for. See ``csrc/qserve.h``.
+Knows how work is packed; does not know what the results are for. See ``csrc/qserve.h``.
 """
 
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from qserve.kernels import abi, native
-from qserve.kernels.threads import default_threads
+from qserve.kernels.threads import share
 
 _PANEL = 64
 # Rows that are packed together: enough that threads seldom meet, few enough for the last-level cache.
@@ -66,7 +63,7 @@ def add_moment(
             left=packed[-1].data_ptr(), right=packed[0].data_ptr(), out=out.data_ptr(), height=height, width=width,
             pairs=(stop - start + 1) // 2, upper=int(left is None), keep=keep if start == 0 else 1.0, gain=gain,
         )  # fmt: skip
-        _share(native.library().qs_add_moment, op, tiles, threads)
+        share(partial(native.library().qs_add_moment, C.byref(op)), tiles, threads)
 
 
 def _pack(rows: Tensor, packed: Tensor, most: Tensor | None, total: Tensor | None, threads: int | None) -> None:
@@ -76,7 +73,7 @@ def _pack(rows: Tensor, packed: Tensor, most: Tensor | None, total: Tensor | Non
         dtype=abi.DTYPES[rows.dtype], absmax=None if most is None else most.data_ptr(),
         abssum=None if total is None else total.data_ptr(),
     )  # fmt: skip
-    _share(native.library().qs_pack_pairs, op, len(packed), threads)
+    share(partial(native.library().qs_pack_pairs, C.byref(op)), len(packed), threads)
 
 
 def attend_causal(
@@ -95,7 +92,7 @@ def attend_causal(
     out = torch.empty(batch, tokens, heads, dim, dtype=torch.bfloat16)
     described = [abi.Heads(each.data_ptr(), *each.stride()[:3], abi.DTYPES[each.dtype]) for each in given]
     op = abi.Causal(*described, out.data_ptr(), heads, kv_heads, tokens, dim, scale)
-    if any(_share(native.library().qs_attend_causal, op, batch * kv_heads, threads)):
+    if any(share(partial(native.library().qs_attend_causal, C.byref(op)), batch * kv_heads, threads)):
         raise MemoryError("no memory for attention")
     return out.transpose(1, 2)
 
@@ -104,18 +101,3 @@ def _readable(tensor: Tensor) -> Tensor:
     if tensor.dtype not in (torch.float32, torch.bfloat16):
         tensor = tensor.to(torch.float32)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _share(kernel: Callable[..., int | None], op: C.Structure, count: int, threads: int | None) -> list[int | None]:
-    """``kernel(op, first, how many)`` by each thread, the caller being one, of its part of ``count`` pieces."""
-    threads = min(threads or default_threads(), count)
-    bounds = [count * thread // threads for thread in range(threads + 1)]
-    parts = [(C.byref(op), first, stop - first) for first, stop in pairwise(bounds)]
-    others = [_helpers(threads).submit(kernel, *part) for part in parts[1:]]  # ctypes lets go of the interpreter's lock
-    return [kernel(*parts[0]), *(other.result() for other in others)]
-
-
-@cache
-def _helpers(threads: int) -> ThreadPoolExecutor:
-    """They sleep when there is nothing to do."""
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="bf16")

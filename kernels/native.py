@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes as C
 import sysconfig
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -67,7 +65,8 @@ def library() -> C.CDLL:
     loaded.qs_peak_products.argtypes = [C.c_int64, C.c_int32]
     loaded.qs_peak_read.restype = C.c_int64
     loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
-    loaded.qs_search_scales.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
+    for rounding in (loaded.qs_search_scales, loaded.qs_sweep_chunks):
+        rounding.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
     loaded.qs_pack_pairs.restype = loaded.qs_add_moment.restype = None
     for shared in (loaded.qs_pack_pairs, loaded.qs_add_moment, loaded.qs_attend_causal):
         shared.argtypes = [C.c_void_p, C.c_int64, C.c_int64]
@@ -96,7 +95,7 @@ def available() -> tuple[Isa, ...]:
     return () if missing() else tuple(isa for i, isa in enumerate(ISAS) if library().qs_has_isa(i))
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     if tensor is None:
         return None
     if not tensor.is_contiguous():
@@ -171,7 +170,7 @@ class _NativeProgram:
     def _hold(self, tensor: Tensor | None) -> int | None:
         if tensor is not None:
             self._keep.append(tensor)
-        return _address(tensor)
+        return address(tensor)
 
     def _keep_weight(self, tensor: Tensor | None) -> int | None:
         return None if tensor is None else self._hold(self._pool.arena.keep(tensor))
@@ -301,43 +300,6 @@ def _unsupported(weight: PackedWeight) -> str | None:
     elif scheme.group_width(weight.in_features) > _MAX_INT_GROUP:
         return f"a sum of {weight.in_features} products overflows int32: at most {_MAX_INT_GROUP} inputs share a scale"
     return None
-
-
-def search_scales(
-    weight: Tensor,
-    importance: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    ranges: Sequence[float],
-    *,
-    zero: int,
-    max_code: int,
-    threads: int | None = None,
-    isa: Isa | None = None,
-) -> None:
-    """Replace ``scales`` float32 [rows] and ``zeros`` (the same, or None where every code of 0 is ``zero``) by better
-    ones for ``weight`` float32 [rows, width]; ``importance`` float32 [period, width], that of row r is r % period.
-    What the search is: ``qs_scale_search`` in ``csrc/qserve.h``."""
-    rows, width = weight.shape
-    candidates = torch.tensor(ranges, dtype=torch.float32)
-    described = abi.ScaleSearch(
-        weight=_address(weight), importance=_address(importance), ranges=_address(candidates),
-        scales=_address(scales), zeros=_address(zeros), width=width, period=len(importance), steps=len(candidates),
-        zero=zero, max_code=max_code,
-    )  # fmt: skip
-    level = ISAS.index(isa or best_isa())
-    # A thread starts in the time in which so many weights are searched, about.
-    threads = threads or min(default_threads(), max(1, weight.numel() >> 15))
-    parts = min(threads, max(1, rows))
-    run_part, size = library().qs_search_scales, -(-rows // parts)
-
-    def run(first: int) -> int:
-        status: int = run_part(C.byref(described), first, min(size, rows - first), level)
-        return status
-
-    with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:  # ctypes lets go of the interpreter's lock
-        if any((pool.map if pool else map)(run, range(0, rows, size))):
-            raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")
 
 
 class NativeExecutor:

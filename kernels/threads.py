@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from qserve.checkpoint.errors import CapacityError
+
+T = TypeVar("T")
 
 
 def default_threads() -> int:
@@ -59,3 +65,19 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def share(work: Callable[[int, int], T], count: int, threads: int | None = None) -> list[T]:
+    """``work(first, how many)`` by each thread, the caller being one, of its part of ``count`` pieces. For C kernels:
+    a call lets go of the interpreter's lock."""
+    threads = max(1, min(threads or default_threads(), count))
+    bounds = [count * thread // threads for thread in range(threads + 1)]
+    parts = [(first, stop - first) for first, stop in pairwise(bounds)]
+    others = [_helpers(threads).submit(work, *part) for part in parts[1:]]
+    return [work(*parts[0]), *(other.result() for other in others)]
+
+
+@cache
+def _helpers(threads: int) -> ThreadPoolExecutor:
+    """They sleep when there is nothing to do."""
+    return ThreadPoolExecutor(threads - 1, thread_name_prefix="kernels")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.spec import FP8_MAX, WeightScheme
+from qserve.kernels import native, rounding
 from qserve.quantize import fp8, rtn
 from qserve.quantize import scales as scale_search
 from qserve.quantize.layer import Quantized, output_error, pack_codes
@@ -21,7 +22,7 @@ DAMPING_LADDER = (0.01, 0.1, 1.0)
 # Columns rounded one by one before their error is applied to others by a matrix product.
 _LEAF = 8
 # Up to this many inputs a Hessian is inverted in float64; leaves of its factorization.
-_DOUBLE, _TILE = 8192, 1024
+_DOUBLE, _TILE = 8192, 256
 _NOT_FINITE = "rounded to nearest: NaN or infinity in its calibration input"
 _NOT_INVERTIBLE = "rounded to nearest: no damping made its Hessian invertible"
 
@@ -71,19 +72,49 @@ def inverse_of(stats: LayerStats, *, act_order: bool = True) -> Inverse:
 
 def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: WeightScheme) -> Quantized:
     """``quantize`` with the inverse of ``stats`` that is there already."""
-    order, factor = inverse.order, inverse.factor
+    factor = inverse.factor
     if factor is None:
         return _to_nearest(weight, stats, scheme, inverse.reason)
     weight = following(inverse, weight, stats)
-    diagonal = stats.diagonal
-    fixed = inverse.act_order or scheme.dtype == "fp8"
-    sweep = _Sweep(weight, diagonal, scheme, order.tolist(), factor.upper, fixed_scales=fixed)
+    codes, scales, zeros = _rounded(inverse, factor.upper, weight, stats.diagonal, scheme)
+    packed = pack_codes(codes, scales, zeros, scheme)
+    error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
+    return Quantized(packed, error, energy, factor.damping, int((stats.diagonal == 0).sum()), factor.note)
+
+
+def _rounded(
+    inverse: Inverse, upper: Tensor, weight: Tensor, diagonal: Tensor, scheme: WeightScheme
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes uint8 [out, in], scales and zeros float32 [out, groups]."""
+    scales, zeros = None, None
+    if scheme.dtype == "fp8":
+        scales = fp8.search(weight, diagonal, scheme)
+    elif inverse.act_order:
+        scales, zeros = scale_search.search_groups(weight, diagonal, scheme)
+    if scales is not None and scheme.dtype == "int" and native.missing() is None:
+        codes = rounding.sweep(
+            weight.contiguous(), upper, inverse.order, scales, zeros, zero=scheme.zero, max_code=scheme.max_code
+        )
+        return codes, scales, zeros
+    return sweep_with_torch(weight, diagonal, scheme, inverse.order, upper, scales, zeros)
+
+
+def sweep_with_torch(
+    weight: Tensor,
+    diagonal: Tensor,
+    scheme: WeightScheme,
+    order: Tensor,
+    upper: Tensor,
+    scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``rounding.sweep``, for an install without it and to test it; and for e4m3, and for scales that are not fixed
+    beforehand (None). Returns codes, scales and zeros."""
+    sweep = _Sweep(weight, diagonal, scheme, order.tolist(), upper, scales, zeros)
     sweep.run(0, weight.shape[1])
     codes = torch.empty_like(sweep.codes)
     codes[order] = sweep.codes
-    packed = pack_codes(codes.t(), sweep.scales.t(), None if sweep.zeros is None else sweep.zeros.t(), scheme)
-    error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
-    return Quantized(packed, error, energy, factor.damping, int((diagonal == 0).sum()), factor.note)
+    return codes.t(), sweep.scales.t(), None if sweep.zeros is None else sweep.zeros.t()
 
 
 def following(inverse: Inverse, weight: Tensor, stats: LayerStats) -> Tensor:
@@ -201,8 +232,8 @@ class _Sweep:
         scheme: WeightScheme,
         order: list[int],
         upper: Tensor,
-        *,
-        fixed_scales: bool,
+        scales: Tensor | None,
+        zeros: Tensor | None,
     ) -> None:
         out, inp = weight.shape
         self.scheme, self.upper = scheme, upper
@@ -211,16 +242,14 @@ class _Sweep:
         self.left = weight.t()[order].contiguous()  # what remains to be rounded, errors made up for
         self.error = torch.empty_like(self.left)
         self.codes = torch.empty(inp, out, dtype=torch.uint8)
-        self.scales = torch.empty(scheme.groups(inp), out)
-        self.zeros = None if scheme.symmetric else torch.empty(scheme.groups(inp), out)
         self.importance = diagonal
-        self.fixed_scales = fixed_scales
+        self.fixed_scales = scales is not None
         self.inverse = (1.0 / upper.diagonal()).tolist()
-        if scheme.dtype == "fp8":
-            self.scales = fp8.search(weight, diagonal, scheme).t().contiguous()
-        elif fixed_scales:
-            for group in range(inp // self.width):
-                self._choose_scales(group, weight[:, group * self.width : (group + 1) * self.width])
+        if scales is not None:
+            self.scales, self.zeros = scales.t().contiguous(), None if zeros is None else zeros.t().contiguous()
+        else:
+            self.scales = torch.empty(scheme.groups(inp), out)
+            self.zeros = None if scheme.symmetric else torch.empty(scheme.groups(inp), out)
 
     def _choose_scales(self, group: int, weight: Tensor) -> None:
         importance = self.importance[group * self.width : (group + 1) * self.width]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from qserve.calibration.products import fast_bfloat16
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
@@ -88,7 +89,10 @@ def output_error(weight: Tensor, change: Tensor, stats: LayerStats | None) -> tu
     hessian = stats.hessian
     if hessian is None:
         return (change.square() @ stats.diagonal).double(), (weight.square() @ stats.diagonal).double()
-    return ((change @ hessian) * change).sum(dim=1).double(), ((weight @ hessian) * weight).sum(dim=1).double()
+    # What an error is compared with need not be as precise as an error, in which much cancels out.
+    dtype = torch.bfloat16 if fast_bfloat16() else torch.float32
+    energy = (weight.to(dtype) @ hessian.to(dtype)).to(torch.float32).mul_(weight).sum(dim=1)
+    return ((change @ hessian).mul_(change)).sum(dim=1).double(), energy.double()
 
 
 def with_activations(

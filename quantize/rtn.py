@@ -37,8 +37,7 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> PackedW
         raise ValueError(f"rounding to nearest needs integers and scales for each output, not {scheme}")
     out, inp = weight.shape
     width = scheme.group_width(inp)
-    grouped = weight.reshape(-1, width)
-    scales, zeros = scale_search.search(grouped, importance.reshape(-1, width), scheme)
-    offset: Tensor | float = float(scheme.zero) if zeros is None else zeros[:, None]
-    codes = scale_search.encode(grouped, scales[:, None], offset, scheme.max_code).reshape(out, inp)
-    return pack_codes(codes, scales.reshape(out, -1), None if zeros is None else zeros.reshape(out, -1), scheme)
+    scales, zeros = scale_search.search_groups(weight, importance, scheme)
+    offset: Tensor | float = float(scheme.zero) if zeros is None else zeros[..., None]
+    codes = scale_search.encode(weight.reshape(out, -1, width), scales[..., None], offset, scheme.max_code)
+    return pack_codes(codes.reshape(out, inp), scales, zeros, scheme)

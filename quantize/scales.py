@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.spec import WeightScheme
-from qserve.kernels import native
+from qserve.kernels import native, rounding
 from qserve.kernels.threads import torch_threads
 
 # Elements per pass of the search: its few buffers then stay in the second-level cache.
@@ -51,12 +51,21 @@ def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Te
     importance = torch.where(importance.amax(dim=1, keepdim=True) > 0, importance, 1.0)
     if native.missing() is None:
         ranges = _ranges(scheme) if zeros is None else _shares(scheme)
-        native.search_scales(
+        rounding.search_scales(
             weight.contiguous(), importance.contiguous(), scales, zeros, ranges,
             zero=scheme.zero, max_code=scheme.max_code,
         )  # fmt: skip
         return scales, zeros
     return search_with_torch(weight, importance, scales, zeros, scheme)
+
+
+def search_groups(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
+    """``search`` in every group of consecutive inputs: ``weight`` float32 [out, in], ``importance`` float32 [in] ->
+    scales and zeros float32 [out, groups]."""
+    out, inp = weight.shape
+    width = scheme.group_width(inp)
+    scales, zeros = search(weight.reshape(-1, width), importance.reshape(-1, width), scheme)
+    return scales.view(out, -1), None if zeros is None else zeros.view(out, -1)
 
 
 def search_with_torch(

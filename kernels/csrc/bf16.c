@@ -18,7 +18,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define STEP 256 /* pairs of rows whose products stay in registers: two panels of them lie in the second-level cache */
+#define STEP 128 /* pairs of rows whose products stay in registers: two panels of them lie in the second-level cache */
 
 /* In assembly because the compiler copies the sums of the intrinsic, see isa_avx512.c. */
 INLINE __m512 dot2(__m512 sum, __m512i left, __m512i right)

@@ -41,6 +41,7 @@ typedef struct {
     void (*rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head);
     void (*attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
+    void (*sweep)(const qs_sweep *op, int64_t chunk, float *errors);
 } qs_kernels;
 
 extern const qs_kernels qs_kernels_scalar;

@@ -99,6 +99,7 @@ const qs_kernels qs_kernels_avx2 = {
     .rope_kv = QS_NAME(rope_kv),
     .attend = QS_NAME(attend),
     .search_scale = QS_NAME(search_scale),
+    .sweep = QS_NAME(sweep),
 };
 #ifdef __clang__
 #pragma clang attribute pop

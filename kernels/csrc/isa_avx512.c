@@ -153,6 +153,7 @@ const qs_kernels qs_kernels_avx512 = {
     .rope_kv = rope_kv,
     .attend = attend,
     .search_scale = qs_avx512_search_scale,
+    .sweep = qs_avx512_sweep,
 };
 #ifdef __clang__
 #pragma clang attribute pop

@@ -114,6 +114,7 @@ const qs_kernels qs_kernels_neon = {
     .rope_kv = QS_NAME(rope_kv),
     .attend = QS_NAME(attend),
     .search_scale = QS_NAME(search_scale),
+    .sweep = QS_NAME(sweep),
 };
 #ifdef __clang__
 #pragma clang attribute pop

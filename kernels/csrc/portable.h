@@ -419,100 +419,12 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, c
     }
 }
 
-/* Half to even, for |x| < 2^22. */
-static inline float QS_NAME(round)(float x)
-{
-    return (x + 12582912.0f) - 12582912.0f;
-}
-
-static inline float QS_NAME(between)(float x, float low, float high)
-{
-    x = x < low ? low : x;
-    return x > high ? high : x;
-}
-
-/* With codes c = w * factor, rounded and kept within low .. high, the best scale is sum(h w c) / sum(h c c), and it
- * removes the returned sum(h w c)^2 / sum(h c c) of the error sum(h w w). NaN where every code is zero. */
-static inline float QS_NAME(fit_scale)(const float *w, const float *h, int32_t width, float factor, float low,
-                                       float high, float *scale)
-{
-    float a = 0, n = 0;
-#pragma omp simd reduction(+ : a, n)
-    for (int32_t j = 0; j < width; j++) {
-        float code = QS_NAME(between)(QS_NAME(round)(w[j] * factor), low, high);
-        float weighted = h[j] * code;
-        a += weighted * w[j];
-        n += weighted * code;
-    }
-    *scale = a / n;
-    return a * a / n;
-}
-
-static float QS_NAME(scale_error)(const float *w, const float *h, int32_t width, float scale, float zero, float top)
-{
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int32_t j = 0; j < width; j++) {
-        float steps = QS_NAME(between)(w[j] / scale, -4096.0f, 4096.0f);
-        float error = QS_NAME(between)(QS_NAME(round)(steps), -zero, top - zero) * scale - w[j];
-        sum += error * error * h[j];
-    }
-    return sum;
-}
-
-static void QS_NAME(search_scale)(const qs_scale_search *op, int64_t row)
-{
-    const float smallest = 1.0f / (1 << 24), largest = 65504.0f;
-    const float *w = op->weight + row * op->width, *h = op->importance + row % op->period * op->width;
-    float low = 0, high = 0, best = -1, start = op->scales[row], found = start, scale;
-    float top = (float)op->max_code, half = (float)op->zero;
-    float start_zero = op->zeros ? op->zeros[row] : half, found_zero = start_zero;
-    for (int32_t j = 0; j < op->width; j++) {
-        low = w[j] < low ? w[j] : low;
-        high = w[j] > high ? w[j] : high;
-    }
-    float magnitude = -low > high ? -low : high;
-    magnitude = magnitude > smallest ? magnitude : smallest;
-    for (int32_t s = 0; s < op->steps; s++) {
-        if (!op->zeros) {
-            /* The mirrored weight with the mirrored scale has the same values, and other codes are clipped. */
-            for (int sign = 1; sign >= -1; sign -= 2) {
-                float first = sign > 0 ? -half : 1 - half, last = sign > 0 ? half - 1 : half;
-                float gain = QS_NAME(fit_scale)(w, h, op->width, op->ranges[s] / magnitude, first, last, &scale);
-                if (gain > best) {
-                    best = gain;
-                    found = (float)sign * scale;
-                }
-            }
-            continue;
-        }
-        float candidate = (high - low) * (op->ranges[s] / top);
-        candidate = candidate > smallest ? candidate : smallest;
-        float middle = QS_NAME(between)(QS_NAME(round)(-low * op->ranges[s] / candidate), 0, top);
-        for (int shift = -1; shift <= 1; shift++) {
-            float zero = QS_NAME(between)(middle + (float)shift, 0, top);
-            float gain = QS_NAME(fit_scale)(w, h, op->width, 1.0f / candidate, -zero, top - zero, &scale);
-            if (gain > best) {
-                best = gain;
-                found = scale;
-                found_zero = zero;
-            }
-        }
-    }
-    float size = QS_NAME(between)(found < 0 ? -found : found, smallest, largest);
-    found = qs_half_to_float(qs_float_to_half(size)) * (found < 0 ? -1.0f : 1.0f);
-    if (QS_NAME(scale_error)(w, h, op->width, found, found_zero, top) <=
-        QS_NAME(scale_error)(w, h, op->width, start, start_zero, top)) {
-        op->scales[row] = found;
-        if (op->zeros)
-            op->zeros[row] = found_zero;
-    }
-}
+#include "rounding.h"
 
 #define QS_PORTABLE_KERNELS                                                                                       \
     {                                                                                                             \
         .rmsnorm = QS_NAME(rmsnorm), .silu_mul = QS_NAME(silu_mul), .log_softmax = QS_NAME(log_softmax),          \
         .argmax = QS_NAME(argmax), .quantize = QS_NAME(quantize), .round_input = QS_NAME(round_input),            \
         .linear_int = QS_NAME(linear_int), .linear_float = QS_NAME(linear_float), .rope_kv = QS_NAME(rope_kv),    \
-        .attend = QS_NAME(attend), .search_scale = QS_NAME(search_scale),                                         \
+        .attend = QS_NAME(attend), .search_scale = QS_NAME(search_scale), .sweep = QS_NAME(sweep),                \
     }

@@ -503,6 +503,20 @@ int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows,
     return kernels ? 0 : -1;
 }
 
+int32_t qs_sweep_chunks(const qs_sweep *op, int64_t first, int64_t chunks, int32_t isa)
+{
+    const qs_kernels *kernels = kernels_of(isa);
+    if (!kernels)
+        return -1;
+    float *errors = malloc(sizeof(float) * QS_SWEEP_OUTPUTS * (size_t)op->inputs);
+    if (!errors)
+        return -2;
+    for (int64_t chunk = first; chunk < first + chunks; chunk++)
+        kernels->sweep(op, chunk, errors);
+    free(errors);
+    return 0;
+}
+
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa)
 {
     struct job job = {ops, count, step, kernels_of(isa), scratch, plan_scratch(ops, count, 1)};

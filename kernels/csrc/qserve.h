@@ -173,6 +173,25 @@ typedef struct {
  * lacks. */
 int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa);
 
+/* Offline: GPTQ's pass over the inputs of a weight (arXiv 2210.17323) with scales that are fixed beforehand. Input by
+ * input in `order`, every output takes the nearest code of what is left of its weight, and the inputs that follow make up
+ * for the error: that, over the diagonal of `upper`, times the row of `upper`.
+ *
+ * weight f32 [outputs, inputs]; upper f32 [inputs, inputs] in the order of rounding, what lies below its diagonal is of
+ * no matter; scales, zeros f32 [outputs, inputs / width], zeros NULL where the code of 0 is `zero`; order [inputs], which input
+ * comes when; codes [outputs, inputs], 0 .. max_code, at most 255. An output's codes depend on nothing but its own row. */
+#define QS_SWEEP_OUTPUTS 32
+typedef struct {
+    const float *weight, *upper, *scales, *zeros;
+    const int32_t *order;
+    uint8_t *codes;
+    int32_t inputs, outputs, width, zero, max_code;
+} qs_sweep;
+
+/* The chunks first .. first + chunks - 1, of QS_SWEEP_OUTPUTS outputs each; callers may split them among threads. Returns
+ * 0, -1 for an ISA that this machine lacks, or -2 without memory. */
+int32_t qs_sweep_chunks(const qs_sweep *op, int64_t first, int64_t chunks, int32_t isa);
+
 /* Offline, where qs_has_bf16: the second moments of matrices rounded to bfloat16, products with sums in f32.
  *
  * qs_pack_pairs lays the columns of `rows` [count, width], f32 or bf16, `stride` apart, out in panels of 64, the last

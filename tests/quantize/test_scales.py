@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from qserve.checkpoint.spec import WeightScheme
-from qserve.kernels import native
+from qserve.kernels import native, rounding
 from qserve.quantize import scales
 
 HERE = native.available()
@@ -69,7 +69,7 @@ def test_the_c_kernel_finds_what_torch_finds(scheme, width, period, isa):
     expected = scales.search_with_torch(weight, importance, *(t if t is None else t.clone() for t in start), scheme)
     candidates = scales._ranges(scheme) if scheme.symmetric else scales._shares(scheme)
     limits = dict(zero=scheme.zero, max_code=scheme.max_code, threads=3, isa=isa)
-    native.search_scales(weight, importance, *start, candidates, **limits)
+    rounding.search_scales(weight, importance, *start, candidates, **limits)
     every = importance.repeat(900 // period, 1)
     energy = (weight.square() * every).sum(1).clamp(min=1e-20)
     lost, found = (error(weight, every, *each, scheme) / energy for each in (expected, start))

@@ -1,0 +1,93 @@
+"""What quantizers compute in C: scales of least error, and GPTQ's pass over the inputs.
+
+Knows how a weight is handed to C and shared among threads; does not know how scales or an order are chosen. See
+``csrc/qserve.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qserve.kernels import abi
+from qserve.kernels.native import ISAS, Isa, address, best_isa, library
+from qserve.kernels.threads import default_threads, share
+
+_SWEEP_OUTPUTS = 32  # QS_SWEEP_OUTPUTS
+
+
+def search_scales(
+    weight: Tensor,
+    importance: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    ranges: Sequence[float],
+    *,
+    zero: int,
+    max_code: int,
+    threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """Replace ``scales`` float32 [rows] and ``zeros`` (the same, or None where every code of 0 is ``zero``) by better
+    ones for ``weight`` float32 [rows, width]; ``importance`` float32 [period, width], that of row r is r % period.
+    What the search is: ``qs_scale_search`` in ``csrc/qserve.h``."""
+    rows, width = weight.shape
+    candidates = torch.tensor(ranges, dtype=torch.float32)
+    op = abi.ScaleSearch(
+        weight=address(weight), importance=address(importance), ranges=address(candidates), scales=address(scales),
+        zeros=address(zeros), width=width, period=len(importance), steps=len(candidates), zero=zero, max_code=max_code,
+    )  # fmt: skip
+    # A thread wakes in the time in which so many weights are searched, about.
+    threads = threads or min(default_threads(), max(1, weight.numel() >> 15))
+    _run(library().qs_search_scales, op, rows, threads, isa)
+
+
+def sweep(
+    weight: Tensor,
+    upper: Tensor,
+    order: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    *,
+    zero: int,
+    max_code: int,
+    threads: int | None = None,
+    isa: Isa | None = None,
+) -> Tensor:
+    """The codes uint8 [out, in] of ``weight`` float32 [out, in], input by input, later ones making up for the
+    error of earlier ones.
+
+    ``order`` int64 [in] says which comes when; ``upper`` float32 [in, in], in that order, is the factor of the inverse
+    Hessian; ``scales`` and ``zeros`` float32 [out, groups] belong to consecutive inputs, zeros None where every code of
+    0 is ``zero``. What it computes: ``qs_sweep`` in ``csrc/qserve.h``. No row's result depends on another, nor on
+    ``threads``.
+    """
+    outputs, inputs = weight.shape
+    if upper.shape != (inputs, inputs) or len(order) != inputs or inputs % scales.shape[1] or len(scales) != outputs:
+        raise ValueError(f"no sweep of {list(weight.shape)} with {list(upper.shape)} and {list(scales.shape)}")
+    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
+    places = order.to(torch.int32)
+    op = abi.Sweep(
+        weight=address(weight), upper=address(upper), scales=address(scales), zeros=address(zeros),
+        order=address(places), codes=address(codes), inputs=inputs, outputs=outputs, width=inputs // scales.shape[1],
+        zero=zero, max_code=max_code,
+    )  # fmt: skip
+    _run(library().qs_sweep_chunks, op, -(-outputs // _SWEEP_OUTPUTS), threads, isa)
+    return codes
+
+
+def _run(kernel: C._NamedFuncPointer, op: C.Structure, count: int, threads: int | None, isa: Isa | None) -> None:
+    level = ISAS.index(isa or best_isa())
+
+    def part(first: int, pieces: int) -> int:
+        status: int = kernel(C.byref(op), first, pieces, level)
+        return status
+
+    results = share(part, count, threads)
+    if -2 in results:
+        raise MemoryError("no memory to round a weight")
+    if any(results):
+        raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")
