@@ -43,7 +43,7 @@ def load(
     limits = DecoderLimits(config.max_num_batched_tokens, config.max_num_seqs, 0, 0)
     memory = plan_memory(
         model_config,
-        weights=weight_bytes(source, int8_head=int8_head),
+        weights=weight_bytes(source, executor, int8_head=int8_head),
         workspace=limits.workspace_bytes(model_config, executor.placement.activations),
         kv_dtype=kv_dtype,
         context=context_limit(model_config),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.ops import (
     Argmax,
     Attention,
@@ -220,7 +221,7 @@ class TritonExecutor:
     def __init__(
         self, device: torch.device, activations: torch.dtype = torch.bfloat16, *, invariant: bool = False
     ) -> None:
-        self.placement = Placement(device, activations, keys_by_token=True)
+        self.placement = Placement(device, activations, keys_by_token=True, dense=activations)
         self.batch_invariant = invariant
         self.target: Target = target(device)
         self.programs = self.target.sms * _PROGRAMS  # that share out the units of decodes
@@ -232,6 +233,9 @@ class TritonExecutor:
         if self.batch_invariant and self.has_graphs and isinstance(op, Linear) and isinstance(op.weight, Tensor):
             return "dense products are those of cuBLAS, which vary with the batch"
         return unsupported(op, self.target.capability, self.has_graphs)
+
+    def packed_bytes(self, scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
+        return linear.packed_bytes(scheme, activations, out, inp)
 
     def decode_shape(self, op: Attention) -> Shape:
         return tile_shape(op) if self.batch_invariant else decode_shape(op)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,17 +19,20 @@ from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
 from qserve.kernels.triton import support, target
+from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.schedule import divide
 from qserve.kernels.triton.staging import Staging
 from qserve.kernels.triton.target import DEFAULT
 from qserve.kernels.triton.tuning import tuned
+from qserve.kernels.triton.tuning.tune import weight_bytes
 from qserve.runtime import heaviest
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.llm import LLM
 from qserve.runtime.loading import activation_dtype
 from qserve.runtime.memory import MemoryPlan, measured
+from qserve.runtime.memory import weight_bytes as planned_bytes
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.plan import StepPlan
@@ -169,6 +173,23 @@ def test_the_engine_reports_its_plan(tiny_model: Path) -> None:
     config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
     engine = Engine(str(tiny_model), config)
     assert engine.executor.name == "triton" and "KV cache" in engine.memory.lines()[1]
+
+
+def test_the_plan_counts_the_weights_as_the_kernels_hold_them(tiny_model: Path, tiny_packed: Path) -> None:
+    config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
+    source = open_model(tiny_packed)
+    engine = Engine(source, config)
+    held = sum(weight_bytes(product) for product in engine.executor.products)  # type: ignore[attr-defined]
+    held += source.nbytes("model.embed_tokens.weight")
+    assert held < engine.memory.weights < 1.25 * held, "norms; q, k and v are padded apart; scales may take two bytes"
+    # A dense one in the dtype of its inputs, whatever it is stored in; a table that is looked up as it is.
+    dense = open_model(tiny_model)
+    names = [name for name in dense.names() if len(dense.shape(name)) == 2 and name != "model.embed_tokens.weight"]
+    plans = [planned_bytes(dense, executor, int8_head=False)
+             for executor in (engine.executor, TritonExecutor(torch.device("cpu"), torch.float16))]  # fmt: skip
+    elements = sum(math.prod(dense.shape(name)) for name in names)
+    head = 0 if "lm_head.weight" in names else math.prod(dense.shape("model.embed_tokens.weight"))
+    assert plans[0] - plans[1] == 2 * (elements + head)
 
 
 @pytest.mark.slow
