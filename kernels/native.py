@@ -351,6 +351,7 @@ class NativeExecutor:
     name = "native"
     batch_invariant = True
     asynchronous = False
+    warm_sizes: Sequence[int] = ()
     placement = HOST
 
     def __init__(

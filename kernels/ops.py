@@ -206,11 +206,12 @@ class Program(Protocol):
 
 class Executor(Protocol):
     """A way to compute operations. ``supports`` answers None, or the reason why not. ``asynchronous``: a program's run
-    returns before it is computed."""
+    returns before it is computed. ``warm_sizes``: numbers of rows, the first step of which takes long to make ready."""
 
     name: str
     batch_invariant: bool
     asynchronous: bool
+    warm_sizes: Sequence[int]
     placement: Placement
 
     def supports(self, op: Op) -> str | None: ...

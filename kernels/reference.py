@@ -225,6 +225,7 @@ class ReferenceExecutor:
     name = "reference"
     batch_invariant = False
     asynchronous = False
+    warm_sizes: Sequence[int] = ()
     placement = HOST
 
     def supports(self, op: Op) -> str | None:

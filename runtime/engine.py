@@ -79,7 +79,7 @@ class Engine:
             SchedulerConfig(
                 max_model_len=self.max_model_len,
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_batched_tokens=decoder.limits.max_tokens,
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
             ),

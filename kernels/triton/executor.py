@@ -46,6 +46,7 @@ from qserve.kernels.triton.silu_mul import silu_mul
 from qserve.kernels.triton.staging import Batch, Staging
 from qserve.kernels.triton.support import unsupported
 from qserve.kernels.triton.target import Target, target
+from qserve.kernels.triton.tuning.configs import BUCKETS
 from qserve.kernels.triton.tuning.tune import Tunable
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -226,6 +227,7 @@ class TritonExecutor:
         self.target: Target = target(device)
         self.programs = self.target.sms * _PROGRAMS  # that share out the units of decodes
         self.has_graphs = self.asynchronous = device.type == "cuda"
+        self.warm_sizes = (*GRAPH_ROWS, BUCKETS[-2])  # that are captured, and compiled for
         self.products: list[Tunable] = []  # of all programs
         self.graph_pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
 

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,9 @@ from qserve.kernels.triton.tuning.tune import weight_bytes
 from qserve.runtime import heaviest
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.llm import LLM
-from qserve.runtime.loading import activation_dtype
+from qserve.runtime.loading import activation_dtype, grow_cache
 from qserve.runtime.memory import MemoryPlan, measured
 from qserve.runtime.memory import weight_bytes as planned_bytes
 from qserve.runtime.models.config import decoder_config
@@ -121,6 +123,61 @@ def test_the_cache_gets_what_was_measured() -> None:
     assert measured(plan, 500, block_bytes=100, wanted=50, needed=1).max_model_len == 64
     with pytest.raises(CapacityError, match="8 are needed"):
         measured(plan, 500, block_bytes=100, wanted=50, needed=8)
+
+
+class FakeMemory(GpuMemory):
+    """Of a GPU with ``size`` bytes free, whose heaviest step takes ``needed`` for a while."""
+
+    def __init__(self, size: int, needed: int) -> None:
+        self.size, self.needed = size, needed
+
+    def free(self) -> int:
+        return self.size
+
+    def passing(self, work: Callable[[], None]) -> int:
+        work()
+        return self.needed
+
+
+def test_what_the_heaviest_step_gives_back_is_left_to_it(tiny_model: Path) -> None:
+    decoder = decoder_of(tiny_model, "triton")
+    config = EngineConfig(max_num_seqs=6, max_num_batched_tokens=24)
+    plan = MemoryPlan(weights=0, workspace=0, kv_cache=0, available=1 << 20, num_blocks=8, max_model_len=64)
+    block = decoder.kv.nbytes // 8
+    for needed, blocks in ((0, 18), (10 * block, 9)):
+        decoder.resize_cache(8)
+        found = grow_cache(decoder, plan, config, (), FakeMemory(12 * block, needed))
+        assert found.num_blocks == decoder.kv.shape[2] == blocks, "of 0.9 of what is left, and of the cache before"
+    with pytest.raises(CapacityError, match="heaviest step"):
+        grow_cache(decoder, plan, config, (), FakeMemory(12 * block, 30 * block))
+
+
+def test_every_size_of_a_decode_is_captured_before_anyone_is_served(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of(tiny_model, "triton")
+    executor = decoder._body._executor  # type: ignore[attr-defined]
+    captured: list[int] = []
+
+    def capture(program: Any, batch: Any) -> Any:
+        captured.append(batch.tokens or batch.logits)
+        return SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr(type(decoder._body), "_capture", capture)
+    monkeypatch.setattr(type(decoder._body), "_launch", lambda program, batch: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(executor, "has_graphs", True)
+    plan = MemoryPlan(weights=0, workspace=0, kv_cache=0, available=1 << 30, num_blocks=8, max_model_len=64)
+    grow_cache(decoder, plan, EngineConfig(max_num_seqs=6), executor.warm_sizes, FakeMemory(1 << 20, 0))
+    assert set(captured) == {1, 2, 4, 6, 8}, "six rows of logits; six tokens are padded to eight"
+    captured.clear()
+    for count in range(1, 7):
+        table = torch.arange(4 * count, dtype=torch.int32).view(count, 4)
+        slots, starts = table[:, 2] * 16 + 8, ints(range(count + 1))
+        step = Step(ints([3] * count), ints([40] * count), slots, starts, table, ints([]))
+        decoder.run(step)
+        decoder.head(step, ints(range(count)))
+    assert captured == [], "a graph was captured while somebody waits"
 
 
 def test_a_step_is_staged_in_places_that_its_padded_size_gives() -> None:
