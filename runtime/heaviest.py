@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from qserve.kernels.ops import BLOCK_SIZE, Step
+from qserve.runtime.draw import Draw, drawn
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 
 
@@ -20,13 +21,14 @@ def blocks(limits: DecoderLimits) -> int:
 
 
 def run(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
-    """A step of prompts that is as large as may be with all logits, smaller ones of ``sizes``, and ``decode``.
-    Leaves rubbish in the cache."""
+    """A step of prompts that is as large as may be with all logits, smaller ones of ``sizes``, ``decode``, and a draw
+    from every row of logits. Leaves rubbish in the cache."""
     limits = decoder.limits
     prompt = _prompt(limits)
     for tokens in _falling(limits.max_tokens, sizes):
         _run(decoder, [(0, min(prompt, tokens - begin)) for begin in range(0, tokens, prompt)])
     decode(decoder, num_blocks, sizes)
+    drawn(decoder.logits, [(row, Draw(0.5, top_p=0.5)) for row in range(len(decoder.logits))])
 
 
 def decode(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
