@@ -227,7 +227,7 @@ class TritonExecutor:
         self.target: Target = target(device)
         self.programs = self.target.sms * _PROGRAMS  # that share out the units of decodes
         self.has_graphs = self.asynchronous = device.type == "cuda"
-        self.warm_sizes = (*GRAPH_ROWS, BUCKETS[-2])  # that are captured, and compiled for
+        self.warm_sizes: Sequence[int] = (*GRAPH_ROWS, BUCKETS[-2])  # that are captured, and compiled for
         self.products: list[Tunable] = []  # of all programs
         self.graph_pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
 
