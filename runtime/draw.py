@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,21 +37,25 @@ class Draw:
         return self.top_k > 0 or self.top_p < 1.0
 
 
-def drawn(logits: Tensor, draws: Sequence[tuple[int, Draw]]) -> list[int]:
-    """The token of each (row, draw); logits float32 [n, vocab], without NaN."""
-    if not draws:
-        return []
-    found: list[Tensor] = []
+def drawn(logits: Tensor, draws: Sequence[tuple[int, Draw]]) -> Tensor:
+    """int64 [draws], the token of each (row, draw), where the logits are; logits float32 [n, vocab]. Waits for nothing.
+    Of a row with a NaN it is any."""
+    found: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=logits.device)]
     places: list[int] = []
     for ranked in (False, True):  # only some need their rows sorted
         chosen = [place for place, (_, draw) in enumerate(draws) if draw.is_ranked == ranked]
         for begin in range(0, len(chosen), _ROWS):
             part = chosen[begin : begin + _ROWS]
-            rows = logits[torch.tensor([draws[place][0] for place in part], device=logits.device)]
+            rows = logits[there([draws[place][0] for place in part], torch.int64, logits.device)]
             found.append(_tokens(rows, [draws[place][1] for place in part], ranked))
             places += part
-    tokens = torch.cat(found).tolist()
-    return [token for _, token in sorted(zip(places, tokens))]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return torch.cat(found)[there(order, torch.int64, logits.device)]
+
+
+def there(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of ``numbers`` on its way to ``device``: from pinned memory, or the copy would be waited for."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _tokens(rows: Tensor, draws: Sequence[Draw], ranked: bool) -> Tensor:
@@ -60,7 +65,7 @@ def _tokens(rows: Tensor, draws: Sequence[Draw], ranked: bool) -> Tensor:
         (d.point, d.temperature, d.top_k or vocab, d.top_p * (1 - 1e-9) if d.top_p < 1.0 else 2.0, d.min_p)
         for d in draws
     ]
-    point, temperature, top_k, top_p, min_p = torch.tensor(numbers, dtype=torch.float64).to(rows.device).t()[..., None]
+    point, temperature, top_k, top_p, min_p = there(numbers, torch.float64, rows.device).t()[..., None]
     if ranked:
         rows, order = rows.sort(dim=-1, descending=True, stable=True)
     scaled = (rows.double() / temperature).clamp_(max=1e300)

@@ -28,7 +28,7 @@ def run(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
     for tokens in _falling(limits.max_tokens, sizes):
         _run(decoder, [(0, min(prompt, tokens - begin)) for begin in range(0, tokens, prompt)])
     decode(decoder, num_blocks, sizes)
-    drawn(decoder.logits, [(row, Draw(0.5, top_p=0.5)) for row in range(len(decoder.logits))])
+    drawn(decoder.logits, [(row, Draw(0.5, top_p=0.5)) for row in range(len(decoder.logits))]).cpu()
 
 
 def decode(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:

@@ -101,14 +101,13 @@ def sample_there(
             wanted.append(i)
             continue
         if not params.greedy:
-            point = uniform(seeds[i], len(request.output_token_ids))
-            draws.append((i, Draw(point, params.temperature, params.top_k, params.top_p, params.min_p)))
+            draws.append((i, draw_of(request, seeds[i], len(request.output_token_ids))))
         if params.logprobs is not None:
             wanted.append(i)
     rows = torch.empty(len(wanted), logits.shape[1], pin_memory=logits.is_cuda)
     for row, i in zip(rows, wanted):
         row.copy_(logits[i], non_blocking=True)
-    there = dict(zip((i for i, _ in draws), drawn(logits, draws)))
+    there = dict(zip((i for i, _ in draws), drawn(logits, draws).tolist()))
     if logits.is_cuda:
         torch.cuda.current_stream(logits.device).synchronize()
     here = dict(zip(wanted, rows))
@@ -132,9 +131,19 @@ def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[
 
 def reads_logits(request: Request) -> bool:
     """Whether more of its next row than the largest may count."""
+    return not (request.params.greedy and only_chooses(request))
+
+
+def only_chooses(request: Request) -> bool:
+    """Whether its next token is the largest of its row, or drawn from the row as it is, and no more is wanted of it."""
     params = request.params
-    plain = params.greedy and params.logprobs is None and not params.use_beam_search
-    return not plain or _adjusts(request)
+    return params.logprobs is None and not params.use_beam_search and not _adjusts(request)
+
+
+def draw_of(request: Request, seed: int, index: int) -> Draw:
+    """The draw of its output number ``index``."""
+    params = request.params
+    return Draw(uniform(seed, index), params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def _adjusts(request: Request) -> bool:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qserve.runtime.draw import Draw, drawn
+from qserve.runtime import draw
+from qserve.runtime.draw import Draw
 from qserve.runtime.request import Request
 from qserve.runtime.sampler import _draw, sample, sample_there
 from qserve.runtime.sampling import SamplingParams
@@ -25,6 +26,11 @@ PARAMS = st.fixed_dictionaries(
 )
 BELOW_ONE = 1.0 - 2.0**-53
 POINTS = st.sampled_from([0.0, 0.5, BELOW_ONE]) | st.floats(0.0, BELOW_ONE)
+
+
+def drawn(logits: torch.Tensor, draws: list[tuple[int, Draw]]) -> list[int]:
+    tokens: list[int] = draw.drawn(logits, draws).tolist()
+    return tokens
 
 
 def the_draw(params: SamplingParams, point: float) -> Draw:
@@ -51,7 +57,7 @@ def test_a_row_gets_the_token_that_it_would_get_alone(
     assert all(g == w or (row == row[w]).sum() > 1 for row, g, w in zip(logits, got, want))
     # In another order, and alone.
     assert drawn(logits, draws[::-1]) == got[::-1]
-    assert [drawn(logits, [draw])[0] for draw in draws] == got
+    assert [drawn(logits, [each])[0] for each in draws] == got
 
 
 @given(PARAMS, st.integers(0, 2**31))
