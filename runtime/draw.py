@@ -1,9 +1,9 @@
 """``Draw``: how the token of a row is drawn, and ``drawn``, which draws those of many rows where their logits are.
 
 The definition is that of ``sampler``, which is its twin on the processor. Here weights are integers: their sums do not
-depend on the order in which they are added, so a row's token depends neither on its neighbours nor on the device. The
-two differ only for a point that lies within 1e-12 of the end of a token's share, and where equal logits are cut or
-ranked, which this side does by token id. Knows tensors; does not know requests.
+depend on the order in which a GPU adds them, so a row's token does not depend on its neighbours. The two differ only
+for a point within 4e-9 of the end of a token's share (what rounding 2 ** 17 weights can sum up to; 1e-11 is usual), and
+where equal logits are cut or ranked, which this side does by token id. Knows tensors; does not know requests.
 """
 
 from __future__ import annotations
