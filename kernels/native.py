@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear, fuse
 from qserve.kernels.ops import (
@@ -32,7 +33,7 @@ from qserve.kernels.ops import (
     Step,
 )
 from qserve.kernels.pages import Arena
-from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
+from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded, tile_bytes
 from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus
 
 Isa = Literal["scalar", "avx2", "avx512", "neon"]
@@ -312,6 +313,7 @@ class NativeExecutor:
     name = "native"
     batch_invariant = True
     asynchronous = False
+    warm_sizes: Sequence[int] = ()
     placement = HOST
 
     def __init__(
@@ -341,6 +343,9 @@ class NativeExecutor:
             if op.k_cache.dtype in SCALED_KV and (op.k_scale is None or op.v_scale is None):
                 return f"a KV cache in {op.k_cache.dtype} needs scales"
         return None
+
+    def packed_bytes(self, scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
+        return tile_bytes(scheme, activations, out, inp)
 
     def program(self, max_rows: int) -> _NativeProgram:
         return _NativeProgram(self._pool, max_rows, self.isa)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 BLOCK_SIZE = 16
 """Tokens per KV block: one 512-bit vector of scores."""
@@ -33,11 +34,13 @@ class Placement:
         activations: dtype of what products read. The residual stream and the logits are float32 everywhere.
         keys_by_token: a page's keys lie token by token in memory, like its values; the shape that an operation sees
             is that of ``RopeKV`` all the same.
+        dense: dtype in which products hold dense weights; None where each stays as it is stored.
     """
 
     device: torch.device
     activations: torch.dtype
     keys_by_token: bool = False
+    dense: torch.dtype | None = None
 
 
 HOST = Placement(torch.device("cpu"), torch.float32)
@@ -203,14 +206,20 @@ class Program(Protocol):
 
 class Executor(Protocol):
     """A way to compute operations. ``supports`` answers None, or the reason why not. ``asynchronous``: a program's run
-    returns before it is computed."""
+    returns before it is computed. ``warm_sizes``: numbers of rows, the first step of which takes long to make ready."""
 
     name: str
     batch_invariant: bool
     asynchronous: bool
+    warm_sizes: Sequence[int]
     placement: Placement
 
     def supports(self, op: Op) -> str | None: ...
+
+    def packed_bytes(self, scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
+        """Bytes of a packed weight [out, in] as its product holds it, but for an order of inputs. At most so many: what
+        its scales are is not known before they are read."""
+        ...
 
     def program(self, max_rows: int) -> Program:
         """An empty program for steps of at most ``max_rows`` rows. Programs of one executor do not overlap."""

@@ -144,6 +144,11 @@ def _narrowed(scales: Tensor) -> Tensor:
     return half if torch.equal(half.float(), scales) else scales
 
 
+def int8_scheme(inp: int, group_size: int = 64) -> WeightScheme:
+    """What ``round_to_int8`` makes of ``inp`` inputs: groups, or one where they are no whole number of groups."""
+    return WeightScheme(8, group_size if inp % group_size == 0 and inp != group_size else -1)
+
+
 def round_to_int8(weight: Tensor, group_size: int = 64) -> PackedWeight:
     """A dense [out, in] as symmetric int8 with a scale per group, for products that int8 serves as well.
 
@@ -151,7 +156,8 @@ def round_to_int8(weight: Tensor, group_size: int = 64) -> PackedWeight:
     of float16, of its normal ones: a group below 2^-7 is rounded to steps of 2^-14.
     """
     out, inp = weight.shape
-    width = group_size if inp % group_size == 0 else inp
+    scheme = int8_scheme(inp, group_size)
+    width = scheme.group_width(inp)
     codes = torch.empty(out, inp, dtype=torch.uint8)
     scales = torch.empty(out, inp // width)
     for start in range(0, out, _ROWS):  # in slices: a large head in float32 is gigabytes
@@ -161,4 +167,4 @@ def round_to_int8(weight: Tensor, group_size: int = 64) -> PackedWeight:
         rounded = (grouped / scale[..., None]).round_().clamp_(-127, 127).add_(128)
         codes[start : start + _ROWS] = rounded.view(-1, inp).to(torch.uint8)
         scales[start : start + _ROWS] = scale
-    return PackedWeight(WeightScheme(8, width if width != inp else -1), codes, scales)
+    return PackedWeight(scheme, codes, scales)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
-from qserve.checkpoint.spec import FP8_MAX, ActivationScheme
+from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
 from qserve.kernels.ops import (
     BLOCK_SIZE,
     HOST,
@@ -225,10 +225,15 @@ class ReferenceExecutor:
     name = "reference"
     batch_invariant = False
     asynchronous = False
+    warm_sizes: Sequence[int] = ()
     placement = HOST
 
     def supports(self, op: Op) -> str | None:
         return None
+
+    def packed_bytes(self, scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
+        canonical = out * inp + out * scheme.groups(inp) * (4 if scheme.symmetric else 5)
+        return 4 * out * inp + canonical
 
     def program(self, max_rows: int) -> _ReferenceProgram:
         return _ReferenceProgram()

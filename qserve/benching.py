@@ -116,7 +116,6 @@ def static(
     config = replace(
         engine,
         max_num_seqs=levels[0],
-        max_num_batched_tokens=max(levels[0], ENGINE.max_num_batched_tokens),
         max_waiting=max(requests, ENGINE.max_waiting),
         max_waiting_tokens=max(1, requests * tokens),
     )
@@ -158,7 +157,6 @@ def batches(
     config = replace(
         engine,
         max_num_seqs=max(most, ENGINE.max_num_seqs),
-        max_num_batched_tokens=max(most, ENGINE.max_num_batched_tokens),
         max_waiting=max(most, ENGINE.max_waiting),
     )
     loaded = steps.load(source, config)

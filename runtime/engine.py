@@ -79,7 +79,7 @@ class Engine:
             SchedulerConfig(
                 max_model_len=self.max_model_len,
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_batched_tokens=decoder.limits.max_tokens,
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
             ),
@@ -173,8 +173,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step of the model and return what it added to each request, in no particular order.
 
-        Where the executor is asynchronous and the step's tokens are greedy, the next step is begun before they are
-        known, so that the device computes it while they become text; for a choice that they end it is in vain.
+        Where the executor is asynchronous and the step's tokens can be chosen on the device, the next step is begun
+        before they are known, so that it is computed while they become text; for a choice that they end it is in vain.
 
         Where the model raises, every request ends, the engine is as good as new, and the error goes on to the caller.
         """
@@ -184,7 +184,7 @@ class Engine:
             if not self._flights and not self._launch(now):
                 return outputs
             flight = self._flights[0]
-            if self.overlaps and flight.is_greedy:
+            if flight.is_chosen:
                 self._launch(now)
             sampled = {choice.sequence.request_id: result for choice, result in zip(flight.choices, flight.land())
                        if not choice.sequence.is_finished}  # since it began
@@ -231,6 +231,8 @@ class Engine:
         )
         with torch_threads(1):
             flight.output = self.runner.run(plan, lambda key, start, rows: self._choices[key].take_rows(start, rows))
+            if self.overlaps:
+                flight.choose()
         return True
 
     def has_work(self) -> bool:

@@ -1,13 +1,17 @@
-"""The steps of a decoder that take the most memory beside its buffers, run once after the load on a GPU.
+"""The steps of a decoder that take the most memory beside its buffers, and one of every size that is made ready at its
+first use; run after the load on a GPU.
 
 They compile the kernels too, and leave every workspace as large as it will be. Knows decoders; does not know requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from qserve.kernels.ops import BLOCK_SIZE, Step
+from qserve.runtime.draw import Draw, drawn
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 
 
@@ -16,15 +20,29 @@ def blocks(limits: DecoderLimits) -> int:
     return -(-_prompt(limits) // BLOCK_SIZE)
 
 
-def run(decoder: Decoder, num_blocks: int) -> None:
-    """A step of prompts that is as large as may be with all logits, and one of decodes as long as ``num_blocks`` last.
-    Leaves rubbish in the cache."""
+def run(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
+    """A step of prompts that is as large as may be with all logits, smaller ones of ``sizes``, ``decode``, and a draw
+    from every row of logits. Leaves rubbish in the cache."""
     limits = decoder.limits
     prompt = _prompt(limits)
-    _run(decoder, [(0, min(prompt, limits.max_tokens - begin)) for begin in range(0, limits.max_tokens, prompt)])
+    for tokens in _falling(limits.max_tokens, sizes):
+        _run(decoder, [(0, min(prompt, tokens - begin)) for begin in range(0, tokens, prompt)])
+    decode(decoder, num_blocks, sizes)
+    drawn(decoder.logits, [(row, Draw(0.5, top_p=0.5)) for row in range(len(decoder.logits))]).cpu()
+
+
+def decode(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
+    """A step of as many decodes as may be, as long as ``num_blocks`` last, and smaller ones of ``sizes``: the widest
+    first, so that nothing that one of them remembers moves for another. Leaves rubbish in the cache."""
+    limits = decoder.limits
     sequences = min(limits.max_logits, limits.max_tokens)
     length = min(limits.max_positions, max(1, num_blocks * BLOCK_SIZE // sequences))
-    _run(decoder, [(length - 1, 1)] * sequences)
+    for count in _falling(sequences, sizes):
+        _run(decoder, [(length - 1, 1)] * count)
+
+
+def _falling(most: int, sizes: Sequence[int]) -> list[int]:
+    return [most, *sorted((size for size in sizes if size < most), reverse=True)]
 
 
 def _prompt(limits: DecoderLimits) -> int:

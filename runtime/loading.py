@@ -5,7 +5,7 @@ Knows what the user allows (``EngineConfig``) and what a decoder needs; does not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.runtime import heap, heaviest
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import MemoryPlan, file_bytes, measured, plan_memory, weight_bytes
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
@@ -40,10 +41,11 @@ def load(
     """
     kv_dtype = cache_dtype(config.kv_cache_dtype, source)
     int8_head = source.spec is not None and config.head != "dense"
-    limits = DecoderLimits(config.max_num_batched_tokens, config.max_num_seqs, 0, 0)
+    on_gpu = executor.placement.device.type == "cuda"
+    limits = DecoderLimits(config.step_tokens(on_gpu), config.max_num_seqs, 0, 0)
     memory = plan_memory(
         model_config,
-        weights=weight_bytes(source, int8_head=int8_head),
+        weights=weight_bytes(source, executor, int8_head=int8_head),
         workspace=limits.workspace_bytes(model_config, executor.placement.activations),
         kv_dtype=kv_dtype,
         context=context_limit(model_config),
@@ -54,7 +56,6 @@ def load(
         device=executor.placement.device,
     )
     limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
-    on_gpu = executor.placement.device.type == "cuda"
     if on_gpu:
         limits = replace(limits, num_blocks=heaviest.blocks(limits))
         if planned:
@@ -71,17 +72,25 @@ def load(
     heap.release()
     notes = registry.settle(executor, config.autotune, progress)  # which takes memory that the cache must leave
     if on_gpu:
-        heaviest.run(decoder, memory.num_blocks)
-        torch.cuda.empty_cache()  # what is set aside but unused is free
-        memory = measured(
-            memory,
-            torch.cuda.mem_get_info(executor.placement.device)[0] + decoder.kv.nbytes,
-            model_config.kv_bytes_per_token(kv_dtype.itemsize) * BLOCK_SIZE,
-            memory.num_blocks if config.kv_cache_memory is not None else _wanted(config, memory),
-            -(-(config.max_model_len or 1) // BLOCK_SIZE),
-        )
-        decoder.resize_cache(memory.num_blocks)
+        memory = grow_cache(decoder, memory, config, executor.warm_sizes, GpuMemory(executor.placement.device))
     return decoder, memory, notes
+
+
+def grow_cache(
+    decoder: Decoder, memory: MemoryPlan, config: EngineConfig, sizes: Sequence[int], gpu: GpuMemory
+) -> MemoryPlan:
+    """Give the KV cache what the heaviest steps leave of ``gpu``, and leave steps of every one of ``sizes`` ready."""
+    passing = gpu.passing(lambda: heaviest.run(decoder, memory.num_blocks, sizes))
+    memory = measured(
+        memory,
+        gpu.free() - passing + decoder.kv.nbytes,
+        decoder.config.kv_bytes_per_token(decoder.kv.dtype.itemsize) * BLOCK_SIZE,
+        memory.num_blocks if config.kv_cache_memory is not None else _wanted(config, memory),
+        -(-(config.max_model_len or 1) // BLOCK_SIZE),
+    )
+    decoder.resize_cache(memory.num_blocks)
+    heaviest.decode(decoder, memory.num_blocks, sizes)  # again: graphs remember where the cache was
+    return memory
 
 
 def _wanted(config: EngineConfig, memory: MemoryPlan) -> int:

@@ -15,8 +15,8 @@ import torch
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import WeightScheme
-from qserve.kernels.ops import BLOCK_SIZE
-from qserve.kernels.prepack import tile_bytes
+from qserve.kernels.ops import BLOCK_SIZE, Executor
+from qserve.kernels.prepack import int8_scheme
 from qserve.runtime.models.config import DecoderConfig
 
 _SHARE = 0.5  # of what is free after weights and workspace; the rest is left to the machine
@@ -56,26 +56,37 @@ class MemoryPlan:
         ]
 
 
-def weight_bytes(source: ModelSource, *, int8_head: bool) -> int:
-    """Bytes of the weights as the kernels hold them."""
+def weight_bytes(source: ModelSource, executor: Executor, *, int8_head: bool) -> int:
+    """Bytes of the weights as ``executor`` holds them."""
     packed, embedding = set(source.linears()), "model.embed_tokens"
-    total = sum(source.nbytes(name) for name in source.names() if name != "lm_head.weight")
-    total += sum(_tiles(source, module) for module in packed - {embedding})
-    if embedding in packed:  # rows that are looked up stay as they are: a byte for every code
+
+    def product(module: str) -> int:
+        assert source.spec is not None
+        return executor.packed_bytes(
+            _scheme(source, module), source.spec.activations_of(module), *source.shape(module)[:2]
+        )
+
+    def dense(name: str) -> int:
+        shape, dtype = source.shape(name), executor.placement.dense
+        return source.nbytes(name) if dtype is None or len(shape) < 2 else prod(shape) * dtype.itemsize
+
+    looked_up = f"{embedding}.weight"  # rows that are looked up stay as they are
+    total = source.nbytes(looked_up) if source.has(looked_up) else 0
+    total += sum(dense(name) for name in source.names() if name not in ("lm_head.weight", looked_up))
+    total += sum(product(module) for module in packed - {embedding})
+    if embedding in packed:  # a byte for every code
         scheme, (vocab, width) = _scheme(source, embedding), source.shape(embedding)
         total += vocab * width + vocab * scheme.groups(width) * (4 if scheme.symmetric else 5)
     if "lm_head" in packed:
         return total
     if embedding in packed and not source.has("lm_head.weight"):
-        return total + _tiles(source, embedding)
+        return total + product(embedding)
     # A tied head is laid out a second time, for the product.
-    head = "lm_head.weight" if source.has("lm_head.weight") else f"{embedding}.weight"
-    return total + (int(prod(source.shape(head)) * (1 + 4 / 64)) if int8_head else source.nbytes(head))
-
-
-def _tiles(source: ModelSource, module: str) -> int:
-    assert source.spec is not None
-    return tile_bytes(_scheme(source, module), source.spec.activations_of(module), *source.shape(module)[:2])
+    head = "lm_head.weight" if source.has("lm_head.weight") else looked_up
+    if not int8_head:
+        return total + dense(head)
+    vocab, width = source.shape(head)
+    return total + executor.packed_bytes(int8_scheme(width), None, vocab, width)
 
 
 def _scheme(source: ModelSource, module: str) -> WeightScheme:

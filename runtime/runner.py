@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qserve.kernels.ops import Step
+from qserve.runtime.draw import Draw, drawn, there
 from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.plan import StepPlan
 from qserve.runtime.step_arrays import StepArrays
@@ -26,19 +28,21 @@ class StepOutput:
     that samples, in the order of the plan. Valid until the next step. ``logits`` stay on the model's device.
 
     ``wait`` returns when ``greedy`` is there, which is then valid for good where the device is not this machine's
-    processor.
+    processor. There ``draw`` gives the same output with the token of each (row, draw) in place of the greedy one, also
+    for the placeholders of the next plan; a row with a NaN keeps its -1.
     """
 
     request_ids: tuple[str, ...]
     logits: Tensor
     greedy: Tensor
     wait: Callable[[], None] = lambda: None
+    draw: Callable[[Sequence[tuple[int, Draw]]], StepOutput] | None = None
 
 
 class ModelRunner(Protocol):
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         """Compute ``plan``, or begin to. Where the executor is asynchronous, placeholders in it stand for the greedy
-        tokens of the plan before."""
+        tokens of the plan before, or those drawn in their place."""
         ...
 
 
@@ -73,14 +77,23 @@ class DecoderRunner:
         self._rows = {key: row for row, key in enumerate(sampling)}
         if (count := len(sampling)) not in self._outputs:
             self._outputs[count] = decoder.logits[:count], decoder.greedy[:count]
-        logits, greedy = self._outputs[count]
+        return self._fetched(sampling)
+
+    def _drawn(self, sampling: tuple[str, ...], draws: Sequence[tuple[int, Draw]]) -> StepOutput:
+        logits, greedy = self._outputs[len(sampling)]
+        rows = there([row for row, _ in draws], torch.int64, greedy.device)
+        greedy[rows] = torch.where(greedy[rows] < 0, -1, drawn(logits, draws).int())
+        return self._fetched(sampling)
+
+    def _fetched(self, sampling: tuple[str, ...]) -> StepOutput:
+        logits, greedy = self._outputs[len(sampling)]
         if not greedy.is_cuda:
             return StepOutput(sampling, logits, greedy)
         fetched = torch.empty(greedy.shape, dtype=greedy.dtype, pin_memory=True)
         fetched.copy_(greedy, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return StepOutput(sampling, logits, fetched, copied.synchronize)
+        return StepOutput(sampling, logits, fetched, copied.synchronize, partial(self._drawn, sampling))
 
     def _logprobs(self, step: Step, rows: Tensor) -> Tensor:
         self.decoder.head(step, rows)

@@ -13,6 +13,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from qserve.runtime.draw import Draw, drawn
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import SamplingParams
 
@@ -66,22 +67,61 @@ def sample(
 ) -> list[Sampled]:
     """One token per row. logits float32 [n, vocab], untouched; greedy int32 [n], -1 for a row with a NaN.
 
-    ``allowed``: per row bool [vocab], the tokens that may be chosen, or None for all. Logits on a GPU are fetched
-    where a request needs more of them than the largest.
+    ``allowed``: per row bool [vocab], the tokens that may be chosen, or None for all. Logits on a GPU stay there, see
+    ``sample_there``.
     """
     best = greedy.tolist()
     masks = allowed or [None] * len(best)
+    if logits.is_cuda:
+        return sample_there(logits, best, requests, seeds, masks)
     reads = [mask is not None or reads_logits(request) for request, mask in zip(requests, masks, strict=True)]
-    if any(reads):
-        logits = logits.cpu()
     return [
         Sampled(None)
-        if best[i] < 0 or (mask is not None and not mask.any())
+        if _has_no_token(best[i], mask)
         else _sample_row(logits[i], best[i], requests[i], seeds[i], mask)
         if reads[i]  # a row of its own costs more than all else here
         else Sampled(best[i])
         for i, mask in enumerate(masks)
     ]
+
+
+def sample_there(
+    logits: Tensor, best: Sequence[int], requests: Sequence[Request], seeds: Sequence[int],
+    masks: Sequence[Tensor | None],
+) -> list[Sampled]:  # fmt: skip
+    """``sample`` where fetching a row costs more than drawing from it: tokens are drawn where the logits are, and
+    fetched are the rows that something is done to before, or that log-probabilities are wanted of."""
+    draws: list[tuple[int, Draw]] = []
+    wanted: list[int] = []
+    for i, (request, mask) in enumerate(zip(requests, masks, strict=True)):
+        params = request.params
+        if _has_no_token(best[i], mask):
+            continue
+        if mask is not None or params.use_beam_search or _adjusts(request):
+            wanted.append(i)
+            continue
+        if not params.greedy:
+            draws.append((i, draw_of(request, seeds[i], len(request.output_token_ids))))
+        if params.logprobs is not None:
+            wanted.append(i)
+    rows = torch.empty(len(wanted), logits.shape[1], pin_memory=logits.is_cuda)
+    for row, i in zip(rows, wanted):
+        row.copy_(logits[i], non_blocking=True)
+    there = dict(zip((i for i, _ in draws), drawn(logits, draws).tolist()))
+    if logits.is_cuda:
+        torch.cuda.current_stream(logits.device).synchronize()
+    here = dict(zip(wanted, rows))
+
+    def sampled(i: int) -> Sampled:
+        count = requests[i].params.logprobs
+        if _has_no_token(best[i], masks[i]):
+            return Sampled(None)
+        if i in here and i not in there:
+            return _sample_row(here[i], best[i], requests[i], seeds[i], masks[i])
+        token = there.get(i, best[i])
+        return Sampled(token, None if count is None else _logprobs(here[i], token, count))
+
+    return [sampled(i) for i in range(len(best))]
 
 
 def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[TokenLogprobs]:
@@ -91,10 +131,31 @@ def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[
 
 def reads_logits(request: Request) -> bool:
     """Whether more of its next row than the largest may count."""
+    return not (request.params.greedy and only_chooses(request))
+
+
+def only_chooses(request: Request) -> bool:
+    """Whether its next token is the largest of its row, or drawn from the row as it is, and no more is wanted of it."""
     params = request.params
-    plain = params.greedy and params.logprobs is None and not params.use_beam_search and not params.biases
+    return params.logprobs is None and not params.use_beam_search and not _adjusts(request)
+
+
+def draw_of(request: Request, seed: int, index: int) -> Draw:
+    """The draw of its output number ``index``."""
+    params = request.params
+    return Draw(uniform(seed, index), params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+def _adjusts(request: Request) -> bool:
+    """Whether a bias, a penalty or an ending that comes too early changes its next row."""
+    params = request.params
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    return not plain or bool(penalties) or len(request.output_token_ids) < params.min_tokens
+    return bool(params.biases or penalties) or len(request.output_token_ids) < params.min_tokens
+
+
+def _has_no_token(best: int, allowed: Tensor | None) -> bool:
+    """Of a row with a NaN, or where none is allowed."""
+    return best < 0 or (allowed is not None and not allowed.any())
 
 
 def _sample_row(row: Tensor, best: int, request: Request, seed: int, allowed: Tensor | None) -> Sampled:

@@ -44,8 +44,8 @@ def timed_steps(
     engine: Engine, text: Sequence[int], repeats: int = 2, progress: Callable[[int, int], None] | None = None
 ) -> list[Timed]:
     """Run the designed batches on an engine that serves nobody else; their prompts are cut from ``text``."""
-    config = engine.config
-    batches = designed(config.max_num_seqs, config.max_num_batched_tokens, engine.max_model_len)
+    limits = engine.scheduler.config
+    batches = designed(limits.max_num_seqs, limits.max_num_batched_tokens, engine.max_model_len)
     blocks = engine.scheduler.blocks
     batches = [
         (count, prompt, output)

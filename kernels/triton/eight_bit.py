@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import persistent
 from qserve.kernels.triton.finish import finish
@@ -102,7 +103,7 @@ def supports(weight: PackedWeight, capability: Capability) -> str | None:
             return "FP8 weights with int8 inputs"
         if scheme.bits == 8 and not scheme.symmetric:
             return "asymmetric 8 bit weights with int8 inputs"
-    if block_k(weight) < NARROWEST_BLOCK:
+    if block_k(scheme, activations, weight.in_features) < NARROWEST_BLOCK:
         return f"{scheme} weights with {activations} inputs: groups must be multiples of {NARROWEST_BLOCK}"
     size = activations.group_size
     if size > 0 and (size & (size - 1) or size > WIDEST_GROUP):
@@ -112,13 +113,18 @@ def supports(weight: PackedWeight, capability: Capability) -> str | None:
     return None
 
 
-def block_k(weight: PackedWeight) -> int:
+def block_k(scheme: WeightScheme, activations: ActivationScheme, inp: int) -> int:
     """Inputs to a step: a power of two that divides the groups of both sides."""
-    assert weight.activations is not None
-    groups = gcd(max(weight.scheme.group_size, 0), max(weight.activations.group_size, 0))
-    if weight.scheme.groups(weight.in_features) == 1:
-        groups = max(weight.activations.group_size, 0)
+    groups = gcd(max(scheme.group_size, 0), max(activations.group_size, 0))
+    if scheme.groups(inp) == 1:
+        groups = max(activations.group_size, 0)
     return gcd(groups, WIDEST_BLOCK)
+
+
+def held_bytes(scheme: WeightScheme, activations: ActivationScheme, out: int, inp: int) -> int:
+    """Bytes of a weight [out, in] as ``EightBit`` holds it, without an order of inputs."""
+    step = block_k(scheme, activations, inp)
+    return -(-out // PAD_N) * PAD_N * (-(-inp // step) * step + 4 * scheme.groups(inp))
 
 
 def default(rows: int, grouped: bool, capability: Capability) -> Config:
@@ -142,7 +148,7 @@ class EightBit:
         assert isinstance(weight, PackedWeight) and weight.activations is not None
         self.op, self.activations = op, weight.activations
         self.dtype = torch.float8_e4m3fn if self.activations.dtype == "fp8" else torch.int8
-        self.n, self.block_k = weight.out_features, block_k(weight)
+        self.n, self.block_k = weight.out_features, block_k(weight.scheme, self.activations, weight.in_features)
         groups = weight.scheme.groups(weight.in_features)
         self.group = 0 if groups == 1 else weight.scheme.group_size
         self.x_group = max(self.activations.group_size, 0)

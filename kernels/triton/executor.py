@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.ops import (
     Argmax,
     Attention,
@@ -45,6 +46,7 @@ from qserve.kernels.triton.silu_mul import silu_mul
 from qserve.kernels.triton.staging import Batch, Staging
 from qserve.kernels.triton.support import unsupported
 from qserve.kernels.triton.target import Target, target
+from qserve.kernels.triton.tuning.configs import BUCKETS
 from qserve.kernels.triton.tuning.tune import Tunable
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -220,11 +222,12 @@ class TritonExecutor:
     def __init__(
         self, device: torch.device, activations: torch.dtype = torch.bfloat16, *, invariant: bool = False
     ) -> None:
-        self.placement = Placement(device, activations, keys_by_token=True)
+        self.placement = Placement(device, activations, keys_by_token=True, dense=activations)
         self.batch_invariant = invariant
         self.target: Target = target(device)
         self.programs = self.target.sms * _PROGRAMS  # that share out the units of decodes
         self.has_graphs = self.asynchronous = device.type == "cuda"
+        self.warm_sizes: Sequence[int] = (*GRAPH_ROWS, BUCKETS[-2])  # that are captured, and compiled for
         self.products: list[Tunable] = []  # of all programs
         self.graph_pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
 
@@ -232,6 +235,9 @@ class TritonExecutor:
         if self.batch_invariant and self.has_graphs and isinstance(op, Linear) and isinstance(op.weight, Tensor):
             return "dense products are those of cuBLAS, which vary with the batch"
         return unsupported(op, self.target.capability, self.has_graphs)
+
+    def packed_bytes(self, scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
+        return linear.packed_bytes(scheme, activations, out, inp)
 
     def decode_shape(self, op: Attention) -> Shape:
         return tile_shape(op) if self.batch_invariant else decode_shape(op)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import eight_bit
 from qserve.kernels.triton.dense import multiply
+from qserve.kernels.triton.prepack import plane_bytes
 from qserve.kernels.triton.target import MINIMUM, Capability
 from qserve.kernels.triton.weight_only import WeightOnly
 
@@ -57,6 +59,13 @@ def supports(weight: Tensor | PackedWeight, capability: Capability) -> str | Non
     if words >= MOST_WORDS:
         return f"a weight of {words:,} words of 16 bits: {MOST_WORDS:,} are the most that the kernel counts"
     return None
+
+
+def packed_bytes(scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
+    """Bytes, at most, that a product holds of a packed weight [out, in], without an order of inputs."""
+    if activations is None:
+        return plane_bytes(scheme, out, inp)
+    return eight_bit.held_bytes(scheme, activations, out, inp)
 
 
 def prepare(op: ops.Linear, device: torch.device, batch_invariant: bool = False) -> Product:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.spec import WeightScheme
 
 PAD_N = 128
 """Outputs are padded to a multiple of it, so that no kernel asks whether a weight is there."""
@@ -123,6 +124,14 @@ def planes(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> Pl
         k=packed.in_features if order is None else k,
         zero=packed.scheme.zero if packed.zeros is None else -1,
     )
+
+
+def plane_bytes(scheme: WeightScheme, out: int, inp: int) -> int:
+    """Bytes of ``planes`` of a weight [out, in] without ``order``: the most, with scales in float32."""
+    bits, groups = 4 if scheme.bits <= 4 else 8, scheme.groups(inp)
+    _, group, k = _shape(scheme.group_width(inp), groups, inp, 16 // bits)
+    scales = 4 * (1 if groups == 1 else -(-k // group))
+    return _round_up(out, PAD_N) * (k * bits // 8 + scales * (1 if scheme.symmetric else 2))
 
 
 def _wrapped(words: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,9 @@ from qserve.kernels.triton.tuning.tuned import choose, left_out
 from qserve.kernels.triton.unpack import half, unpack
 from qserve.kernels.triton.workspace import workspace
 
+MOST_PLACES = 2**31 - 2**24
+"""Of the inputs of a launch, what a tile has behind its rows left out."""
+
 
 @triton.jit(do_not_specialize=["rows", "blocks", "splits"])
 def weight_only_kernel(
@@ -130,6 +133,11 @@ def default(rows: int, bits: int, group: int, capability: Capability) -> Config:
     return Config(64, 128, warps=8, stages=2, swap=swap, splits=1 if rows > SPLIT_ROWS else 0)
 
 
+def most_rows(x: Tensor) -> int:
+    """Of one launch: the kernel counts places of x in 32 bits, for others would take the registers of twice as many."""
+    return max(1, MOST_PLACES // max(1, x.stride(0)))
+
+
 class WeightOnly:
     """A product with integer weights and inputs in floating point, made ready."""
 
@@ -191,7 +199,7 @@ class WeightOnly:
         if config.kernel == "dequantize":
             self._multiply_dequantized(x[:rows])
             return
-        step = SPLIT_ROWS if config.splits > 1 else rows
+        step = SPLIT_ROWS if config.splits > 1 else most_rows(x)
         for start in range(0, rows, step):
             self._launch(x[start:], self.op.out[start:], min(step, rows - start), config)
 

@@ -30,7 +30,7 @@ def batch(
     served_model_name: ServedModelName = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
-    max_num_batched_tokens: MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
     max_waiting: Annotated[
         int, typer.Option(help="Lines in flight at most, and choices of one line.")
     ] = ENGINE.max_waiting,

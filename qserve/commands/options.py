@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from qserve.runtime.config import EngineConfig
+from qserve.runtime.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
 
 ENGINE = EngineConfig()  # where the defaults of the engine's options come from
 
@@ -59,7 +59,9 @@ MaxModelLen = Annotated[
     int | None, typer.Option(help="Tokens of prompt and output. [default: what model and memory allow]")
 ]
 MaxNumSeqs = Annotated[int, typer.Option(help="Requests running at once.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens of one step.")]
+MaxNumBatchedTokens = Annotated[
+    int | None, typer.Option(help=f"Tokens of one step. [default: {STEP_TOKENS}, on a GPU {GPU_STEP_TOKENS}]")
+]
 KvCacheMemory = Annotated[
     str | None,
     typer.Option(help="Size of the KV cache, as 512MiB or 4GB. [default: half of what is free]", metavar="SIZE"),

@@ -49,7 +49,7 @@ def run(
     served_model_name: ServedModelName = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
-    max_num_batched_tokens: MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get a 503.")] = ENGINE.max_waiting,
     max_waiting_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens that may wait; more get a 503. [default: 32 contexts]")

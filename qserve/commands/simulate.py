@@ -12,9 +12,9 @@ import typer
 
 from qserve import console
 from qserve.checkpoint.errors import QServeError, UsageError
-from qserve.commands.options import ENGINE, HtmlOut, JsonOut, MarkdownOut, MaxNumBatchedTokens, MaxNumSeqs, Threads
+from qserve.commands.options import ENGINE, HtmlOut, JsonOut, MarkdownOut, MaxNumSeqs, Threads
 from qserve.commands.values import command_line
-from qserve.runtime.config import EngineConfig
+from qserve.runtime.config import STEP_TOKENS, EngineConfig
 
 if TYPE_CHECKING:
     from qserve.evals.report import Report
@@ -69,7 +69,7 @@ def simulate(
     start_delay: Annotated[float, typer.Option(help="Seconds until an engine that is started serves.")] = 60.0,
     max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and output.")] = 8192,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
-    max_num_batched_tokens: MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = STEP_TOKENS,
     max_waiting: Annotated[int, typer.Option(help="Requests in the queue of an engine.")] = ENGINE.max_waiting,
     kv_blocks: Annotated[
         int | None, typer.Option(help="KV blocks of 16 tokens. [default: enough for all that run]")

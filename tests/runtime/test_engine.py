@@ -282,6 +282,14 @@ def test_options_that_cannot_be_had_are_refused(
         make_engine(tiny_model, **config)
 
 
+def test_a_step_is_as_large_as_suits_where_it_is_computed(tiny_model: Path) -> None:
+    assert [EngineConfig().step_tokens(on_gpu) for on_gpu in (False, True)] == [512, 2048]
+    assert [EngineConfig(max_num_seqs=600).step_tokens(on_gpu) for on_gpu in (False, True)] == [600, 2048]
+    assert EngineConfig(max_num_seqs=8, max_num_batched_tokens=8).step_tokens(True) == 8
+    engine, _ = make_engine(tiny_model)
+    assert engine.scheduler.config.max_num_batched_tokens == 512
+
+
 def test_a_missing_model_is_one_line() -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         Engine("/nowhere/at/all")

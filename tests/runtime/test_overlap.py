@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.draw import Draw, drawn
 from qserve.runtime.engine import Engine
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.plan import StepPlan
-from qserve.runtime.runner import StepOutput
+from qserve.runtime.runner import DecoderRunner, StepOutput
 from qserve.runtime.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -37,7 +40,13 @@ class Ahead:
         greedy = output.greedy.clone()
         self.last = dict(zip(output.request_ids, greedy.tolist()))
         wait = lambda: self.asked.append(("wait", plan.step))  # noqa: E731
-        return replace(output, greedy=greedy, logits=output.logits.clone(), wait=wait)
+        output = replace(output, greedy=greedy, logits=output.logits.clone(), wait=wait)
+        return replace(output, draw=partial(self.draw, output))
+
+    def draw(self, output: StepOutput, draws: Any) -> StepOutput:
+        output.greedy[[row for row, _ in draws]] = drawn(output.logits, draws).int()
+        self.last = dict(zip(output.request_ids, output.greedy.tolist()))
+        return output
 
 
 def engine_of(model: Path, overlaps: bool, **config: Any) -> tuple[Engine, Ahead]:
@@ -84,13 +93,45 @@ def test_a_step_begins_before_the_tokens_of_the_last_are_known(tiny_model: Path)
     assert runner.asked == [begins[0], *overlapped, waits[-1]]  # and one wait for each
 
 
-def test_what_is_drawn_from_the_logits_is_waited_for(tiny_model: Path) -> None:
+@pytest.mark.parametrize("others", [{"logprobs": 1}, {"logit_bias": {5: 1.0}}, {"presence_penalty": 0.5}], ids=str)
+def test_more_of_the_logits_than_a_token_is_waited_for(tiny_model: Path, others: dict[str, Any]) -> None:
     engine, runner = engine_of(tiny_model, True)
     engine.submit("a", prompt(1, 5), GREEDY)
-    engine.submit("b", prompt(2, 5), replace(GREEDY, temperature=1.0, seed=3))
+    engine.submit("b", prompt(2, 5), replace(GREEDY, temperature=1.0, seed=3, **others))
     finish(engine)
     steps = range(GREEDY.max_tokens or 0)
     assert runner.asked == [(what, step) for step in steps for what in ("begin", "wait")]
+
+
+def test_tokens_that_are_drawn_are_not_waited_for_and_the_same(tiny_model: Path) -> None:
+    found = []
+    for overlaps in (True, False):
+        engine, runner = engine_of(tiny_model, overlaps)
+        engine.submit("greedy", prompt(1, 5), replace(GREEDY, max_tokens=20))
+        for index, options in enumerate(({}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.02}, {"min_tokens": 4})):
+            drawing = replace(GREEDY, max_tokens=12 + index, temperature=1.0 + index / 2, seed=index, **options)
+            engine.submit(f"drawn {index}", prompt(index, 5 + index), drawing)
+        found.append(finish(engine))
+        ahead = [a for a, b in zip(runner.asked, runner.asked[1:]) if a[0] == b[0] == "begin"]
+        assert bool(ahead) == overlaps
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens, *_ in found[0].values()}) == 6
+
+
+def test_a_runner_leaves_what_was_drawn_where_the_next_step_looks(tiny_model: Path) -> None:
+    engine = Engine(str(tiny_model), EngineConfig(kv_cache_memory=1 << 20, threads=1))
+    runner = engine.runner
+    assert isinstance(runner, DecoderRunner)
+    for name in "abcd":
+        engine.submit(name, prompt(ord(name), 4), GREEDY)
+    engine.step()
+    logits, greedy = runner.decoder.logits, runner.decoder.greedy
+    logits[2, 3], greedy[2] = torch.nan, -1
+    before = greedy[:4].tolist()
+    likeliest = Draw(0.0, top_k=1)
+    last = Draw(1.0 - 2.0**-53, top_k=2)
+    got = runner._drawn(tuple("abcd"), [(3, last), (0, likeliest), (2, likeliest)])
+    assert got.greedy.tolist() == greedy[:4].tolist() == [*before[:2], -1, int(logits[3].topk(2).indices[1])]
 
 
 def load(engine: Engine) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +20,21 @@ from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
 from qserve.kernels.triton import support, target
+from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.schedule import divide
 from qserve.kernels.triton.staging import Staging
 from qserve.kernels.triton.target import DEFAULT
 from qserve.kernels.triton.tuning import tuned
+from qserve.kernels.triton.tuning.tune import weight_bytes
 from qserve.runtime import heaviest
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.llm import LLM
-from qserve.runtime.loading import activation_dtype
+from qserve.runtime.loading import activation_dtype, grow_cache
 from qserve.runtime.memory import MemoryPlan, measured
+from qserve.runtime.memory import weight_bytes as planned_bytes
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.plan import StepPlan
@@ -119,6 +125,61 @@ def test_the_cache_gets_what_was_measured() -> None:
         measured(plan, 500, block_bytes=100, wanted=50, needed=8)
 
 
+class FakeMemory(GpuMemory):
+    """Of a GPU with ``size`` bytes free, whose heaviest step takes ``needed`` for a while."""
+
+    def __init__(self, size: int, needed: int) -> None:
+        self.size, self.needed = size, needed
+
+    def free(self) -> int:
+        return self.size
+
+    def passing(self, work: Callable[[], None]) -> int:
+        work()
+        return self.needed
+
+
+def test_what_the_heaviest_step_gives_back_is_left_to_it(tiny_model: Path) -> None:
+    decoder = decoder_of(tiny_model, "triton")
+    config = EngineConfig(max_num_seqs=6, max_num_batched_tokens=24)
+    plan = MemoryPlan(weights=0, workspace=0, kv_cache=0, available=1 << 20, num_blocks=8, max_model_len=64)
+    block = decoder.kv.nbytes // 8
+    for needed, blocks in ((0, 18), (10 * block, 9)):
+        decoder.resize_cache(8)
+        found = grow_cache(decoder, plan, config, (), FakeMemory(12 * block, needed))
+        assert found.num_blocks == decoder.kv.shape[2] == blocks, "of 0.9 of what is left, and of the cache before"
+    with pytest.raises(CapacityError, match="heaviest step"):
+        grow_cache(decoder, plan, config, (), FakeMemory(12 * block, 30 * block))
+
+
+def test_every_size_of_a_decode_is_captured_before_anyone_is_served(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of(tiny_model, "triton")
+    executor = decoder._body._executor  # type: ignore[attr-defined]
+    captured: list[int] = []
+
+    def capture(program: Any, batch: Any) -> Any:
+        captured.append(batch.tokens or batch.logits)
+        return SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr(type(decoder._body), "_capture", capture)
+    monkeypatch.setattr(type(decoder._body), "_launch", lambda program, batch: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(executor, "has_graphs", True)
+    plan = MemoryPlan(weights=0, workspace=0, kv_cache=0, available=1 << 30, num_blocks=8, max_model_len=64)
+    grow_cache(decoder, plan, EngineConfig(max_num_seqs=6), executor.warm_sizes, FakeMemory(1 << 20, 0))
+    assert set(captured) == {1, 2, 4, 6, 8}, "six rows of logits; six tokens are padded to eight"
+    captured.clear()
+    for count in range(1, 7):
+        table = torch.arange(4 * count, dtype=torch.int32).view(count, 4)
+        slots, starts = table[:, 2] * 16 + 8, ints(range(count + 1))
+        step = Step(ints([3] * count), ints([40] * count), slots, starts, table, ints([]))
+        decoder.run(step)
+        decoder.head(step, ints(range(count)))
+    assert captured == [], "a graph was captured while somebody waits"
+
+
 def test_a_step_is_staged_in_places_that_its_padded_size_gives() -> None:
     """What a captured graph relies on: the same addresses for the same number of rows, whatever the lengths."""
     staging, places = Staging(torch.device("cpu")), []
@@ -169,6 +230,23 @@ def test_the_engine_reports_its_plan(tiny_model: Path) -> None:
     config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
     engine = Engine(str(tiny_model), config)
     assert engine.executor.name == "triton" and "KV cache" in engine.memory.lines()[1]
+
+
+def test_the_plan_counts_the_weights_as_the_kernels_hold_them(tiny_model: Path, tiny_packed: Path) -> None:
+    config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
+    source = open_model(tiny_packed)
+    engine = Engine(source, config)
+    held = sum(weight_bytes(product) for product in engine.executor.products)  # type: ignore[attr-defined]
+    held += source.nbytes("model.embed_tokens.weight")
+    assert held < engine.memory.weights < 1.25 * held, "norms; q, k and v are padded apart; scales may take two bytes"
+    # A dense one in the dtype of its inputs, whatever it is stored in; a table that is looked up as it is.
+    dense = open_model(tiny_model)
+    names = [name for name in dense.names() if len(dense.shape(name)) == 2 and name != "model.embed_tokens.weight"]
+    plans = [planned_bytes(dense, executor, int8_head=False)
+             for executor in (engine.executor, TritonExecutor(torch.device("cpu"), torch.float16))]  # fmt: skip
+    elements = sum(math.prod(dense.shape(name)) for name in names)
+    head = 0 if "lm_head.weight" in names else math.prod(dense.shape("model.embed_tokens.weight"))
+    assert plans[0] - plans[1] == 2 * (elements + head)
 
 
 @pytest.mark.slow

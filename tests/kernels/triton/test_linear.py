@@ -16,8 +16,9 @@ import torch
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, reference
-from qserve.kernels.triton import linear, target
+from qserve.kernels.triton import linear, target, weight_only
 from qserve.kernels.triton.executor import TritonExecutor
+from qserve.kernels.triton.tuning.configs import Config
 
 DEVICE = torch.device("cpu" if target.is_interpreted() else "cuda")
 
@@ -279,3 +280,24 @@ def test_what_the_kernel_cannot_count_is_refused(bits: int, side: int, refused: 
     weight = PackedWeight(WeightScheme(bits, -1), codes, torch.empty(side, 1, device="meta"))
     reason = linear.supports(weight, (9, 0))
     assert (reason is not None and "16 bits" in reason) == refused
+
+
+def test_inputs_past_what_is_counted_in_32_bits_are_launched_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(100_000, 28672, dtype=torch.float16, device="meta")
+    rows = weight_only.most_rows(x)
+    assert 74_000 < rows < 2**31 / 28672
+    torch.manual_seed(9)
+    weight = packed(70, 256, 4, 128)
+    x = torch.randn(300, 256, dtype=torch.float16, device=DEVICE)
+    op = ops.Linear(x, weight, torch.empty(300, 70, dtype=torch.float16, device=DEVICE))
+    together = run(op, 300)
+    launched: list[int] = []
+    launch = weight_only.WeightOnly._launch
+
+    def counted(product: weight_only.WeightOnly, x: torch.Tensor, out: torch.Tensor, rows: int, config: Config) -> None:
+        launched.append(rows)
+        launch(product, x, out, rows, config)
+
+    monkeypatch.setattr(weight_only.WeightOnly, "_launch", counted)
+    monkeypatch.setattr(weight_only, "MOST_PLACES", 130 * 256 + 100)
+    assert torch.equal(run(op, 300), together) and launched == [130, 130, 40]

@@ -4,6 +4,7 @@ times."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -128,6 +129,8 @@ def test_the_figures_of_recorded_times() -> None:
         times("W4A16 g128", "gemlite", 8.0), times("W4A16 g128", "gemlite", 2.0, "8B qkv"),
         times("W4A16 g128", "qserve", 5.0, "70B down", 16), times("W4A16 g128", "qserve", 2.5, "70B down", 64),
         times("16-bit cache", "qserve", 9.0, "8B", 1, 1024), times("fp8 cache", "qserve", 5.0, "8B", 1, 1024),
+        replace(times("fp8 cache", "qserve", 40.0, "8B", 32, 1024), bytes=80_000_000),
+        replace(times("fp8 cache", "qserve", 80.0, "8B", 64, 1024), bytes=240_000_000),
     ]  # fmt: skip
     found = {metric.name: metric.value for metric in figures(roof, recorded)}
     assert found == pytest.approx({
@@ -135,7 +138,7 @@ def test_the_figures_of_recorded_times() -> None:
         "W4A16 g128, all 8B products, 1 rows: against cuBLAS": 2.5,
         "W4A16 g128 against gemlite: geometric mean": 1.0,
         "W4A16 g128 against gemlite: worst": 0.5,
-        "fp8 decode: largest share of the copies' rate": 0.5,
+        "fp8 decode, over 64 MiB or more: least share of the copies' rate": 0.5,
         "fp8 decode against our 16-bit cache: geometric mean": 1.8,
     })  # fmt: skip
     made = report("command", roof, DEFAULT, recorded, {"Marlin": "vllm is not installed"}, {})
