@@ -3,7 +3,8 @@
 ENVIRONMENTS come from ``python tests/environments.py peers DIR``; the dense model is made in MODELS where it is not
 there. NAME is gptqmodel or auto-round. Weights of every linear but the tied head, symmetric, in groups of 64,
 calibrated on the very windows that ``qserve quantize demo --calibration TEXT`` draws: 128 of 512 tokens. Says how long
-it took, and writes a GPTQ checkpoint to OUT, which ``qserve eval OUT --against demo`` measures.
+it took, and writes a GPTQ checkpoint to OUT, which ``qserve eval OUT --against demo`` measures. With ``--beside`` it
+also says how long ``qserve quantize`` takes with these options in the same minutes, before it and after it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import shlex
+import statistics
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from make_models import make_dense
@@ -38,6 +43,7 @@ def main() -> None:
     parser.add_argument("name", choices=SCRIPTS)
     parser.add_argument("out", type=Path)
     parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--beside", metavar="OPTIONS", help="of qserve quantize, such as '--effort fast'")
     arguments = parser.parse_args()
     token_ids = open_model("demo").tokenizer()(load_text(arguments.text).text, add_special_tokens=False)["input_ids"]
     # GPTQMODEL_CPU_WORKERS: it does not start with fewer processors than it expects.
@@ -47,11 +53,28 @@ def main() -> None:
         save_file({"windows": calibration_windows(token_ids, SAMPLES, LENGTH, SEED)}, str(windows))
         python = arguments.environments / arguments.name / "bin" / "python"
         options = [make_dense(arguments.models), windows, arguments.out, str(arguments.bits)]
-        started = time.perf_counter()
-        subprocess.run([python, HERE / SCRIPTS[arguments.name], *options], check=True, env=environment)
-        seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    print(f"{arguments.name}: {seconds:.0f} s from start to end, {peak:.1f} GiB at most")
+        ours: list[float] = []
+        if arguments.beside is not None:
+            command = [sys.executable, "-m", "qserve", "quantize", "demo", Path(work) / "ours", "--overwrite"]
+            command += ["--calibration", arguments.text, "--bits", str(arguments.bits), *shlex.split(arguments.beside)]
+            ours = [seconds_of(command), seconds_of(command)]
+        seconds = seconds_of([python, HERE / SCRIPTS[arguments.name], *options], environment)
+        if ours:
+            ours += [seconds_of(command), seconds_of(command)]
+    print(f"{arguments.name}: {seconds:.0f} s from start to end")
+    if ours:
+        taken = statistics.median(ours)
+        each = ", ".join(f"{each:.0f}" for each in ours)
+        print(f"qserve quantize {arguments.beside}: {each} s, {seconds / taken:.1f} times as fast")
+    else:
+        print(f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.1f} GiB at most")
+
+
+def seconds_of(command: Sequence[str | Path], environment: dict[str, str] | None = None) -> float:
+    """From start to end of a process."""
+    started = time.perf_counter()
+    subprocess.run(command, check=True, env=environment)
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":
