@@ -26,7 +26,7 @@ from qserve.kernels.triton.prepack import planes
 from qserve.kernels.triton.target import Capability, Target, is_interpreted, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.tuning.tuned import choose, left_out
-from qserve.kernels.triton.unpack import half, unpack
+from qserve.kernels.triton.unpack import half, unit, unpack
 from qserve.kernels.triton.workspace import workspace
 
 
@@ -109,6 +109,7 @@ def weight_only_kernel(
                 total += acc * (scale[:, None] if SWAP else scale[None, :])
     if SWAP:
         total = tl.trans(total)
+    total *= unit(DTYPE)
     if GROUP == 0:
         total *= tl.load(scales + ns)[None, :]
     finish(total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,

@@ -85,6 +85,23 @@ def compile_kernel(
     return Compiled(made.asm["ttgir"], made.asm["ptx"], sass, registers, spills, made.metadata.shared)
 
 
+def loop(made: Compiled) -> list[str]:
+    """The instructions of the longest loop that multiplies."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    longest: list[str] = []
+    for line in made.sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(instruction[1])
+            back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            body = code[labels.get(back[1], len(code)) :] if back else []
+            if len(body) > len(longest) and any("MMA" in line for line in body):
+                longest = body
+    return longest
+
+
 def _tool(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 

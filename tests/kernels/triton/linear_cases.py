@@ -158,7 +158,8 @@ def cases() -> dict[str, Case]:
     for capability in CAPABILITIES:
         arch = capability[0] * 10 + capability[1]
         for name, rows in (("few", FEW), ("many", MANY))[: 2 if capability >= (9, 0) else 1]:
-            found[f"w4a16 {name} sm_{arch}"] = weight_only_case(capability, rows)
+            for dtype in ("fp16", "bf16"):
+                found[f"w4a16 {name} {dtype} sm_{arch}"] = weight_only_case(capability, rows, dtype=dtype)
             found[f"int8 {name} sm_{arch}"] = eight_bit_case(capability, rows, "i8")
             if capability >= FP8:
                 found[f"fp8 {name} sm_{arch}"] = eight_bit_case(capability, rows, "fp8e4nv")
@@ -166,11 +167,11 @@ def cases() -> dict[str, Case]:
             made = persistent.default(MANY, 256, grouped=False)
             found[f"persistent channel sm_{arch}"] = persistent_case(capability, made, "fp8e4nv")
         found[f"dequantize sm_{arch}"] = dequantize_case(capability)
+        found |= input_cases(capability)
     grouped, small = persistent.default(MANY, 256, grouped=True), persistent.default(512, 256, grouped=False)
     found["persistent blocks sm_90"] = persistent_case((9, 0), grouped, "fp8e4nv", 128, 128)
     found["persistent small sm_90"] = persistent_case((9, 0), small, "fp8e4nv", out="fp32", accumulate=True)
     found["w8a16 few sm_80"] = weight_only_case((8, 0), FEW, bits=8, group=64)
-    found |= {name: case for name, case in input_cases((9, 0)).items() if "i8" not in name}
     return found
 
 
