@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qserve.kernels.triton.target import shared_bytes
+from qserve.kernels.triton.target import DEFAULT, shared_bytes
+from qserve.kernels.triton.tuning import tuned
+from qserve.kernels.triton.tuning.configs import BUCKETS, Config
 
 HERE = Path(__file__).parent
 
@@ -113,6 +116,26 @@ def test_the_persistent_product_is_fed_by_the_copy_engine(compiled) -> None:  # 
         else:
             assert "tcgen05.mma" in made.ptx, name
     assert resident(compiled["persistent small sm_90"], warps=8) == 2
+
+
+def test_what_is_shipped_is_among_the_configurations(tmp_path: Path) -> None:
+    tiles, many = Config(32, 64, 4, 5, splits=3), Config(128, 256, 8, 3, splits=1, kernel="persistent")
+    keys = {
+        "weight_only bfloat16 bits=4 group=128 pairs n=6144 k=4096": {32: tiles},
+        "weight_only float16 bits=8 group=0 float n=6144 k=4096": {32: tiles},
+        "eight_bit fp8 group=128,128 n=6144 k=4096": {32: tiles, BUCKETS[-1]: many},
+    }
+    file = tuned.begin(replace(DEFAULT, name="NVIDIA H200"), "a test")
+    for key, each in keys.items():
+        file.entries[key] = {bucket: tuned.Measured(config, 1.0, 2.0) for bucket, config in each.items()}
+    file.write(tmp_path / "nvidia-h200-triton-3.9.json")
+    found = load("linear_cases").tuned_cases(tmp_path)
+    assert [case.kernel.__name__ for case in found.values()] == [
+        *["weight_only_kernel"] * 3, "eight_bit_kernel", "persistent_kernel",
+    ]  # fmt: skip
+    for case in list(found.values())[:-1]:
+        assert (case.capability, case.num_warps, case.num_stages) == ((9, 0), 4, 5) and case.constexprs["SPLIT"]
+        assert (case.constexprs["BLOCK_M"], case.constexprs["BLOCK_N"]) == (32, 64)
 
 
 @pytest.mark.slow
