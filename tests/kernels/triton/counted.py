@@ -126,9 +126,9 @@ def fp8(rows: int, n: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Decode:
-    """``moved``: bytes of keys and values; ``partial``: of what the first kernel leaves for the second; ``asked``: those
-    asked for ahead, over those that keep the memory busy; ``issued``: of the time in which the memory moves the keys of
-    a unit, the share that a multiprocessor issues its instructions."""
+    """``moved``: bytes of keys and values; ``partial``: of what the first kernel leaves for the second; ``asked``: of
+    what is asked for ahead, over those that keep the memory busy; ``issued``: of the time in which the memory moves the
+    keys of a unit, the share that a multiprocessor issues its instructions."""
 
     span: Span
     moved: float
@@ -214,7 +214,8 @@ def figures(found: dict[str, Compiled]) -> list[Figure]:
     for rows, goal in ((1, 2.3), (16, 2.3), (32, 2.0), (64, 1.4), (128, 1.0), (256, 0.9), (512, 0.9), (1024, 0.9),
                        (2048, 0.9)):  # fmt: skip
         ours, theirs = total(w4(found, rows, *shape) for shape in SMALL), sum(bf16(rows, *shape) for shape in SMALL)
-        made.append(Figure(f"the four 8B products against bf16, {rows} row{'s' * (rows > 1)}", goal, *quotient(theirs, ours)))
+        name = f"the four 8B products against bf16, {rows} row{'s' * (rows > 1)}"
+        made.append(Figure(name, goal, *quotient(theirs, ours)))
     for name, goal in (("gemlite", 1.3), ("Marlin", 0.8)):
         ratios = []
         for rows, published in zip((1, 16, 64), PUBLISHED[name]):
@@ -248,7 +249,8 @@ def main() -> None:
     found = compile_file(Path(__file__))
     print("| goal | | least overlap | most | what it says |\n|---|---|---|---|---|")
     for each in figures(found):
-        print(f"| {each.name} | {each.goal:g} | {each.low:.4g} | {each.high:.4g} | {each.says} |")
+        low, high = (f"{value:,.0f}" if value > 100 else f"{value:.2f}" for value in (each.low, each.high))
+        print(f"| {each.name} | {each.goal:,g} | {low} | {high} | {each.says} |")
     print("\n| loops for sm_90 | instructions | registers |\n|---|---|---|")
     for name, made in found.items():
         print(f"| {name} | {', '.join(str(len(body)) for body in loops(made))} | {made.registers} |")

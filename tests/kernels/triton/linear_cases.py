@@ -48,7 +48,7 @@ def weight_only_case(
     capability: tuple[int, int], rows: int, bits: int = 4, group: int = 128, kind: str = "pairs",
     dtype: str = "fp16", even_k: bool = True, accumulate: bool = False, config: Config | None = None,
 ) -> Case:  # fmt: skip
-    """``kind`` of scales, or "both" where scales and zero points are float32. ``config``: not the default of ``rows``."""
+    """``kind`` of scales, or "both" where scales and zero points are float32. None: the default of ``rows``."""
     config, planes = config or weight_only.default(rows, bits, group, capability), 16 // bits
     size = _shape(group or 4096, 32 if group else 1, 4096, planes)[0]
     assert kind != "pairs" or planes * size // group in (2, 4)
@@ -210,7 +210,7 @@ def tuned_cases(folder: Path = DATA) -> dict[str, Case]:
 
 
 def every_case() -> dict[str, Case]:
-    """Every default configuration and every way a kernel is specialized, for every architecture; and what is shipped."""
+    """Every default configuration, and every way a kernel is specialized, for every architecture; what is shipped."""
     found = tuned_cases()
     for capability in CAPABILITIES:
         arch = capability[0] * 10 + capability[1]
