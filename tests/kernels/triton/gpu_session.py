@@ -3,10 +3,10 @@
 In this order: the tests marked ``gpu``, each once before any with its second parameters, by as many processes as
 there are cores where pytest-xdist is installed (what they take is compiling, a second for each kernel), none begun when
 their time is over, and every result a line of the log when it is known; the best configurations of the products,
-written where the package looks for them, so that all that follows goes by them; ``qserve bench kernels --device cuda``; the engine end to end; and the
-whole models. A part has its share of the time that is left and ends when it is over, whatever the others did; what it
-had found by then is in OUT: ``session.log``, ``session.json``, the reports, and the configurations. Exits with 1 where
-a part failed.
+written where the package looks for them, so that all that follows goes by them; ``qserve bench kernels --device cuda``;
+the engine end to end; and the whole models. A part has its share of the time that is left and ends when it is over,
+whatever the others did; what it had found by then is in OUT: ``session.log``, ``session.json``, the reports, and the
+configurations. Exits with 1 where a part failed.
 
 ``--parts tests,tune`` runs some: with three calls every part has more time (``tests,tune``; ``kernels``;
 ``end-to-end,whole-model``), the later ones by the configurations of the first, for they are a file of the source tree,
