@@ -48,8 +48,9 @@ def decode_shape(op: Attention) -> Shape:
     """For decodes: the heads of one query, 16 of which are the least that a matrix unit takes."""
     wide = op.head_dim > 128
     rows = max(16, triton.next_power_of_2(op.heads // op.kv_heads))
-    # Blackwell's compiler gives 4 warps too few registers for the NaN of int8 in small heads.
-    warps = 8 if op.k_cache.dtype == torch.int8 and op.head_dim <= 64 else 4
+    # Blackwell's compiler gives 4 warps too few registers for the NaN of int8 in small heads, and for fp8 in wide ones.
+    small = op.k_cache.dtype == torch.int8 and op.head_dim <= 64
+    warps = 8 if small or (op.k_cache.dtype == torch.float8_e4m3fn and wide) else 4
     return Shape(rows, 32 if wide else 64, warps, {1: 4, 2: 3}.get(op.k_cache.dtype.itemsize, 2))
 
 
