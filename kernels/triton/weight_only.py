@@ -118,8 +118,8 @@ def weight_only_kernel(
 
 def default(rows: int, bits: int, group: int, capability: Capability) -> Config:
     """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``group`` 0 is all inputs."""
-    if rows <= 16 and group <= 32 and capability in ((8, 9), (10, 0)):
-        return Config(16, 128, warps=4, stages=4)  # with 64 outputs, or 8 warps on sm_89, the assembler parks registers
+    if rows <= 16 and (group == 0 or (group <= 32 and capability in ((8, 9), (10, 0)))):
+        return Config(16, 128, warps=4, stages=4)  # with 8 warps, or 64 outputs, the assembler parks some registers
     if rows <= 16:
         # The scales of many groups fit the registers of few outputs.
         return Config(16, 64, warps=4, stages=4) if 0 < group <= 32 else Config(16, 128, warps=8, stages=4)
