@@ -48,8 +48,9 @@ def decode_shape(op: Attention) -> Shape:
     """For decodes: the heads of one query, 16 of which are the least that a matrix unit takes."""
     wide = op.head_dim > 128
     rows = max(16, triton.next_power_of_2(op.heads // op.kv_heads))
-    # Blackwell's compiler gives 4 warps too few registers for the NaN of int8 in small heads.
-    warps = 8 if op.k_cache.dtype == torch.int8 and op.head_dim <= 64 else 4
+    # Blackwell's compiler gives 4 warps too few registers for the NaN of int8 in small heads, and for fp8 in wide ones.
+    small = op.k_cache.dtype == torch.int8 and op.head_dim <= 64
+    warps = 8 if small or (op.k_cache.dtype == torch.float8_e4m3fn and wide) else 4
     return Shape(rows, 32 if wide else 64, warps, {1: 4, 2: 3}.get(op.k_cache.dtype.itemsize, 2))
 
 
@@ -83,14 +84,17 @@ def _chunk(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    ahead = begin + tl.arange(0, KEYS)
-    pages = tl.load(table_ptr + ahead // PAGE, mask=ahead < end, other=0)
+    # ``begin`` is a multiple of KEYS, and KEYS of PAGE: where a key lies in its page is known beforehand.
+    ahead = tl.arange(0, KEYS)
+    cell = (head * PAGE + ahead % PAGE)[:, None] * DIM + dims[None, :]
+    table_ptr += ahead // PAGE
+    pages = tl.load(table_ptr + begin // PAGE, mask=begin + ahead < end, other=0)
     for start in range(begin, end, KEYS):
-        keys = start + tl.arange(0, KEYS)
+        keys = start + ahead
         inside = keys < end
-        cells = ((pages.to(tl.int64) * KV_HEADS + head) * PAGE + keys % PAGE)[:, None] * DIM + dims[None, :]
+        cells = pages[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM) + cell
         # Those of the next turn: copies of keys that wait for their pages would not run as far ahead.
-        pages = tl.load(table_ptr + (keys + KEYS) // PAGE, mask=keys + KEYS < end, other=0)
+        pages = tl.load(table_ptr + (start + KEYS) // PAGE, mask=keys + KEYS < end, other=0)
         # What lies behind the last key may be NaN: of the keys it is masked by the scores, of the values here.
         if BLOCK_DIM == DIM:
             k = tl.load(k_ptr + cells)

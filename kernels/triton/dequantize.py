@@ -13,15 +13,15 @@ from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import Planes
 from qserve.kernels.triton.target import is_interpreted
 from qserve.kernels.triton.tuning.configs import Config
-from qserve.kernels.triton.unpack import half, unpack
+from qserve.kernels.triton.unpack import half, unit, unpack
 
 CONFIG = Config(16, 32, warps=4, stages=1, splits=1, kernel="dequantize")
 """A program writes a block of K of this many outputs; the product itself is cuBLAS's."""
 FEWEST_ROWS = 513
 """Counted, not measured. To read 0.52 bytes of a 4-bit weight and write 2 takes 0.59 ps at 4.3 TB/s, to multiply it by
 a row 2.5 fs at 790 TFLOP/s: dequantizing first adds 45 % to 512 rows, 23 % to 1,024, 11 % to 2,048, 6 % to 4,096.
-Unpacking beside the product has 854 instructions to issue in each 1,024 clocks of the matrix unit of sm_90, however
-many rows there are: it adds between nothing, where all of that overlaps, and 83 %. A GPU's tuned data may say otherwise
+Unpacking beside the product has 794 instructions to issue in each 1,024 clocks of the matrix unit of sm_90, however
+many rows there are: it adds between nothing, where all of that overlaps, and 78 %. A GPU's tuned data may say otherwise
 for the rows of any bucket."""
 MOST = 1 << 28
 """Weights that are dequantized at a time: 512 MiB. All of any product in the layers of an 8B model, half of the widest
@@ -61,7 +61,7 @@ def dequantize_kernel(
                 zero = tl.load(zeros + group * padded_n + ns, mask=mine, other=0.0).to(DTYPE)[:, None]
         if ZERO != -1:
             zero = tl.full((1, 1), ZERO, DTYPE)
-        value = unpack(word, zero, plane, BITS, DTYPE, COMPILED).to(tl.float32) * scale[:, None]
+        value = unpack(word, zero, plane, BITS, DTYPE, COMPILED).to(tl.float32) * (unit(DTYPE) * scale)[:, None]
         place = rows[:, None].to(tl.int64) * stride_out + (column + ks)[None, :]
         tl.store(out + place, value.to(DTYPE), mask=mine[:, None])
 

@@ -24,11 +24,11 @@ def _field(word, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, C
 
 @triton.jit
 def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
-    """Field PLANE of each 16-bit word less its zero point, in DTYPE, exactly.
+    """Field PLANE of each 16-bit word less its zero point, in DTYPE, in units of ``unit``, exactly.
 
-    The bits of a power of two whose last place is worth one or less are put over the field, so that a subtraction
-    replaces the conversion from integers, which is several times slower: 1024 in float16, where a field that is not
-    shifted counts 16, and 128 in bfloat16, whose seven bits an 8-bit field exceeds: its highest bit is apart.
+    Nothing is converted from integers, which is several times slower. In float16 the bits of 1024, whose last place is
+    one, are put over the field, where one that is not shifted counts 16. In bfloat16, whose last place has seven bits
+    above it, a field alone is a subnormal number or the next above them: its value times 2**-133, for up to 8 bits.
     """
     if tl.float16 == DTYPE:
         if BITS == 4 and PLANE % 2 == 1:
@@ -39,14 +39,19 @@ def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.conste
                 zero + 1024.0
             )
     elif tl.bfloat16 == DTYPE:
-        if BITS == 4:
-            return _field(word, PLANE * 4, 0xF, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True) - (zero + 128.0)
-        else:
-            low = _field(word, PLANE * 8, 0x7F, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True)
-            high = _field(word, PLANE * 8, 0x80, 0x4300, COMPILED).to(tl.bfloat16, bitcast=True)
-            return (low - 256.0) + (high - zero)
+        # Every second of 4 bits stays where it is and counts 16.
+        SHIFT: tl.constexpr = PLANE * BITS // 8 * 8
+        PLACE: tl.constexpr = PLANE * BITS % 8
+        field = _field(word, SHIFT, ((1 << BITS) - 1) << PLACE, 0, COMPILED).to(tl.bfloat16, bitcast=True)
+        return field * 2.0 ** (127 - PLACE) - zero * 0.015625
     else:
         return ((word >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - zero
+
+
+@triton.jit
+def unit(DTYPE: tl.constexpr):
+    """What a number of ``unpack`` counts: no bfloat16 is large enough to bring a subnormal number to one."""
+    return 64.0 if tl.bfloat16 == DTYPE else 1.0
 
 
 @triton.jit

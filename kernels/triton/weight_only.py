@@ -26,7 +26,7 @@ from qserve.kernels.triton.prepack import planes
 from qserve.kernels.triton.target import Capability, Target, is_interpreted, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.tuning.tuned import choose, left_out
-from qserve.kernels.triton.unpack import half, unpack
+from qserve.kernels.triton.unpack import half, unit, unpack
 from qserve.kernels.triton.workspace import workspace
 
 MOST_PLACES = 2**31 - 2**24
@@ -112,6 +112,7 @@ def weight_only_kernel(
                 total += acc * (scale[:, None] if SWAP else scale[None, :])
     if SWAP:
         total = tl.trans(total)
+    total *= unit(DTYPE)
     if GROUP == 0:
         total *= tl.load(scales + ns)[None, :]
     finish(total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,
@@ -120,8 +121,8 @@ def weight_only_kernel(
 
 def default(rows: int, bits: int, group: int, capability: Capability) -> Config:
     """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``group`` 0 is all inputs."""
-    if rows <= 16 and group <= 32 and capability == (8, 9):
-        return Config(16, 128, warps=4, stages=4)  # with 8 warps, or 64 outputs, its assembler parks some registers
+    if rows <= 16 and (group == 0 or (group <= 32 and capability in ((8, 9), (10, 0)))):
+        return Config(16, 128, warps=4, stages=4)  # with 8 warps, or 64 outputs, the assembler parks some registers
     if rows <= 16:
         # The scales of many groups fit the registers of few outputs.
         return Config(16, 64, warps=4, stages=4) if 0 < group <= 32 else Config(16, 128, warps=8, stages=4)

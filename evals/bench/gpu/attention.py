@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qserve.evals.bench.gpu.linears import INVARIANT
 from qserve.evals.bench.gpu.peers import missing
 from qserve.kernels.ops import BLOCK_SIZE, Attention, Step
-from qserve.kernels.triton.attention import attend_decodes, decode_shape
+from qserve.kernels.triton.attention import attend_decodes
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.schedule import divide
 from qserve.kernels.triton.staging import Staging
@@ -130,9 +131,9 @@ class Contestant:
         return FP8 if self.fp8 else (8, 0)
 
 
-def _ours(decode: Decode) -> list[Callable[[], Tensor]]:
+def _ours(decode: Decode, invariant: bool = False) -> list[Callable[[], Tensor]]:
     heads, device = decode.heads, decode.qkv.device
-    executor = TritonExecutor(device, decode.qkv.dtype)
+    executor = TritonExecutor(device, decode.qkv.dtype, invariant=invariant)
     scale = torch.full((heads.keys,), SCALE, device=device) if decode.fp8 else None
     out = torch.empty(decode.batch, heads.queries, heads.width, dtype=decode.qkv.dtype, device=device)
     op = Attention(
@@ -154,8 +155,8 @@ def _ours(decode: Decode) -> list[Callable[[], Tensor]]:
 
         def run() -> Tensor:
             attend_decodes(
-                op, decode_shape(op), values, softmax, batch.units, batch.count, batch.decodes, batch.positions,
-                batch.staged, min(executor.programs, units * heads.keys),
+                op, executor.decode_shape(op), values, softmax, batch.units, batch.count, batch.decodes,
+                batch.positions, batch.staged, min(executor.programs, units * heads.keys),
             )  # fmt: skip
             return out
 
@@ -200,6 +201,8 @@ def _torch(decode: Decode) -> list[Callable[[], Tensor]]:
 CONTESTANTS = (
     Contestant("qserve", False, _ours, ours=True),
     Contestant("qserve", True, _ours, ours=True),
+    Contestant(INVARIANT, False, partial(_ours, invariant=True)),
+    Contestant(INVARIANT, True, partial(_ours, invariant=True)),
     Contestant("torch, without pages", False, _torch),
     Contestant("FlashInfer", False, _flashinfer, missing=partial(missing, "flashinfer")),
     Contestant("FlashInfer", True, _flashinfer, missing=partial(missing, "flashinfer")),

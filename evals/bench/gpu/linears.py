@@ -34,6 +34,8 @@ SCHEMES: dict[str, Schemes | None] = {
     "FP8 128x128": (WeightScheme(8, 128, dtype="fp8", rows=128), ActivationScheme("fp8", "group", group_size=128)),
 }
 """Weights and inputs of a problem; None for neither rounded."""
+INVARIANT = "qserve, invariant"
+"""The mode in which a row is the same in every batch: what that costs is a comparison like any other."""
 _SAMPLED = 128  # outputs at either end of a product that are compared with what they must be
 _STEP = 2.0**-6  # the scale of inputs in e4m3: the largest is 7
 _WIDEST = 128  # inputs that share a scale, at least
@@ -131,9 +133,9 @@ class Contestant:
     least_gpu: Capability = (8, 0)
 
 
-def _ours(problem: Problem) -> Held:
+def _ours(problem: Problem, invariant: bool = False) -> Held:
     out = torch.empty(len(problem.x), problem.shape[0], dtype=problem.x.dtype, device=problem.x.device)
-    product = linear.prepare(ops.Linear(problem.x, problem.weight, out), problem.x.device)
+    product = linear.prepare(ops.Linear(problem.x, problem.weight, out), problem.x.device, invariant)
     if isinstance(product, linear.DensePrepared):
         product.weight = product.weight.clone()  # of its own
         nbytes = product.weight.nbytes
@@ -195,6 +197,10 @@ def least_gpu(scheme: str) -> Capability:
 CONTESTANTS = (
     Contestant("cuBLAS", "bf16", _cublas),
     *(Contestant("qserve", scheme, _ours, ours=True, least_gpu=least_gpu(scheme)) for scheme in SCHEMES),
+    *(
+        Contestant(INVARIANT, scheme, partial(_ours, invariant=True), least_gpu=least_gpu(scheme))
+        for scheme in ("W4A16 g128", "FP8 channel")
+    ),
     Contestant("torch._weight_int4pack_mm", "W4A16 g128", _int4pack),
     *(
         Contestant(name, scheme, partial(_scaled, rounding=rounding), least_gpu=FP8)

@@ -85,6 +85,28 @@ def compile_kernel(
     return Compiled(made.asm["ttgir"], made.asm["ptx"], sass, registers, spills, made.metadata.shared)
 
 
+def loops(made: Compiled) -> list[list[str]]:
+    """The instructions of every loop that multiplies, the shortest first: the innermost."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    found: list[list[str]] = []
+    for line in made.sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(instruction[1])
+            back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            body = code[labels.get(back[1], len(code)) :] if back else []
+            if any("MMA" in line for line in body):
+                found.append(body)
+    return sorted(found, key=len)
+
+
+def loop(made: Compiled) -> list[str]:
+    """The longest of them, or nothing."""
+    return max(loops(made), key=len, default=[])
+
+
 def _tool(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 

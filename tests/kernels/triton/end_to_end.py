@@ -1,18 +1,21 @@
 """Tokens per second of the engine on this GPU: a random model of 4 bits in the shape of Llama-3-8B, nothing downloaded.
 
 ``python end_to_end.py OUT.json [--tiny]``. So many requests begin together and write so many tokens; the first run
-compiles and captures, the median of the others counts. Steps run one after another, and so that they overlap.
+compiles and captures, the median of the others counts. Steps run one after another, and so that they overlap, and that
+in the invariant mode, too.
 ``--tiny`` goes through Triton's interpreter on the CPU and proves that the program runs, nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import tempfile
 import time
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -91,21 +94,25 @@ def main() -> None:
         save_tiny_model(Path(folder))
         for weights in Path(folder).glob("*.safetensors"):
             weights.unlink()
-        config = EngineConfig(
-            kernels="triton", max_model_len=prompt + output, max_num_seqs=max(counts), enable_prefix_caching=False
-        )
-        engine = Engine(ServedModel(shape_of(model), Path(folder)), config)  # type: ignore[arg-type]
-        forget()
-        overlapping = engine.executor.asynchronous
-        for count in counts:
-            for overlaps in (False, True) if overlapping else (False,):
+        for kernels in ("triton", "triton-invariant"):
+            config = EngineConfig(
+                kernels=kernels, max_model_len=prompt + output, max_num_seqs=max(counts), enable_prefix_caching=False
+            )
+            engine = Engine(ServedModel(shape_of(model), Path(folder)), config)  # type: ignore[arg-type]
+            forget()
+            ways = (False, True) if engine.executor.asynchronous else (False,)
+            for count, overlaps in product(counts, ways if kernels == "triton" else ways[-1:]):
                 engine.overlaps = overlaps
                 rates = [batch(engine, count, prompt, output) for _ in range(1 + repeats)][1:]
-                results.append({"requests": count, "prompt": prompt, "output": output, "overlaps": overlaps,
-                                "tokens_per_second": statistics.median(rates)})  # fmt: skip
-                print(f"{count:3} requests, {'steps overlap' if overlaps else 'one step after another'}: "
+                results.append({"kernels": kernels, "requests": count, "prompt": prompt, "output": output,
+                                "overlaps": overlaps, "tokens_per_second": statistics.median(rates)})  # fmt: skip
+                print(f"{kernels}, {count:3} requests, {'steps overlap' if overlaps else 'one step after another'}: "
                       f"{statistics.median(rates):.1f} tok/s", flush=True)  # fmt: skip
                 asked.out.write_text(json.dumps(found, indent=1))
+            del engine  # its memory is what the next one has
+            gc.collect()
+            if DEVICE.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

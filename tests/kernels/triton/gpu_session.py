@@ -1,10 +1,12 @@
 """Everything that needs a GPU, in one go and under ten minutes: ``python tests/kernels/triton/gpu_session.py OUT``.
 
-In this order: the tests marked ``gpu``; the best configurations of the products, written where the package looks for
-them, so that all that follows goes by them; ``qserve bench kernels --device cuda``; the engine end to end; and the
-whole models. A part has its share of the time that is left and ends when it is over, whatever the others did; what it
-had found by then is in OUT: ``session.log``, ``session.json``, the reports, and the configurations. Exits with 1 where
-a part failed.
+In this order: the tests marked ``gpu``, each once before any with its second parameters, by as many processes as
+there are cores where pytest-xdist is installed (what they take is compiling, a second for each kernel), none begun when
+their time is over, and every result a line of the log when it is known; the best configurations of the products,
+written where the package looks for them, so that all that follows goes by them; ``qserve bench kernels --device cuda``;
+the engine end to end; and the whole models. A part has its share of the time that is left and ends when it is over,
+whatever the others did; what it had found by then is in OUT: ``session.log``, ``session.json``, the reports, and the
+configurations. Exits with 1 where a part failed.
 
 ``--parts tests,tune`` runs some: with three calls every part has more time (``tests,tune``; ``kernels``;
 ``end-to-end,whole-model``), the later ones by the configurations of the first, for they are a file of the source tree,
@@ -29,11 +31,13 @@ from qserve.kernels.triton.tuning.tuned import DATA
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+"""The plugin that ends the tests is found here."""
 LIMIT = 500.0
 """Seconds of all parts together."""
 SPARE = 15.0
 """Seconds that a part needs to end by itself, so that it is told to begin nothing new so much earlier."""
-SHARES = {"tests": 3.0, "tune": 4.0, "kernels": 4.0, "end-to-end": 2.0, "whole-model": 5.0}
+SHARES = {"tests": 5.0, "tune": 4.0, "kernels": 4.0, "end-to-end": 2.0, "whole-model": 5.0}
 """Of the time, in the order in which they run."""
 CLI = ["-c", "from qserve.cli import main; main()"]
 
@@ -43,11 +47,11 @@ def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> di
     limit = {name: f"{max(1.0, each - SPARE):.0f}" for name, each in seconds.items()}
     small = ["--tiny"] if tiny else []
     gpu = [*CLI, "bench", "kernels", "--device", "cuda"]
-    # What takes long is compiling, by one core for each process.
-    at_once = ["-n", "8"] if find_spec("xdist") and not tiny else []
+    at_once = ["-n", str(os.cpu_count() or 1)] if find_spec("xdist") and not tiny else []
     return {
-        "tests": ["-m", "pytest", tests, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--maxfail", "20",
-                  "--tb", "short", *at_once],
+        "tests": ["-m", "pytest", tests, "-m", "gpu", "-v", "-rfEs", "--tb", "short", "--durations", "10",
+                  "--maxfail", "20", "-p", "no:cacheprovider", "-p", "deadline", "--seconds", limit["tests"],
+                  "--timeout", "60", *at_once],
         "tune": [str(HERE / "tiny_kernels.py"), str(out), "--tune"] if tiny
         else [*gpu, "--tune", str(DATA), "--limit", limit["tune"]],
         "kernels": [str(HERE / "tiny_kernels.py"), str(out)] if tiny
@@ -64,7 +68,7 @@ def run(command: list[str], log: Path, seconds: float) -> int:
     with log.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, stdout=stream, stderr=stream, start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(PATHS)},
         )  # fmt: skip
         try:
             return process.wait(seconds)

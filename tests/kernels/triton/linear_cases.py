@@ -5,6 +5,7 @@ Loaded by ``aot.py`` as a program, and by the tests for the names.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from itertools import product
@@ -25,8 +26,12 @@ from qserve.kernels.triton.inputs import (
 from qserve.kernels.triton.prepack import _shape
 from qserve.kernels.triton.target import FP8
 from qserve.kernels.triton.tuning.configs import Config
+from qserve.kernels.triton.tuning.tuned import DATA
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
+GPUS = {"A100": (8, 0), "L4": (8, 9), "L40S": (8, 9), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
+"""By a word of the name that the driver gives."""
+TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp8": "fp8e4nv", "int8": "i8"}
 FEW, MANY = 1, 1024
 """Rows of a decode and of a prefill."""
 
@@ -41,10 +46,10 @@ def _case(
 
 def weight_only_case(
     capability: tuple[int, int], rows: int, bits: int = 4, group: int = 128, kind: str = "pairs",
-    dtype: str = "fp16", even_k: bool = True, accumulate: bool = False,
+    dtype: str = "fp16", even_k: bool = True, accumulate: bool = False, config: Config | None = None,
 ) -> Case:  # fmt: skip
-    """``kind`` of scales, or "both" where scales and zero points are float32."""
-    config, planes = weight_only.default(rows, bits, group, capability), 16 // bits
+    """``kind`` of scales, or "both" where scales and zero points are float32. None: the default of ``rows``."""
+    config, planes = config or weight_only.default(rows, bits, group, capability), 16 // bits
     size = _shape(group or 4096, 32 if group else 1, 4096, planes)[0]
     assert kind != "pairs" or planes * size // group in (2, 4)
     floats = kind in ("float", "both")
@@ -64,9 +69,10 @@ def weight_only_case(
 
 
 def eight_bit_case(
-    capability: tuple[int, int], rows: int, kind: str, group: int = 0, x_group: int = 0, out: str = "fp16"
-) -> Case:
-    config = eight_bit.default(rows, group + x_group > 0, capability)
+    capability: tuple[int, int], rows: int, kind: str, group: int = 0, x_group: int = 0, out: str = "fp16",
+    config: Config | None = None,
+) -> Case:  # fmt: skip
+    config = config or eight_bit.default(rows, group + x_group > 0, capability)
     signature = {
         "x": "*" + kind, "x_scales": "*fp32", "weight": "*" + kind, "scales": "*fp32", "bias": "*" + out,
         "out": "*" + out, "partial": "*fp32", "arrived": "*i32", "rows": "i32", "n": "i32", "stride_x": "i32",
@@ -158,7 +164,8 @@ def cases() -> dict[str, Case]:
     for capability in CAPABILITIES:
         arch = capability[0] * 10 + capability[1]
         for name, rows in (("few", FEW), ("many", MANY))[: 2 if capability >= (9, 0) else 1]:
-            found[f"w4a16 {name} sm_{arch}"] = weight_only_case(capability, rows)
+            for dtype in ("fp16", "bf16"):
+                found[f"w4a16 {name} {dtype} sm_{arch}"] = weight_only_case(capability, rows, dtype=dtype)
             found[f"int8 {name} sm_{arch}"] = eight_bit_case(capability, rows, "i8")
             if capability >= FP8:
                 found[f"fp8 {name} sm_{arch}"] = eight_bit_case(capability, rows, "fp8e4nv")
@@ -166,17 +173,45 @@ def cases() -> dict[str, Case]:
             made = persistent.default(MANY, 256, grouped=False)
             found[f"persistent channel sm_{arch}"] = persistent_case(capability, made, "fp8e4nv")
         found[f"dequantize sm_{arch}"] = dequantize_case(capability)
+        found |= input_cases(capability)
     grouped, small = persistent.default(MANY, 256, grouped=True), persistent.default(512, 256, grouped=False)
     found["persistent blocks sm_90"] = persistent_case((9, 0), grouped, "fp8e4nv", 128, 128)
     found["persistent small sm_90"] = persistent_case((9, 0), small, "fp8e4nv", out="fp32", accumulate=True)
     found["w8a16 few sm_80"] = weight_only_case((8, 0), FEW, bits=8, group=64)
-    found |= {name: case for name, case in input_cases((9, 0)).items() if "i8" not in name}
+    return found
+
+
+def tuned_cases(folder: Path = DATA) -> dict[str, Case]:
+    """Every configuration of the files that are shipped. The dequantizing kernel has but one."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        capability = next(each for name, each in GPUS.items() if name in content["gpu"].split())
+        arch = capability[0] * 10 + capability[1]
+        for key, measured in content["entries"].items():
+            kernel, dtype, *words = key.split()
+            named = dict(word.split("=") for word in words if "=" in word)
+            for rows, each in measured.items():
+                config = Config(**each["config"])
+                name = f"{path.stem} {key} {rows} sm_{arch}"
+                if kernel == "weight_only" and config.kernel == "tiles":
+                    bits, group = int(named["bits"]), int(named["group"])
+                    for kind in ("float", "both") if words[2] == "float" else (words[2],):
+                        found[f"{name} {kind}"] = weight_only_case(
+                            capability, 0, bits, group, kind, TYPES[dtype], accumulate=True, config=config
+                        )
+                elif kernel == "eight_bit":
+                    group, x_group = map(int, named["group"].split(","))
+                    if config.kernel == "persistent":
+                        found[name] = persistent_case(capability, config, TYPES[dtype], group, x_group)
+                    else:
+                        found[name] = eight_bit_case(capability, 0, TYPES[dtype], group, x_group, "bf16", config)
     return found
 
 
 def every_case() -> dict[str, Case]:
-    """Every default configuration, and every way a kernel is specialized, for every architecture."""
-    found = {}
+    """Every default configuration, and every way a kernel is specialized, for every architecture; what is shipped."""
+    found = tuned_cases()
     for capability in CAPABILITIES:
         arch = capability[0] * 10 + capability[1]
         for width in (4096, 8192, 16384, 32768):

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.source import open_model
+from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.ops import Step
 from qserve.kernels.reference import ReferenceExecutor
@@ -144,7 +147,7 @@ def test_logits_are_those_of_the_cpu(
     assert error < limit, error
 
 
-def test_in_the_invariant_mode_neighbours_change_nothing(tiny_packed: Path) -> None:
+def test_in_the_invariant_mode_neighbours_change_nothing(tiny_packed: Path, same_sums: None) -> None:
     executor = TritonExecutor(DEVICE, ACTIVATIONS[-1], invariant=True)
     first = logits_of(model_on(tiny_packed, executor, torch.float16), [0, 1, 2])
     other = logits_of(model_on(tiny_packed, executor, torch.float16), [2, 1, 0])
@@ -157,6 +160,84 @@ def test_a_replayed_graph_gives_what_the_launches_gave(tiny_model: Path) -> None
     decoder = model_on(tiny_model, TritonExecutor(DEVICE, ACTIVATIONS[0]), torch.float16)
     first = logits_of(decoder, [0, 1, 2, 3, 4])
     assert torch.equal(logits_of(decoder, [0, 1, 2, 3, 4]), first)
+
+
+def served(model: Path, way: str) -> tuple[list[int], list[object]]:
+    """Tokens and log-probabilities of one request, by the engine in the invariant mode."""
+    options: dict[str, Any] = {
+        "chunked": {"max_num_batched_tokens": 16}, "preempted": {"kv_cache_memory": 11 * 16 * 256},
+    }.get(way, {})  # fmt: skip
+    config = EngineConfig(**{
+        "kernels": "triton-invariant", "max_num_seqs": 8, "max_model_len": 64, "kv_cache_memory": 4 << 20, **options
+    })  # fmt: skip
+    engine = Engine(str(model), config)
+    tokens = [[3 + (17 * i + 29 * j * j) % 90 for j in range(length)] for i, length in enumerate((40, 20, 20, 20))]
+    first, *others = (SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=5)
+                      for count in (14, 24, 34, 34))  # fmt: skip
+    if way in ("batched", "preempted"):
+        for index, params in enumerate(others):
+            engine.submit(f"other{index}", tokens[index + 1], params)
+        engine.step()
+    elif way == "cached":
+        engine.submit("before", tokens[0], first)
+        while engine.has_work():
+            engine.step()
+    engine.submit("mine", tokens[0], first)
+    found: list[int] = []
+    likely: list[object] = []
+    while engine.has_work():
+        for output in engine.step():
+            if output.request_id == "mine":
+                found += output.token_ids
+                likely += output.logprobs or []
+        engine.check()
+    stats = engine.stats()
+    assert way != "cached" or stats.prefix_hits >= 32
+    assert way != "preempted" or stats.num_preemptions
+    return found, likely
+
+
+@pytest.mark.parametrize("way", ["batched", "chunked", "preempted", "cached"])
+def test_the_engine_in_the_invariant_mode_serves_the_same_bits(tiny_packed: Path, same_sums: None, way: str) -> None:
+    alone = served(tiny_packed, "alone")
+    assert len(alone[0]) == 14 == len(alone[1])
+    assert served(tiny_packed, way) == alone
+
+
+@pytest.mark.parametrize("dtype", [*ACTIVATIONS, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [64, 1100, 4096])
+def test_what_is_done_row_by_row(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    rows, ids = 5, ints([8, 0, 8, 3, 1])
+    table, weight, gate_up = torch.randn(9, width).to(dtype), torch.randn(width), torch.randn(rows, 2 * width) * 4
+    codes = PackedWeight(
+        WeightScheme(4, 32, symmetric=False), torch.randint(0, 16, (9, 64)).to(torch.uint8), torch.rand(9, 2),
+        torch.randint(0, 16, (9, 2)).to(torch.uint8),
+    )  # fmt: skip
+    logits = torch.randn(rows, 5 * width) * 20
+    logits[1, 3], logits[2, 7], logits[3] = -torch.inf, torch.nan, 2.0
+    every = torch.arange(rows, dtype=torch.int32)
+    step = Step(ids, every, every, ints([0, rows]), torch.arange(1, dtype=torch.int32)[None], every.flip(0))
+    outs = []
+    for executor, device, kind in (
+        (TritonExecutor(DEVICE, dtype), DEVICE, dtype),
+        (ReferenceExecutor(), torch.device("cpu"), torch.float32),
+    ):
+        made = [torch.full((rows, n), torch.nan, dtype=kind, device=device) for n in (width, width, width)]
+        x, read = (torch.full((rows, n), torch.nan, device=device) for n in (width, 64))
+        chosen, scores = torch.zeros(rows, dtype=torch.int32, device=device), logits.to(device, copy=True)
+        program = executor.program(rows)
+        program.add([
+            ops.Embed(table.to(kind), x), ops.Embed(codes, read), ops.RMSNorm(x, weight, made[0], 1e-5),
+            ops.SiluMul(gate_up.to(dtype).to(device, kind), made[1]), ops.Gather(x, made[2]),
+            ops.Argmax(scores, chosen), ops.LogSoftmax(scores),
+        ])  # fmt: skip
+        program.run(step)
+        outs.append([each.float().cpu() for each in (x, read, *made, chosen, scores)])
+    places = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    for got, want in zip(*outs):
+        torch.testing.assert_close(got, want, rtol=max(places, 1e-5), atol=1e-5, equal_nan=True)
+    assert torch.equal(outs[0][0], table[ids.long()].float()) and torch.equal(outs[0][5], outs[1][5])
 
 
 @pytest.mark.skipif(is_interpreted(), reason="nothing is asynchronous in the interpreter")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = "pytester"
 PROGRAM = Path(__file__).parent / "gpu_session.py"
 
 
@@ -57,5 +58,26 @@ def test_every_part_has_a_share_of_the_time(tmp_path: Path) -> None:
     assert sum(program["SHARES"].values()) > 0 and program["LIMIT"] < 600
     made = program["commands"](tmp_path, "tests", False, dict.fromkeys(program["SHARES"], 100.0))
     assert list(made) == list(program["SHARES"])
-    for name in ("tune", "kernels", "whole-model"):
-        assert made[name][made[name].index("--limit") + 1] == "85", "told to end before it is ended"
+    for name in ("tests", "tune", "kernels", "whole-model"):
+        option = "--seconds" if name == "tests" else "--limit"
+        assert made[name][made[name].index(option) + 1] == "85", "told to end before it is ended"
+
+
+def test_tests_that_are_late_are_skipped_and_all_have_a_turn_first(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.parametrize("n", range(2))
+        def test_first(n): pass
+
+        @pytest.mark.parametrize("n", range(2))
+        def test_second(n): pass
+    """)
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAM.parent))
+    for seconds, result in (("0", "skipped"), ("1000", "passed")):
+        done = pytester.runpytest_subprocess("-v", "-rs", "-p", "deadline", "--seconds", seconds)
+        lines = [line.partition("::")[2] for line in done.outlines if "::test" in line]
+        assert [line.split()[0][5:] for line in lines] == ["first[0]", "second[0]", "first[1]", "second[1]"]
+        assert done.parseoutcomes() == {result: 4} and done.ret == 0

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qserve.kernels.triton.target import shared_bytes
+from qserve.kernels.triton.target import DEFAULT, shared_bytes
+from qserve.kernels.triton.tuning import tuned
+from qserve.kernels.triton.tuning.configs import BUCKETS, Config
 
 HERE = Path(__file__).parent
 
@@ -23,7 +26,8 @@ def load(name: str):  # type: ignore[no-untyped-def]
     return module
 
 
-aot = load("aot")
+aot, PER_BYTE = load("aot"), load("waves").PER_BYTE
+loop = aot.loop
 
 
 def check(name: str, made) -> None:  # type: ignore[no-untyped-def]
@@ -41,23 +45,6 @@ def resident(made, warps: int) -> int:  # type: ignore[no-untyped-def]
 
 def opcodes(made) -> set[str]:  # type: ignore[no-untyped-def]
     return set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", made.sass, re.M))
-
-
-def loop(made) -> list[str]:  # type: ignore[no-untyped-def]
-    """The instructions of the longest loop that multiplies."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    longest: list[str] = []
-    for line in made.sass.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            code.append(instruction[1])
-            back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
-            body = code[labels.get(back[1], len(code)) :] if back else []
-            if len(body) > len(longest) and any("MMA" in line for line in body):
-                longest = body
-    return longest
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +78,8 @@ def test_the_matrix_unit_is_used_as_each_architecture_wants(compiled) -> None:  
             wanted = "wgmma.mma_async" if "sm_90" in name else "tcgen05.mma"
             assert wanted in made.ptx and "mma.sync" not in made.ptx, name
     for name, opcode in (
-        ("w4a16 many sm_90", "HGMMA"), ("int8 many sm_90", "IGMMA"), ("fp8 many sm_90", "QGMMA"),
-        ("int8 few sm_80", "IMMA"), ("fp8 few sm_89", "QMMA"), ("w4a16 few sm_80", "HMMA"),
+        ("w4a16 many bf16 sm_90", "HGMMA"), ("int8 many sm_90", "IGMMA"), ("fp8 many sm_90", "QGMMA"),
+        ("int8 few sm_80", "IMMA"), ("fp8 few sm_89", "QMMA"), ("w4a16 few bf16 sm_80", "HMMA"),
     ):  # fmt: skip
         assert opcode in opcodes(compiled[name]), name
 
@@ -103,10 +90,13 @@ def test_words_are_unpacked_where_they_are_multiplied(compiled) -> None:  # type
         if name.startswith("w4a16 few"):
             body = loop(made)
             weights = 128 * 256 / 256  # a block of 128 outputs and 256 inputs, of 256 threads
+            assert len(body) / (weights / 2) <= (PER_BYTE if "sm_90" in name else 5), name
             unpacking = [line for line in body if re.search(r"\b(LOP3|SHF|PRMT|HADD2|HFMA2|I2F|F2F)", line)]
             assert len(unpacking) / weights < 1.4, name
             assert len(body) / weights < 2.5, name
             assert not any(re.search(r"\bSTS", line) for line in body), name
+            # A field of bfloat16 is a subnormal number until one fused multiply-add has made it a weight.
+            assert not re.search(r"ftz\S*bf16|HFMA2\S*FTZ", made.ptx + made.sass), name
 
 
 def test_the_persistent_product_is_fed_by_the_copy_engine(compiled) -> None:  # type: ignore[no-untyped-def]
@@ -126,6 +116,26 @@ def test_the_persistent_product_is_fed_by_the_copy_engine(compiled) -> None:  # 
         else:
             assert "tcgen05.mma" in made.ptx, name
     assert resident(compiled["persistent small sm_90"], warps=8) == 2
+
+
+def test_what_is_shipped_is_among_the_configurations(tmp_path: Path) -> None:
+    tiles, many = Config(32, 64, 4, 5, splits=3), Config(128, 256, 8, 3, splits=1, kernel="persistent")
+    keys = {
+        "weight_only bfloat16 bits=4 group=128 pairs n=6144 k=4096": {32: tiles},
+        "weight_only float16 bits=8 group=0 float n=6144 k=4096": {32: tiles},
+        "eight_bit fp8 group=128,128 n=6144 k=4096": {32: tiles, BUCKETS[-1]: many},
+    }
+    file = tuned.begin(replace(DEFAULT, name="NVIDIA H200"), "a test")
+    for key, each in keys.items():
+        file.entries[key] = {bucket: tuned.Measured(config, 1.0, 2.0) for bucket, config in each.items()}
+    file.write(tmp_path / "nvidia-h200-triton-3.9.json")
+    found = load("linear_cases").tuned_cases(tmp_path)
+    assert [case.kernel.__name__ for case in found.values()] == [
+        *["weight_only_kernel"] * 3, "eight_bit_kernel", "persistent_kernel",
+    ]  # fmt: skip
+    for case in list(found.values())[:-1]:
+        assert (case.capability, case.num_warps, case.num_stages) == ((9, 0), 4, 5) and case.constexprs["SPLIT"]
+        assert (case.constexprs["BLOCK_M"], case.constexprs["BLOCK_N"]) == (32, 64)
 
 
 @pytest.mark.slow

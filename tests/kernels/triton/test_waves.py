@@ -16,7 +16,7 @@ from waves import SHAPES, waves  # type: ignore[import-not-found]
 def test_the_last_wave_keeps_the_memory_busy(name: str, rows: int) -> None:
     """Empty slots cost nothing as long as the programs beside them have asked for enough and issue in time."""
     made = waves(*SHAPES[name], rows)
-    assert made.asked > 2 and made.busiest < 0.95
+    assert made.asked > 2 and made.busiest < 0.96
 
 
 def test_a_product_of_few_tiles_is_split() -> None:

@@ -37,22 +37,24 @@ from qserve.evals.bench.roofline import Roof
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
 from qserve.kernels.triton.tuning.stopwatch import Stopwatch
-from qserve.runtime.models.config import decoder_config
+from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of a sequence that decodes, and of a prompt; requests at once; how often; tokens that the peer writes."""
+    """Tokens of a sequence that decodes, and of a prompt; requests that decode at once, and prompts in one step; how
+    often; tokens that the peer writes."""
 
     context: int = 1024
     prompt: int = 2048
     batches: tuple[int, ...] = (1, 8, 32, 128)
+    prompts: tuple[int, ...] = (1, 4)
     repeats: int = 10
     output: int = 32
 
 
-TINY = Work(40, 24, (1, 2), 1, 4)
+TINY = Work(40, 24, (1, 2), (1, 2), 1, 4)
 
 
 def synchronize() -> None:
@@ -89,26 +91,36 @@ def step_of(start: int, count: int, sequences: int, blocks: int) -> Step:
     )
 
 
+def row_bytes(config: DecoderConfig) -> int:
+    """Of what a decoder holds for a token of a step."""
+    wide = config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size
+    return 4 * config.hidden_size + 2 * wide
+
+
 def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: Roof) -> Iterator[dict[str, Any]]:
     """One line after another, of the batches whose keys and values fit beside the weights."""
     spec, kv_dtype = PRECISIONS[precision]
     config, about = decoder_config(shape, name), {"model": name, "precision": precision}
     executor = registry.make("triton", activations=torch.bfloat16)
     device, weights = executor.placement.device, weight_bytes(config, spec)
-    cache = config.kv_bytes_per_token(kv_dtype.itemsize) * max(work.context, work.prompt)
+    cache = config.kv_bytes_per_token(kv_dtype.itemsize) * max(work.context, work.prompts[0] * work.prompt)
     if (reason := lacking(device, weights + cache)) is not None:
         yield {**about, "skipped": f"the weights do not fit: {reason}"}
         return
-    fitting = []
-    for batch in work.batches:
-        cache = batch * (work.context + 16) * config.kv_bytes_per_token(kv_dtype.itemsize)
-        if (reason := lacking(device, weights * 1.05 + cache)) is None:
-            fitting.append(batch)
-        else:
-            yield {**about, "skipped": f"{batch} requests do not fit: with the weights it {reason}"}
-    most = max(fitting, default=1)
-    blocks = max(most * -(-work.context // 16), -(-work.prompt // 16)) + 8
-    sizes = DecoderLimits(max(work.prompt, most), most, max(work.context, work.prompt) + 16, blocks)
+    fitting: dict[str, list[int]] = {"prompts": [], "requests": []}
+    for what, counts, length in (("prompts", work.prompts, work.prompt), ("requests", work.batches, work.context)):
+        for count in counts:
+            # A prompt has rows of inputs, too: of all that a layer has at once, in 16 bits, and those in 32.
+            rows = count * work.prompt * row_bytes(config) if what == "prompts" else 0
+            cache = count * (length + 16) * config.kv_bytes_per_token(kv_dtype.itemsize)
+            if (reason := lacking(device, weights * 1.05 + cache + rows)) is None:
+                fitting[what].append(count)
+            else:
+                yield {**about, "skipped": f"{count} {what} do not fit: with the weights it {reason}"}
+    most, prompts = (max(fitting[what], default=1) for what in ("requests", "prompts"))
+    blocks = max(most * -(-work.context // 16), prompts * -(-work.prompt // 16)) + 8
+    longest = max(work.context, work.prompt) + 16
+    sizes = DecoderLimits(max(prompts * work.prompt, most), max(prompts, most), longest, blocks)
     decoder = Decoder(RandomModel(shape, spec, device), config, executor, sizes, kv_dtype=kv_dtype)
     forget()
     registry.settle(executor)
@@ -131,8 +143,9 @@ def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: 
             "tokens_per_second": tokens / seconds, "share_of_roofline": bound / seconds,
         }  # fmt: skip
 
-    yield line("prefill", step_of(0, work.prompt, 1, blocks), work.prompt, 1)
-    for size in fitting:
+    for size in fitting["prompts"]:
+        yield line("prefill", step_of(0, work.prompt, size, blocks), work.prompt, size)
+    for size in fitting["requests"]:
         yield line("decode", step_of(work.context - 1, 1, size, blocks), work.context, size)
 
 
@@ -184,7 +197,7 @@ def main() -> int:
                 if time.monotonic() > until:
                     raise TimeoutError("no time was left")
                 if precision == "transformers":
-                    args = (device, roof, work.context, work.prompt, work.batches, work.output)
+                    args = (device, roof, work.context, work.prompt, work.prompts, work.batches, work.output)
                     results.extend(static_batching.measure(name, shape, *args))
                 else:
                     results.extend(measure(name, shape, precision, work, roof))
