@@ -26,6 +26,7 @@ from qserve.commands.inspect import inspect
 from qserve.commands.key import key
 from qserve.commands.plan import plan
 from qserve.commands.quantize import quantize
+from qserve.commands.recipes import recipes_for_help
 from qserve.commands.report import report
 from qserve.commands.run import run
 from qserve.commands.simulate import simulate
@@ -111,7 +112,7 @@ def _options(
 
 
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name, epilog=recipes_for_help() if _command is quantize else None)(_command)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from typer.main import get_command
 
 from qserve.cli import app
+from qserve.commands.recipes import RECIPES
 
 EXIT_CODES = (
     ("0", "done"),
@@ -23,6 +24,7 @@ EXIT_CODES = (
     ("130", "interrupted"),
 )
 
+RECIPES_HEADER = ("you want", "use", "why")
 _VALUES = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
@@ -42,6 +44,8 @@ def reference() -> str:
     ]
     for name, command in root.commands.items():
         lines += _command(f"qserve {name}", command)
+        if name == "quantize":
+            lines += _table(RECIPES_HEADER, RECIPES)
     return "\n".join(lines)
 
 

@@ -32,9 +32,24 @@ def quantize(
             "scales; fp8-block: blocks of 128 x 128."
         ),
     ] = _JOB.scheme,
-    bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3, 4, 6 or 8.")] = _JOB.bits,
-    group_size: Annotated[int, typer.Option(help="Inputs that share a scale; -1 for all of them.")] = _JOB.group_size,
-    sym: Annotated[bool, typer.Option("--sym/--asym", help="Symmetric codes, or with zero points.")] = _JOB.symmetric,
+    bits: Annotated[
+        int, typer.Option(help="Bits per weight: 2, 3, 4, 6 or 8. Fewer are smaller and, below 4, clearly worse.")
+    ] = _JOB.bits,
+    group_size: Annotated[
+        int,
+        typer.Option(
+            help="Inputs that share a scale, -1 for all: smaller groups are closer to the model and larger on disk (a "
+            "scale takes 16 bits)."
+        ),
+    ] = _JOB.group_size,
+    sym: Annotated[
+        bool,
+        typer.Option(
+            "--sym/--asym",
+            help="Whether zero is always the same code, or each group has a zero point of its own, as AWQ's "
+            "kernels expect.",
+        ),
+    ] = _JOB.symmetric,
     method: Annotated[
         str,
         typer.Option(
@@ -46,21 +61,33 @@ def quantize(
     effort: Annotated[
         str,
         typer.Option(
-            help="Of gptq. fast: each layer for the inputs it gets. normal: it also makes up for what earlier layers "
-            "lost. best: then learns the rounding (SignRound) and, where the whole model fits memory, tunes all scales "
-            "for its predictions; many times slower."
+            help="How much time gptq may take. fast: each layer keeps its own error small. normal, twice as long: it "
+            "also makes up for what earlier layers lost. best, ten times as long: the rounding is then learned "
+            "(SignRound) and, where the whole model fits memory, all scales are tuned for its predictions."
         ),
     ] = _JOB.effort,
     act_order: Annotated[
-        bool, typer.Option("--act-order/--no-act-order", help="GPTQ: round the most active inputs first.")
+        bool,
+        typer.Option(
+            "--act-order/--no-act-order",
+            help="GPTQ: round the inputs with the largest values first, "
+            "when most others are left to make up for the error. Costs nothing when serving.",
+        ),
     ] = _JOB.act_order,
-    head: Annotated[int, typer.Option(help="Bits of the output head: 8, 6 or 4; 0 keeps it.")] = _JOB.head_bits,
-    embeddings: Annotated[int, typer.Option(help="Bits of the embedding: 8; 0 keeps it.")] = _JOB.embedding_bits,
+    head: Annotated[
+        int,
+        typer.Option(help="Bits of the output head, the largest layer of small models: 8, 6 or 4; 0 keeps it in 16."),
+    ] = _JOB.head_bits,
+    embeddings: Annotated[int, typer.Option(help="Bits of the embedding: 8; 0 keeps it in 16.")] = _JOB.embedding_bits,
     kv_cache: Annotated[
         str, typer.Option(help="Calibrate scales for a KV cache in int8 or fp8; none leaves that to the server.")
     ] = "none",
     kv_scales: Annotated[
-        str, typer.Option(help="Scales of the KV cache: one per tensor, or one per head.")
+        str,
+        typer.Option(
+            help="Scales of the KV cache: tensor, one for each layer's keys and values, "
+            "which most servers read; or head, one for each of their heads, a little closer."
+        ),
     ] = _JOB.kv_granularity,
     target_bits: Annotated[
         float | None,
@@ -71,7 +98,11 @@ def quantize(
     ] = None,
     minimize: Annotated[
         str | None,
-        typer.Option(help="size: mixed precision, the smallest checkpoint within --max-kl.", metavar="size"),
+        typer.Option(
+            help="size: choose each layer's bits so that the checkpoint is the smallest "
+            "whose divergence from the model, measured, is within --max-kl.",
+            metavar="size",
+        ),
     ] = None,
     format: Annotated[
         str,

@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from qserve.cli import app
+from qserve.commands.recipes import RECIPES, recipes_for_help
 from qserve.reference import reference
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,13 @@ ROOT = Path(__file__).parents[2]
 def test_cli_md_is_current() -> None:
     written = (ROOT / "CLI.md").read_text(encoding="utf-8")
     assert written == reference(), "CLI.md is out of date: renew it with `python -m qserve.reference > CLI.md`"
+
+
+def test_the_readme_says_which_options_are_for_what_as_the_help_does() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for row in RECIPES:
+        assert "| " + " | ".join(row) + " |" in readme
+        assert row[0] in recipes_for_help()
 
 
 def test_every_command_and_option_is_described() -> None:

@@ -1,0 +1,29 @@
+"""Which options of ``qserve quantize`` are for what. Knows words alone: the help, CLI.md and the README show them."""
+
+from __future__ import annotations
+
+RECIPES: tuple[tuple[str, str, str], ...] = (
+    ("a good 4-bit model soon", "`--method gptq` (the default)",
+     "every layer makes up for the errors of those before it"),
+    ("the best model of 4 or 3 bits, time does not matter", "`--effort best`; `--bits 3` for 3",
+     "then the rounding is learned, and all scales together"),
+    ("a first look in seconds", "`--method rtn --calibration none`",
+     "no calibration; measurably worse at 4 bits and below"),
+    ("4 bits with zero points for AWQ kernels", "`--method awq+gptq --asym --format awq`",
+     "enlarges the channels with large inputs, then rounds as GPTQ"),
+    ("throughput on int8 tensor cores, or VNNI", "`--scheme w8a8`",
+     "SmoothQuant moves outliers from the inputs into the weights"),
+    ("throughput on Hopper or Ada", "`--scheme fp8`, or `fp8-block`; `--method gptq` is closer",
+     "near lossless; needs no calibration without gptq"),
+    ("a longer context in the same memory", "`--kv-cache fp8` or `int8`",
+     "calibrated scales for the cache, and the mean key, which is not cached"),
+    ("a size between those of uniform bits, or a quality, to hit",
+     "`--target-bits 3.7`, or `--max-kl 0.03 --minimize size`", "bits for each layer from its measured sensitivity"),
+)  # fmt: skip
+"""(what is wanted, the options in Markdown, why)."""
+
+
+def recipes_for_help() -> str:
+    """The first two columns for a terminal, where the lines stay as they are."""
+    lines = [f"  {wanted}:\n      {use.replace('`', '')}" for wanted, use, _ in RECIPES]
+    return "\n".join(["\b", "Which when:", *lines])
