@@ -74,11 +74,11 @@ def shared_inputs(block: nn.Module, linears: dict[str, nn.Linear], hidden: Tenso
 
 def _unreached(groups: list[list[str]], names: list[str]) -> list[list[str]]:
     """Groups of the linears that did not run, formed as their siblings with other numbers in their names were."""
-    roles = {_role(name): index for index, group in enumerate(groups) for name in group}
+    roles = {role(name): index for index, group in enumerate(groups) for name in group}
     found: dict[tuple[str, int], list[str]] = {}
     for name in names:
         parent = name.rpartition(".")[0]
-        found.setdefault((parent, roles.get(_role(name), -1 - len(found))), []).append(name)
+        found.setdefault((parent, roles.get(role(name), -1 - len(found))), []).append(name)
     return list(found.values())
 
 
@@ -86,9 +86,10 @@ def stages(groups: list[list[str]]) -> list[list[list[str]]]:
     """Groups that run in parallel, such as those of one layer's experts, in one stage: they differ in numbers only."""
     found: dict[str, list[list[str]]] = {}
     for group in groups:
-        found.setdefault(_role(group[0]), []).append(group)
+        found.setdefault(role(group[0]), []).append(group)
     return list(found.values())
 
 
-def _role(name: str) -> str:
+def role(name: str) -> str:
+    """``name`` without its numbers: the same for one linear of every expert, and of every block."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

@@ -56,7 +56,7 @@ def convert(
     Every packed weight dequantizes to the same bits, and the quality card is carried along. ``hf`` is the exception:
     it dequantizes and rounds to 16 bits, and has no card. ``progress(done, total)`` counts tensors and modules.
     Raises ``UsageError`` for what the format or one of ``loaders`` cannot hold, ``CheckpointError`` where a weight
-    would change or ``out`` cannot be written.
+    would change, a zero point of 0 is for version 1 of GPTQ, or ``out`` cannot be written.
     """
     if source.path.resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out} is or contains the model itself; choose another directory")
@@ -101,6 +101,9 @@ def _judge(source: ModelSource, spec: QuantSpec, target: Format, loaders: Iterab
     refuses."""
     shapes = {module: (shape[0], shape[1]) for module in source.linears() if (shape := source.shape(module))}
     schemes = {module: spec.scheme_of(module) or spec.weights for module in shapes}
+    if target.name == "gptq" and not all(scheme.symmetric for scheme in schemes.values()):
+        # Its zero points are known: ``pack`` refuses those that version 1 lacks, and otherwise the versions are alike.
+        target = format_named("gptq_v2")
     if limit := target.limit(spec, schemes, shapes):
         raise UsageError(f"{source.name} cannot be written as {target.name}: {limit}")
     for module in _dense_linears(source):

@@ -96,17 +96,24 @@ def output_error(weight: Tensor, change: Tensor, stats: LayerStats | None) -> tu
 
 
 def with_activations(
-    quantized: Quantized, activations: ActivationScheme | None, stats: LayerStats | None
+    quantized: Quantized,
+    activations: ActivationScheme | None,
+    stats: LayerStats | None,
+    input_scale: float | None = None,
 ) -> Quantized:
     """``quantized`` for an input that is rounded as ``activations`` say; its error remains that of the weight alone.
 
-    Raises ``ValueError`` for a static scale without (finite) statistics.
+    ``input_scale`` is the static scale of an input without ``stats``. Raises ``ValueError`` for a static scale with
+    neither, or whose statistics are not finite.
     """
     scale = None
     if activations is not None and not activations.dynamic:
-        if stats is None or not stats.finite():
+        if stats is None and input_scale is not None:
+            scale = input_scale
+        elif stats is None or not stats.finite():
             raise ValueError("a static activation scale needs finite statistics of the input")
-        scale = float(static_scales(stats.absmax.max(), activations.dtype))
+        else:
+            scale = float(static_scales(stats.absmax.max(), activations.dtype))
     return replace(quantized, weight=replace(quantized.weight, activations=activations, input_scale=scale))
 
 

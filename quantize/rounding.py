@@ -5,13 +5,14 @@ Knows which method is for what and how they compose; does not know files, nor ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from qserve.calibration.folds import Fold, apply, find_folds
+from qserve.calibration.groups import role
 from qserve.calibration.kv import KVRecorder
 from qserve.calibration.stats import LayerStats
 from qserve.calibration.visit import Gather, Inputs, Replacement, Visit
@@ -23,10 +24,13 @@ from qserve.quantize.job import QuantizeJob
 from qserve.quantize.kv import recorded
 from qserve.quantize.layer import LayerReport, Quantized, with_activations
 from qserve.quantize.scales import storable
+from qserve.quantize.units import of_experts
 
 # Rows of a layer's input that are kept for methods that round inputs.
 _SAMPLE_ROWS = 512
 _UNREACHED = "rounded to nearest: calibration never reached it"
+# Of an input that nobody saw: e4m3 numbers as they are, to 448 and with all their bits from 1/64 on.
+_UNSEEN_SCALE = 1.0
 
 
 @dataclass
@@ -117,26 +121,53 @@ class BlockQuantizer:
     def _round(
         self, names: list[str], weight: Tensor, stats: LayerStats | None, scheme: WeightScheme
     ) -> Quantized:
-        fallback = _UNREACHED if stats is None and self.job.calibration is not None else ""
-        activations = self.spec.activations
-        if activations is not None and not activations.dynamic and (stats is None or not stats.finite()):
-            raise UsageError(
-                f"{names[0]}: calibration reached it with no finite input, so it has no static scale: give more "
-                "--samples, or use --scheme fp8-tensor"
-            )
-        if stats is not None and "gptq" in self._method:
+        fallback = _UNREACHED if stats is None and self.job.calibration is not None else self._too_few(names, stats)
+        activations, input_scale = self.spec.activations, None
+        if activations is not None and not activations.dynamic:
+            if stats is None:
+                input_scale, origin = self._unseen_scale(names[0])
+                fallback = f"{fallback}; {origin}"
+            elif not stats.finite():
+                raise UsageError(
+                    f"{names[0]}: its calibration input is not finite, so it has no static scale: calibrate on other "
+                    "text, or use --scheme fp8-tensor"
+                )
+        if stats is not None and not fallback and "gptq" in self._method:
             result = gptq.quantize(weight, stats, scheme, act_order=self.job.act_order)
-        elif stats is not None and self._method == "awq":
+        elif stats is not None and not fallback and self._method == "awq":
             result = awq.quantize(weight, stats, scheme)
         else:
             to_nearest = fp8.quantize if scheme.dtype == "fp8" else rtn.quantize
             result = replace(to_nearest(weight, stats, scheme), fallback=fallback)
-        return with_activations(result, activations, stats)
+        return with_activations(result, activations, stats, input_scale)
+
+    def _too_few(self, names: Sequence[str], stats: LayerStats | None) -> str:
+        """Why the Hessian of an input that a router chooses tokens for is not used, or "".
+
+        Of fewer tokens than inputs it is singular, held up by damping alone, and what is fitted to those few is worse
+        on others than rounding to nearest, for which the inputs' magnitudes are enough.
+        """
+        if stats is None or not self._gather.hessian or not of_experts(tuple(names)):
+            return ""
+        tokens, inputs = stats.tokens, len(stats.absmax)
+        if tokens >= inputs:
+            return ""
+        count = f"{tokens} token{'' if tokens == 1 else 's'}"
+        return f"rounded to nearest: calibration reached it with {count}, fewer than its {inputs} inputs"
+
+    def _unseen_scale(self, name: str) -> tuple[float, str]:
+        """The static input scale of a linear that calibration never reached, and where it comes from. Those that it
+        did reach are done: see ``Visit.replace``."""
+        reached = [each.module for each in self._result.reports if not each.fallback.startswith(_UNREACHED)]
+        alike = [self._result.packed[module].input_scale for module in reached if role(module) == role(name)]
+        if scales := [scale for scale in alike if scale is not None]:
+            return max(scales), "its input scale is the largest of the other experts'"
+        return _UNSEEN_SCALE, f"its input scale is {_UNSEEN_SCALE:g}"
 
     def _moved_scale(self, weights: Mapping[str, Tensor], stats: LayerStats | None) -> Tensor | None:
         """Choose what the inputs of these linears are divided by, and move it into the layer before."""
         fold = self._folds.get(frozenset(weights))
-        if fold is None or stats is None or not stats.finite():
+        if fold is None or stats is None or not stats.finite() or self._too_few(list(weights), stats):
             return None
         if all(self.spec.scheme_of(name) is None for name in weights):
             return None  # mixed precision keeps them all

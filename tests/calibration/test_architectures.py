@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from qserve.calibration.blocks import walk
+from qserve.calibration.experts import Experts
 from qserve.calibration.skeleton import Skeleton
+from qserve.calibration.stats import LayerStats
 from qserve.calibration.visit import Gather, Replacement
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import open_model
@@ -97,6 +100,80 @@ def test_experts_without_tokens_are_rounded_and_reported(
     unreached = [layer.module for layer in report.layers if "never reached" in layer.fallback]
     # One token has two of four experts in each of two layers; an expert has three linears.
     assert len(unreached) == 2 * 2 * 3 and all(".experts." in module for module in unreached)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "awq+gptq"])
+def test_experts_with_fewer_tokens_than_inputs_are_rounded_and_reported(
+    method: Literal["gptq", "awq", "awq+gptq"],
+    saved_model: Saved,
+    calibration_text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fitted: list[int] = []
+    for name, function in (("quantize", rounding.awq.quantize), ("search", rounding.awq.search)):
+
+        def noted(weight: Tensor | list[Tensor], *args: object, original: Callable[..., object] = function) -> object:
+            fitted.append(weight[0].shape[-1])
+            return original(weight, *args)
+
+        monkeypatch.setattr(rounding.awq, name, noted)
+    job = QuantizeJob(bits=4, group_size=8, samples=1, sequence_length=8, method=method, calibration=calibration_text)
+    report = pipeline.run(open_model(saved_model("mixtral")), tmp_path / "out", job)
+    experts = [layer for layer in report.layers if ".experts." in layer.module]
+    counts = {layer.module: re.search(r"reached it with (\d+) tokens?, fewer", layer.fallback) for layer in experts}
+    assert all(counts[layer.module] or "never reached" in layer.fallback for layer in experts)
+    assert all(layer.damping is None for layer in experts)
+    # Eight tokens have two experts each, in each of two layers.
+    assert sum(int(found.group(1)) for name, found in counts.items() if found and name.endswith("w2")) == 2 * 8 * 2
+    assert 64 not in fitted  # the inputs of w2 alone
+    others = [layer for layer in report.layers if layer not in experts]
+    assert not any(layer.fallback for layer in others)
+    assert method == "awq" or all(layer.damping for layer in others)
+
+
+def test_experts_with_enough_tokens_are_compensated(saved_model: Saved, calibration_text: str, tmp_path: Path) -> None:
+    job = QuantizeJob(bits=4, group_size=8, samples=8, sequence_length=64, method="gptq", calibration=calibration_text)
+    report = pipeline.run(open_model(saved_model("mixtral")), tmp_path / "out", job)
+    assert any(".experts." in layer.module and layer.damping and not layer.fallback for layer in report.layers)
+
+
+def static(calibration_text: str) -> QuantizeJob:
+    """Of one token."""
+    return QuantizeJob(scheme="fp8-static", samples=1, sequence_length=1, calibration=calibration_text)
+
+
+def test_an_unreached_expert_has_the_input_scale_of_the_others(
+    saved_model: Saved, calibration_text: str, tmp_path: Path
+) -> None:
+    report = pipeline.run(open_model(saved_model("mixtral")), tmp_path / "out", static(calibration_text))
+    read = open_model(tmp_path / "out")
+    unreached = {layer.module for layer in report.layers if "largest of the other experts" in layer.fallback}
+    assert len(unreached) == 2 * 2 * 3
+    for module in unreached:
+        path, leaf = module.rsplit(".", 2)[0], module.rsplit(".", 1)[1]
+        siblings = {f"{path}.{index}.{leaf}" for index in range(4)} - unreached
+        scales = [read.linear(sibling).input_scale or 0.0 for sibling in siblings]
+        assert len(scales) == 2 and read.linear(module).input_scale == max(scales)
+
+
+def test_where_no_expert_is_reached_their_inputs_are_rounded_as_they_are(
+    saved_model: Saved, calibration_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Experts, "forward", lambda self, hidden, *_: torch.zeros_like(hidden))
+    report = pipeline.run(open_model(saved_model("mixtral")), tmp_path / "out", static(calibration_text))
+    read = open_model(tmp_path / "out")
+    experts = [layer for layer in report.layers if ".experts." in layer.module]
+    assert len(experts) == 2 * 4 * 3 and all("input scale is 1" in layer.fallback for layer in experts)
+    assert {read.linear(layer.module).input_scale for layer in experts} == {1.0}
+
+
+def test_inputs_that_are_not_finite_have_no_static_scale(
+    saved_model: Saved, calibration_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LayerStats, "finite", lambda self: False)
+    with pytest.raises(UsageError, match="q_proj: its calibration input is not finite"):
+        pipeline.run(open_model(saved_model("llama")), tmp_path / "out", static(calibration_text))
 
 
 def test_what_has_no_linears_is_refused(tmp_path: Path) -> None:

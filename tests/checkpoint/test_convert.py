@@ -49,8 +49,8 @@ def packed_model(tiny_llama, tmp_path, random_weight):
                 if len(dense.shape(name)) != 2 or embedding or scheme is None:
                     writer.put(name, dense.tensor(name))
                     continue
-                weight = random_weight(scheme, *dense.shape(name), i, bias="v_proj" in name, lowest_zero=1,
-                                       activations=spec.activations_of(module), **options)
+                weight = random_weight(scheme, *dense.shape(name), i, bias="v_proj" in name,
+                                       activations=spec.activations_of(module), **{"lowest_zero": 1, **options})
                 writer.put_linear(module, weight)
             for name, tensor in (extra or {}).items():
                 writer.put(name, tensor)
@@ -68,7 +68,7 @@ LOSSLESS = [
     (SYM, "compressed-tensors", "gptq"), (SYM, "compressed-tensors", "awq"),
     (ASYM, "awq", "gptq_v2"), (ASYM, "awq", "compressed-tensors"), (ASYM, "gptq_v2", "awq"),
     (ASYM, "gptq_v2", "compressed-tensors"), (ASYM, "compressed-tensors", "awq"),
-    (ASYM, "compressed-tensors", "gptq_v2"),
+    (ASYM, "compressed-tensors", "gptq_v2"), (ASYM, "awq", "gptq"), (ASYM, "gptq_v2", "gptq"),
     (TENSOR, "fp8", "compressed-tensors"), (TENSOR, "compressed-tensors", "fp8"),
     (BLOCK, "fp8", "compressed-tensors"), (BLOCK, "compressed-tensors", "fp8"),
 ]  # fmt: skip
@@ -140,7 +140,6 @@ def test_summary_names_format_and_inputs(packed_model) -> None:
         (SYM, "gptq", "gptq", "already"),
         (SYM, "gptq", "exl3", "known: gptq"),
         (SYM, "gptq", "fp8", "fp8 format"),
-        (ASYM, "awq", "gptq", "write gptq_v2"),
         (replace(SYM, weights=WeightScheme(8, 32)), "gptq", "awq", "4-bit"),
         (replace(SYM, weights=WeightScheme(6, 32)), "compressed-tensors", "gptq", "2, 3, 4 or 8 bits"),
         (replace(SYM, overrides={"model.layers.0.mlp.up_proj": WeightScheme(4, 64)}), "gptq", "awq", "one group size"),
@@ -208,9 +207,10 @@ def test_numbers_that_would_be_rounded_are_refused(packed_model, tmp_path, part,
 
 
 def test_a_zero_point_of_0_does_not_fit_version_1(packed_model, tmp_path) -> None:
-    source = packed_model(ASYM, "gptq_v2")
-    with pytest.raises(UsageError, match="gptq_v2"):
+    source = packed_model(ASYM, "gptq_v2", lowest_zero=0)
+    with pytest.raises(CheckpointError, match="zero point of 0; write gptq_v2"):
         convert(source, tmp_path / "out", "gptq")
+    assert not (tmp_path / "out").exists()
 
 
 def test_dense_export_is_rounded_and_says_so(packed_model, tmp_path) -> None:
