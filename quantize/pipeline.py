@@ -297,8 +297,10 @@ def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str 
 
 
 def _fingerprint(source: ModelSource, job: QuantizeJob, text_hash: str | None) -> str:
-    """Everything that the numbers of the result depend on."""
-    numbers = dataclasses.replace(job, overwrite=False, max_memory=None, loaders=(), offload=False)
+    """Everything that the numbers of the result depend on. Loaders only allow or refuse a uniform scheme; they decide
+    what mixed precision chooses from, and in which format."""
+    loaders = tuple(sorted(job.loaders)) if job.mixed else ()
+    numbers = dataclasses.replace(job, overwrite=False, max_memory=None, loaders=loaders, offload=False)
     versions = [f"{package} {version(package)}" for package in ("qserve-llm", "torch", "transformers")]
     versions.append(native.missing() or native.best_isa())
     content = repr((numbers, source.sha256(), text_hash, versions, torch.get_num_threads()))

@@ -264,6 +264,23 @@ def test_the_space_for_all_that_mixed_precision_may_choose_is_there_or_it_is_ref
             step(source, out, jobs[1])
 
 
+def test_a_mixed_job_for_other_loaders_does_not_go_on_from_this_one(wide, tmp_path, monkeypatch):
+    source = HFDirectory(wide)
+    job = QuantizeJob(**{**SMALL, "target_bits": 7.0, "format": "compressed-tensors"})
+    other = dataclasses.replace(job, loaders=("sglang",))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "write_rest", interrupted)
+        pipeline.run(source, tmp_path / "out", job)
+    report = pipeline.run(source, tmp_path / "out", other)
+    assert {v.loader: v.accepts for v in report.verdicts}["sglang"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "write_rest", interrupted)
+        pipeline.run(source, tmp_path / "again", dataclasses.replace(other, loaders=("sglang", "qserve")))
+    with monkeypatch.context() as patch:
+        patch.setattr(rounding.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
+        pipeline.run(source, tmp_path / "again", dataclasses.replace(other, loaders=("qserve", "sglang")))
+
+
 def test_the_card_is_measured_on_the_finished_files_and_stored(llama, tmp_path):
     def measure(path):
         HFDirectory(path).verify()
