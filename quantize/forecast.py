@@ -125,7 +125,7 @@ def _choosing_products(job: QuantizeJob, skeleton: Skeleton, offered: Offered) -
     and where GPTQ follows that, through the block again with each unit but the last, which nothing makes up for."""
     weights = sum(math.prod(size) for size in skeleton.shapes.values())
     tokens = min(job.samples, EXCERPT[0]) * min(job.sequence_length, EXCERPT[1])
-    head = math.prod(skeleton.model.get_input_embeddings().weight.shape)
+    head: int = skeleton.model.get_input_embeddings().weight.numel()
     products = tokens * ((1 + len(offered) / 2) * weights + (1 + len(offered)) * head)
     if rehearses(job, skeleton):
         squares = sum(inp * inp for _, inp in skeleton.shapes.values())
