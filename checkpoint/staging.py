@@ -31,7 +31,7 @@ class Staging:
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self.path = out.parent / f".{out.name}.partial"
+        self.path = _beside(out)
         self.checkpoint = self.path / "checkpoint"
         self._parts = self.path / "parts"
         self._replaced = self.path / "replaced"
@@ -71,10 +71,6 @@ class Staging:
         else:
             os.rename(self._replaced, self._out)
             sync(self._out.parent)
-
-    def nbytes(self) -> int:
-        """What lies here: bytes that are needed no more, or will be free again."""
-        return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file())
 
     def open(self, fingerprint: str | None) -> list[Part]:
         """The parts that the job ``fingerprint`` committed; everything else goes.
@@ -146,3 +142,12 @@ class Staging:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def leftover(out: Path) -> int:
+    """Bytes that lie beside ``out`` already: they are needed no more, or will be free again."""
+    return sum(path.lstat().st_size for path in _beside(out).rglob("*") if path.is_file())
+
+
+def _beside(out: Path) -> Path:
+    return out.parent / f".{out.name}.partial"

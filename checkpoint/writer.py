@@ -28,7 +28,7 @@ from qserve.checkpoint.manifest import write_manifest
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.parts import PartWriter, read_part
 from qserve.checkpoint.safetensors_index import ASIDE, INDEX, SINGLE
-from qserve.checkpoint.staging import Staging
+from qserve.checkpoint.staging import Staging, leftover
 
 
 class CheckpointWriter:
@@ -70,8 +70,7 @@ class CheckpointWriter:
             self._staging = Staging(self.out)
             self.directory = self._staging.checkpoint
             try:
-                self._check_out()
-                self._check_space(expected_bytes)
+                check_out(self.out, overwrite=overwrite, expected_bytes=expected_bytes)
                 self._parts = self._staging.open(fingerprint)
             except BaseException:
                 # Unfinished work of a run before this one stays; without its directory nothing is unfinished.
@@ -80,37 +79,6 @@ class CheckpointWriter:
         self.resumed = len(self._parts)
         self._committed = {tensor.name for part in self._parts for tensor in part.tensors}
         self._names = set(self._committed)
-
-    def _check_out(self) -> None:
-        if not self.out.exists():
-            return
-        if not self.out.is_dir():
-            raise CheckpointError(f"{self.out} is a file; choose a directory for the checkpoint")
-        if os.path.ismount(self.out):
-            raise CheckpointError(f"{self.out} is a mount point, which cannot be replaced; choose a directory inside")
-        if not any(self.out.iterdir()):
-            return
-        if not self._overwrite:
-            raise CheckpointError(
-                f"{self.out} exists and is not empty; choose another directory or pass --overwrite"
-            )
-        if not (self.out / "config.json").exists():
-            raise CheckpointError(f"{self.out} is no checkpoint (no config.json), so it is not overwritten")
-        strange = [path.name for path in self.out.iterdir() if path.is_dir() or path.suffix == ".gguf"]
-        if strange:
-            raise CheckpointError(f"{self.out} holds {strange[0]}, which is no part of a checkpoint: not overwritten")
-        if not os.access(self.out, os.W_OK):
-            raise CheckpointError(f"{self.out} is write-protected, so it is not overwritten; choose another directory")
-
-    def _check_space(self, expected_bytes: int | None) -> None:
-        if expected_bytes is None:
-            return
-        free = shutil.disk_usage(self.out.parent).free + self._staging.nbytes()
-        if 2 * expected_bytes > free:
-            raise CheckpointError(
-                f"no space left for {self.out}: {2 * expected_bytes / 2**20:,.0f} MiB needed (the checkpoint twice, "
-                f"while it is put together), {free / 2**20:,.0f} MiB free; free some space or choose another directory"
-            )
 
     def __enter__(self) -> Self:
         return self
@@ -205,7 +173,7 @@ class CheckpointWriter:
         """Seal, make everything durable and move it to OUT."""
         self.seal()
         with self._guard():
-            self._check_out()  # again: somebody may have put something there meanwhile
+            check_out(self.out, overwrite=self._overwrite)  # again: somebody may have put something there meanwhile
             self._staging.publish()
         self._finished = True
 
@@ -256,3 +224,42 @@ def _shards(tensors: list[TensorBytes], limit: int) -> list[list[TensorBytes]]:
         shards[-1].append(tensor)
         room -= tensor.nbytes
     return shards
+
+
+def check_out(out: Path, *, overwrite: bool, expected_bytes: int | None = None) -> None:
+    """Raise ``CheckpointError`` where a checkpoint of ``expected_bytes`` cannot be put at ``out``. Writes nothing."""
+    out = Path(os.path.expanduser(out)).resolve()
+    existing = next(path for path in out.parents if path.exists())
+    if not existing.is_dir():
+        raise CheckpointError(f"{out} cannot be written: {existing} is a file; choose another directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{out} cannot be written: {existing} is write-protected; choose another directory")
+    _check_replaceable(out, overwrite)
+    if expected_bytes is None:
+        return
+    free = shutil.disk_usage(existing).free + leftover(out)
+    if 2 * expected_bytes > free:
+        raise CheckpointError(
+            f"no space left for {out}: {2 * expected_bytes / 2**20:,.0f} MiB needed (the checkpoint twice, "
+            f"while it is put together), {free / 2**20:,.0f} MiB free; free some space or choose another directory"
+        )
+
+
+def _check_replaceable(out: Path, overwrite: bool) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise CheckpointError(f"{out} is a file; choose a directory for the checkpoint")
+    if os.path.ismount(out):
+        raise CheckpointError(f"{out} is a mount point, which cannot be replaced; choose a directory inside")
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{out} exists and is not empty; choose another directory or pass --overwrite")
+    if not (out / "config.json").exists():
+        raise CheckpointError(f"{out} is no checkpoint (no config.json), so it is not overwritten")
+    strange = [path.name for path in out.iterdir() if path.is_dir() or path.suffix == ".gguf"]
+    if strange:
+        raise CheckpointError(f"{out} holds {strange[0]}, which is no part of a checkpoint: not overwritten")
+    if not os.access(out, os.W_OK):
+        raise CheckpointError(f"{out} is write-protected, so it is not overwritten; choose another directory")

@@ -42,9 +42,10 @@ def error_per_layer(layers: Sequence[LayerReport]) -> str:
     return svg(draw, "error", (9.0, 3.8))
 
 
-def bits_per_layer(layers: Sequence[LayerReport]) -> str:
-    """Stored bits per weight, scales included: blocks from left to right, kinds of linears from top to bottom."""
-    kinds = _by_kind(layers, stored_bits)
+def bits_per_layer(layers: Sequence[LayerReport], symmetric_zeros: bool) -> str:
+    """Stored bits per weight, scales included: blocks from left to right, kinds of linears from top to bottom.
+    ``symmetric_zeros`` as in ``Format``."""
+    kinds = _by_kind(layers, lambda layer: stored_bits(layer, symmetric_zeros))
     blocks = sorted({block for values in kinds.values() for block in values})
     cells = [[values.get(block, math.nan) for block in blocks] for values in kinds.values()]
 
@@ -107,12 +108,13 @@ def divergence_against_size(tried: Sequence[Tried]) -> str:
     return svg(draw, "size", (9.0, 4.2))
 
 
-def stored_bits(layer: LayerReport) -> float:
+def stored_bits(layer: LayerReport, symmetric_zeros: bool) -> float:
     """Bits per weight with the scales of its groups; those of whole channels or tensors are too few to count."""
     scheme = layer.scheme
     if -1 in (scheme.group_size, scheme.rows):
         return float(scheme.bits)
-    return scheme.storage_bits(scheme.rows, scheme.group_size) / (scheme.rows * scheme.group_size)
+    rows, width = scheme.rows, scheme.group_size
+    return scheme.storage_bits(rows, width, symmetric_zeros=symmetric_zeros) / (rows * width)
 
 
 def _by_kind(layers: Sequence[LayerReport], value: Callable[[LayerReport], float]) -> Mapping[str, dict[int, float]]:

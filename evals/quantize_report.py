@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.spec import QuantSpec
 from qserve.evals import plots
 from qserve.evals.page import document, figure, table
@@ -51,6 +52,7 @@ def _data(report: QuantizeReport, worst: Sequence[WorstToken]) -> dict[str, Any]
         "notices": list(report.notices),
         "verdicts": [asdict(verdict) for verdict in report.verdicts],
         "forecast": asdict(report.forecast),
+        "checkpoint_bytes": report.checkpoint_bytes,
         "seconds": report.seconds,
         "peak_bytes": report.peak_bytes,
         "calibration_sha256": report.calibration_sha256,
@@ -67,7 +69,7 @@ def _metrics(report: QuantizeReport) -> tuple[Metric, ...]:
         Metric("top1_agreement", card.top1_agreement, "", "higher"),
     )  # fmt: skip
     return (
-        *measured, Metric("checkpoint_size", report.forecast.checkpoint_bytes, "bytes", "lower"),
+        *measured, Metric("checkpoint_size", report.checkpoint_bytes, "bytes", "lower"),
         Metric("seconds", report.seconds, "s", "lower"), Metric("peak_memory", report.peak_bytes, "bytes", "lower"),
     )  # fmt: skip
 
@@ -127,7 +129,8 @@ def _summary(report: QuantizeReport) -> Section:
         "KV cache": "" if report.spec.kv_cache is None else
         f"{report.spec.kv_cache.dtype} per {report.spec.kv_cache.granularity}",
         "format": report.format,
-        "size": f"{report.forecast.checkpoint_bytes / 2**20:,.1f} MiB, as forecast",
+        "size": f"{report.checkpoint_bytes / 2**20:,.1f} MiB "
+        f"(forecast {report.forecast.checkpoint_bytes / 2**20:,.1f} MiB)",
         "time": f"{report.seconds:.0f} s (forecast {report.forecast.seconds:.0f} s)",
         "memory": f"{report.peak_bytes / 2**20:,.0f} MiB (forecast {report.forecast.peak_bytes / 2**20:,.0f} MiB)",
         "calibration text": f"sha256 {report.calibration_sha256[:12]}" if report.calibration_sha256 else "none",
@@ -162,10 +165,11 @@ def _markdown(text: str) -> str:
 
 
 def _page(full: Report, report: QuantizeReport) -> str:
+    zeros = format_named(report.format).symmetric_zeros
     figures = [
         ("Error per layer", "Squared error of each linear's output on its calibration inputs, relative to the output.",
          plots.error_per_layer(report.layers)),
-        ("Bits per layer", "Stored bits per weight, scales included.", plots.bits_per_layer(report.layers)),
+        ("Bits per layer", "Stored bits per weight, scales included.", plots.bits_per_layer(report.layers, zeros)),
     ]  # fmt: skip
     if report.tried:
         figures.insert(0, (

@@ -33,12 +33,9 @@ def open_source(model: str) -> ModelSource:
 
 def plan(source: ModelSource, out: Path, job: QuantizeJob) -> list[str]:
     """What ``quantize`` would do, in lines; refuses what it would refuse."""
-    from qserve.quantize.forecast import require_memory
-    from qserve.quantize.prepare import prepare
+    from qserve.quantize import pipeline
 
-    prepared = prepare(source, out, job)
-    require_memory(prepared.forecast, job)
-    return prepared.lines()
+    return pipeline.check(source, out, job).lines()
 
 
 def quantize(

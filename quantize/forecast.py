@@ -16,12 +16,13 @@ import torch
 
 from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import CapacityError
-from qserve.checkpoint.spec import QuantSpec
+from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import Forecast, QuantizeJob
 from qserve.quantize.plan import Shapes
 from qserve.quantize.sensitivity import EXCERPT
-from qserve.quantize.units import units
+from qserve.quantize.units import Offered, units
 from qserve.runtime.memory import available_memory
 
 # Measured on a 135M model: what attention and norms add to the products of calibration, and how many
@@ -30,6 +31,8 @@ _OVERHEAD = 1.2
 _ROUNDING = 6000
 # Steps of learned rounding, each a forward and a backward (three products) of this many tokens.
 _LEARNING_TOKENS = 200 * 2 * 512 * 3
+# A pass of the float model alone, relative to one that follows it, which includes one.
+_FLOAT_PASS = 0.5
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
 # triangle is computed, by blocks.
 _HESSIAN_SHARE = 0.45
@@ -53,20 +56,16 @@ GATHERED = 32
 _SHARE = 0.8
 
 
-def forecast(job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSpec) -> Forecast:
+def forecast(
+    job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSpec, format: Format, offered: Offered
+) -> Forecast:
     """Peak memory counts what lives at once: this process as it is, one block in float32, what rounding its largest
     linear takes, and what the tokens of one forward leave behind. Time is the products to compute, at the speed
     measured here.
 
-    The whole batch goes through a block together where that fits, else the most samples that do.
+    The whole batch goes through a block together where that fits, else the most samples that do. What mixed precision
+    has yet to choose from is ``offered``; nothing where all is decided.
     """
-    packed = {m: s for m, s in shapes.of(spec).items() if spec.scheme_of(m) is not None}
-    bits = sum(scheme.storage_bits(*packed[m]) for m in packed if (scheme := spec.scheme_of(m)) is not None)
-    kept = skeleton.source.parameters() - sum(out * inp for m, (out, inp) in packed.items() if m != "lm_head")
-    if "lm_head" in packed and not shapes.tied:
-        kept -= shapes.embedding_shape[0] * shapes.embedding_shape[1]
-    checkpoint_bytes = bits // 8 + 2 * kept
-
     rss = psutil.Process().memory_info().rss
     limit = rss + available_memory() if job.max_memory is None else job.max_memory
     at_once = max(job.samples, 1)
@@ -92,8 +91,49 @@ def forecast(job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSp
     if distills:
         # A forward of the float model, then steps of three products each.
         products += (job.tokens + 3 * STEPS * BATCH * job.sequence_length) * skeleton.source.parameters()
-    seconds = (_OVERHEAD * products + _ROUNDING * weights) / multiplications_per_second()
-    return Forecast(peak, seconds, checkpoint_bytes, at_once, distills)
+    rounded = weights
+    if offered:
+        products += _choosing_products(job, skeleton, offered)
+        rounded += weights
+    seconds = (_OVERHEAD * products + _ROUNDING * rounded) / multiplications_per_second()
+    stored = _checkpoint_bytes(job, skeleton, shapes, spec, format, offered)
+    return Forecast(peak, seconds, stored, at_once, distills)
+
+
+def _checkpoint_bytes(
+    job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSpec, format: Format, offered: Offered
+) -> int:
+    """As ``format`` stores it; of what is ``offered`` the most that may be chosen."""
+    sizes = shapes.of(spec)
+
+    def stored(module: str, scheme: WeightScheme | None) -> int:
+        out, inp = sizes[module]
+        return scheme.storage_bits(out, inp, symmetric_zeros=format.symmetric_zeros) if scheme else 16 * out * inp
+
+    largest = {module: max(stored(module, each) for each in offered[unit]) for unit in offered for module in unit}
+    open_bits = sum(largest.values())
+    if job.target_bits is not None:
+        open_bits = min(open_bits, int(job.target_bits * sum(math.prod(sizes[module]) for module in largest)))
+    bits = open_bits + sum(stored(module, spec.scheme_of(module)) for module in sizes if module not in largest)
+    own = sum(math.prod(size) for module, size in sizes.items() if module != "lm_head" or not shapes.tied)
+    return bits // 8 + 2 * (skeleton.source.parameters() - own)
+
+
+def _choosing_products(job: QuantizeJob, skeleton: Skeleton, offered: Offered) -> float:
+    """Of measuring sensitivities. An excerpt goes through the model with each unit rounded, from the unit's block on
+    (half of the blocks), and through the output layer. Where it is rehearsed, more text goes through the float model,
+    and where GPTQ follows that, through the block again with each unit but the last, which nothing makes up for."""
+    weights = sum(math.prod(size) for size in skeleton.shapes.values())
+    tokens = min(job.samples, EXCERPT[0]) * min(job.sequence_length, EXCERPT[1])
+    head: int = skeleton.model.get_input_embeddings().weight.numel()
+    products = tokens * ((1 + len(offered) / 2) * weights + (1 + len(offered)) * head)
+    if rehearses(job, skeleton):
+        squares = sum(inp * inp for _, inp in skeleton.shapes.values())
+        again = len(offered) / len(skeleton.blocks) - 1 if job.float_samples else 0
+        passes = max(again, _FLOAT_PASS)
+        gathered = min(job.samples, GATHERED) * job.sequence_length
+        products += passes * gathered * (weights + _HESSIAN_SHARE * squares)
+    return products
 
 
 def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:

@@ -190,9 +190,9 @@ class ProgressEvent:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected peak memory of the process (bytes), seconds until the checkpoint is written, its size (bytes), and
-    what is done so that the peak stays within what is there: how many samples go through a block together, and
-    whether the best effort ends with the whole model in memory."""
+    """Expected peak memory of the process (bytes), seconds until the checkpoint is written, its size (bytes; the most
+    it may be where mixed precision has yet to choose), and what is done so that the peak stays within what is there:
+    how many samples go through a block together, and whether the best effort ends with the whole model in memory."""
 
     peak_bytes: int
     seconds: float
@@ -208,6 +208,7 @@ class QuantizeReport:
     notices    what differs from what was asked, what mixed precision chose, what tuning gained, one line each
     tried      sizes and divergences that mixed precision weighed
     verdicts   which loaders accept the checkpoint, and why others do not
+    forecast   made before the start; ``checkpoint_bytes`` is what the weight files came to
     """
 
     spec: QuantSpec
@@ -216,6 +217,7 @@ class QuantizeReport:
     notices: tuple[str, ...]
     verdicts: tuple[LoaderVerdict, ...]
     forecast: Forecast
+    checkpoint_bytes: int
     seconds: float
     peak_bytes: int
     calibration_sha256: str | None

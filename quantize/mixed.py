@@ -5,7 +5,7 @@ Knows candidates and attempts; does not know how sensitivities are measured, nor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from qserve.checkpoint.card import QualityCard
-from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize.allocate import Tried, allocate
 from qserve.quantize.forecast import GATHERED, rehearses
 from qserve.quantize.job import ProgressEvent
 from qserve.quantize.prepare import Preparation
 from qserve.quantize.sensitivity import Compensation, Sensitivities, excerpt, measure
-from qserve.quantize.units import Unit, candidates, units
 
 # For the smallest checkpoint within a divergence: runs at most, and what is close enough below the limit to stop.
 _ATTEMPTS, _CLOSE = 4, 0.85
@@ -127,11 +125,6 @@ class Mixed:
 
     def _measure(self) -> Sensitivities:
         prepared, job = self._prepared, self._job
-        offered = self._offered()
-        if not offered:
-            raise UsageError(
-                f"no linear can have several schemes in the format {prepared.format.name} for {', '.join(job.loaders)}"
-            )
         rehearsed = rehearses(job, prepared.skeleton)
         follows = bool(job.float_samples)
         compensation = Compensation(self._windows[:GATHERED], job.act_order, follows) if rehearsed else None
@@ -142,7 +135,7 @@ class Mixed:
         return measure(
             prepared.skeleton,
             excerpt(self._windows),
-            offered,
+            prepared.offered,
             around=job.target_bits or 4.25,
             symmetric_zeros=prepared.format.symmetric_zeros,
             activations=job.activations,
@@ -150,10 +143,3 @@ class Mixed:
             offload=self._offload,
             progress=lambda done, total: self._tell(ProgressEvent("sensitivity", done, total)),
         )
-
-    def _offered(self) -> Mapping[Unit, Sequence[WeightScheme | None]]:
-        shapes, job = self._prepared.skeleton.shapes, self._job
-        if job.activations is None:
-            return candidates(shapes, self._prepared.format, job.loaders, symmetric=job.symmetric)
-        # Where inputs are rounded, too, there is nothing between that and leaving both alone.
-        return dict.fromkeys(units(shapes), (job.weights, None))

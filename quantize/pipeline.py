@@ -27,11 +27,12 @@ from qserve.calibration.visit import Visit
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import GateFailed, UsageError
+from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import KVScheme
-from qserve.checkpoint.writer import CheckpointWriter
+from qserve.checkpoint.writer import CheckpointWriter, check_out
 from qserve.kernels import native
 from qserve.quantize import distill
 from qserve.quantize.forecast import peak_bytes, require_memory
@@ -72,9 +73,8 @@ def run(
     tell = progress or (lambda event: None)
     if job.max_kl is not None and measure is None:
         raise UsageError("the smallest checkpoint within a divergence needs a measurement of it")
-    prepared = prepare(source, out, job)
-    windows, text_hash = _windows(source, job)
-    require_memory(prepared.forecast, job)
+    prepared, windows, text_hash = _prepare(source, out, job)
+    expected = prepared.forecast
     offload = out.parent if job.offload else None
     mixed = Mixed(prepared, windows, tell, offload) if job.mixed and windows is not None else None
     fingerprint = _fingerprint(source, job, text_hash)
@@ -82,7 +82,7 @@ def run(
         with CheckpointWriter(
             out,
             overwrite=job.overwrite,
-            expected_bytes=prepared.forecast.checkpoint_bytes,
+            expected_bytes=expected.checkpoint_bytes,
             format=prepared.format,
             fingerprint=fingerprint,
         ) as writer:
@@ -98,6 +98,7 @@ def run(
             tell(ProgressEvent("write", 0, 1))
             reports += write_rest(prepared, written, writer)
             staged = writer.seal()
+            stored_bytes = HFDirectory(staged).stored_bytes()
             tell(ProgressEvent("write", 1, 1))
             card = None
             if measure is not None:
@@ -119,13 +120,29 @@ def run(
         layers=tuple(reports),
         notices=notices,
         verdicts=prepared.verdicts,
-        forecast=prepared.forecast,
+        forecast=expected,
+        checkpoint_bytes=stored_bytes,
         seconds=time.perf_counter() - started,
         peak_bytes=peak_bytes(),
         calibration_sha256=text_hash,
         card=card,
         tried=mixed.tried if mixed else (),
     )
+
+
+def check(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
+    """What ``run`` would do. Raises what that would raise before calibration, and writes nothing."""
+    prepared, _, _ = _prepare(source, out, job)
+    check_out(out, overwrite=job.overwrite, expected_bytes=prepared.forecast.checkpoint_bytes)
+    return prepared
+
+
+def _prepare(source: ModelSource, out: Path, job: QuantizeJob) -> tuple[Preparation, Tensor | None, str | None]:
+    """With the calibration windows and the hash of their text."""
+    prepared = prepare(source, out, job)
+    windows, text_hash = _windows(source, job)
+    require_memory(prepared.forecast, job)
+    return prepared, windows, text_hash
 
 
 def _accept(card: QualityCard, accept: Accept, writer: CheckpointWriter) -> None:
@@ -280,8 +297,10 @@ def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str 
 
 
 def _fingerprint(source: ModelSource, job: QuantizeJob, text_hash: str | None) -> str:
-    """Everything that the numbers of the result depend on."""
-    numbers = dataclasses.replace(job, overwrite=False, max_memory=None, loaders=(), offload=False)
+    """Everything that the numbers of the result depend on. Loaders only allow or refuse a uniform scheme; they decide
+    what mixed precision chooses from, and in which format."""
+    loaders = tuple(sorted(job.loaders)) if job.mixed else ()
+    numbers = dataclasses.replace(job, overwrite=False, max_memory=None, loaders=loaders, offload=False)
     versions = [f"{package} {version(package)}" for package in ("qserve-llm", "torch", "transformers")]
     versions.append(native.missing() or native.best_isa())
     content = repr((numbers, source.sha256(), text_hash, versions, torch.get_num_threads()))

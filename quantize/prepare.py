@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,13 +22,15 @@ from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize.forecast import distillation_bytes, forecast
 from qserve.quantize.job import Forecast, QuantizeJob
 from qserve.quantize.plan import Shapes, plan
+from qserve.quantize.units import Offered, offered
 from qserve.runtime.models.config import decoder_config
 
 
 @dataclass(frozen=True)
 class Preparation:
     """What will be done. ``shapes`` (out, in) of every module that becomes packed or might; ``dtype`` of what stays
-    dense; ``notices`` one line for each deviation from what was asked."""
+    dense; ``notices`` one line for each deviation from what was asked; ``offered`` what mixed precision has yet to
+    choose from, until then ``spec`` has the uniform scheme there."""
 
     skeleton: Skeleton
     job: QuantizeJob
@@ -39,12 +41,16 @@ class Preparation:
     verdicts: tuple[LoaderVerdict, ...]
     forecast: Forecast
     dtype: torch.dtype
+    offered: Offered = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """The plan for a person."""
         schemes: dict[str, int] = {}
+        undecided = {module for unit in self.offered for module in unit}
         for module in self.shapes.of(self.spec):
             name = str(self.spec.scheme_of(module) or "kept in floating point")
+            if module in undecided:
+                name = self._undecided()
             schemes[name] = schemes.get(name, 0) + 1
         inputs = f"; inputs {self.spec.activations}" if self.spec.activations else ""
         kv = self.spec.kv_cache
@@ -55,10 +61,16 @@ class Preparation:
             "weights         " + ", ".join(f"{count} x {name}" for name, count in schemes.items()) + inputs + cache,
             f"format          {self.format.name}",
             f"expecting       {_duration(found.seconds)}, {found.peak_bytes / 2**20:,.0f} MiB of memory "
-            f"({found.samples_at_once} samples at once), a checkpoint of {found.checkpoint_bytes / 2**20:,.1f} MiB",
+            f"({found.samples_at_once} samples at once), a checkpoint of {'at most ' if self.offered else ''}"
+            f"{found.checkpoint_bytes / 2**20:,.1f} MiB",
             *(f"note            {notice}" for notice in self.notices),
             *(f"loaders         {verdict}" for verdict in self.verdicts),
         ]
+
+    def _undecided(self) -> str:
+        if self.job.target_bits is not None:
+            return f"chosen per module, {self.job.target_bits:g} bits on average"
+        return f"chosen per module, the fewest bits within a divergence of {self.job.max_kl:g}"
 
 
 def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
@@ -92,11 +104,17 @@ def arrange(
     for verdict in judged:
         if verdict.loader in job.loaders and not verdict.accepts:
             raise UsageError(f"{verdict.loader} would refuse this checkpoint: {verdict.reason}")
-    expected = forecast(job, skeleton, shapes, spec)
+    choices = offered(job, skeleton.shapes, format) if chosen is None else {}
+    if job.mixed and chosen is None and not choices:
+        raise UsageError(
+            f"no linear can have several schemes in the format {format.name} for {', '.join(job.loaders)}; "
+            "choose another --format or --for"
+        )
+    expected = forecast(job, skeleton, shapes, spec, format, choices)
     if job.effort == "best" and not expected.distills:
         needed = distillation_bytes(job, skeleton) / 2**20
         notices += (f"scales will not be tuned end to end: the whole model would take {needed:,.0f} MiB",)
-    return Preparation(skeleton, job, shapes, spec, format, notices, judged, expected, dtype)
+    return Preparation(skeleton, job, shapes, spec, format, notices, judged, expected, dtype, choices)
 
 
 def _format(spec: QuantSpec, skeleton: Skeleton, shapes: Shapes, job: QuantizeJob) -> Format:

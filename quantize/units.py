@@ -11,10 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from qserve.checkpoint.formats.format import FUSED, Format
 from qserve.checkpoint.loaders import verdicts
 from qserve.checkpoint.spec import BITS, QuantSpec, WeightScheme
+from qserve.quantize.job import QuantizeJob
 from qserve.quantize.plan import word_values
 
 Unit = tuple[str, ...]
 """Linears that must share a scheme, because a loader makes one of them."""
+Offered = Mapping[Unit, Sequence[WeightScheme | None]]
+"""The schemes that each unit can have; None keeps 16-bit floats."""
 
 _GROUP_SIZES = (32, 64, 128, -1)
 _EXPERT = re.compile(r"(.*?\.\d+\..*?)\.\d+\.")
@@ -35,6 +38,16 @@ def units(modules: Iterable[str]) -> list[Unit]:
 def of_experts(unit: Unit) -> bool:
     """Whether a router decides which tokens come to it."""
     return _EXPERT.match(f"{unit[0]}.") is not None
+
+
+def offered(job: QuantizeJob, shapes: Mapping[str, tuple[int, int]], format: Format) -> Offered:
+    """What mixed precision chooses from; nothing where ``job`` is not mixed."""
+    if not job.mixed:
+        return {}
+    if job.activations is None:
+        return candidates(shapes, format, job.loaders, symmetric=job.symmetric)
+    # Where inputs are rounded, too, there is nothing between that and leaving both alone.
+    return dict.fromkeys(units(shapes), (job.weights, None))
 
 
 def candidates(

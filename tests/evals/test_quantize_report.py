@@ -48,6 +48,7 @@ def a_report(**changes: object) -> QuantizeReport:
         notices=(f"notice {HOSTILE}",),
         verdicts=(LoaderVerdict("qserve", True), LoaderVerdict("vllm", False, "3 | 4 bits")),
         forecast=Forecast(2**30, 12.5, 2**27, 128),
+        checkpoint_bytes=2**27 + 2**20,
         seconds=13.25,
         peak_bytes=2**29,
         calibration_sha256="ab" * 32,
@@ -106,7 +107,8 @@ def test_json_holds_the_numbers_of_the_report(written: tuple[Path, ...]) -> None
     assert QualityCard.from_json(data["card"]) == CARD
     assert tuple(Tried(**each) for each in data["tried"]) == report.tried
     assert tuple(WorstToken(**each) for each in data["worst"]) == WORST
-    assert Forecast(**data["forecast"]) == report.forecast
+    assert Forecast(**data["forecast"]) == report.forecast and data["checkpoint_bytes"] == report.checkpoint_bytes
+    assert {each["name"]: each["value"] for each in content["metrics"]}["checkpoint_size"] == report.checkpoint_bytes
     assert (data["seconds"], data["peak_bytes"], data["format"]) == (13.25, 2**29, "gptq")
     assert data["spec"]["weights"] == {"bits": 4, "group_size": 64, "symmetric": True, "dtype": "int", "rows": 1}
     assert data["spec"]["overrides"]["model.layers.1.mlp.down_proj"]["bits"] == 8
@@ -120,8 +122,17 @@ def test_the_page_is_whole_and_shows_the_plots(written: tuple[Path, ...]) -> Non
         "Divergence against size", "Error per layer", "Bits per layer", "Tokens with the largest divergence",
         "mean KL divergence (nats)", "squared error of the output, relative", *LINEARS, "0.0512", "7.123",
         "3 | 4 bits", "4.3125"[:5], "512 MiB (forecast 1,024 MiB)",
+        "129.0 MiB (forecast 128.0 MiB)",
     ):  # fmt: skip
         assert expected in page.text, expected
+
+
+def test_bits_per_layer_are_those_that_the_format_stores(tmp_path: Path) -> None:
+    for format, shown in (("gptq", "4.6"), ("compressed-tensors", "4.5")):
+        layers = (LayerReport("model.layers.0.mlp.up_proj", WeightScheme(4, 32), 0.1),)
+        paths = write_report(tmp_path, a_report(layers=layers, format=format, tried=()), name="m", command="c")
+        cells = Page(paths[2].read_text(encoding="utf-8")).text.split("Bits per layer")[-1]
+        assert [bits for bits in ("4.5", "4.6") if re.search(rf"\b{re.escape(bits)}\b", cells)] == [shown]
 
 
 def test_the_page_holds_no_markup_of_strangers_and_loads_nothing(written: tuple[Path, ...]) -> None:

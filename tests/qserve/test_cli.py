@@ -180,9 +180,15 @@ def test_run_serves_drains_and_exits_0(tiny_packed: Path) -> None:
 def test_dry_run_report_and_convert(cli: Cli, tiny_model: Path, text_file: Path, tmp_path: Path) -> None:
     out, pages, other = tmp_path / "w4", tmp_path / "report", tmp_path / "ct"
     options = ("--group-size", 32, "--samples", 4, "--sequence-length", 64, "--calibration", text_file)
-    done = cli("quantize", tiny_model, out, *options, "--target-bits", 5, "--dry-run")
-    assert done.code == 0, done.err
-    assert "a checkpoint of" in done.out and "14 x 4 bit g32" in done.out and not out.exists()
+    for bits in (4, 5):
+        done = cli("quantize", tiny_model, out, *options, "--target-bits", bits, "--dry-run")
+        assert done.code == 0, done.err
+        assert "a checkpoint of at most" in done.out and not list(tmp_path.glob(".w4*")) and not out.exists()
+        assert f"14 x chosen per module, {bits} bits on average" in done.out and "4 bit g32" not in done.out
+    done = cli("quantize", tiny_model, out, *options, "--minimize", "size", "--max-kl", 0.5, "--dry-run")
+    assert "14 x chosen per module, the fewest bits within a divergence of 0.5" in done.out
+    cli("quantize", tiny_model, out, "--dry-run", "--calibration", "missing.txt").refused(1, "missing.txt")
+    cli("quantize", tiny_model, text_file.parent, "--dry-run", *options).refused(1, "not empty")
 
     scored = ("--data", text_file, *SCORED)
     mixed = ("--target-bits", 5, "--format", "gptq")

@@ -38,3 +38,11 @@ def qwen2(tmp_path_factory) -> Path:
     """bfloat16, biases, untied head, a hidden size that 64 does not divide."""
     config = Qwen2Config(hidden_size=96, intermediate_size=128, tie_word_embeddings=False, **SIZES)
     return save(tmp_path_factory.mktemp("qwen2") / "model", config, torch.bfloat16)
+
+
+@pytest.fixture(scope="session", params=[False, True], ids=["untied", "tied"])
+def wide(request, tmp_path_factory) -> Path:
+    """One block, of linears beside which headers are small."""
+    sizes = {**SIZES, "vocab_size": 512, "num_hidden_layers": 1}
+    config = LlamaConfig(hidden_size=512, intermediate_size=1024, tie_word_embeddings=request.param, **sizes)
+    return save(tmp_path_factory.mktemp("wide") / "model", config)

@@ -187,6 +187,100 @@ def test_progress_forecasts_then_counts_down(llama, tmp_path):
     assert report.forecast.checkpoint_bytes == pytest.approx(size, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(format="gptq"), dict(format="gptq_v2", symmetric=False), dict(format="awq", symmetric=False),
+        dict(format="compressed-tensors"), dict(format="compressed-tensors", symmetric=False),
+        dict(format="compressed-tensors", embedding_bits=8, head_bits=8), dict(head_bits=4),
+        dict(scheme="w8a8", method="rtn"), dict(scheme="fp8"), dict(scheme="fp8-block"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_forecast_knows_what_the_format_stores(options, wide, tmp_path):
+    job = QuantizeJob(**{"method": "rtn", "calibration": None, "group_size": 16, **options})
+    report = pipeline.run(HFDirectory(wide), tmp_path / "out", job)
+    size = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert report.checkpoint_bytes == size
+    assert report.forecast.checkpoint_bytes == pytest.approx(size, rel=0.015)
+
+
+def test_what_mixed_precision_may_come_to_is_known_before_it_chooses(llama, tmp_path, monkeypatch):
+    source, out = HFDirectory(llama), tmp_path / "out"
+    monkeypatch.setattr(forecast, "multiplications_per_second", lambda: 1.0)
+
+    def expected(**options):
+        return pipeline.check(source, out, QuantizeJob(**{**SMALL, **options})).forecast
+
+    weights = sum(out * inp for out, inp in Skeleton(source).shapes.values())
+    three, four, eight, most = (expected(target_bits=bits).checkpoint_bytes for bits in (3.0, 4.0, 8.0, 16.0))
+    assert four - three == weights // 8 and eight - three == 5 * weights // 8
+    assert eight < most == expected(max_kl=0.1).checkpoint_bytes  # 8-bit codes and their scales
+    rounded_inputs = dict(scheme="w8a8", method="rtn")
+    most = expected(**rounded_inputs, target_bits=16.0).checkpoint_bytes
+    assert most == expected(**rounded_inputs, target_bits=8.5).checkpoint_bytes + 15 * weights // 16
+    report = pipeline.run(source, tmp_path / "other", QuantizeJob(**SMALL, target_bits=4.6))
+    headers = 10_000
+    assert 0.95 < report.checkpoint_bytes / report.forecast.checkpoint_bytes < 1 + headers / report.checkpoint_bytes
+
+    uniform, nearest, fast, normal = (
+        expected(**options).seconds
+        for options in (dict(), dict(target_bits=4.0, method="rtn"), dict(target_bits=4.0, effort="fast"),
+                        dict(target_bits=4.0))
+    )  # fmt: skip
+    assert nearest < fast < normal > 2 * uniform  # followed with three of the four units of a block
+
+
+def test_a_check_refuses_what_the_run_would_and_writes_nothing(llama, tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("x")
+    (tmp_path / "short.txt").write_text("far too short")
+    source = HFDirectory(llama)
+    refused = [
+        (CheckpointError, "exists and is not empty", {}, "taken"),
+        (CheckpointError, "is a file", {}, "file"),
+        (CheckpointError, "file is a file", {}, "file/out"),
+        (DataError, "missing.txt does not exist", dict(calibration="missing.txt"), "out"),
+        (DataError, "need 128 tokens", dict(calibration=str(tmp_path / "short.txt")), "out"),
+        (CapacityError, "MiB are needed", dict(max_memory=1 << 20), "out"),
+    ]
+    for kind, message, options, out in refused:
+        with pytest.raises(kind, match=message):
+            pipeline.check(source, tmp_path / out, QuantizeJob(**{**SMALL, **options}))
+    pipeline.check(source, tmp_path / "new" / "out", QuantizeJob(**SMALL))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "short.txt", "taken"]
+
+
+def test_the_space_for_all_that_mixed_precision_may_choose_is_there_or_it_is_refused(llama, tmp_path, monkeypatch):
+    source, out = HFDirectory(llama), tmp_path / "out"
+    jobs = [QuantizeJob(**SMALL, target_bits=bits) for bits in (4.0, 8.0)]
+    sizes = [pipeline.check(source, out, job).forecast.checkpoint_bytes for job in jobs]
+    usage = shutil.disk_usage(tmp_path)._replace(free=sum(sizes))
+    monkeypatch.setattr("qserve.checkpoint.writer.shutil.disk_usage", lambda path: usage)
+    pipeline.check(source, out, jobs[0])
+    for step in (pipeline.check, pipeline.run):
+        with pytest.raises(CheckpointError, match="no space left"):
+            step(source, out, jobs[1])
+
+
+def test_a_mixed_job_for_other_loaders_does_not_go_on_from_this_one(wide, tmp_path, monkeypatch):
+    source = HFDirectory(wide)
+    job = QuantizeJob(**{**SMALL, "target_bits": 7.0, "format": "compressed-tensors"})
+    other = dataclasses.replace(job, loaders=("sglang",))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "write_rest", interrupted)
+        pipeline.run(source, tmp_path / "out", job)
+    report = pipeline.run(source, tmp_path / "out", other)
+    assert {v.loader: v.accepts for v in report.verdicts}["sglang"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "write_rest", interrupted)
+        pipeline.run(source, tmp_path / "again", dataclasses.replace(other, loaders=("sglang", "qserve")))
+    with monkeypatch.context() as patch:
+        patch.setattr(rounding.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
+        pipeline.run(source, tmp_path / "again", dataclasses.replace(other, loaders=("qserve", "sglang")))
+
+
 def test_the_card_is_measured_on_the_finished_files_and_stored(llama, tmp_path):
     def measure(path):
         HFDirectory(path).verify()
