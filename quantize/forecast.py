@@ -47,7 +47,7 @@ _NEAREST_BYTES, _ZERO_BYTES = 13, 4
 _HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 14, 8192
 # What a forward holds, relative to the outputs of its linears in float32: in lanes that wait at the widest of them, and
 # in one piece, where samples go through in parts.
-_LANES, _PIECE = 0.7, 1.3
+_LANES, _PIECE = 0.8, 1.3
 # Hidden states' worth of what the float model leaves behind for the lanes: what its linears see, and its outputs.
 _FLOAT_STATES = 4
 # Windows that the sensitivities of mixed precision are gathered from, where GPTQ rounds.
