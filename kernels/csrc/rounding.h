@@ -91,6 +91,7 @@ static void QS_NAME(search_scale)(const qs_scale_search *op, int64_t row)
 }
 
 #define SWEEP_BLOCK 16 /* inputs that are rounded one after the other, before their errors are applied to later ones */
+#define SWEEP_VECTORS (QS_SWEEP_OUTPUTS / 16)
 #define SWEEP_SPAN 64  /* earlier inputs whose errors are applied to a block at once: their part of `upper` stays in cache */
 
 typedef float QS_NAME(floats) __attribute__((vector_size(64), aligned(4), may_alias));
@@ -100,17 +101,17 @@ static inline void QS_NAME(apply_errors)(float *left, const float *errors, const
                                          int32_t count)
 {
     typedef QS_NAME(floats) floats;
-    floats sums[4][QS_SWEEP_OUTPUTS / 16];
+    floats sums[4][SWEEP_VECTORS];
     for (int r = 0; r < 4; r++)
-        for (int v = 0; v < QS_SWEEP_OUTPUTS / 16; v++)
-            sums[r][v] = ((floats *)left)[QS_SWEEP_OUTPUTS / 16 * r + v];
+        for (int v = 0; v < SWEEP_VECTORS; v++)
+            sums[r][v] = ((floats *)left)[SWEEP_VECTORS * r + v];
     for (int32_t k = 0; k < count; k++, upper += stride, errors += QS_SWEEP_OUTPUTS)
         for (int r = 0; r < 4; r++)
-            for (int v = 0; v < QS_SWEEP_OUTPUTS / 16; v++)
+            for (int v = 0; v < SWEEP_VECTORS; v++)
                 sums[r][v] -= upper[r] * ((const floats *)errors)[v];
     for (int r = 0; r < 4; r++)
-        for (int v = 0; v < QS_SWEEP_OUTPUTS / 16; v++)
-            ((floats *)left)[QS_SWEEP_OUTPUTS / 16 * r + v] = sums[r][v];
+        for (int v = 0; v < SWEEP_VECTORS; v++)
+            ((floats *)left)[SWEEP_VECTORS * r + v] = sums[r][v];
 }
 
 /* Every output by itself, so that its bits depend neither on its neighbours nor on the ISA. */
