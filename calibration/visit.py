@@ -31,7 +31,7 @@ from qserve.calibration.stats import LayerStats
 
 DRY_TOKENS = 4
 """Enough to try things out with."""
-# So many samples go through a block at once: with more, every pass comes from memory; with fewer, threads wake too often.
+# Samples that go through a block at once: with more, passes come from memory; with fewer, threads wake too often.
 _TOGETHER = 16
 
 
