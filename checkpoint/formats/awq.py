@@ -149,13 +149,13 @@ def _unsayable(scheme: WeightScheme) -> str | None:
 
 def _pack(values: Tensor) -> Tensor:
     """uint8 [out, n] -> int32 [n, out / 8]."""
-    interleaved = values.reshape(-1, 8, values.shape[1])[:, list(ORDER)].reshape(values.shape)
-    return pack_words(interleaved, 4).t().contiguous()
+    columns = values.t()
+    return pack_words(columns.reshape(len(columns), -1, 8)[..., list(ORDER)].reshape(columns.shape), 4)
 
 
 def _unpack(words: Tensor) -> Tensor:
     """int32 [n, out / 8] -> uint8 [out, n]."""
-    interleaved = unpack_words(words.t(), 4, words.shape[1] * 8).reshape(-1, 8, words.shape[0])
+    interleaved = unpack_words(words, 4, words.shape[1] * 8).view(len(words), -1, 8)
     values = torch.empty_like(interleaved)
-    values[:, list(ORDER)] = interleaved
-    return values.reshape(-1, words.shape[0])
+    values[..., list(ORDER)] = interleaved
+    return values.view(len(words), -1).t().contiguous()

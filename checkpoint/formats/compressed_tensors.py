@@ -89,10 +89,10 @@ class CompressedTensors:
         scales = weight.block_scales()
         parts: dict[str, Tensor] = {}
         if layout == "pack-quantized":
-            parts["weight_packed"] = _pack_rows(codes, scheme.bits)
+            parts["weight_packed"] = pack_words(codes, scheme.bits)
             parts["weight_shape"] = torch.tensor([out, inp], dtype=torch.int64)
             if weight.zeros is not None:
-                parts["weight_zero_point"] = pack_words(weight.zeros, scheme.bits)
+                parts["weight_zero_point"] = pack_words(weight.zeros.t(), scheme.bits).t().contiguous()
         elif layout == "int-quantized":
             parts["weight"] = _signed(codes, scheme)
             if weight.zeros is not None:
@@ -151,7 +151,7 @@ def _unpack(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, 
             f"weight_packed is {list(packed.shape)}, expected {[out, words_for(inp, scheme.bits)]} for {inp} values of "
             f"{scheme.bits} bits in a row"
         )
-    codes = unpack_words(packed.t(), scheme.bits, inp).t().contiguous()
+    codes = unpack_words(packed, scheme.bits, inp)
     if scheme.symmetric:
         return codes, None
     stored, groups = require(parts, "weight_zero_point", torch.int32, 2), scheme.groups(inp)
@@ -159,7 +159,7 @@ def _unpack(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, 
         raise CheckpointError(
             f"weight_zero_point is {list(stored.shape)}, expected {[words_for(out, scheme.bits), groups]}"
         )
-    return codes, unpack_words(stored, scheme.bits, out).contiguous()
+    return codes, unpack_words(stored.t(), scheme.bits, out).t().contiguous()
 
 
 def _read(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
@@ -177,10 +177,6 @@ def _stored_shape(stored: Tensor, packed: tuple[int, ...]) -> tuple[int, int]:
     if len(shape) != 2 or min(shape) < 1 or shape[0] != packed[0]:
         raise CheckpointError(f"weight_shape says {shape}, but weight_packed is {list(packed)}")
     return shape[0], shape[1]
-
-
-def _pack_rows(codes: Tensor, bits: int) -> Tensor:
-    return pack_words(codes.t(), bits).t().contiguous()
 
 
 def _signed(codes: Tensor, scheme: WeightScheme) -> Tensor:

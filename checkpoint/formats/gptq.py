@@ -89,8 +89,8 @@ class GPTQ:
                 raise CheckpointError("GPTQ version 1 cannot store a zero point of 0; write gptq_v2")
             zeros = zeros - 1
         parts = {
-            "qweight": pack_words(weight.codes.t(), scheme.bits),
-            "qzeros": pack_words(zeros, scheme.bits).t().contiguous(),
+            "qweight": pack_words(weight.codes, scheme.bits).t().contiguous(),
+            "qzeros": pack_words(zeros.t(), scheme.bits),
             "scales": half(weight.scales, "a scale").t().contiguous(),
             "g_idx": weight.group_of_input().to(torch.int32),
         }
@@ -105,8 +105,8 @@ class GPTQ:
         qweight = require(parts, "qweight", torch.int32, 2)
         qzeros = require(parts, "qzeros", torch.int32, 2)
         scales = require(parts, "scales", dim=2).t().to(torch.float32).contiguous()
-        codes = _whole(qweight, scheme.bits).t().contiguous()
-        zeros: Tensor | None = _whole(qzeros.t(), scheme.bits).contiguous()
+        codes = _whole(qweight.t(), scheme.bits)
+        zeros: Tensor | None = _whole(qzeros, scheme.bits).t().contiguous()
         assert zeros is not None
         if self.name == "gptq":
             zeros = (zeros + 1) & scheme.max_code
@@ -177,9 +177,10 @@ class GPTQ:
 def _whole(packed: Tensor, bits: int) -> Tensor:
     """uint8 [n, m] from int32 words that are all full."""
     count, words = period(bits)
-    if len(packed) % words:
-        raise CheckpointError(f"{len(packed)} words of {bits}-bit values are not a multiple of {words}")
-    return unpack_words(packed, bits, len(packed) // words * count)
+    stored = packed.shape[1]
+    if stored % words:
+        raise CheckpointError(f"{stored} words of {bits}-bit values are not a multiple of {words}")
+    return unpack_words(packed, bits, stored // words * count)
 
 
 def _fields(scheme: WeightScheme) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Values of a few bits in 32-bit words: one little-endian bit stream, the first value in the lowest bits.
 
-Knows bits; does not know what the values mean. At 3 and 6 bits some values cross a word's end.
+Knows bits; does not know what the values mean. At 3 and 6 bits some values cross the end of a word. Works by bytes,
+which are those of the words as every processor that this runs on holds them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 
-def period(bits: int) -> tuple[int, int]:
-    """(values, words): the smallest run of values that fills whole 32-bit words."""
-    total = math.lcm(bits, 32)
-    return total // bits, total // 32
+def period(bits: int, unit: int = 32) -> tuple[int, int]:
+    """(values, units): the smallest run of values that fills whole units of ``unit`` bits."""
+    total = math.lcm(bits, unit)
+    return total // bits, total // unit
 
 
 def words_for(count: int, bits: int) -> int:
@@ -23,38 +24,35 @@ def words_for(count: int, bits: int) -> int:
 
 
 def pack_words(values: Tensor, bits: int) -> Tensor:
-    """uint8 [n, m] -> int32 [words_for(n), m], packed along the first dimension; what is left of the last word is 0."""
-    count, words = period(bits)
+    """uint8 [n, m] -> int32 [n, words_for(m)], packed row by row; what is left of a row's last word is 0."""
+    count, size = period(bits, 8)
     rows, columns = values.shape
-    runs = -(-rows // count)
-    packed = torch.zeros(runs, words, columns, dtype=torch.int64)
-    for index in range(min(count, rows)):
-        word, shift = divmod(index * bits, 32)
-        value = values[index::count].to(torch.int64)
-        packed[: len(value), word] |= value << shift
-        if shift + bits > 32:
-            packed[: len(value), word + 1] |= value >> (32 - shift)
-    packed &= 0xFFFFFFFF
-    # Two's complement: what exceeds int32 wraps to the negative numbers.
-    signed = (packed - ((packed >> 31) << 32)).to(torch.int32).reshape(-1, columns)
-    return signed[: words_for(rows, bits)].contiguous()
-
-
-def unpack_words(packed: Tensor, bits: int, rows: int) -> Tensor:
-    """int32 [words_for(rows), m] -> uint8 [rows, m]: the inverse of ``pack_words``."""
-    count, words = period(bits)
-    stored, columns = packed.shape
-    runs = -(-rows // count)
-    if stored < runs * words:
-        packed = torch.cat([packed, packed.new_zeros(runs * words - stored, columns)])
-    source = packed.reshape(runs, words, columns)
-    values = torch.empty(runs, count, columns, dtype=torch.uint8)
-    mask = (1 << bits) - 1
+    runs = _padded(values, count).view(rows, -1, count)
+    packed = torch.zeros(rows, runs.shape[1], size, dtype=torch.uint8)
     for index in range(count):
-        word, shift = divmod(index * bits, 32)
-        # The arithmetic shift drags the sign in from the left; the mask keeps only what this word holds.
-        value = (source[:, word] >> shift) & min(mask, (1 << (32 - shift)) - 1)
-        if shift + bits > 32:
-            value = value | ((source[:, word + 1] << (32 - shift)) & mask)
-        values[:, index] = value.to(torch.uint8)
-    return values.reshape(-1, columns)[:rows]
+        byte, shift = divmod(index * bits, 8)
+        packed[..., byte] |= runs[..., index] << shift
+        if shift + bits > 8:
+            packed[..., byte + 1] |= runs[..., index] >> (8 - shift)
+    stream = packed.view(rows, -1)[:, : 4 * words_for(columns, bits)]
+    return _padded(stream, 4).reshape(-1).view(torch.int32).view(rows, -1)
+
+
+def unpack_words(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """int32 [n, words_for(columns)] -> uint8 [n, columns]: the inverse of ``pack_words``."""
+    count, size = period(bits, 8)
+    rows = len(packed)
+    runs = _padded(packed.contiguous().view(torch.uint8), size).view(rows, -1, size)
+    values = torch.empty(rows, runs.shape[1], count, dtype=torch.uint8)
+    for index in range(count):
+        byte, shift = divmod(index * bits, 8)
+        value = runs[..., byte] >> shift
+        if shift + bits > 8:
+            value |= runs[..., byte + 1] << (8 - shift)
+        values[..., index] = value & ((1 << bits) - 1)
+    return values.view(rows, -1)[:, :columns].contiguous()
+
+
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    """[n, m] with zeros at the end of each row, contiguous."""
+    return torch.nn.functional.pad(values, (0, -values.shape[1] % multiple)).contiguous()

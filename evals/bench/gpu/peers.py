@@ -25,7 +25,7 @@ def missing(package: str) -> str | None:
 def _gptq(problem: Problem) -> tuple[Tensor, Tensor]:
     """Words int32 [in * bits / 32, out] and scales [groups, out], in the order of the GPTQ format."""
     packed = problem.packed
-    words = pack_words(packed.codes.t().cpu(), packed.scheme.bits).to(problem.x.device)
+    words = pack_words(packed.codes.cpu(), packed.scheme.bits).t().contiguous().to(problem.x.device)
     return words, packed.scales.t().to(problem.x.dtype).contiguous()
 
 

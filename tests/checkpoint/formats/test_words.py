@@ -21,17 +21,17 @@ def slow_words(values: list[int], bits: int) -> list[int]:
 @given(data=st.data())
 def test_words_are_a_little_endian_bit_stream(bits: int, data: st.DataObject) -> None:
     values = data.draw(st.lists(st.integers(0, (1 << bits) - 1), min_size=1, max_size=100))
-    packed = pack_words(torch.tensor(values, dtype=torch.uint8)[:, None], bits)
-    assert packed.dtype == torch.int32 and len(packed) == words_for(len(values), bits)
-    assert packed[:, 0].tolist() == slow_words(values, bits)
-    assert unpack_words(packed, bits, len(values))[:, 0].tolist() == values
+    packed = pack_words(torch.tensor([values], dtype=torch.uint8), bits)
+    assert packed.dtype == torch.int32 and packed.shape == (1, words_for(len(values), bits))
+    assert packed[0].tolist() == slow_words(values, bits)
+    assert unpack_words(packed, bits, len(values))[0].tolist() == values
 
 
-def test_columns_are_independent() -> None:
-    values = torch.randint(0, 64, (37, 5), dtype=torch.uint8)
+def test_rows_are_independent() -> None:
+    values = torch.randint(0, 64, (37, 5), dtype=torch.uint8).t()
     packed = pack_words(values, 6)
-    assert packed.shape == (7, 5)
-    assert all(packed[:, j].tolist() == slow_words(values[:, j].tolist(), 6) for j in range(5))
+    assert packed.shape == (5, 7)
+    assert all(packed[j].tolist() == slow_words(values[j].tolist(), 6) for j in range(5))
     assert torch.equal(unpack_words(packed, 6, 37), values)
 
 
