@@ -66,7 +66,8 @@ class GGUFFile:
     def __init__(self, path: str | Path, *, name: str | None = None) -> None:
         self.path = Path(path)
         self.name = name or self.path.stem
-        reader = _open(self.path)
+        # With every token and merge of the vocabulary; kept until the tokenizer is made of it.
+        self._reader: GGUFReader | None = (reader := _open(self.path))
         try:
             self._metadata = {key: field.contents() for key, field in reader.fields.items()
                               if not key.startswith("tokenizer.ggml.") or len(field.data) == 1}
@@ -157,9 +158,11 @@ class GGUFFile:
         if model not in ("gpt2", "llama") or (model == "gpt2" and pre not in _PRE_KNOWN | _PRE_DIGITS):
             raise CheckpointError(f"{self.path}: the tokenizer {model!r} with pre-tokenizer {pre!r} is not "
                                   "supported; open the model's Hugging Face directory instead")
-        with _quick_reader():
+        assert self._reader is not None
+        with _lent(self._reader):
             tokenizer = load_tokenizer(self.path.parent, vocab_size=self.config["vocab_size"],
                                        gguf_file=self.path.name)
+        self._reader = None
         if pre in _PRE_DIGITS:
             split_digits(tokenizer)
         return tokenizer
@@ -203,10 +206,10 @@ class _Reader(GGUFReader):
 
 
 @contextmanager
-def _quick_reader() -> Iterator[None]:
-    """For transformers too, which reads the file once more: of a small model, that took most of the time to load."""
+def _lent(reader: GGUFReader) -> Iterator[None]:
+    """To transformers, which would read the file once more: of a small model, that took most of the time to load."""
     before = gguf.GGUFReader
-    gguf.GGUFReader = _Reader  # type: ignore[misc]
+    gguf.GGUFReader = lambda path: reader  # type: ignore[misc, assignment]
     try:
         yield
     finally:

@@ -145,7 +145,6 @@ def quantize(
     from qserve import steps
     from qserve.evals import quality
     from qserve.evals.gate import enforce, judge
-    from qserve.evals.quantize_report import write_report
     from qserve.evals.worst import WorstTokens
 
     if minimize not in (None, "size"):
@@ -208,6 +207,8 @@ def quantize(
     if report.card is not None:
         steps.show_card(report.card, verdicts)
     if report_dir is not None:
+        from qserve.evals.quantize_report import write_report  # imports matplotlib
+
         decoded = worst[-1].decoded(source.tokenizer())
         for path in write_report(report_dir, report, name=out.name, command=command_line(), worst=decoded):
             console.line(f"report: {path}")
