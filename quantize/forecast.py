@@ -22,6 +22,7 @@ from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import Forecast, QuantizeJob
 from qserve.quantize.plan import Shapes
 from qserve.quantize.sensitivity import EXCERPT
+from qserve.quantize.signround import ITERATIONS
 from qserve.quantize.units import Offered, units
 from qserve.runtime.memory import available_memory
 
@@ -30,7 +31,7 @@ from qserve.runtime.memory import available_memory
 _OVERHEAD = 1.2
 _ROUNDING = 6000
 # Steps of learned rounding, each a forward and a backward (three products) of this many tokens.
-_LEARNING_TOKENS = 200 * 2 * 512 * 3
+_LEARNING_TOKENS = ITERATIONS * 2 * 512 * 3
 # A pass of the float model alone, relative to one that follows it, which includes one.
 _FLOAT_PASS = 0.5
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
