@@ -43,9 +43,9 @@ class CheckpointWriter:
 
     Tensors are stored in the order in which they were put, in ``model.safetensors`` or in numbered shards of at
     most ``shard_bytes`` (or one tensor, where that is larger) with an index. ``expected_bytes`` of checkpoint are
-    checked against the free space first; twice that is needed while the shards are made from the parts. With
-    ``overwrite`` a checkpoint at ``out`` is replaced at ``finish`` and kept until then. Only one process can write
-    to ``out`` at a time. Raises ``CheckpointError``.
+    checked against the free space first; twice that is needed while the shards are made from the parts, or once and
+    ``kept_bytes``, where that is more (see ``keep``). With ``overwrite`` a checkpoint at ``out`` is replaced at
+    ``finish`` and kept until then. Only one process can write to ``out`` at a time. Raises ``CheckpointError``.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class CheckpointWriter:
         overwrite: bool = False,
         shard_bytes: int = 4 << 30,
         expected_bytes: int | None = None,
+        kept_bytes: int = 0,
         format: Format = FORMATS["gptq"],
         fingerprint: str | None = None,
     ) -> None:
@@ -71,7 +72,7 @@ class CheckpointWriter:
             self._staging = Staging(self.out)
             self.directory = self._staging.checkpoint
             try:
-                check_out(self.out, overwrite=overwrite, expected_bytes=expected_bytes)
+                check_out(self.out, overwrite=overwrite, expected_bytes=expected_bytes, kept_bytes=kept_bytes)
                 self._parts, self._state = self._staging.open(fingerprint)
             except BaseException:
                 # Unfinished work of a run before this one stays; without its directory nothing is unfinished.
@@ -259,8 +260,9 @@ def _shards(tensors: list[TensorBytes], limit: int) -> list[list[TensorBytes]]:
     return shards
 
 
-def check_out(out: Path, *, overwrite: bool, expected_bytes: int | None = None) -> None:
-    """Raise ``CheckpointError`` where a checkpoint of ``expected_bytes`` cannot be put at ``out``. Writes nothing."""
+def check_out(out: Path, *, overwrite: bool, expected_bytes: int | None = None, kept_bytes: int = 0) -> None:
+    """Raise ``CheckpointError`` where a checkpoint of ``expected_bytes`` cannot be put at ``out``, with ``kept_bytes``
+    of unfinished work beside it on the way. Writes nothing."""
     out = Path(os.path.expanduser(out)).resolve()
     existing = next(path for path in out.parents if path.exists())
     if not existing.is_dir():
@@ -271,10 +273,13 @@ def check_out(out: Path, *, overwrite: bool, expected_bytes: int | None = None) 
     if expected_bytes is None:
         return
     free = shutil.disk_usage(existing).free + leftover(out)
-    if 2 * expected_bytes > free:
+    needed, why = 2 * expected_bytes, "the checkpoint twice, while it is put together"
+    if kept_bytes > expected_bytes:
+        needed, why = expected_bytes + kept_bytes, "the checkpoint, and what a run goes on from after a kill"
+    if needed > free:
         raise CheckpointError(
-            f"no space left for {out}: {2 * expected_bytes / 2**20:,.0f} MiB needed (the checkpoint twice, "
-            f"while it is put together), {free / 2**20:,.0f} MiB free; free some space or choose another directory"
+            f"no space left for {out}: {needed / 2**20:,.0f} MiB needed ({why}), {free / 2**20:,.0f} MiB free; "
+            "free some space or choose another directory"
         )
 
 

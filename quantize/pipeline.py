@@ -83,6 +83,7 @@ def run(
         out,
         overwrite=job.overwrite,
         expected_bytes=expected.checkpoint_bytes,
+        kept_bytes=expected.kept_bytes,
         format=prepared.format,
         fingerprint=fingerprint,
     ) as writer:
@@ -135,7 +136,10 @@ def run(
 def check(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
     """What ``run`` would do. Raises what that would raise before calibration, and writes nothing."""
     prepared, _, _ = _prepare(source, out, job)
-    check_out(out, overwrite=job.overwrite, expected_bytes=prepared.forecast.checkpoint_bytes)
+    expected = prepared.forecast
+    check_out(
+        out, overwrite=job.overwrite, expected_bytes=expected.checkpoint_bytes, kept_bytes=expected.kept_bytes
+    )
     return prepared
 
 

@@ -289,6 +289,11 @@ def test_space_that_is_taken_by_kept_parts_counts_as_there(out: Path, monkeypatc
         CheckpointWriter(out, fingerprint="job", expected_bytes=(10_000 + parts) // 2 + 1)
     with CheckpointWriter(out, fingerprint="job", expected_bytes=(10_000 + parts) // 2) as writer:
         assert writer.resumed == BLOCKS - 1
+    kept = 10_000 + parts - 100
+    with pytest.raises(CheckpointError, match="the checkpoint, and what a run goes on from after a kill"):
+        CheckpointWriter(out, fingerprint="job", expected_bytes=100, kept_bytes=kept + 1)
+    with CheckpointWriter(out, fingerprint="job", expected_bytes=100, kept_bytes=kept) as writer:
+        assert writer.resumed == BLOCKS - 1
 
 
 def forked(action: Callable[[], object]) -> int:

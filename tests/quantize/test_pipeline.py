@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CapacityError, CheckpointError, DataError, GateFailed, UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import key_center
+from qserve.checkpoint.parts import read_part
 from qserve.evals.transformers_scorer import TransformersScorer
 from qserve.quantize import forecast, pipeline, rounding
 from qserve.quantize.job import QuantizeJob
@@ -255,6 +257,7 @@ def test_a_check_refuses_what_the_run_would_and_writes_nothing(llama, tmp_path):
 def test_the_space_for_all_that_mixed_precision_may_choose_is_there_or_it_is_refused(llama, tmp_path, monkeypatch):
     source, out = HFDirectory(llama), tmp_path / "out"
     jobs = [QuantizeJob(**SMALL, target_bits=bits) for bits in (4.0, 8.0)]
+    monkeypatch.setattr(forecast, "EXCERPT", (1, 1))  # what is kept on the way is small beside other models
     sizes = [pipeline.check(source, out, job).forecast.checkpoint_bytes for job in jobs]
     usage = shutil.disk_usage(tmp_path)._replace(free=sum(sizes))
     monkeypatch.setattr("qserve.checkpoint.writer.shutil.disk_usage", lambda path: usage)
@@ -262,6 +265,33 @@ def test_the_space_for_all_that_mixed_precision_may_choose_is_there_or_it_is_ref
     for step in (pipeline.check, pipeline.run):
         with pytest.raises(CheckpointError, match="no space left"):
             step(source, out, jobs[1])
+
+
+@pytest.mark.parametrize("options", [dict(target_bits=5.0), dict(effort="best"), dict(effort="best", target_bits=3.0)])
+def test_the_space_for_what_a_killed_run_goes_on_from_is_known(llama, tmp_path, monkeypatch, options):
+    monkeypatch.setattr(forecast, "EXCERPT", (4, 32))
+    monkeypatch.setattr(pipeline.signround, "ITERATIONS", 40)
+    monkeypatch.setattr(rounding.signround, "tune", functools.partial(rounding.signround.tune, iterations=1))
+    kept = []
+
+    def interrupt(event):
+        if (event.phase, event.done) in (("sensitivity", 5), ("distill", 20)):
+            (state,) = map(read_part, tmp_path.rglob("*.state"))
+            kept.append(sum(tensor.nbytes for tensor in state.tensors))
+        if event.phase == "distill" and event.done == 20:
+            raise KeyboardInterrupt
+
+    source, job = HFDirectory(llama), QuantizeJob(**{**SMALL, **options})
+    expected = pipeline.check(source, tmp_path / "out", job).forecast
+    assert pipeline.check(source, tmp_path / "out", QuantizeJob(**SMALL)).forecast.kept_bytes == 0
+    with suppress(KeyboardInterrupt):
+        pipeline.run(source, tmp_path / "out", job, progress=interrupt)
+    assert len(kept) == len(options) and 0.6 < 2 * max(kept) / expected.kept_bytes < 1.01
+    if job.mixed:  # more than the checkpoint
+        usage = shutil.disk_usage(tmp_path)._replace(free=2 * expected.checkpoint_bytes)
+        monkeypatch.setattr("qserve.checkpoint.writer.shutil.disk_usage", lambda path: usage)
+        with pytest.raises(CheckpointError, match="what a run goes on from after a kill"):
+            pipeline.check(source, tmp_path / "other", job)
 
 
 def test_a_mixed_job_for_other_loaders_does_not_go_on_from_this_one(wide, tmp_path, monkeypatch):
