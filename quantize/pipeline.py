@@ -67,7 +67,8 @@ def run(
     ``measure`` gets the finished checkpoint before it is moved to ``out``; a card it returns is stored inside.
     ``accept`` may refuse that card (``GateFailed``); then nothing is left behind. Everything that can be refused is
     refused before calibration, see ``prepare``; text raises ``DataError``. What a killed or interrupted run had done
-    is kept beside ``out``, and the same call goes on from there with the same result.
+    is kept beside ``out``, and the same call goes on from there with the same result: of choosing, rounding and tuning
+    about one block's work is lost at most, and of ``measure`` all that it had done.
     """
     started = time.perf_counter()
     heap.one_arena()

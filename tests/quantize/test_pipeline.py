@@ -677,6 +677,19 @@ def test_what_no_calibration_text_passes_through_goes_on_too(llama, tmp_path, mo
     assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
 
 
+def test_a_rounded_head_and_embedding_are_not_rounded_again(wide, tmp_path, monkeypatch):
+    options = dict(method="rtn", calibration=None, format="compressed-tensors", head_bits=8, embedding_bits=8)
+    source, job = HFDirectory(wide), QuantizeJob(**SMALL, **options)
+    whole = pipeline.run(source, tmp_path / "whole", job)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HFDirectory, "save_tokenizer", interrupted)
+        pipeline.run(source, tmp_path / "out", job)
+    monkeypatch.setattr("qserve.quantize.rest._round", lambda *_: pytest.fail("it was rounded again"))
+    report = pipeline.run(source, tmp_path / "out", job)
+    assert report.layers == whole.layers and [layer.module for layer in report.layers][-2] == "lm_head"
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
 def test_once_all_blocks_are_done_no_text_passes_through_them_again(llama, tmp_path, monkeypatch):
     source, job = HFDirectory(llama), QuantizeJob(**SMALL)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
