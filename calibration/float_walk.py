@@ -5,7 +5,7 @@ Knows how text passes through the blocks; does not know what it is for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.stats import LayerStats
 from qserve.calibration.visit import Visit
+from qserve.checkpoint.parts import Part
 
 # Samples in a forward at once, and the tokens that are enough to see which linears share an input.
 _AT_ONCE, _FEW = 4, 4
@@ -32,10 +33,21 @@ class FloatWalk:
         self._outputs = Activations(samples, length, skeleton.hidden_size, offload)
         self._calls, self._few = skeleton.stem(windows, _FEW, self._outputs)
 
+    def states(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, float32 [samples, length, width]) a few samples at a time: what the block after the one that was
+        entered last will be given."""
+        for start in range(0, self._outputs.shape[0], _AT_ONCE):
+            yield f"float.{start}", self._outputs.read(start, start + _AT_ONCE)
+
+    def resume(self, kept: Part) -> None:
+        """Go on with the block that ``kept``, the ``states`` of another walk, was for."""
+        for start in range(0, self._outputs.shape[0], _AT_ONCE):
+            self._outputs.write(start, kept.read(f"float.{start}"))
+
     @torch.no_grad()
     def enter(self, index: int) -> list[tuple[tuple[str, ...], LayerStats]]:
         """(linears that share an input, its statistics with the Hessian) of block ``index``, which is loaded; those
-        that no token reached are left out. To be called for every block, in order."""
+        that no token reached are left out. To be called for every block, in order, or from the one to resume at on."""
         self._inputs, self._outputs = self._outputs, self._inputs
         block, linears, call = self._skeleton.block(index), self._skeleton.linears(index), self._calls[index]
         self._groups = shared_inputs(block, linears, self._inputs.read(0, 1)[:, :_FEW], self._few[index])

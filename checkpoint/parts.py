@@ -12,6 +12,7 @@ import json
 import math
 import os
 import struct
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
@@ -27,16 +28,33 @@ from qserve.checkpoint.files import sync
 
 _TAIL = struct.Struct("<Q32s")
 
+Keep = Callable[[Iterable[tuple[str, Tensor]], dict[str, Any]], None]
+"""Takes named tensors and JSON that unfinished work can go on from, and makes them durable in place of the last ones.
+They come back as a ``Part``."""
+
 
 @dataclass(frozen=True)
 class Part:
-    """A committed part: its key, the job it belongs to, what the caller stored with it, and its tensors."""
+    """A committed part: its key, what it was made after, what the caller stored with it, its tensors, and its hash.
+
+    ``follows`` is the ``digest`` of the part before, of the first part the job that it belongs to.
+    """
 
     path: Path
     key: str | None
-    fingerprint: str | None
+    follows: str | None
     extra: dict[str, Any]
     tensors: tuple[TensorBytes, ...]
+    digest: str
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        found = next(tensor for tensor in self.tensors if tensor.name == name)
+        try:
+            with self.path.open("rb") as file:
+                return _read(found, file)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
 
     def load(self) -> dict[str, Tensor]:
         """The tensors, in the order in which they were put."""
@@ -52,7 +70,7 @@ class PartWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._partial = path.with_suffix(".new")
+        self._partial = path.with_name(f"{path.name}.new")
         self._file = self._partial.open("wb")
         self._hash = hashlib.sha256()
         self._tensors: list[TensorBytes] = []
@@ -71,20 +89,21 @@ class PartWriter:
         self._tensors.append(entry)
         self._end += len(data)
 
-    def commit(self, key: str | None, fingerprint: str | None, extra: dict[str, Any]) -> Part:
-        """Complete the part: after a crash it is there as a whole or not at all."""
+    def commit(self, key: str | None, follows: str | None, extra: dict[str, Any]) -> Part:
+        """Complete the part: after a crash it is there as a whole or not at all, and what it replaces until then."""
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in self._tensors]
-        footer = {"key": key, "fingerprint": fingerprint, "extra": extra, "tensors": tensors}
+        footer = {"key": key, "follows": follows, "extra": extra, "tensors": tensors}
         text = json.dumps(footer, separators=(",", ":"), ensure_ascii=False).encode()
         self._write(text)
         self._write(struct.pack("<Q", len(text)))
-        self._file.write(self._hash.digest())
+        digest = self._hash.digest()
+        self._file.write(digest)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         os.rename(self._partial, self._path)
         sync(self._path.parent)
-        return Part(self._path, key, fingerprint, extra, tuple(self._tensors))
+        return Part(self._path, key, follows, extra, tuple(self._tensors), digest.hex())
 
     def abandon(self) -> None:
         """Leave nothing behind."""
@@ -124,7 +143,7 @@ def _parse(path: Path, file: BufferedReader, size: int) -> Part:
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
         tensors.append(TensorBytes(path, name, dtype, tuple(shape), offset, nbytes))
         offset += nbytes
-    return Part(path, footer["key"], footer["fingerprint"], footer["extra"], tuple(tensors))
+    return Part(path, footer["key"], footer["follows"], footer["extra"], tuple(tensors), digest.hex())
 
 
 def _sha256(file: BufferedReader, size: int) -> bytes:

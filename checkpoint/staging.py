@@ -4,7 +4,7 @@ Knows its layout, the lock, and the renames that put a checkpoint in its place; 
 
     .NAME.partial/
         lock          locked as long as a process works here; a killed one holds no lock
-        parts/        00001, 00002 and so on
+        parts/        00001, 00002 and so on; 00003.state is what unfinished work on the third can go on from
         checkpoint/   put together from them, renamed to OUT at the end
         replaced/     what OUT was, only between the two renames of an overwrite
 """
@@ -12,9 +12,9 @@ Knows its layout, the lock, and the renames that put a checkpoint in its place; 
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,35 +72,41 @@ class Staging:
             os.rename(self._replaced, self._out)
             sync(self._out.parent)
 
-    def open(self, fingerprint: str | None) -> list[Part]:
-        """The parts that the job ``fingerprint`` committed; everything else goes.
+    def open(self, fingerprint: str | None) -> tuple[list[Part], Part | None]:
+        """The parts that the job ``fingerprint`` committed, and the state of work on the next; everything else goes.
 
         The first that is damaged or of another job ends them, as what follows was made after it.
         """
         self._parts.mkdir(exist_ok=True)
         self.checkpoint.mkdir(exist_ok=True)
         parts: list[Part] = []
+        state = None
         if fingerprint is not None:
-            for number in itertools.count(1):
-                try:
-                    part = read_part(self.part(number))
-                except CheckpointError:
-                    break
-                if part.fingerprint != fingerprint or part.key is None:
-                    break
+            follows = fingerprint
+            while part := _read(self.part(len(parts) + 1), follows):
                 parts.append(part)
-        kept = {part.path for part in parts}
-        for path in self._parts.iterdir():
-            if path not in kept:
-                path.unlink()
-        self._clear()
+                follows = part.digest
+            state = _read(self.state(len(parts) + 1), follows)
+        self.sweep([*parts, state] if state else parts)
         for directory in (self._parts, self.path, self._out.parent):
             sync(directory)
-        return parts
+        return parts, state
+
+    def sweep(self, kept: Iterable[Part]) -> None:
+        """Leave nothing but the parts and states ``kept``."""
+        paths = {part.path for part in kept}
+        for path in self._parts.iterdir():
+            if path not in paths:
+                path.unlink()
+        self._clear()
 
     def part(self, number: int) -> Path:
         """Where part ``number``, counted from 1, lies."""
         return self._parts / f"{number:05d}"
+
+    def state(self, number: int) -> Path:
+        """Where the state of unfinished work on part ``number`` lies."""
+        return self._parts / f"{number:05d}.state"
 
     def publish(self) -> None:
         """Rename the checkpoint to OUT. An old one there is moved aside first and put back should that fail, so
@@ -142,6 +148,14 @@ class Staging:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _read(path: Path, follows: str) -> Part | None:
+    try:
+        part = read_part(path)
+    except CheckpointError:
+        return None
+    return part if part.follows == follows and part.key is not None else None
 
 
 def leftover(out: Path) -> int:

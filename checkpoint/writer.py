@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,7 @@ from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.kv import KEY_CENTER
 from qserve.checkpoint.manifest import write_manifest
 from qserve.checkpoint.packed import PackedWeight
-from qserve.checkpoint.parts import PartWriter, read_part
+from qserve.checkpoint.parts import Part, PartWriter, read_part
 from qserve.checkpoint.safetensors_index import ASIDE, INDEX, SINGLE
 from qserve.checkpoint.staging import Staging, leftover
 
@@ -37,14 +37,15 @@ class CheckpointWriter:
     Until ``finish`` everything lies in a hidden directory beside ``out``. With a ``fingerprint``, which names the
     job that makes the checkpoint (everything its bytes depend on), each ``commit`` is a step that is not lost:
     leaving the block unfinished keeps the committed parts, as a killed process does, and a writer for the same
-    job finds them (``resumed`` of them, see ``committed`` and ``part``). ``discard`` gives them up; another job
-    for ``out``, or one without a fingerprint, removes them.
+    job finds them (``resumed`` of them, see ``committed`` and ``part``). What takes longer than one may lose is kept
+    on the way to its commit (see ``keep``). ``discard`` gives all of it up; another job for ``out``, or one without a
+    fingerprint, removes it.
 
     Tensors are stored in the order in which they were put, in ``model.safetensors`` or in numbered shards of at
     most ``shard_bytes`` (or one tensor, where that is larger) with an index. ``expected_bytes`` of checkpoint are
-    checked against the free space first; twice that is needed while the shards are made from the parts. With
-    ``overwrite`` a checkpoint at ``out`` is replaced at ``finish`` and kept until then. Only one process can write
-    to ``out`` at a time. Raises ``CheckpointError``.
+    checked against the free space first; twice that is needed while the shards are made from the parts, or once and
+    ``kept_bytes``, where that is more (see ``keep``). With ``overwrite`` a checkpoint at ``out`` is replaced at
+    ``finish`` and kept until then. Only one process can write to ``out`` at a time. Raises ``CheckpointError``.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class CheckpointWriter:
         overwrite: bool = False,
         shard_bytes: int = 4 << 30,
         expected_bytes: int | None = None,
+        kept_bytes: int = 0,
         format: Format = FORMATS["gptq"],
         fingerprint: str | None = None,
     ) -> None:
@@ -70,8 +72,8 @@ class CheckpointWriter:
             self._staging = Staging(self.out)
             self.directory = self._staging.checkpoint
             try:
-                check_out(self.out, overwrite=overwrite, expected_bytes=expected_bytes)
-                self._parts = self._staging.open(fingerprint)
+                check_out(self.out, overwrite=overwrite, expected_bytes=expected_bytes, kept_bytes=kept_bytes)
+                self._parts, self._state = self._staging.open(fingerprint)
             except BaseException:
                 # Unfinished work of a run before this one stays; without its directory nothing is unfinished.
                 self._staging.close(keep=self.directory.exists())
@@ -85,7 +87,8 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        keep = bool(self._fingerprint is not None and self.committed()) and not (self._finished or self._discarded)
+        something = self._state is not None or bool(self.committed())
+        keep = self._fingerprint is not None and something and not (self._finished or self._discarded)
         if self._part is not None:
             self._part.abandon()
         self._staging.close(keep=keep)
@@ -151,6 +154,31 @@ class CheckpointWriter:
         part = read_part({part.key: part.path for part in self._parts}[key])
         return part.load(), part.extra
 
+    def keep(self, key: str, tensors: Iterable[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
+        """Make ``tensors`` and ``extra`` (JSON) durable as what unfinished work on the part ``key``, the next one, can
+        go on from (see ``kept``), in place of what was kept before. It is no part, and gone after the next commit."""
+        with self._guard():
+            state = PartWriter(self._staging.state(len(self._parts) + 1))
+            try:
+                for name, tensor in tensors:
+                    state.add(name, tensor)
+                self._state = state.commit(key, self._follows(), extra)
+            except BaseException:
+                state.abandon()
+                raise
+
+    def kept(self, key: str) -> Part | None:
+        """What was kept last of the work on the part ``key``, in this run or an earlier one."""
+        return self._state if self._state is not None and self._state.key == key else None
+
+    def begin_again(self, key: str, extra: dict[str, Any]) -> None:
+        """Give up all parts for a first one ``key`` without tensors: after a crash there are the old ones or this."""
+        with self._guard():
+            first = PartWriter(self._staging.part(1)).commit(key, self._fingerprint, extra)
+            self._staging.sweep([first])
+        self._parts, self._state, self._sealed = [first], None, False
+        self._committed, self._names = set(), set()
+
     def discard(self) -> None:
         """Leaving the block keeps nothing, whatever was committed: the result is not wanted."""
         self._discarded = True
@@ -184,9 +212,15 @@ class CheckpointWriter:
 
     def _commit(self, key: str | None, extra: dict[str, Any]) -> None:
         with self._guard():
-            self._parts.append(self._current().commit(key, self._fingerprint, extra))
+            self._parts.append(self._current().commit(key, self._follows(), extra))
+            if self._state is not None:
+                self._state.path.unlink()
+                self._state = None
         self._committed |= self._names
         self._part = None
+
+    def _follows(self) -> str | None:
+        return self._parts[-1].digest if self._parts else self._fingerprint
 
     def _write_shards(self) -> None:
         """The parts stay until the checkpoint is in its place, so this can be done again."""
@@ -226,8 +260,9 @@ def _shards(tensors: list[TensorBytes], limit: int) -> list[list[TensorBytes]]:
     return shards
 
 
-def check_out(out: Path, *, overwrite: bool, expected_bytes: int | None = None) -> None:
-    """Raise ``CheckpointError`` where a checkpoint of ``expected_bytes`` cannot be put at ``out``. Writes nothing."""
+def check_out(out: Path, *, overwrite: bool, expected_bytes: int | None = None, kept_bytes: int = 0) -> None:
+    """Raise ``CheckpointError`` where a checkpoint of ``expected_bytes`` cannot be put at ``out``, with ``kept_bytes``
+    of unfinished work beside it on the way. Writes nothing."""
     out = Path(os.path.expanduser(out)).resolve()
     existing = next(path for path in out.parents if path.exists())
     if not existing.is_dir():
@@ -238,10 +273,13 @@ def check_out(out: Path, *, overwrite: bool, expected_bytes: int | None = None) 
     if expected_bytes is None:
         return
     free = shutil.disk_usage(existing).free + leftover(out)
-    if 2 * expected_bytes > free:
+    needed, why = 2 * expected_bytes, "the checkpoint twice, while it is put together"
+    if kept_bytes > expected_bytes:
+        needed, why = expected_bytes + kept_bytes, "the checkpoint, and what a run goes on from after a kill"
+    if needed > free:
         raise CheckpointError(
-            f"no space left for {out}: {2 * expected_bytes / 2**20:,.0f} MiB needed (the checkpoint twice, "
-            f"while it is put together), {free / 2**20:,.0f} MiB free; free some space or choose another directory"
+            f"no space left for {out}: {needed / 2**20:,.0f} MiB needed ({why}), {free / 2**20:,.0f} MiB free; "
+            "free some space or choose another directory"
         )
 
 

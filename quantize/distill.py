@@ -7,9 +7,10 @@ layer by layer or block by block cannot see, errors that add up and others that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from qserve.calibration.groups import Enough
 from qserve.calibration.products import fast_products
 from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.parts import Keep, Part
 from qserve.quantize.scales import storable
 from qserve.quantize.signround import Progress, learnable, trainable
 
@@ -65,6 +67,9 @@ def distill(
     batch: int = BATCH,
     seed: int = 0,
     progress: Progress | None = None,
+    kept: Part | None = None,
+    keep: Keep | None = None,
+    keep_every: int = 1,
 ) -> Distilled:
     """``packed``, the weights of ``linears``, with better scales; codes and zero points stay.
 
@@ -73,6 +78,8 @@ def distill(
     windows   int64 [samples, length]
     targets   ``head_inputs`` of the float model for ``windows``; both models have one output layer
     progress  is told (steps done, ``steps``)
+    keep      gets what the next steps need, after each ``keep_every``; ``kept`` is what the same descent gave it last,
+              and goes on from there
 
     Each step takes ``batch`` windows. The result is ``packed`` where the divergence over the first windows does not
     fall. Weights that are not ``learnable`` come back as they are. Afterwards the model holds the result. Takes the
@@ -82,16 +89,24 @@ def distill(
         linears[name].weight.data = start.dequantize()
     scaled = {name: _Scaled(linears[name], weight) for name, weight in packed.items() if learnable(weight)}
     generator = torch.Generator().manual_seed(seed)
-    before = _judge(model, windows, targets, batch)
+    before = _judge(model, windows, targets, batch) if kept is None else kept.extra["before"]
     if not scaled:
         return Distilled(dict(packed), before, before)
     optimizer = torch.optim.Adam([weight.multiplier for weight in scaled.values()], betas=(0.9, 0.95), eps=1e-16)
     order: list[int] = []
+    done = 0
+    if kept is not None:
+        done, states = kept.extra["steps"], kept.load()
+        for name, weight in scaled.items():
+            weight.resume(name, states, optimizer)
+        del states
     with trainable(model, [weight.linear for weight in scaled.values()]):
         for step in range(steps):
             if len(order) < batch:
                 order += torch.randperm(len(windows), generator=generator).tolist()
             chosen, order = torch.tensor(order[:batch]), order[batch:]
+            if step < done:
+                continue
             _divergence(model, windows[chosen], targets[chosen]).backward()
             for weight in scaled.values():
                 weight.take_gradient()
@@ -99,6 +114,9 @@ def distill(
             optimizer.step()
             for weight in scaled.values():
                 weight.install()
+            if keep is not None and (step + 1) % keep_every == 0:
+                every = (weight.states(name, optimizer) for name, weight in scaled.items())
+                keep(chain.from_iterable(every), {"steps": step + 1, "before": before})
             if progress is not None:
                 progress(step + 1, steps)
     after = _judge(model, windows, targets, batch)
@@ -124,6 +142,20 @@ class _Scaled:
         if gradient is not None:  # else an expert that none of these tokens reached
             along = gradient * self.packed.dequantize()
             self.multiplier.grad = along.view(*self.packed.scales.shape, -1).sum(dim=-1)
+
+    def states(self, name: str, optimizer: torch.optim.Adam) -> Iterator[tuple[str, Tensor]]:
+        """What ``resume`` needs, under ``name``: the multiplier, and Adam's moments of its gradient once it had one."""
+        yield f"{name}.multiplier", self.multiplier
+        for part, tensor in optimizer.state[self.multiplier].items():
+            yield f"{name}.{part}", tensor
+
+    def resume(self, name: str, states: Mapping[str, Tensor], optimizer: torch.optim.Adam) -> None:
+        self.multiplier.copy_(states[f"{name}.multiplier"])
+        parts = ("step", "exp_avg", "exp_avg_sq")
+        optimizer.state[self.multiplier] = {
+            part: states[where] for part in parts if (where := f"{name}.{part}") in states
+        }
+        self.install()
 
     def install(self) -> None:
         self.linear.weight.data = self.result().dequantize()

@@ -22,6 +22,7 @@ from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import Forecast, QuantizeJob
 from qserve.quantize.plan import Shapes
 from qserve.quantize.sensitivity import EXCERPT
+from qserve.quantize.signround import ITERATIONS
 from qserve.quantize.units import Offered, units
 from qserve.runtime.memory import available_memory
 
@@ -30,7 +31,7 @@ from qserve.runtime.memory import available_memory
 _OVERHEAD = 1.2
 _ROUNDING = 6000
 # Steps of learned rounding, each a forward and a backward (three products) of this many tokens.
-_LEARNING_TOKENS = 200 * 2 * 512 * 3
+_LEARNING_TOKENS = ITERATIONS * 2 * 512 * 3
 # A pass of the float model alone, relative to one that follows it, which includes one.
 _FLOAT_PASS = 0.5
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
@@ -97,7 +98,20 @@ def forecast(
         rounded += weights
     seconds = (_OVERHEAD * products + _ROUNDING * rounded) / multiplications_per_second()
     stored = _checkpoint_bytes(job, skeleton, shapes, spec, format, offered)
-    return Forecast(peak, seconds, stored, at_once, distills)
+    kept = _tuning_bytes(shapes, spec, offered) if distills else 0
+    if job.mixed:
+        kept = max(kept, _trial_bytes(skeleton) + _gathered_bytes(job, skeleton))
+    return Forecast(peak, seconds, stored, at_once, distills, 2 * kept)  # the last, and the next one until it is safe
+
+
+def _tuning_bytes(shapes: Shapes, spec: QuantSpec, offered: Offered) -> int:
+    """A multiplier with Adam's two moments for each scale, in float32; of what is ``offered`` the most there may be."""
+    choices = {module: schemes for unit, schemes in offered.items() for module in unit}
+    most = 0
+    for module, (out, inp) in shapes.linears.items():
+        schemes = choices.get(module, (spec.scheme_of(module),))
+        most += out * max(scheme.groups(inp) if scheme else 0 for scheme in schemes)
+    return 12 * most
 
 
 def _checkpoint_bytes(
@@ -197,8 +211,16 @@ def rehearses(job: QuantizeJob, skeleton: Skeleton) -> bool:
 def _choosing_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     """What measuring sensitivities needs on top of the process as it is: a block, and the hidden states of one more
     model for each unit."""
-    trials = 4 * math.prod(EXCERPT) * skeleton.hidden_size * (1 + len(units(skeleton.shapes)))
-    return skeleton.block_bytes() + (0 if job.offload else trials)
+    return skeleton.block_bytes() + (0 if job.offload else _trial_bytes(skeleton))
+
+
+def _trial_bytes(skeleton: Skeleton) -> int:
+    return 4 * math.prod(EXCERPT) * skeleton.hidden_size * (1 + len(units(skeleton.shapes)))
+
+
+def _gathered_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
+    """The hidden states of the text that is gathered from."""
+    return 4 * min(job.samples, GATHERED) * job.sequence_length * skeleton.hidden_size
 
 
 def _rehearsal_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
@@ -208,7 +230,7 @@ def _rehearsal_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     squares = [inp * inp for _, inp in skeleton.shapes.values()]
     factored = 8 * sum(squares) // len(skeleton.blocks) + _HESSIAN_BYTES * max(squares)
     tokens = min(job.samples, GATHERED) * job.sequence_length
-    states = 4 * tokens * skeleton.hidden_size
+    states = _gathered_bytes(job, skeleton)
     following = 0
     if job.float_samples:
         following = skeleton.block_bytes() + _forward_bytes(_LANES, tokens, skeleton) + _FLOAT_STATES * states

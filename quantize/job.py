@@ -192,13 +192,15 @@ class ProgressEvent:
 class Forecast:
     """Expected peak memory of the process (bytes), seconds until the checkpoint is written, its size (bytes; the most
     it may be where mixed precision has yet to choose), and what is done so that the peak stays within what is there:
-    how many samples go through a block together, and whether the best effort ends with the whole model in memory."""
+    how many samples go through a block together, and whether the best effort ends with the whole model in memory.
+    ``kept_bytes`` of disk are the most it takes beside the checkpoint's own parts to go on after a kill."""
 
     peak_bytes: int
     seconds: float
     checkpoint_bytes: int
     samples_at_once: int
     distills: bool = False
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True)

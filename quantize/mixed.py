@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize.allocate import Tried, allocate
 from qserve.quantize.forecast import GATHERED, rehearses
 from qserve.quantize.job import ProgressEvent
 from qserve.quantize.prepare import Preparation
-from qserve.quantize.sensitivity import Compensation, Sensitivities, excerpt, measure
+from qserve.quantize.sensitivity import Compensation, Sensitivities, Sensitivity, excerpt, measure
 
 # For the smallest checkpoint within a divergence: runs at most, and what is close enough below the limit to stop.
 _ATTEMPTS, _CLOSE = 4, 0.85
@@ -28,8 +29,7 @@ _ATTEMPTS, _CLOSE = 4, 0.85
 class Choice:
     """A scheme for each linear, why in sentences, and how it came about; it survives the process as JSON.
 
-    ``schemes`` holds None for what is kept in 16-bit floats; ``attempt`` counts from 1; ``factor`` corrects predictions
-    by what was measured before.
+    ``schemes`` holds None for what is kept in 16-bit floats.
     """
 
     schemes: dict[str, WeightScheme | None]
@@ -37,8 +37,6 @@ class Choice:
     predicted_kl: float
     bits_per_weight: float
     tried: tuple[Tried, ...]
-    attempt: int = 1
-    factor: float = 1.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,16 +52,21 @@ class Choice:
 
 
 class Mixed:
-    """``windows`` int64 [samples, length] is the calibration text, ``offload`` a directory for hidden states."""
+    """``windows`` int64 [samples, length] is the calibration text, ``offload`` a directory for hidden states.
+
+    ``measure`` and ``choose``, or ``resume`` with what an interrupted run had come to; after each ``choice`` that
+    ``wants_another``, ``choose`` again.
+    """
 
     def __init__(
         self, prepared: Preparation, windows: Tensor, tell: Callable[[ProgressEvent], None], offload: Path | None = None
     ) -> None:
         self._prepared, self._windows, self._tell, self._offload = prepared, windows, tell, offload
         self._job = prepared.job
-        self._sensitivities: Sensitivities | None = None
+        self._sensitivities: Sensitivities = ()
         self._measured: tuple[Tried, ...] = ()
         self._choice: Choice | None = None
+        # Attempts count from 1; predictions are corrected by what was measured before.
         self._attempt, self._factor = 1, 1.0
         self._notes: tuple[str, ...] = ()
 
@@ -77,16 +80,26 @@ class Mixed:
     def tried(self) -> tuple[Tried, ...]:
         return (*self.choice.tried, *self._measured)
 
-    def resume(self, content: dict[str, Any]) -> Choice:
-        """Take over the choice of an interrupted run."""
-        self._choice = choice = Choice.from_json(content)
-        self._attempt, self._factor = choice.attempt, choice.factor
-        return choice
+    def to_json(self) -> dict[str, Any]:
+        """For ``resume``."""
+        return {
+            "choice": self.choice.to_json(),
+            "sensitivities": [each.to_json() for each in self._sensitivities],
+            "measured": [asdict(each) for each in self._measured],
+            "attempt": self._attempt,
+            "factor": self._factor,
+            "notes": self._notes,
+        }
 
-    def choose(self) -> Choice:
-        """Measure, the first time, and choose."""
-        if self._sensitivities is None:
-            self._sensitivities = self._measure()
+    def resume(self, content: dict[str, Any]) -> None:
+        """Take over the choice of an interrupted run, and what another would be made from."""
+        self._choice = Choice.from_json(content["choice"])
+        self._sensitivities = tuple(Sensitivity.from_json(each) for each in content["sensitivities"])
+        self._measured = tuple(Tried(**each) for each in content["measured"])
+        self._attempt, self._factor = content["attempt"], content["factor"]
+        self._notes = tuple(content["notes"])
+
+    def choose(self) -> None:
         found = allocate(
             self._sensitivities,
             target_bits=self._job.target_bits,
@@ -99,10 +112,7 @@ class Mixed:
             found.predicted_kl,
             found.bits_per_weight,
             found.tried,
-            self._attempt,
-            self._factor,
         )
-        return self._choice
 
     def wants_another(self, card: QualityCard) -> bool:
         """Whether to choose again after what ``card`` says of the last choice.
@@ -123,16 +133,18 @@ class Mixed:
         self._attempt += 1
         return True
 
-    def _measure(self) -> Sensitivities:
+    def measure(self, kept: Part | None, keep: Keep) -> None:
+        """What to choose by. Goes on from what was ``kept``, as an earlier run could afford it, and hands ``keep`` the
+        same for a later one."""
         prepared, job = self._prepared, self._job
-        rehearsed = rehearses(job, prepared.skeleton)
+        rehearsed = rehearses(job, prepared.skeleton) if kept is None else kept.extra["rehearsed"]
         follows = bool(job.float_samples)
         compensation = Compensation(self._windows[:GATHERED], job.act_order, follows) if rehearsed else None
         if "gptq" in job.rounding and not rehearsed:
             self._notes = ("chosen as for rounding to nearest: what gptq needs for a block does not fit the memory",)
         elif job.rounding == "smoothquant":
             self._notes = ("chosen as for rounding to nearest: outliers that are moved into weights still count",)
-        return measure(
+        self._sensitivities = measure(
             prepared.skeleton,
             excerpt(self._windows),
             prepared.offered,
@@ -142,4 +154,6 @@ class Mixed:
             compensation=compensation,
             offload=self._offload,
             progress=lambda done, total: self._tell(ProgressEvent("sensitivity", done, total)),
+            kept=kept,
+            keep=lambda states, so_far: keep(states, {**so_far, "rehearsed": rehearsed}),
         )

@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import KVScheme
 from qserve.checkpoint.writer import CheckpointWriter, check_out
 from qserve.kernels import native
-from qserve.quantize import distill
+from qserve.quantize import distill, signround
 from qserve.quantize.forecast import peak_bytes, require_memory
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
 from qserve.quantize.kv import recorded
@@ -66,7 +67,8 @@ def run(
     ``measure`` gets the finished checkpoint before it is moved to ``out``; a card it returns is stored inside.
     ``accept`` may refuse that card (``GateFailed``); then nothing is left behind. Everything that can be refused is
     refused before calibration, see ``prepare``; text raises ``DataError``. What a killed or interrupted run had done
-    is kept beside ``out``, and the same call goes on from there with the same result.
+    is kept beside ``out``, and the same call goes on from there with the same result: of choosing, rounding and tuning
+    about one block's work is lost at most, and of ``measure`` all that it had done.
     """
     started = time.perf_counter()
     heap.one_arena()
@@ -78,14 +80,15 @@ def run(
     offload = out.parent if job.offload else None
     mixed = Mixed(prepared, windows, tell, offload) if job.mixed and windows is not None else None
     fingerprint = _fingerprint(source, job, text_hash)
-    while True:
-        with CheckpointWriter(
-            out,
-            overwrite=job.overwrite,
-            expected_bytes=expected.checkpoint_bytes,
-            format=prepared.format,
-            fingerprint=fingerprint,
-        ) as writer:
+    with CheckpointWriter(
+        out,
+        overwrite=job.overwrite,
+        expected_bytes=expected.checkpoint_bytes,
+        kept_bytes=expected.kept_bytes,
+        format=prepared.format,
+        fingerprint=fingerprint,
+    ) as writer:
+        while True:
             if mixed is not None:
                 prepared = arrange(prepared.skeleton, job, prepared.dtype, _choice(mixed, writer).schemes)
             _announce(prepared, writer, tell)
@@ -107,7 +110,8 @@ def run(
                 tell(ProgressEvent("measure", 1, 1))
             if card is not None:
                 if mixed is not None and mixed.wants_another(card):
-                    writer.discard()
+                    mixed.choose()
+                    writer.begin_again(_PLAN, mixed.to_json())
                     continue
                 if accept is not None:
                     _accept(card, accept, writer)
@@ -133,7 +137,10 @@ def run(
 def check(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
     """What ``run`` would do. Raises what that would raise before calibration, and writes nothing."""
     prepared, _, _ = _prepare(source, out, job)
-    check_out(out, overwrite=job.overwrite, expected_bytes=prepared.forecast.checkpoint_bytes)
+    expected = prepared.forecast
+    check_out(
+        out, overwrite=job.overwrite, expected_bytes=expected.checkpoint_bytes, kept_bytes=expected.kept_bytes
+    )
     return prepared
 
 
@@ -156,10 +163,12 @@ def _accept(card: QualityCard, accept: Accept, writer: CheckpointWriter) -> None
 def _choice(mixed: Mixed, writer: CheckpointWriter) -> Choice:
     """What mixed precision decided: now, or in the run that is being resumed."""
     if _PLAN in writer.committed():
-        return mixed.resume(writer.part(_PLAN)[1])
-    choice = mixed.choose()
-    writer.commit(_PLAN, choice.to_json())
-    return choice
+        mixed.resume(writer.part(_PLAN)[1])
+    else:
+        mixed.measure(writer.kept(_PLAN), partial(writer.keep, _PLAN))
+        mixed.choose()
+        writer.commit(_PLAN, mixed.to_json())
+    return mixed.choice
 
 
 def _announce(prepared: Preparation, writer: CheckpointWriter, tell: Progress) -> None:
@@ -188,11 +197,14 @@ def _quantize(
         extra = writer.part(finished[0])[1]
         at_once, distills = extra["samples_at_once"], extra["distills"]
     offload = writer.directory.parent if job.offload else None
+    if len(finished) == len(skeleton.blocks):
+        windows = None  # for no block that is left
     walking = walk(skeleton, windows, samples_at_once=at_once, float_samples=job.float_samples, offload=offload)
     for visit in walking:
         if visit.name in finished:
             result = _stored(visit.name, prepared, writer)
-            restore(visit.name, visit.block, visit.linears, result)
+            if visit.inputs is not None:
+                restore(visit.name, visit.block, visit.linears, result)
             start, first = time.perf_counter(), visit.index + 1
         else:
             result = quantizer.run(visit)
@@ -243,7 +255,7 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
         tell(ProgressEvent("distill", 0, distill.STEPS))
         skeleton = Skeleton(prepared.skeleton.source)  # the walk has taken the other apart
         model = skeleton.load_all()
-        targets = distill.head_inputs(model, windows)
+        targets = distill.head_inputs(model, windows)  # again in a run that resumes, as hidden states are
         linears: dict[str, nn.Linear] = {}
         packed: dict[str, PackedWeight] = {}
         for index, name in enumerate(skeleton.blocks):
@@ -251,14 +263,26 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
             restore(name, skeleton.block(index), skeleton.linears(index), result)
             linears |= skeleton.linears(index)
             packed |= result.packed
-        started = time.perf_counter()
+        started, kept = time.perf_counter(), writer.kept(_SCALES)
+        first = 0 if kept is None else kept.extra["steps"]
 
         def progress(done: int, total: int) -> None:
-            remaining = (time.perf_counter() - started) / done * (total - done)
+            remaining = (time.perf_counter() - started) / (done - first) * (total - done)
             tell(ProgressEvent("distill", done, total, remaining))
 
-        seed = prepared.job.seed
-        tuned = distill.distill(model, linears, packed, windows, targets, seed=seed, progress=progress)
+        tuned = distill.distill(
+            model,
+            linears,
+            packed,
+            windows,
+            targets,
+            seed=prepared.job.seed,
+            progress=progress,
+            kept=kept,
+            keep=partial(writer.keep, _SCALES),
+            # About as often as a block was done, which took its learning so many steps through it alone.
+            keep_every=max(1, signround.ITERATIONS // len(skeleton.blocks)),
+        )
         for module, weight in tuned.weights.items():
             writer.replace_linear(module, packed[module], weight)
         if prepared.spec.kv_cache is not None:

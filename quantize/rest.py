@@ -26,8 +26,12 @@ def write_rest(prepared: Preparation, written: Iterable[str], writer: Checkpoint
     for module, stored in (("lm_head", _head_of(prepared)), (embedding, f"{embedding}.weight")):
         if module not in spec.overrides:
             continue
-        packed, report = _round(prepared, module, stored)
-        writer.put_linear(module, packed)
+        if module in writer.committed():  # a large vocabulary to nearest takes as long as some blocks
+            report = LayerReport.from_json(writer.part(module)[1])
+        else:
+            packed, report = _round(prepared, module, stored)
+            writer.put_linear(module, packed)
+            writer.commit(module, report.to_json())
         reports.append(report)
         done.add(f"{module}.weight")
     if embedding in spec.overrides and prepared.shapes.tied:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from qserve.calibration.blocks import twin
 from qserve.calibration.float_walk import FloatWalk
 from qserve.calibration.head import head
 from qserve.calibration.skeleton import Call, Skeleton
+from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.reference import round_input
 from qserve.quantize.rehearsal import Compensated, Nearest, Rehearsal, errors, make_up
@@ -50,6 +52,14 @@ class Sensitivity:
     modules: Unit
     weights: int
     candidates: tuple[Candidate, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Sensitivity:
+        candidates = (Candidate(**{**each, "scheme": _scheme(each["scheme"])}) for each in content["candidates"])
+        return cls(tuple(content["modules"]), content["weights"], tuple(candidates))
 
 
 Sensitivities = tuple[Sensitivity, ...]
@@ -84,6 +94,8 @@ def measure(
     compensation: Compensation | None = None,
     offload: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    kept: Part | None = None,
+    keep: Keep | None = None,
 ) -> Sensitivities:
     """Measure one candidate of each unit, the one nearest to ``around`` bits per weight, and predict the others.
 
@@ -97,16 +109,44 @@ def measure(
     for there, and nothing of what the down projection loses; what is measured is then evened (see ``_evened``).
     ``offload`` is a directory for the hidden states; ``symmetric_zeros`` as in ``Format``. One block is in memory at a
     time, and a copy of its weights where they follow.
+
+    After each step that ``progress`` is told of, ``keep`` gets what the next ones need: the hidden states. To make them
+    again would be a good part of the work, as there are more with every block. ``kept`` is what the same measurement
+    gave it last, and goes on from there.
     """
     samples, length = windows.shape
     states = Activations((1 + len(candidates)) * samples, length, skeleton.hidden_size, offload)
     calls, _ = skeleton.stem(windows, length, states)
     floats = FloatWalk(skeleton, compensation.windows, offload) if compensation else None
     steps = len(skeleton.blocks) + samples
-    trials: list[_Trial] = []
+    trials: list[_Trial] = []  # of the blocks
+    passed = scored = 0  # blocks, samples
+    sums: list[float] = []  # of divergences over those samples
 
     def variant(number: int) -> Tensor:
         return states.read(number * samples, (number + 1) * samples)
+
+    def every_state() -> Iterator[tuple[str, Tensor]]:
+        for number in range(1 + len(trials)):
+            yield f"variant.{number}", variant(number)
+        if floats:
+            yield from floats.states()
+
+    def note() -> None:
+        done = passed + scored
+        if keep and done < steps:
+            listed = [trial.to_json() for trial in trials]
+            keep(every_state(), {"passed": passed, "scored": scored, "sums": sums, "trials": listed})
+        if progress:
+            progress(done, steps)
+
+    if kept is not None:
+        passed, scored, sums = kept.extra["passed"], kept.extra["scored"], kept.extra["sums"]
+        trials += (_Trial.from_json(each) for each in kept.extra["trials"])
+        for number in range(1 + len(trials)):
+            states.write(number * samples, kept.read(f"variant.{number}"))
+        if floats:
+            floats.resume(kept)
 
     def pass_block(index: int) -> None:
         run = _runner(skeleton.load(index), calls[index])
@@ -132,37 +172,38 @@ def measure(
             states.write(number * samples, run(variant(number)))
         skeleton.unload(index)
 
-    for index in range(len(skeleton.blocks)):
-        pass_block(index)
+    while passed < len(skeleton.blocks):
+        pass_block(passed)
         heap.release()
-        if progress:
-            progress(index + 1, steps)
+        passed += 1
+        note()
 
+    tried = list(trials)
     with head(skeleton) as (linears, log_probabilities):
         if (unit := tuple(linears)) in candidates:
             inputs = _inputs(linears, lambda: [log_probabilities(each) for each in variant(0).split(1)])
             rehearsals = {name: Nearest(rows) for name, rows in inputs.items()}
             if trial := _trial(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
-                trials.append(trial)
-                states.write(len(trials) * samples, variant(0))
-        divergence = torch.zeros(len(trials), dtype=torch.float64)
-        for sample in range(samples):
-            base = log_probabilities(states.read(sample, sample + 1))
-            for number, trial in enumerate(trials):
-                where = (1 + number) * samples + sample
+                tried.append(trial)
+                states.write(len(tried) * samples, variant(0))
+        divergence = torch.tensor(sums or [0.0] * len(tried), dtype=torch.float64)
+        while scored < samples:
+            base = log_probabilities(states.read(scored, scored + 1))
+            for number, trial in enumerate(tried):
+                where = (1 + number) * samples + scored
                 with ExitStack() as rounded:
                     if trial.modules == unit:
                         rounded.enter_context(_rounded(trial, linears, rehearsals))
                         rounded.enter_context(_rounded_inputs(trial, linears, activations))
                     changed = log_probabilities(states.read(where, where + 1))
                 divergence[number] += (base.exp() * (base - changed)).sum(dtype=torch.float64)
-            if progress:
-                progress(len(skeleton.blocks) + sample + 1, steps)
+            scored, sums = scored + 1, divergence.tolist()
+            note()
     heap.release()
     means = (divergence / windows.numel()).clamp_(min=0).tolist()
     if compensation and compensation.follows:
-        means = _evened(trials, means, _ALL_AT_ONCE if activations is None else 1.0)
-    return tuple(trial.predict(kl) for trial, kl in zip(trials, means, strict=True))
+        means = _evened(tried, means, _ALL_AT_ONCE if activations is None else 1.0)
+    return tuple(trial.predict(kl) for trial, kl in zip(tried, means, strict=True))
 
 
 def _evened(trials: Sequence[_Trial], measured: Sequence[float], times: float) -> list[float]:
@@ -193,11 +234,23 @@ class _Trial:
     weights: int
     measured: int
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> _Trial:
+        lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
+        return cls(**{**content, **lists, "schemes": tuple(map(_scheme, content["schemes"]))})
+
     def predict(self, kl: float) -> Sensitivity:
         rate = kl / self.errors[self.measured] if self.errors[self.measured] else 0.0
         found = zip(self.schemes, self.bits, self.errors, strict=True)
         chosen = (Candidate(scheme, bits, rate * error) for scheme, bits, error in found)
         return Sensitivity(self.modules, self.weights, tuple(sorted(chosen, key=lambda each: (each.bits, each.kl))))
+
+
+def _scheme(content: dict[str, Any] | None) -> WeightScheme | None:
+    return None if content is None else WeightScheme(**content)
 
 
 def _trial(

@@ -26,6 +26,7 @@ _HALF = 0.499  # so far around a code, rounding surely gives it
 # Error compensation puts many weights outside of the cell of their code: were they to start from its very edge,
 # the noise of the first gradients would flip them all.
 _SHRINK = 0.8
+ITERATIONS = 200
 _CHECKS = 2  # how often the loss over all samples decides whether to keep what the descent has reached
 
 Progress = Callable[[int, int], None]
@@ -40,7 +41,7 @@ def tune(
     targets: Tensor,
     call: Call,
     *,
-    iterations: int = 200,
+    iterations: int = ITERATIONS,
     batch: int = 2,
     seed: int = 0,
     progress: Progress | None = None,

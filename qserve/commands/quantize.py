@@ -140,7 +140,7 @@ def quantize(
     """Compress MODEL into a checkpoint at OUT; with gates, publish it only if it passes them.
 
     Everything that can be refused is refused before calibration, and OUT appears complete or not at all. A run that
-    was interrupted goes on where it stopped when it is called again.
+    was interrupted or killed goes on where it stopped when it is called again.
     """
     from qserve import steps
     from qserve.evals import quality

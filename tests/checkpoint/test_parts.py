@@ -27,7 +27,7 @@ def write(path: Path) -> Part:
 def test_what_was_put_comes_back(tmp_path: Path) -> None:
     part = write(tmp_path / "00001")
     assert read_part(tmp_path / "00001") == part and [path.name for path in tmp_path.iterdir()] == ["00001"]
-    assert (part.key, part.fingerprint, part.extra) == ("key", "job", {"loss": 0.1, "name": "ü"})
+    assert (part.key, part.follows, part.extra) == ("key", "job", {"loss": 0.1, "name": "ü"})
     found = part.load()
     assert list(found) == [*map(str, TENSORS), "transposed", "one of many", "scalar", "empty"]
     for dtype, tensor in TENSORS.items():

@@ -14,11 +14,12 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qserve.checkpoint.errors import CheckpointError, GateFailed
 from qserve.checkpoint.hf import HFDirectory
@@ -42,6 +43,10 @@ def job(out: Path, committed: Callable[[int], object] = lambda number: None, *, 
                 assert extra == {"loss": number / 3}
                 assert all(torch.equal(tensors[name], tensor) for name, tensor in block(number).items())
                 continue
+            key = f"block {number}"
+            if half := writer.kept(key):
+                assert half.extra == {"half": number} and torch.equal(half.read("half"), torch.full((3,), number))
+            writer.keep(key, [("half", torch.full((3,), number))], {"half": number})
             for name, tensor in block(number).items():
                 writer.put(name, tensor)
             if stop is not None and number == blocks - 1:
@@ -82,7 +87,8 @@ def test_an_interrupted_job_goes_on(out: Path, expected: dict[str, bytes], stop:
     with pytest.raises(type(stop)) as caught:
         job(out, stop=stop)
     assert caught.value.__notes__[-1] == f"what is done is kept in {staging(out)}: run the same command again to go on"
-    assert len(list((staging(out) / "parts").iterdir())) == BLOCKS - 1
+    parts = sorted(path.name for path in (staging(out) / "parts").iterdir())
+    assert parts == [*(f"{number:05d}" for number in range(1, BLOCKS)), f"{BLOCKS:05d}.state"]
     assert job(out) == BLOCKS - 1
     assert content(out) == expected and os.listdir(out.parent) == ["out"]
 
@@ -91,9 +97,78 @@ def test_without_a_fingerprint_or_a_commit_nothing_is_kept(out: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         job(out, fingerprint=None, stop=KeyboardInterrupt())
     assert os.listdir(out.parent) == []
-    with pytest.raises(KeyboardInterrupt):
-        job(out, blocks=1, stop=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, fingerprint="job") as writer:
+        writer.put("a", torch.zeros(4))
+        raise KeyboardInterrupt
     assert os.listdir(out.parent) == []
+
+
+def test_what_was_kept_last_of_unfinished_work_is_found_until_the_next_commit(out: Path) -> None:
+    def parts() -> list[str]:
+        return sorted(path.name for path in (staging(out) / "parts").iterdir())
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, fingerprint="job") as writer:
+        assert writer.kept("first") is None
+        for number in range(2):
+            writer.keep("first", [("a", torch.full((2,), number)), ("b", torch.tensor(0.5))], {"loss": number / 3})
+        assert parts() == ["00001.state"]
+        writer.keep("first", failing(), {})  # what was kept before is there until this would be
+    with CheckpointWriter(out, fingerprint="job") as writer:
+        state = writer.kept("first")
+        assert writer.kept("second") is None and writer.committed() == [] and parts() == ["00001.state"]
+        assert state is not None and state.extra == {"loss": 1 / 3}
+        assert state.read("a").tolist() == [1, 1] and float(state.read("b")) == 0.5
+        found = (staging(out) / "parts" / "00001.state").read_bytes()
+        writer.put("c", torch.ones(2))
+        writer.commit("first")
+        assert parts() == ["00001"] and writer.kept("first") is None
+        (staging(out) / "parts" / "00001.state").write_bytes(found)  # as if it was killed in between
+        writer.keep("second", [("a", torch.zeros(2))], {})
+    (staging(out) / "parts" / "00002.state").write_bytes(found)  # of the same job, but of earlier work
+    with CheckpointWriter(out, fingerprint="job") as writer:
+        assert parts() == ["00001"] and writer.kept("first") is writer.kept("second") is None
+        writer.finish()
+    assert load_file(out / "model.safetensors").keys() == {"c"} and os.listdir(out.parent) == ["out"]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_job_that_begins_again_is_the_old_one_or_the_new_one_whenever_it_is_killed(out: Path) -> None:
+    def attempts() -> None:
+        with CheckpointWriter(out, fingerprint="job") as writer:
+            if not writer.committed():
+                writer.commit("plan", {"attempt": 1})
+            if writer.part("plan")[1] == {"attempt": 1}:
+                if "block 0" not in writer.committed():
+                    writer.put("0", torch.zeros(3))
+                    writer.commit("block 0")
+                writer.seal()
+                writer.begin_again("plan", {"attempt": 2})
+                assert os.listdir(staging(out) / "parts") == ["00001"] and not os.listdir(writer.directory)
+            if "block 0" not in writer.committed():
+                writer.put("0", torch.ones(3))
+                writer.commit("block 0")
+            writer.finish()
+
+    step, status, seen = 0, -1, set()
+    while status != 0:
+        pid = forked(lambda step=step: kill_at(step, attempts))
+        status = os.waitpid(pid, 0)[1]
+        assert status in (0, signal.SIGKILL)
+        if not out.exists():
+            with CheckpointWriter(out, fingerprint="job") as writer:
+                attempt = writer.part("plan")[1]["attempt"] if writer.committed() else 0
+                seen.add((attempt, len(writer.committed())))
+            assert os.waitpid(forked(attempts), 0)[1] == 0
+        found = load_file(out / "model.safetensors")
+        assert found.keys() == {"0"} and found["0"].tolist() == [1, 1, 1]
+        for path in (out, staging(out)):
+            shutil.rmtree(path, ignore_errors=True)
+        step += 1
+    assert seen == {(0, 0), (1, 1), (1, 2), (2, 1), (2, 2)}
 
 
 def test_a_discarded_result_is_not_kept(out: Path) -> None:
@@ -213,6 +288,11 @@ def test_space_that_is_taken_by_kept_parts_counts_as_there(out: Path, monkeypatc
     with pytest.raises(CheckpointError, match="no space left"):
         CheckpointWriter(out, fingerprint="job", expected_bytes=(10_000 + parts) // 2 + 1)
     with CheckpointWriter(out, fingerprint="job", expected_bytes=(10_000 + parts) // 2) as writer:
+        assert writer.resumed == BLOCKS - 1
+    kept = 10_000 + parts - 100
+    with pytest.raises(CheckpointError, match="the checkpoint, and what a run goes on from after a kill"):
+        CheckpointWriter(out, fingerprint="job", expected_bytes=100, kept_bytes=kept + 1)
+    with CheckpointWriter(out, fingerprint="job", expected_bytes=100, kept_bytes=kept) as writer:
         assert writer.resumed == BLOCKS - 1
 
 

@@ -1,4 +1,6 @@
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import distill, rtn
 
 SCHEMES = [WeightScheme(3, 32), WeightScheme(4, 32, symmetric=False), WeightScheme(3, -1)]
@@ -68,6 +71,35 @@ def test_predictions_on_unseen_text_come_closer_and_only_scales_change(scheme):
 def test_the_same_seed_gives_the_same_scales():
     first, again = (Case().run(steps=6, seed=3) for _ in range(2))
     assert all(torch.equal(first[name].scales, again[name].scales) for name in first)
+
+
+def test_stopped_anywhere_it_goes_on_to_the_same_scales(tmp_path):
+    told = []
+
+    def stopped_at(step):
+        def progress(done, total):
+            told.append(done)
+            if done == step:
+                raise KeyboardInterrupt
+
+        return progress
+
+    def descend(case, **options):
+        return distill.distill(case.model, case.linears, case.packed, case.windows, case.targets, steps=7, batch=20,
+                               seed=3, **options)  # fmt: skip
+
+    expected = descend(Case())
+    for step in (1, 3, 6, 0):
+        with suppress(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", fingerprint="job") as writer:
+            state, keep = writer.kept("scales"), partial(writer.keep, "scales")
+            case = Case()
+            found = descend(case, progress=stopped_at(step), kept=state, keep=keep, keep_every=2)
+            assert step == 0 and (found.before, found.after) == (expected.before, expected.after)
+            writer.discard()
+    assert told == [1, 1, 2, 3, 3, 4, 5, 6, 7]  # no more than the one after the last that was kept
+    for name, weight in expected.weights.items():
+        assert torch.equal(found.weights[name].scales, weight.scales)
+        assert torch.equal(case.linears[name].weight, weight.dequantize())
 
 
 def test_a_descent_that_fails_changes_nothing(monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CapacityError, CheckpointError, DataError, GateFailed, UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import key_center
+from qserve.checkpoint.parts import read_part
 from qserve.evals.transformers_scorer import TransformersScorer
 from qserve.quantize import forecast, pipeline, rounding
 from qserve.quantize.job import QuantizeJob
@@ -255,6 +257,7 @@ def test_a_check_refuses_what_the_run_would_and_writes_nothing(llama, tmp_path):
 def test_the_space_for_all_that_mixed_precision_may_choose_is_there_or_it_is_refused(llama, tmp_path, monkeypatch):
     source, out = HFDirectory(llama), tmp_path / "out"
     jobs = [QuantizeJob(**SMALL, target_bits=bits) for bits in (4.0, 8.0)]
+    monkeypatch.setattr(forecast, "EXCERPT", (1, 1))  # what is kept on the way is small beside other models
     sizes = [pipeline.check(source, out, job).forecast.checkpoint_bytes for job in jobs]
     usage = shutil.disk_usage(tmp_path)._replace(free=sum(sizes))
     monkeypatch.setattr("qserve.checkpoint.writer.shutil.disk_usage", lambda path: usage)
@@ -262,6 +265,33 @@ def test_the_space_for_all_that_mixed_precision_may_choose_is_there_or_it_is_ref
     for step in (pipeline.check, pipeline.run):
         with pytest.raises(CheckpointError, match="no space left"):
             step(source, out, jobs[1])
+
+
+@pytest.mark.parametrize("options", [dict(target_bits=5.0), dict(effort="best"), dict(effort="best", target_bits=3.0)])
+def test_the_space_for_what_a_killed_run_goes_on_from_is_known(llama, tmp_path, monkeypatch, options):
+    monkeypatch.setattr(forecast, "EXCERPT", (4, 32))
+    monkeypatch.setattr(pipeline.signround, "ITERATIONS", 40)
+    monkeypatch.setattr(rounding.signround, "tune", functools.partial(rounding.signround.tune, iterations=1))
+    kept = []
+
+    def interrupt(event):
+        if (event.phase, event.done) in (("sensitivity", 5), ("distill", 20)):
+            (state,) = map(read_part, tmp_path.rglob("*.state"))
+            kept.append(sum(tensor.nbytes for tensor in state.tensors))
+        if event.phase == "distill" and event.done == 20:
+            raise KeyboardInterrupt
+
+    source, job = HFDirectory(llama), QuantizeJob(**{**SMALL, **options})
+    expected = pipeline.check(source, tmp_path / "out", job).forecast
+    assert pipeline.check(source, tmp_path / "out", QuantizeJob(**SMALL)).forecast.kept_bytes == 0
+    with suppress(KeyboardInterrupt):
+        pipeline.run(source, tmp_path / "out", job, progress=interrupt)
+    assert len(kept) == len(options) and 0.6 < 2 * max(kept) / expected.kept_bytes < 1.01
+    if job.mixed:  # more than the checkpoint
+        usage = shutil.disk_usage(tmp_path)._replace(free=2 * expected.checkpoint_bytes)
+        monkeypatch.setattr("qserve.checkpoint.writer.shutil.disk_usage", lambda path: usage)
+        with pytest.raises(CheckpointError, match="what a run goes on from after a kill"):
+            pipeline.check(source, tmp_path / "other", job)
 
 
 def test_a_mixed_job_for_other_loaders_does_not_go_on_from_this_one(wide, tmp_path, monkeypatch):
@@ -596,20 +626,95 @@ def test_the_smallest_within_a_divergence_is_chosen_by_measurement(llama, tmp_pa
         pipeline.run(HFDirectory(llama), tmp_path / "other", job)
 
 
+@pytest.mark.parametrize("stop", ["a block", "the measurement"])
+def test_attempts_go_on_after_an_interruption(llama, tmp_path, monkeypatch, stop):
+    """With what was measured of linears and of attempts before it."""
+    job, source, measured = QuantizeJob(max_kl=0.2, **SMALL), HFDirectory(llama), []
+
+    def measure(path):
+        if stop == "the measurement" and len(measured) == 1 and "out" in str(path) and not resumed:
+            raise KeyboardInterrupt
+        measured.append(HFDirectory(path).sha256())
+        return dataclasses.replace(CARD, kl_mean=[0.9, 0.3, 0.19][len(measured) - 1])
+
+    def second_attempt(*args):
+        if measured and not resumed:
+            raise KeyboardInterrupt
+        return run_block(*args)
+
+    resumed, run_block = True, rounding.BlockQuantizer.run
+    whole = pipeline.run(source, tmp_path / "whole", job, measure=measure)
+    expected = measured.copy()
+    measured.clear()
+    resumed = False
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if stop == "a block":
+            patch.setattr(rounding.BlockQuantizer, "run", second_attempt)
+        pipeline.run(source, tmp_path / "out", job, measure=measure)
+    resumed = True
+    monkeypatch.setattr("qserve.quantize.mixed.measure", lambda *_, **__: pytest.fail("linears were measured again"))
+    report = pipeline.run(source, tmp_path / "out", job, measure=measure)
+    assert measured == expected and (report.tried, report.notices) == (whole.tried, whole.notices)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_what_no_calibration_text_passes_through_goes_on_too(llama, tmp_path, monkeypatch):
+    source, job = HFDirectory(llama), QuantizeJob(method="rtn", calibration=None, **SMALL)
+    pipeline.run(source, tmp_path / "whole", job)
+    original, seen = rounding.BlockQuantizer.run, []
+
+    def first_only(self, visit):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(visit.name)
+        return original(self, visit)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(rounding.BlockQuantizer, "run", first_only)
+        pipeline.run(source, tmp_path / "out", job)
+    pipeline.run(source, tmp_path / "out", job)
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+def test_a_rounded_head_and_embedding_are_not_rounded_again(wide, tmp_path, monkeypatch):
+    options = dict(method="rtn", calibration=None, format="compressed-tensors", head_bits=8, embedding_bits=8)
+    source, job = HFDirectory(wide), QuantizeJob(**SMALL, **options)
+    whole = pipeline.run(source, tmp_path / "whole", job)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HFDirectory, "save_tokenizer", interrupted)
+        pipeline.run(source, tmp_path / "out", job)
+    monkeypatch.setattr("qserve.quantize.rest._round", lambda *_: pytest.fail("it was rounded again"))
+    report = pipeline.run(source, tmp_path / "out", job)
+    assert report.layers == whole.layers and [layer.module for layer in report.layers][-2] == "lm_head"
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+def test_once_all_blocks_are_done_no_text_passes_through_them_again(llama, tmp_path, monkeypatch):
+    source, job = HFDirectory(llama), QuantizeJob(**SMALL)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "write_rest", interrupted)
+        pipeline.run(source, tmp_path / "out", job)
+    monkeypatch.setattr(Skeleton, "load", lambda *_: pytest.fail("a block was loaded"))
+    events = []
+    report = pipeline.run(source, tmp_path / "out", job, progress=events.append)
+    assert len(report.layers) == 14 and [e.done for e in events if e.phase == "quantize"] == [0]
+    HFDirectory(tmp_path / "out").verify()
+
+
 _KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys
 from pathlib import Path
 from qserve.checkpoint.hf import HFDirectory
-from qserve.checkpoint.kv import key_center
 from qserve.calibration import visit
+from qserve.checkpoint.parts import PartWriter
 from qserve.checkpoint.writer import CheckpointWriter
-from qserve.quantize import pipeline
+from qserve.quantize import distill, pipeline, sensitivity, signround
 from qserve.quantize.job import QuantizeJob
-from qserve.runtime.config import EngineConfig
-from qserve.runtime.engine import Engine
 
-left = int(sys.argv[3])
+left, places = int(sys.argv[3]), eval(sys.argv[5])
 visit._TOGETHER = 2
+signround.ITERATIONS = 20  # by which tuning is kept; the learning itself goes on as long as ever
 
 def counted(original):
     def call(*args, **kwargs):
@@ -620,11 +725,20 @@ def counted(original):
         return original(*args, **kwargs)
     return call
 
-for name in ("put", "commit", "seal", "finish"):
-    setattr(CheckpointWriter, name, counted(getattr(CheckpointWriter, name)))
+for place, name in places:
+    owner = eval(place)
+    setattr(owner, name, counted(getattr(owner, name)))
 job = QuantizeJob(samples=4, sequence_length=32, group_size=32, **eval(sys.argv[4]))
-pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), job)
+tell = lambda event: print(event.phase, event.done, event.total, flush=True)
+pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), job, progress=tell)
 """
+_WRITER = [("CheckpointWriter", name) for name in ("put", "commit", "seal", "finish")]
+
+
+def in_a_process(model, out, options, after=0, places=_WRITER):
+    """Killed when one of ``places`` is called for the time ``after``."""
+    command = [sys.executable, "-c", _KILLED, str(model), str(out), str(after), repr(options), repr(places)]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -632,16 +746,55 @@ pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), job)
     "options", [dict(), dict(method="awq+gptq"), dict(target_bits=5.0), dict(effort="best")], ids=str
 )
 def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(options, qwen2, tmp_path):
-    def run(out, after):
-        command = [sys.executable, "-c", _KILLED, str(qwen2), str(out), str(after), repr(options)]
-        return subprocess.run(command, check=False, capture_output=True, text=True)
-
-    assert run(tmp_path / "whole", 0).returncode == 0
+    run = functools.partial(in_a_process, qwen2, options=options)
+    assert run(tmp_path / "whole").returncode == 0
     expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     moments = random.Random(len(str(options))).sample(range(1, 75), 3)
     for moment in moments:  # of 80 puts and commits or more; then once more in the second half of what is left
-        assert run(tmp_path / "out", moment).returncode == -signal.SIGKILL
-    finished = run(tmp_path / "out", 0)
+        assert run(tmp_path / "out", after=moment).returncode == -signal.SIGKILL
+    finished = run(tmp_path / "out")
     assert finished.returncode == 0, finished.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+_STAGES = {
+    "sensitivity": (
+        dict(target_bits=5.0, head_bits=8, format="compressed-tensors"),
+        [
+            (3, ("sensitivity", "_trial"), []),  # inside of the first block
+            (2, ("PartWriter", "commit"), [1]),  # after the second, before its states are safe
+            (25, ("PartWriter", "add"), [2, 3]),  # while those after a sample are written
+            (2, ("pathlib.Path", "unlink"), [4, 5, 6]),  # with a plan, before the states that led to it are gone
+        ],
+    ),
+    "distill": (
+        dict(effort="best"),
+        [
+            (1, ("distill._Scaled", "take_gradient"), []),
+            (2, ("PartWriter", "commit"), [*range(1, 20)]),  # with one state, before the second
+            (50, ("PartWriter", "add"), [*range(11, 20)]),
+            (2, ("pathlib.Path", "unlink"), [*range(11, 121)]),
+        ],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", _STAGES)
+def test_a_stage_before_or_after_the_blocks_loses_no_more_than_one_of_them(stage, qwen2, tmp_path):
+    options, kills = _STAGES[stage]
+
+    def steps(ended):
+        events = (line.split() for line in ended.stdout.splitlines())
+        return [int(done) for phase, done, total in events if phase == stage and int(total) > 1 and int(done)]
+
+    assert in_a_process(qwen2, tmp_path / "whole", options).returncode == 0
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    for after, place, done in kills:
+        ended = in_a_process(qwen2, tmp_path / "out", options, after, [place])
+        assert ended.returncode == -signal.SIGKILL and steps(ended) == done, (place, ended.stderr)
+    finished = in_a_process(qwen2, tmp_path / "out", options)
+    assert finished.returncode == 0 and steps(finished) == [], finished.stderr
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]

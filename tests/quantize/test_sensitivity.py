@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.hf import HFDirectory
-from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import gptq, rtn, sensitivity
 from qserve.quantize.sensitivity import Compensation, excerpt, measure
 from qserve.quantize.units import Unit, candidates, units
@@ -185,6 +188,39 @@ def test_states_on_disk_change_nothing(llama, tmp_path):
         for offload in (None, tmp_path)
     ]
     assert followed[0] == followed[1] != inside and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [dict(), dict(offloaded=True), dict(compensated=True)], ids=str)
+def test_stopped_anywhere_it_goes_on_and_finds_the_same(qwen2, tmp_path, options):
+    skeleton = Skeleton(HFDirectory(qwen2))
+    offered: dict = {**all_units(skeleton), ("lm_head",): (None, WeightScheme(4, 32), WeightScheme(8, 32))}
+    settings = dict(
+        compensation=None if options.get("offloaded") else Compensation(windows(), follows="compensated" in options),
+        offload=tmp_path if options.get("offloaded") else None,
+        activations=ActivationScheme("int8") if not options else None,
+    )
+    told: list[int] = []
+
+    def stopped_at(step: int):
+        def progress(done: int, total: int) -> None:
+            told.append(done)
+            if done == step:
+                raise KeyboardInterrupt
+
+        return progress
+
+    expected = measure(skeleton, windows(), offered, **settings)
+    for step in (1, 2, 3, 4, 0):  # the second block, then two of three samples, then to the end
+        with suppress(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", fingerprint="job") as writer:
+            files = list((tmp_path / ".out.partial" / "parts").iterdir())
+            assert [path.name for path in files] == (["00001.state"] if told else [])
+            found = measure(
+                Skeleton(HFDirectory(qwen2)), windows(), offered, **settings, progress=stopped_at(step),
+                kept=writer.kept("plan"), keep=partial(writer.keep, "plan"),
+            )  # fmt: skip
+            assert step == 0 and found == expected
+            writer.discard()
+    assert told == [1, 2, 3, 4, 5] and list(tmp_path.iterdir()) == []  # nothing was done twice
 
 
 @pytest.mark.parametrize(
