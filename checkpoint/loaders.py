@@ -6,16 +6,19 @@ that hours of work never end in files that load nowhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.formats.compressed_tensors_config import layout
 from qserve.checkpoint.formats.format import FUSED, Format, Schemes, Shapes, is_embedding
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 # Group sizes of the Marlin kernels, and the multiples of outputs and inputs they need.
 _GROUPS = (-1, 32, 64, 128)
 _MARLIN_OUT, _MARLIN_IN = 64, 128
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def _unlike_siblings(case: _Case) -> str | None:
 def _transformers(case: _Case) -> str | None:
     name = case.format.name
     if name == "compressed-tensors":
-        return None
+        return _transformers_compressed(case)
     if case.head_is_packed:
         return "lm_head: the output layer is not loaded packed"
     if name == "fp8":
@@ -173,6 +176,33 @@ def _transformers(case: _Case) -> str | None:
     if case.spec.weights.group_size not in _GROUPS:
         return f"groups must be of 32, 64 or 128 or the whole input, not {case.spec.weights.group_size}"
     return _undivided(case)
+
+
+def _transformers_compressed(case: _Case) -> str | None:
+    """The limits of transformers 5.23 with compressed-tensors 0.20. Experts, which it stacks, and what is dequantized
+    while it is loaded are read by one scheme alone, that of the first group in the configuration."""
+    weights, stored = case.spec.weights, layout(case.spec.weights, case.spec.activations)
+    for module in filter(_EXPERT.search, case.schemes):
+        if case.schemes[module] != weights:
+            return f"{module}: all experts must have the one global scheme"
+        if not weights.symmetric or weights.rows not in (1, -1) or stored == "int-quantized":
+            return f"{module}: experts are loaded from packed symmetric integers, or from fp8 per channel or tensor"
+    if at_once := _dequantized_at_once(case):
+        for module, scheme, activations in case.kinds():
+            if scheme != weights or layout(scheme, activations) != stored:
+                return f"{module}: every module must have the one global scheme where {at_once}"
+    return None
+
+
+def _dequantized_at_once(case: _Case) -> str | None:
+    """What transformers does not keep packed until it is used, as it looks for an embedding's weight, and for zero
+    points of one byte each; or None."""
+    for module, scheme, activations in case.kinds():
+        if is_embedding(module):
+            return "an embedding is packed"
+        if not scheme.symmetric and layout(scheme, activations) == "pack-quantized":
+            return "weights have zero points"
+    return None
 
 
 def _transformers_fp8(case: _Case) -> str | None:
@@ -220,10 +250,18 @@ def _sglang_note(case: _Case) -> str:
 
 def _transformers_note(case: _Case) -> str:
     if case.format.name == "compressed-tensors":
-        return "needs the package compressed-tensors"
+        return f"needs the package compressed-tensors{_how(case)}"
     if case.format.name == "fp8":
         return "needs a GPU with fp8; dequantizes elsewhere"
     return "needs the packages optimum and gptqmodel"
+
+
+def _how(case: _Case) -> str:
+    """How transformers must be told to load it, or nothing."""
+    if (at_once := _dequantized_at_once(case)) is None:
+        return ""
+    lost = ", which leaves out the scales of the KV cache" if case.spec.kv_cache else ""
+    return f", and quantization_config=CompressedTensorsConfig(dequantize=True) as {at_once}{lost}"
 
 
 LOADERS: dict[str, tuple[Callable[[_Case], str | None], Callable[[_Case], str]]] = {

@@ -33,7 +33,8 @@ class QuantizeJob:
     effort           of gptq: fast rounds each layer for the inputs it gets; normal also follows the float model and
                      makes up for what earlier layers lost; best learns the rounding after that (SignRound), and in the
                      end the scales of the whole model
-    head_bits        of the output head, 0 keeps it; embedding_bits likewise
+    head_bits        of the output head, 0 keeps it; embedding_bits likewise. A tied head has the bits of the embedding;
+                     with bits of its own it becomes a layer of its own
     kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key
     target_bits      mixed precision: stored bits per weight at most, scales included; of w8a8 and fp8, where linears
                      are kept in 16-bit floats
@@ -98,7 +99,7 @@ class QuantizeJob:
             ("--kv-cache", self.kv_cache, (None, "int8", "fp8")),
             ("--kv-scales", self.kv_granularity, ("tensor", "head")),
             ("--head", self.head_bits, (0, 4, 6, 8)),
-            ("--embeddings", self.embedding_bits, (0, 8)),
+            ("--embeddings", self.embedding_bits, (0, 6, 8)),
         ):
             if value not in known:
                 raise UsageError(f"{flag} must be one of {', '.join(str(k) for k in known if k)}, not {value!r}")

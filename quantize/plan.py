@@ -95,7 +95,11 @@ def plan(
         elif shapes.tied:
             notices.append("the output head is the embedding, which keeps its precision")
     elif shapes.tied:
-        notices.append(f"the output head was the embedding; it becomes a layer of its own in {job.head_bits} bits")
+        twice = job.head_bits == job.embedding_bits
+        notices.append(
+            f"the output head was the embedding; it becomes a layer of its own in {job.head_bits} bits"
+            + (f"; --embeddings {job.embedding_bits} alone would store the same numbers once" if twice else "")
+        )
     spec = QuantSpec(
         method="signround" if job.effort == "best" else job.rounding,  # type: ignore[arg-type]
         weights=job.weights,

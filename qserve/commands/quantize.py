@@ -76,9 +76,18 @@ def quantize(
     ] = _JOB.act_order,
     head: Annotated[
         int,
-        typer.Option(help="Bits of the output head, the largest layer of small models: 8, 6 or 4; 0 keeps it in 16."),
+        typer.Option(
+            help="Bits of the output head, the largest layer of small models: 8, 6 or 4; 0 keeps it in 16. A head that "
+            "is the embedding (tied) becomes a layer of its own."
+        ),
     ] = _JOB.head_bits,
-    embeddings: Annotated[int, typer.Option(help="Bits of the embedding: 8; 0 keeps it in 16.")] = _JOB.embedding_bits,
+    embeddings: Annotated[
+        int,
+        typer.Option(
+            help="Bits of the embedding: 8, or 6 for smaller files (in memory a code takes a byte in both); 0 keeps it "
+            "in 16. A head that is the embedding (tied) has them too, unless --head gives it its own."
+        ),
+    ] = _JOB.embedding_bits,
     kv_cache: Annotated[
         str, typer.Option(help="Calibrate scales for a KV cache in int8 or fp8; none leaves that to the server.")
     ] = "none",

@@ -114,11 +114,46 @@ def test_packed_embeddings_and_heads() -> None:
     compressed = FORMATS["compressed-tensors"]
     embedding = QuantSpec("rtn", WeightScheme(4, 64), overrides={"model.embed_tokens": WeightScheme(8, -1)})
     shapes = WIDE | {"model.embed_tokens": (1024, 512)}
-    assert accepted(embedding, shapes, compressed) == yes("qserve", "transformers")
-    assert "embed_tokens" in accepted_reasons(embedding, shapes, compressed)["vllm"]
+    assert accepted(embedding, shapes, compressed) == yes("qserve")
+    for loader in ("vllm", "transformers"):
+        assert "embed_tokens" in accepted_reasons(embedding, shapes, compressed)[loader]
     assert accepted(embedding, shapes, GPTQ) == yes()
     head = QuantSpec("rtn", WeightScheme(4, 64), ignored=())
     assert accepted(head, WIDE | {"lm_head": (1024, 512)}, compressed) == yes("qserve", "transformers")
+
+
+AT_ONCE = "CompressedTensorsConfig(dequantize=True)"
+
+
+@pytest.mark.parametrize(
+    ("spec", "modules", "accepts", "words"),
+    [
+        (QuantSpec("rtn", WeightScheme(4, 64)), {}, True, ""),
+        (QuantSpec("rtn", ASYM), {}, True, AT_ONCE),
+        (QuantSpec("rtn", ASYM, kv_cache=KVScheme("fp8")), {}, True, "leaves out the scales of the KV cache"),
+        (QuantSpec("rtn", WeightScheme(8, -1, False), INT8), {}, True, ""),
+        (QuantSpec("rtn", ASYM, overrides={"model.layers.0.mlp.up_proj": WeightScheme(4, 32, False)}), {}, False,
+         "up_proj: every module"),
+        (QuantSpec("rtn", ASYM, overrides={"lm_head": WeightScheme(8)}, ignored=()), {"lm_head": (1024, 512)}, False,
+         "lm_head: every module"),
+        (QuantSpec("rtn", WeightScheme(8)), {"model.embed_tokens": (1024, 512)}, True, AT_ONCE),
+        (QuantSpec("rtn", WeightScheme(8, -1), INT8, float_inputs=("model.embed_tokens",)),
+         {"model.embed_tokens": (1024, 512)}, False, "an embedding is packed"),
+        (QuantSpec("rtn", WeightScheme(4, 64)), {"m.experts.0.w1": (256, 512)}, True, ""),
+        (QuantSpec("rtn", WeightScheme(4, 64), ignored=("lm_head", "m.experts.0.w1")), {"m.experts.0.w1": (256, 512)},
+         True, ""),
+        (QuantSpec("rtn", CHANNEL, TOKEN), {"m.experts.0.w1": (256, 512)}, True, ""),
+        (QuantSpec("rtn", ASYM), {"m.experts.0.w1": (256, 512)}, False, "experts"),
+        (QuantSpec("rtn", BLOCK, GROUP), {"m.experts.0.w1": (256, 512)}, False, "experts"),
+        (QuantSpec("rtn", WeightScheme(8, -1), INT8), {"m.experts.0.w1": (256, 512)}, False, "experts"),
+        (QuantSpec("rtn", WeightScheme(4, 64), overrides={"m.experts.0.w1": WeightScheme(8)}),
+         {"m.experts.0.w1": (256, 512)}, False, "all experts"),
+    ],
+)  # fmt: skip
+def test_what_transformers_reads_of_compressed_tensors(spec, modules, accepts, words) -> None:
+    (found,) = verdicts(spec, WIDE | modules, ["transformers"], format=FORMATS["compressed-tensors"])
+    assert found.accepts == accepts and words in found.reason
+    assert (AT_ONCE in found.reason) == (words in (AT_ONCE, "leaves out the scales of the KV cache"))
 
 
 def test_fallback_per_layer_needs_a_loader_that_reads_dynamic() -> None:

@@ -310,6 +310,17 @@ def test_embed(kind: WeightScheme | torch.dtype, vocab: int, width: int, data: s
         torch.testing.assert_close(out, want[ids.long()], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("vocab", "width", "group"), [(11, 576, 64), (7, 101, -1), (1, 100, 24)])
+def test_six_bits_are_looked_up_as_the_reference_does(vocab: int, width: int, group: int) -> None:
+    table, ids = make_weight(vocab, width, WeightScheme(6, group)), torch.tensor([vocab - 1, 0, vocab // 2]).int()
+    want = torch.empty(3, width)
+    run(ReferenceExecutor(), [Embed(table, want)], make_step(3, ids))
+    for isa in native.available():
+        out = torch.empty(3, width)
+        run(executor(isa), [Embed(table, out)], make_step(3, ids))
+        assert torch.equal(out, want) and torch.equal(out, table.dequantize()[ids.long()])
+
+
 @dataclass(frozen=True)
 class Attending:
     """Sequences of (cached tokens, new tokens) over a cache that holds no number where nobody has written."""

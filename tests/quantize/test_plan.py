@@ -42,6 +42,13 @@ def test_head_and_embedding_are_explicit():
     assert shared.scheme_of("embed").bits == 8 and shared.activations_of("embed") is None
     assert shared.activations_of("a").dtype == "int8" and "stored in 8 bits" in notices[0]
     assert list(shapes(**linears).of(shared)) == ["a", "embed"]
+    both, notices = plan(QuantizeJob(embedding_bits=6, head_bits=8), shapes(**linears))
+    assert (both.scheme_of("embed").bits, both.scheme_of("lm_head").bits) == (6, 8)
+    assert notices[0].endswith("layer of its own in 8 bits") and len(notices) == 1
+    _, notices = plan(QuantizeJob(embedding_bits=6, head_bits=6), shapes(**linears))
+    assert notices[0].endswith("--embeddings 6 alone would store the same numbers once")
+    with pytest.raises(UsageError, match="--embeddings must be one of 6, 8, not 4"):
+        QuantizeJob(embedding_bits=4)
 
 
 def test_what_mixed_precision_chose_goes_before_the_job():

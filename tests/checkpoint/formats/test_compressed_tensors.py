@@ -175,7 +175,7 @@ def test_bytes_of_another_kind_are_refused(random_weight) -> None:
         st.sampled_from(["lm_head", *MODULES]),
         st.sampled_from([WeightScheme(6, -1), WeightScheme(4, 32)]), max_size=5,
     ),
-    embedding=st.booleans(),
+    embedding=st.sampled_from([None, WeightScheme(8, -1), WeightScheme(6, 64)]),
     ignored=st.sets(st.sampled_from(MODULES), max_size=4),
     keep=st.sets(st.sampled_from(MODULES), max_size=4),
 )  # fmt: skip
@@ -186,9 +186,9 @@ def test_spec_survives_its_json(kind, kv_cache, overrides, embedding, ignored, k
     overrides = {module: scheme for module, scheme in overrides.items() if module not in ignored}
     keep = keep - ignored if activations is not None else set()
     names = ["lm_head", *MODULES]
-    if embedding:
+    if embedding is not None:
         names.append("model.embed_tokens")
-        overrides["model.embed_tokens"] = WeightScheme(8, -1)
+        overrides["model.embed_tokens"] = embedding
         keep = keep | {"model.embed_tokens"} if activations is not None else keep
     if "lm_head" not in overrides:
         ignored = ignored | {"lm_head"}

@@ -80,10 +80,14 @@ def test_silu_mul_gather_and_dense_embeddings() -> None:
     assert torch.equal(out, got[[2, 0]].half())
 
 
-@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 32, True), (8, -1, False), (3, 24, False)])
-def test_packed_embeddings(bits: int, group: int, symmetric: bool) -> None:
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric", "width"),
+    [(4, 32, True, 520), (8, -1, False, 520), (3, 24, False, 520), (6, 64, True, 576), (6, -1, True, 101),
+     (6, 24, False, 1100)],
+)  # fmt: skip
+def test_packed_embeddings(bits: int, group: int, symmetric: bool, width: int) -> None:
     torch.manual_seed(0)
-    scheme, width = WeightScheme(bits, group, symmetric), 520
+    scheme = WeightScheme(bits, group, symmetric)
     groups = scheme.groups(width)
     codes = torch.randint(0, scheme.max_code + 1, (11, width)).to(torch.uint8)
     zeros = None if symmetric else torch.randint(0, scheme.max_code + 1, (11, groups)).to(torch.uint8)
