@@ -123,6 +123,7 @@ def run(
         notices=notices,
         verdicts=prepared.verdicts,
         forecast=expected,
+        bits_per_weight=prepared.bits_per_weight,
         checkpoint_bytes=stored_bytes,
         seconds=time.perf_counter() - started,
         peak_bytes=peak_bytes(),

@@ -67,6 +67,17 @@ class Preparation:
             *(f"loaders         {verdict}" for verdict in self.verdicts),
         ]
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of a weight in the linears inside the blocks, scales included; floats have 16."""
+        bits, weights = 0, 0
+        for module, (out, inp) in self.shapes.linears.items():
+            scheme = self.spec.scheme_of(module)
+            zeros = self.format.symmetric_zeros
+            bits += 16 * out * inp if scheme is None else scheme.storage_bits(out, inp, symmetric_zeros=zeros)
+            weights += out * inp
+        return bits / weights
+
     def _undecided(self) -> str:
         if self.job.target_bits is not None:
             return f"chosen per module, {self.job.target_bits:g} bits on average"
