@@ -15,6 +15,7 @@ pytestmark = pytest.mark.interop
 INT8 = ActivationScheme("int8")
 FP8 = ActivationScheme("fp8")
 MIXED = {"model.layers.1.mlp.down_proj": WeightScheme(8, 32), "model.layers.0.self_attn.q_proj": WeightScheme(3, 64)}
+EIGHT = {"model.layers.1.mlp.down_proj": WeightScheme(8, 32)}
 SPECS = {
     "pack-quantized, 2 bits": QuantSpec("rtn", WeightScheme(2, 32)),
     "pack-quantized, 3 bits": QuantSpec("rtn", WeightScheme(3, 32)),
@@ -26,6 +27,7 @@ SPECS = {
     "pack-quantized, 3 bits asymmetric": QuantSpec("rtn", WeightScheme(3, 32, False)),
     "pack-quantized, mixed, ignored": QuantSpec("rtn", WeightScheme(4, 32), overrides=MIXED,
                                                 ignored=("lm_head", "model.layers.0.mlp.up_proj")),
+    "pack-quantized, 4 and 8 bits": QuantSpec("rtn", WeightScheme(4, 32), overrides=EIGHT),
     "int-quantized": QuantSpec("rtn", WeightScheme(8, -1), INT8),
     "float-quantized, per channel": QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8"), FP8),
     "float-quantized, static": QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8", rows=-1),
@@ -53,6 +55,8 @@ REFUSED = {
     # It loads, and says that nothing takes these scales.
     ("float-quantized, static", True): r"unexpected_keys.*input_scale",
 }
+# The same where 8 bits fill words as 4 do: nothing is refused, and those weights are wrong.
+MISTAKEN = ("pack-quantized, 4 and 8 bits", True)
 WAYS = [(kind, at_once) for kind in SPECS for at_once in (False, True)]
 
 
@@ -87,7 +91,7 @@ def test_compressed_tensors_decompresses_what_we_write(kind, decompressed, answe
         assert torch.equal(theirs[f"{module}.weight"], source.linear(module).dequantize()), module
 
 
-@pytest.mark.parametrize("kind, at_once", [way for way in WAYS if way not in REFUSED], ids=named)
+@pytest.mark.parametrize("kind, at_once", [way for way in WAYS if way not in {*REFUSED, MISTAKEN}], ids=named)
 def test_transformers_gives_our_logits(kind, at_once, loaded, answers, our_logits) -> None:
     theirs, source = answers(loaded[kind, at_once]), open_model(loaded[kind, at_once])
     for module in source.linears():
@@ -106,3 +110,11 @@ def test_transformers_loads_it_only_the_other_way(kind, at_once, loaded, answers
     with pytest.raises(AssertionError, match=REFUSED[kind, at_once]):
         answers(loaded[kind, at_once])
     assert (kind, not at_once) not in REFUSED
+
+
+def test_transformers_mistakes_a_second_width_for_the_first(loaded, answers) -> None:
+    theirs, source = answers(loaded[MISTAKEN]), open_model(loaded[MISTAKEN])
+    for module in source.linears():
+        weight = source.linear(module).dequantize()
+        right = torch.allclose(theirs[f"{module}.weight"], weight, rtol=1e-3, atol=2**-25)
+        assert right == (module not in EIGHT), module
