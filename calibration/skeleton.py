@@ -182,7 +182,9 @@ class Skeleton:
         else:
             tensor = self.source.tensor(name).to(torch.float32)
         if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{self.source.name}: {name} holds NaN or infinity")
+            raise CheckpointError(
+                f"{self.source.name}: {name} holds NaN or infinity: the model is damaged; fetch or convert it again"
+            )
         return tensor
 
 

@@ -74,9 +74,11 @@ def bits_per_layer(layers: Sequence[LayerReport], symmetric_zeros: bool) -> str:
 
 
 def divergence_against_size(tried: Sequence[Tried]) -> str:
-    """Mean KL divergence over stored bits per weight: the predicted curve, predicted and measured points."""
+    """Mean KL divergence over stored bits per weight: the predicted curve, predicted and measured points. A divergence
+    alone stands beside the model itself, which has none, and so no place where several are compared by their ratios."""
+    alone = sum(each.kl > 0 for each in tried) < 2
     curve = [each for each in tried if not each.label and each.kl > 0]
-    points = [each for each in tried if each.label and each.kl > 0]
+    points = [each for each in tried if each.label and (alone or each.kl > 0)]
 
     def draw(axes: Axes) -> None:
         if curve:
@@ -98,11 +100,15 @@ def divergence_against_size(tried: Sequence[Tried]) -> str:
                 each.label, (each.bits_per_weight, each.kl), xytext=where, textcoords="offset points", ha=side,
                 fontsize=8,
             )  # fmt: skip
-        logarithmic(axes)
+        axes.margins(x=0.25)
+        if alone:
+            axes.scatter([16], [0], s=36, zorder=3, color=COLOURS[2], marker=MARKERS[1], label="the model itself")
+            axes.set_ylim(bottom=0)
+        else:
+            logarithmic(axes)
         axes.set_xlabel("stored bits per quantized weight")
         axes.set_ylabel("mean KL divergence (nats)")
         axes.grid(True)
-        axes.margins(x=0.25)
         axes.legend(loc="upper right")
 
     return svg(draw, "size", (9.0, 4.2))

@@ -6,6 +6,7 @@ texts of strangers: they are escaped wherever they are shown.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -13,38 +14,68 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.spec import QuantSpec
 from qserve.evals import plots
 from qserve.evals.page import document, figure, table
 from qserve.evals.quality_report import quality_report
-from qserve.evals.report import Metric, Report, Section, save
+from qserve.evals.report import Metric, Report, Section, read_report, save
 from qserve.evals.worst import WorstToken
+from qserve.quantize.allocate import Tried
 from qserve.quantize.job import QuantizeReport
 
 NAME = "quantization"
+
 
 def write_report(
     directory: Path, report: QuantizeReport, *, name: str, command: str, worst: Sequence[WorstToken] = ()
 ) -> tuple[Path, ...]:
     """Write ``quantization.json``, ``.md`` and ``.html`` into ``directory``, which is made; return their paths.
 
-    ``name`` is the checkpoint's, ``command`` what made it, ``worst`` the tokens with the largest divergence. Raises
+    ``name`` is the checkpoint's, ``command`` what made it, ``worst`` the tokens with the largest divergence. Where a
+    report is replaced whose measurements compare with this one's, their sizes and divergences are shown beside. Raises
     ``QServeError`` where a file cannot be written.
     """
     paths = tuple(directory / f"{NAME}.{ending}" for ending in ("json", "md", "html"))
+    measured = _measured(report, name, paths[0])
+    # What mixed precision tried includes this checkpoint.
+    sizes = (*report.tried, *measured[1:]) if report.tried else measured
     full = Report(
-        NAME, f"Quantization of {name}", command, _data(report, worst), _sections(report, name, worst),
-        metrics=_metrics(report),
+        NAME, f"Quantization of {name}", command, _data(report, measured, worst),
+        _sections(report, name, sizes, worst), metrics=_metrics(report),
     )  # fmt: skip
     shown = replace(full, title=_markdown(full.title), sections=tuple(map(_escaped, full.sections)))
     full.write(paths[0], None)
     shown.write(None, paths[1])
-    save(paths[2], _page(full, report))
+    save(paths[2], _page(full, report, sizes))
     return paths
 
 
-def _data(report: QuantizeReport, worst: Sequence[WorstToken]) -> dict[str, Any]:
+def _measured(report: QuantizeReport, name: str, before: Path) -> tuple[Tried, ...]:
+    """This checkpoint, where it was measured, then those in the report at ``before`` that were measured against the
+    same base on the same tokens. One of the same name is replaced."""
+    if report.card is None:
+        return ()
+    own = Tried(name, report.bits_per_weight, report.card.kl_mean, measured=True)
+    try:
+        data = read_report(before).data
+        others = [Tried(str(each["label"]), float(each["bits_per_weight"]), float(each["kl"]), measured=True)
+                  for each in data["measured"]]
+        comparable = _yardstick(QualityCard.from_json(data["card"])) == _yardstick(report.card)
+    except (QServeError, KeyError, TypeError, ValueError):  # none there, or what is there is no such report
+        return (own,)
+    kept = [each for each in others if each.label != name and math.isfinite(each.bits_per_weight + each.kl)]
+    return (own, *(kept if comparable else ()))
+
+
+def _yardstick(card: QualityCard) -> tuple[object, ...]:
+    """What two divergences must have in common to be compared."""
+    return card.base_sha256, card.data_sha256, card.tokens, card.window
+
+
+def _data(report: QuantizeReport, measured: Sequence[Tried], worst: Sequence[WorstToken]) -> dict[str, Any]:
     return {
         "spec": _spec(report.spec),
         "format": report.format,
@@ -52,12 +83,14 @@ def _data(report: QuantizeReport, worst: Sequence[WorstToken]) -> dict[str, Any]
         "notices": list(report.notices),
         "verdicts": [asdict(verdict) for verdict in report.verdicts],
         "forecast": asdict(report.forecast),
+        "bits_per_weight": report.bits_per_weight,
         "checkpoint_bytes": report.checkpoint_bytes,
         "seconds": report.seconds,
         "peak_bytes": report.peak_bytes,
         "calibration_sha256": report.calibration_sha256,
         "card": None if report.card is None else report.card.to_json(),
         "tried": [asdict(each) for each in report.tried],
+        "measured": [asdict(each) for each in measured],
         "worst": [asdict(each) for each in worst],
     }
 
@@ -87,7 +120,9 @@ def _spec(spec: QuantSpec) -> dict[str, Any]:
     }
 
 
-def _sections(report: QuantizeReport, name: str, worst: Sequence[WorstToken]) -> tuple[Section, ...]:
+def _sections(
+    report: QuantizeReport, name: str, sizes: Sequence[Tried], worst: Sequence[WorstToken]
+) -> tuple[Section, ...]:
     sections = [_summary(report)]
     if report.card is not None:
         sections += quality_report(report.card, name, "").sections
@@ -95,13 +130,13 @@ def _sections(report: QuantizeReport, name: str, worst: Sequence[WorstToken]) ->
         sections.append(Section("Notes", ("",), tuple((notice,) for notice in report.notices)))
     verdicts = tuple((v.loader, "yes" if v.accepts else "no", v.reason) for v in report.verdicts)
     sections.append(Section("Loaders", ("loader", "loads it", "reason or need"), verdicts))
-    points = [each for each in report.tried if each.label]
+    points = [each for each in sizes if each.label]
     if points:
-        sizes = tuple(
+        rows = tuple(
             (p.label, f"{p.bits_per_weight:.3f}", f"{p.kl:.4f}", "measured" if p.measured else "predicted")
             for p in points
         )
-        sections.append(Section("Sizes tried", ("", "bits per weight", "KL divergence, mean (nats)", ""), sizes))
+        sections.append(Section("Sizes tried", ("", "bits per weight", "KL divergence, mean (nats)", ""), rows))
     if worst:
         header = ("context", "expected", "KL (nats)", "base's first choice", "this model's first choice")
         sections.append(Section("Tokens with the largest divergence", header, tuple(map(_worst_row, worst))))
@@ -164,17 +199,19 @@ def _markdown(text: str) -> str:
     return re.sub(r"[\\`*\[\]<>|~&#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", _visible(text))
 
 
-def _page(full: Report, report: QuantizeReport) -> str:
+def _page(full: Report, report: QuantizeReport, sizes: Sequence[Tried]) -> str:
     zeros = format_named(report.format).symmetric_zeros
     figures = [
         ("Error per layer", "Squared error of each linear's output on its calibration inputs, relative to the output.",
          plots.error_per_layer(report.layers)),
         ("Bits per layer", "Stored bits per weight, scales included.", plots.bits_per_layer(report.layers, zeros)),
     ]  # fmt: skip
-    if report.tried:
+    if sizes:
         figures.insert(0, (
-            "Divergence against size", "KL divergence of the next-token distributions from the base model's.",
-            plots.divergence_against_size(report.tried),
+            "Divergence against size",
+            "KL divergence of the next-token distributions from the base model's. Bits are those of the linears inside "
+            "the blocks.",
+            plots.divergence_against_size(sizes),
         ))  # fmt: skip
     summary, *rest, layers = (table(section) for section in full.sections)
     details = f"<details><summary>Every linear ({len(report.layers)})</summary>{layers}</details>"

@@ -208,10 +208,11 @@ class Forecast:
 class QuantizeReport:
     """What was done: one ``LayerReport`` per quantized linear, in the order they ran.
 
-    notices    what differs from what was asked, what mixed precision chose, what tuning gained, one line each
-    tried      sizes and divergences that mixed precision weighed
-    verdicts   which loaders accept the checkpoint, and why others do not
-    forecast   made before the start; ``checkpoint_bytes`` is what the weight files came to
+    notices          what differs from what was asked, what mixed precision chose, what tuning gained, one line each
+    tried            sizes and divergences that mixed precision weighed
+    verdicts         which loaders accept the checkpoint, and why others do not
+    forecast         made before the start; ``checkpoint_bytes`` is what the weight files came to
+    bits_per_weight  of the linears inside the blocks, scales included, where floats have 16
     """
 
     spec: QuantSpec
@@ -220,6 +221,7 @@ class QuantizeReport:
     notices: tuple[str, ...]
     verdicts: tuple[LoaderVerdict, ...]
     forecast: Forecast
+    bits_per_weight: float
     checkpoint_bytes: int
     seconds: float
     peak_bytes: int

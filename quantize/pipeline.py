@@ -41,7 +41,7 @@ from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
 from qserve.quantize.kv import recorded
 from qserve.quantize.layer import LayerReport
 from qserve.quantize.mixed import Choice, Mixed
-from qserve.quantize.prepare import Preparation, arrange, narrow, prepare
+from qserve.quantize.prepare import Preparation, arrange, check_blocks, narrow, prepare
 from qserve.quantize.rest import write_rest
 from qserve.quantize.rounding import BlockQuantizer, BlockResult, restore
 from qserve.runtime import heap
@@ -76,6 +76,8 @@ def run(
     if job.max_kl is not None and measure is None:
         raise UsageError("the smallest checkpoint within a divergence needs a measurement of it")
     prepared, windows, text_hash = _prepare(source, out, job)
+    if windows is not None:  # otherwise the blocks are read as soon, and those before the damage are not much to lose
+        check_blocks(prepared.skeleton)
     expected = prepared.forecast
     offload = out.parent if job.offload else None
     mixed = Mixed(prepared, windows, tell, offload) if job.mixed and windows is not None else None
@@ -125,6 +127,7 @@ def run(
         notices=notices,
         verdicts=prepared.verdicts,
         forecast=expected,
+        bits_per_weight=prepared.bits_per_weight,
         checkpoint_bytes=stored_bytes,
         seconds=time.perf_counter() - started,
         peak_bytes=peak_bytes(),
@@ -135,7 +138,8 @@ def run(
 
 
 def check(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
-    """What ``run`` would do. Raises what that would raise before calibration, and writes nothing."""
+    """What ``run`` would do. Raises what that would raise before calibration, but for damage inside the blocks, which
+    are not read; writes nothing."""
     prepared, _, _ = _prepare(source, out, job)
     expected = prepared.forecast
     check_out(

@@ -67,6 +67,17 @@ class Preparation:
             *(f"loaders         {verdict}" for verdict in self.verdicts),
         ]
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of a weight in the linears inside the blocks, scales included; floats have 16."""
+        bits, weights = 0, 0
+        for module, (out, inp) in self.shapes.linears.items():
+            scheme = self.spec.scheme_of(module)
+            zeros = self.format.symmetric_zeros
+            bits += 16 * out * inp if scheme is None else scheme.storage_bits(out, inp, symmetric_zeros=zeros)
+            weights += out * inp
+        return bits / weights
+
     def _undecided(self) -> str:
         if self.job.target_bits is not None:
             return f"chosen per module, {self.job.target_bits:g} bits on average"
@@ -161,28 +172,49 @@ def _check_rest(source: ModelSource, skeleton: Skeleton, dtype: torch.dtype) -> 
             json.dumps(part, allow_nan=False)
         except ValueError:
             raise CheckpointError(f"{source.name}: its configuration holds NaN or infinity") from None
-    quantized = {f"{module}.weight" for module in skeleton.shapes}
+    inside = _weights(skeleton)
     for name in source.names():
-        if name not in quantized:
+        if name not in inside:
             narrow(name, source.tensor(name), dtype)
+
+
+def check_blocks(skeleton: Skeleton) -> None:
+    """What calibration would find when it gets there, maybe after hours: ``CheckpointError`` for NaN or infinity in a
+    linear. Reads the linears once, one at a time, which is less than the hash of the same files takes."""
+    inside = _weights(skeleton)
+    for name in skeleton.source.names():
+        if name in inside:
+            _require_finite(name, skeleton.source.tensor(name))
+
+
+def _weights(skeleton: Skeleton) -> set[str]:
+    """The names of the weights that are quantized."""
+    return {f"{module}.weight" for module in skeleton.shapes}
 
 
 def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Floats become float16 where the model is not natively bfloat16 (there, float32 was chosen on purpose).
 
-    Works through the rows in slices, in place of a mask as large as the tensor. Raises ``CheckpointError`` for NaN,
-    infinity, and what float16 cannot hold.
+    Raises ``CheckpointError`` for NaN, infinity, and what float16 cannot hold.
     """
     narrowed = tensor
     if dtype == torch.float16 and tensor.is_floating_point():
         narrowed = tensor.to(dtype)
-    for part in tensor.reshape(-1).split(1 << 22):
-        if not bool(torch.isfinite(part).all()):
-            raise CheckpointError(f"{name} holds NaN or infinity: the model is damaged")
-    for part in narrowed.reshape(-1).split(1 << 22):
-        if not bool(torch.isfinite(part).all()):
-            raise CheckpointError(f"{name} holds values that float16 cannot; convert the model to bfloat16 first")
+    _require_finite(name, tensor)
+    if narrowed is not tensor and not _finite(narrowed):
+        raise CheckpointError(f"{name} holds values that float16 cannot; convert the model to bfloat16 first")
     return narrowed
+
+
+def _require_finite(name: str, tensor: torch.Tensor) -> None:
+    if not _finite(tensor):
+        raise CheckpointError(f"{name} holds NaN or infinity: the model is damaged; fetch or convert it again")
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Extremes of slices, in place of a mask as large as the tensor: NaN is an extreme wherever it stands."""
+    parts = tensor.reshape(-1).split(1 << 22)
+    return all(bool(extreme.isfinite()) for part in parts if len(part) for extreme in torch.aminmax(part.float()))
 
 
 def _duration(seconds: float) -> str:

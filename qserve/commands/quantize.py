@@ -137,7 +137,12 @@ def quantize(
     ] = False,
     report_dir: Annotated[
         Path | None,
-        typer.Option("--report", help="Write quantization.json, .md and .html with plots there.", metavar="DIR"),
+        typer.Option(
+            "--report",
+            help="Write quantization.json, .md and .html with plots there. Where they replace those of another job on "
+            "the same model and text, its divergence and size are shown beside.",
+            metavar="DIR",
+        ),
     ] = None,
     max_kl: MaxKl = None,
     max_ppl_increase: MaxPpl = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def a_report(**changes: object) -> QuantizeReport:
         notices=(f"notice {HOSTILE}",),
         verdicts=(LoaderVerdict("qserve", True), LoaderVerdict("vllm", False, "3 | 4 bits")),
         forecast=Forecast(2**30, 12.5, 2**27, 128),
+        bits_per_weight=5.75,
         checkpoint_bytes=2**27 + 2**20,
         seconds=13.25,
         peak_bytes=2**29,
@@ -106,6 +108,7 @@ def test_json_holds_the_numbers_of_the_report(written: tuple[Path, ...]) -> None
     assert [LayerReport.from_json(layer) for layer in data["layers"]] == list(report.layers)
     assert QualityCard.from_json(data["card"]) == CARD
     assert tuple(Tried(**each) for each in data["tried"]) == report.tried
+    assert data["bits_per_weight"] == 5.75
     assert tuple(WorstToken(**each) for each in data["worst"]) == WORST
     assert Forecast(**data["forecast"]) == report.forecast and data["checkpoint_bytes"] == report.checkpoint_bytes
     assert {each["name"]: each["value"] for each in content["metrics"]}["checkpoint_size"] == report.checkpoint_bytes
@@ -188,6 +191,62 @@ def test_without_measurements_or_exact_layers(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path, report, name="m", command="c")[2].read_text(encoding="utf-8"))
     assert page.tags.count("svg") == 2 and "experts.*.w1" in page.text
     assert "largest divergence" not in page.text and "Sizes tried" not in page.text
+
+
+def sizes(directory: Path, name: str, **changes: object) -> list[str]:
+    """The rows of "Sizes tried" in the report of a job, of one precision unless said otherwise, and what its plot says;
+    the two agree."""
+    report = a_report(**{"tried": (), **changes})
+    json_path, _, page_path = write_report(directory, report, name=name, command="c")
+    found = {each["title"]: each["rows"] for each in json.loads(json_path.read_text())["sections"]}["Sizes tried"]
+    page = Page(page_path.read_text(encoding="utf-8"))
+    plot = page.text.split("Divergence against size")[1].split("Error per layer")[0]
+    assert page.tags.count("svg") == 3 and all(row[0] in plot for row in found)
+    assert ("the model itself" in plot) == (len([row for row in found if float(row[2])]) < 2)
+    return [" ".join(row) for row in found]
+
+
+def measured(kl: float, **changes: object) -> dict[str, object]:
+    return {"card": replace(CARD, kl_mean=kl, **changes)}  # type: ignore[arg-type]
+
+
+def test_jobs_of_one_directory_are_compared(tmp_path: Path) -> None:
+    assert sizes(tmp_path, "w4", bits_per_weight=4.5, **measured(0.05)) == ["w4 4.500 0.0500 measured"]
+    assert sizes(tmp_path, "w3", bits_per_weight=3.5, **measured(0.3)) == [
+        "w3 3.500 0.3000 measured", "w4 4.500 0.0500 measured"
+    ]  # fmt: skip
+    assert sizes(tmp_path, "w4", bits_per_weight=4.25, **measured(0.04)) == [
+        "w4 4.250 0.0400 measured", "w3 3.500 0.3000 measured"
+    ]  # fmt: skip
+    tried = (Tried("", 3.3, 0.4), Tried("", 8.3, 0.001), Tried("measured", 5.0, 0.03, True))
+    assert sizes(tmp_path, "mixed", bits_per_weight=5.0, tried=tried, **measured(0.03)) == [
+        "measured 5.000 0.0300 measured", "w4 4.250 0.0400 measured", "w3 3.500 0.3000 measured"
+    ]  # fmt: skip
+    assert sizes(tmp_path, "w8", bits_per_weight=8.25, **measured(0.003))[1] == "mixed 5.000 0.0300 measured"
+
+
+@pytest.mark.parametrize(
+    "other", [{"base_sha256": "2" * 64}, {"data_sha256": "2" * 64}, {"tokens": 1235}, {"window": 11}], ids=str
+)
+def test_what_was_measured_otherwise_is_not_compared(tmp_path: Path, other: dict[str, object]) -> None:
+    sizes(tmp_path, "w4", **measured(0.05))
+    assert sizes(tmp_path, "w3", **measured(0.3, **other)) == ["w3 5.750 0.3000 measured"]
+
+
+@pytest.mark.parametrize("damage", ["no report", '"measured": 3', '"kl": null', '"kl": Infinity'])
+def test_a_damaged_report_is_replaced(tmp_path: Path, damage: str) -> None:
+    sizes(tmp_path, "w4", **measured(0.05))
+    path = tmp_path / "quantization.json"
+    key = damage.partition(":")[0]
+    text = path.read_text()
+    path.write_text("{}" if damage == "no report" else re.sub(rf'{key}: (\[[^]]*\]|0\.05\b)', damage, text))
+    assert path.read_text() != text
+    assert sizes(tmp_path, "w3", **measured(0.3)) == ["w3 5.750 0.3000 measured"]
+
+
+def test_a_checkpoint_that_lost_nothing_is_shown(tmp_path: Path) -> None:
+    assert sizes(tmp_path, "w8", **measured(0.0)) == ["w8 5.750 0.0000 measured"]
+    assert len(sizes(tmp_path, "again", **measured(0.0))) == 2
 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:

@@ -11,21 +11,25 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from qserve.calibration.kv import KVRecorder, OnCache, cached
 from qserve.checkpoint.formats import format_named
+from qserve.checkpoint.kv import key_center, kv_scales
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.source import ModelSource, open_model
-from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.spec import KVScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
-from qserve.kernels.reference import round_input
+from qserve.kernels.reference import decode_kv, encode_kv, round_input
+from qserve.quantize.kv import recorded
 
 Judge = Callable[[str, str, Iterable[Sequence[object]]], None]
 
@@ -84,7 +88,7 @@ def dense_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
-                parameter.normal_(0, 0.1)
+                parameter.normal_(0, 1 if "k_proj" in name else 0.1)  # keys have a mean, as in models with biases
     out = tmp_path_factory.mktemp("dense") / "llama"
     model.to(torch.float16).save_pretrained(out)
     return out
@@ -92,10 +96,11 @@ def dense_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def packed_llama(dense_llama: Path) -> Callable[..., Path]:
-    """``packed_llama(out, format, spec)`` writes the dense llama with random codes in all its linears but the head."""
+    """``packed_llama(out, format, spec)`` writes the dense llama with random codes in all its linears but the head, and
+    with the scales of a quantized KV cache that ``TOKENS`` ask for."""
 
     def write(out: Path, format: str, spec: QuantSpec, *, lowest_zero: int = 0, shuffled: bool = False) -> Path:
-        weights = {}
+        weights: dict[str, PackedWeight] = {}
         for index, (module, (rows, columns)) in enumerate(_linear_shapes(dense_llama).items()):
             scheme = spec.scheme_of(module)
             if scheme is None:
@@ -104,7 +109,8 @@ def packed_llama(dense_llama: Path) -> Callable[..., Path]:
             activations = spec.activations_of(module)
             static = activations is not None and not activations.dynamic
             weights[module] = replace(weight, activations=activations, input_scale=0.03125 if static else None)
-        return _write_packed(dense_llama, out, format, spec, weights)
+        kv = {} if spec.kv_cache is None else _recorded_kv(_model_with(dense_llama, weights), spec.kv_cache)
+        return _write_packed(dense_llama, out, format, spec, weights, kv)
 
     return write
 
@@ -139,8 +145,22 @@ def _linear_shapes(dense: Path) -> dict[str, tuple[int, int]]:
     return {name: (source.shape(f"{name}.weight")[0], source.shape(f"{name}.weight")[1]) for name in names}
 
 
-def _write_packed(dense: Path, out: Path, format: str, spec: QuantSpec, weights: Mapping[str, PackedWeight]) -> Path:
-    """A checkpoint in ``format``: ``weights`` packed, with the biases of the dense model, and the rest copied."""
+@torch.no_grad()
+def _recorded_kv(model: LlamaForCausalLM, scheme: KVScheme) -> dict[str, Tensor]:
+    """The scales and centres of every block's cache, as quantizing makes them of ``TOKENS``."""
+    blocks = {f"model.layers.{i}": KVRecorder(block) for i, block in enumerate(model.model.layers)}
+    with ExitStack() as stack:
+        for recorder in blocks.values():
+            stack.enter_context(recorder)
+        model(TOKENS)
+    return {name: tensor for block, recorder in blocks.items()
+            for name, tensor in recorded(recorder, block, scheme).items()}
+
+
+def _write_packed(
+    dense: Path, out: Path, format: str, spec: QuantSpec, weights: Mapping[str, PackedWeight], kv: Mapping[str, Tensor]
+) -> Path:
+    """A checkpoint in ``format``: ``weights`` packed, with the dense model's biases, the rest copied, and ``kv``."""
     source, chosen = open_model(dense), format_named(format)
     quantization = chosen.config_of(spec)
     with CheckpointWriter(out, format=chosen) as writer:
@@ -150,6 +170,8 @@ def _write_packed(dense: Path, out: Path, format: str, spec: QuantSpec, weights:
         for name in source.names():
             if name.rpartition(".")[0] not in weights:
                 writer.put(name, source.tensor(name))
+        for name, tensor in kv.items():
+            writer.put(name, tensor)
         writer.put_json("config.json", {**source.config, "quantization_config": quantization})
         writer.put_json("quantize_config.json", quantization)
         writer.finish()
@@ -159,25 +181,56 @@ def _write_packed(dense: Path, out: Path, format: str, spec: QuantSpec, weights:
 @pytest.fixture(scope="session")
 def our_logits(dense_llama: Path) -> Callable[..., Tensor]:
     """``our_logits(source)``: float32 [1, tokens, vocabulary] of ``TOKENS``, by the dense model in plain transformers
-    with our reading of the packed weights in the place of its own, and their inputs rounded as the scheme says."""
+    with our reading of the packed weights in the place of its own, and their inputs, keys and values rounded as the
+    schemes say."""
     return lambda packed, **options: _our_logits(dense_llama, packed, **options)
 
 
 @torch.no_grad()
-def _our_logits(dense: Path, packed: ModelSource, *, round_inputs: bool = True) -> Tensor:
+def _our_logits(
+    dense: Path, packed: ModelSource, *, round_inputs: bool = True, round_kv: bool = True, centered: bool = True
+) -> Tensor:
+    """``centered``: keys are cached less their mean, where the checkpoint has one."""
+    model = _model_with(dense, {module: packed.linear(module) for module in packed.linears()}, round_inputs)
+    kv_cache = packed.spec.kv_cache if packed.spec is not None and round_kv else None
+    with ExitStack() as stack:
+        if kv_cache is not None:
+            stack.enter_context(cached(model, _rounding_cache(model, packed, kv_cache, centered)))
+        logits: Tensor = model(TOKENS).logits
+    return logits
+
+
+@torch.no_grad()
+def _model_with(dense: Path, weights: Mapping[str, PackedWeight], round_inputs: bool = True) -> LlamaForCausalLM:
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager").eval()
-    for module in packed.linears():
-        weight = packed.linear(module)
+    for module, weight in weights.items():
         linear = model.get_submodule(module)
         linear.weight.copy_(weight.dequantize())
         if weight.bias is not None:
             linear.bias.copy_(weight.bias)
         if round_inputs and weight.activations is not None:
             linear.register_forward_pre_hook(_rounding(weight))
-    logits: Tensor = model(TOKENS).logits
-    return logits
+    return model  # type: ignore[no-any-return]
 
 
 def _rounding(weight: PackedWeight) -> Callable[[object, tuple[Tensor]], tuple[Tensor]]:
     assert weight.activations is not None
     return lambda linear, inputs: (round_input(inputs[0], weight.activations, weight.input_scale),)
+
+
+def _rounding_cache(model: LlamaForCausalLM, packed: ModelSource, scheme: KVScheme, centered: bool) -> OnCache:
+    names = {module: name for name, module in model.named_modules()}
+    dtype = torch.int8 if scheme.dtype == "int8" else torch.float8_e4m3fn
+
+    def rounded(states: Tensor, scale: Tensor) -> Tensor:
+        """[batch, kv_heads, tokens, head_dim]"""
+        each = scale.expand(states.shape[1])
+        return decode_kv(encode_kv(states.transpose(1, 2), each, dtype), each).transpose(1, 2)
+
+    def on_cache(module: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        scales, center = kv_scales(packed, names[module]), key_center(packed, names[module])
+        assert scales is not None
+        mean = center[:, None] if centered and center is not None else torch.zeros(())
+        return rounded(keys - mean, scales[0]) + mean, rounded(values, scales[1])
+
+    return on_cache

@@ -198,6 +198,12 @@ def test_dry_run_report_and_convert(cli: Cli, tiny_model: Path, text_file: Path,
     card = read_card(out)
     assert card is not None and content["data"]["card"] == card.to_json()
     assert "<svg" in (pages / "quantization.html").read_text() and (pages / "quantization.md").exists()
+    eight = ("--bits", 8, "--method", "rtn")
+    done = cli("quantize", tiny_model, tmp_path / "w8", *options, *eight, "--report", pages, *scored)
+    assert done.code == 0, done.err
+    measured = json.loads((pages / "quantization.json").read_text())["data"]["measured"]
+    assert [each["label"] for each in measured] == ["w8", "w4"] and measured[1]["kl"] == card.kl_mean
+    assert measured[0]["bits_per_weight"] == 8 + (16 + 8) / 32 and measured[0]["kl"] < measured[1]["kl"]
 
     done = cli("convert", out, other, "--format", "compressed-tensors")
     assert done.code == 0, done.err

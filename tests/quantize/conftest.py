@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast, Qwen2Config
 
 SIZES = dict(vocab_size=258, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=128)
@@ -38,6 +38,13 @@ def qwen2(tmp_path_factory) -> Path:
     """bfloat16, biases, untied head, a hidden size that 64 does not divide."""
     config = Qwen2Config(hidden_size=96, intermediate_size=128, tie_word_embeddings=False, **SIZES)
     return save(tmp_path_factory.mktemp("qwen2") / "model", config, torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory) -> Path:
+    """Two experts."""
+    config = MixtralConfig(hidden_size=32, intermediate_size=64, num_local_experts=2, **SIZES)
+    return save(tmp_path_factory.mktemp("mixtral") / "model", config)
 
 
 @pytest.fixture(scope="session", params=[False, True], ids=["untied", "tied"])

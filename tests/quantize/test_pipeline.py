@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+import math
 import random
 import re
 import shutil
@@ -206,6 +207,12 @@ def test_the_forecast_knows_what_the_format_stores(options, wide, tmp_path):
     size = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert report.checkpoint_bytes == size
     assert report.forecast.checkpoint_bytes == pytest.approx(size, rel=0.015)
+    read = HFDirectory(tmp_path / "out")
+    linears = [module for module in read.linears() if module.endswith("_proj")]
+    stored = sum(tensor.nbytes for name, tensor in load_file(tmp_path / "out/model.safetensors").items()
+                 if name.rpartition(".")[0] in linears and not name.endswith((".g_idx", ".weight_shape")))
+    weights = sum(math.prod(read.shape(module)) for module in linears)
+    assert report.bits_per_weight == pytest.approx(8 * stored / weights, rel=0.01)
 
 
 def test_what_mixed_precision_may_come_to_is_known_before_it_chooses(llama, tmp_path, monkeypatch):
@@ -392,16 +399,6 @@ def test_options_that_make_no_sense(options, message):
         QuantizeJob(**options)
 
 
-def test_a_weight_that_is_not_finite_names_its_tensor(llama, tmp_path, monkeypatch):
-    source = HFDirectory(llama)
-    original = source.tensor
-    bad = "model.layers.1.mlp.up_proj.weight"
-    monkeypatch.setattr(source, "tensor", lambda name: original(name) * (float("nan") if name == bad else 1))
-    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight holds NaN"):
-        pipeline.run(source, tmp_path / "out", QuantizeJob(**SMALL))
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_model_inside_out_is_not_deleted(llama, tmp_path):
     outer = tmp_path / "outer"
     shutil.copytree(llama, outer / "model")
@@ -411,13 +408,11 @@ def test_a_model_inside_out_is_not_deleted(llama, tmp_path):
     assert (outer / "model" / "config.json").exists()
 
 
-@pytest.mark.parametrize("damage", ["nan", "missing", "config"])
+@pytest.mark.parametrize("damage", ["missing", "config"])
 def test_damage_outside_the_blocks_is_found_before_calibration(llama, tmp_path, damage):
     broken = tmp_path / "broken"
     shutil.copytree(llama, broken)
     tensors = load_file(broken / "model.safetensors")
-    if damage == "nan":
-        tensors["model.norm.weight"][0] = float("nan")
     if damage == "missing":
         del tensors["model.norm.weight"]
     if damage == "config":
@@ -479,7 +474,8 @@ def test_every_method_is_installed_written_and_read_alike(options, installed, ll
         sizes = {module: read.shape(module) for module in read.linears()}
         schemes = {module: read.spec.scheme_of(module) for module in sizes}
         bits = sum(schemes[module].storage_bits(*shape, symmetric_zeros=False) for module, shape in sizes.items())
-        assert bits / sum(out * inp for out, inp in sizes.values()) <= 5.0
+        assert bits / sum(out * inp for out, inp in sizes.values()) == pytest.approx(report.bits_per_weight)
+        assert report.bits_per_weight <= 5.0
         assert read.format.name == "compressed-tensors"  # no zero points where all are the same
         assert len({layer.scheme for layer in report.layers}) > 1 and report.tried and report.notices
 
@@ -622,7 +618,9 @@ def test_the_smallest_within_a_divergence_is_chosen_by_measurement(llama, tmp_pa
     job = QuantizeJob(max_kl=0.2, **SMALL)
     report = pipeline.run(HFDirectory(llama), tmp_path / "out", job, measure=measure)
     assert len(found) == 2 and found[1] > found[0]
-    assert [t.kl for t in report.tried if t.measured] == [0.9, 0.19]
+    measured = [each for each in report.tried if each.measured]
+    assert [each.kl for each in measured] == [0.9, 0.19]
+    assert measured[-1].bits_per_weight == pytest.approx(report.bits_per_weight)
     assert HFDirectory(tmp_path / "out").card.kl_mean == 0.19
     with pytest.raises(UsageError, match="needs a measurement"):
         pipeline.run(HFDirectory(llama), tmp_path / "other", job)

@@ -38,6 +38,12 @@ def block_linears(model: LlamaForCausalLM) -> dict[str, nn.Linear]:
             if isinstance(module, nn.Linear) and name != "lm_head"}
 
 
+def kv_scales(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    """The scales that compressed-tensors gave the attention of ``model``, by the names of their parameters."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()
+            if name.endswith((".k_scale", ".v_scale"))}
+
+
 def load_with(
     directory: Path, replacement: Callable[[nn.Linear], nn.Module], dtype: torch.dtype = torch.float32
 ) -> LlamaForCausalLM:

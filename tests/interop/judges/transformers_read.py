@@ -1,8 +1,8 @@
 """transformers reads: loads the checkpoint in DIR by ``from_pretrained``, in float32; ``dequantize``
 means at once.
 
-Writes to ``out.safetensors`` the logits and the weight of each linear in the blocks, after the first forward pass, on
-which compressed-tensors decompresses otherwise.
+Writes to ``out.safetensors`` the logits, the scales of the KV cache, and the weight of each linear in the blocks, after
+the first forward pass, on which compressed-tensors decompresses otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from llama import block_linears, run_jobs, save_answers
+from llama import block_linears, kv_scales, run_jobs, save_answers
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 
@@ -26,9 +26,8 @@ def main(directory: Path, dequantize: bool = False) -> None:
         if parameter.dtype == torch.float16:  # where weights were fp8, the others stay as they are stored
             parameter.data = parameter.data.float()
     model(torch.tensor([[1, 2]]))
-    save_answers(directory, model, {
-        f"{name}.weight": linear.weight.float().contiguous() for name, linear in block_linears(model).items()
-    })
+    weights = {f"{name}.weight": linear.weight.float().contiguous() for name, linear in block_linears(model).items()}
+    save_answers(directory, model, weights | kv_scales(model))
 
 
 if __name__ == "__main__":
