@@ -19,6 +19,9 @@ from qserve.quantize import scales as scale_search
 from qserve.quantize.layer import Quantized, output_error, pack_codes
 
 DAMPING_LADDER = (0.01, 0.1, 1.0)
+# By how much each input's own variance is raised, relative to itself, for what calibration text tells of no other text;
+# and on top of that times inputs / tokens, for what chance puts into correlations (both measured, BENCHMARKS.md).
+_SHRINKAGE, _BY_CHANCE = 0.1, 1.4
 # Columns rounded one by one before their error is applied to others by a matrix product.
 _LEAF = 8
 # Up to this many inputs a Hessian is inverted in float64; leaves of its factorization.
@@ -35,6 +38,10 @@ def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_ord
     a group's scales are chosen when its turn comes, on weights that already make up for earlier errors.
     Either way they minimize the error weighted by the Hessian's diagonal. Scales of e4m3 weights are always fixed
     beforehand, as several outputs may share one.
+
+    Correlations of inputs are taken for less than they are in ``stats``, the more so the fewer tokens were seen, as a
+    covariance is estimated from few samples (shrinkage towards the diagonal: Ledoit and Wolf, 2004; Schaefer and
+    Strimmer, 2005). Without any left, this would be rounding to nearest.
 
     Where ``stats`` tell how the input has drifted away from the float model's (F, against X), the layer aims at what
     it put out there, W F, instead of W X (asymmetric calibration, arXiv 2504.02692): the weight to round is then the
@@ -66,8 +73,13 @@ def inverse_of(stats: LayerStats, *, act_order: bool = True) -> Inverse:
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(hessian))
     if not stats.finite() or not bool(torch.isfinite(hessian).all()):
         return Inverse(order, act_order, None, _NOT_FINITE)
-    factor = inverse_factor(hessian, order)
+    factor = inverse_factor(hessian, order, shrinkage(stats))
     return Inverse(order, act_order, factor, "" if factor else _NOT_INVERTIBLE)
+
+
+def shrinkage(stats: LayerStats) -> float:
+    """What the diagonal of the Hessian is raised by, relative to itself: correlations fall to 1 / (1 + this)."""
+    return _SHRINKAGE + _BY_CHANCE * len(stats.absmax) / max(1, stats.tokens)
 
 
 def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: WeightScheme) -> Quantized:
@@ -140,14 +152,14 @@ def _to_nearest(weight: Tensor, stats: LayerStats, scheme: WeightScheme, reason:
 
 @dataclass(frozen=True)
 class Factor:
-    """``upper`` float32 [in, in] with upper^T upper = (H + damping * mean(diag H) I)^-1."""
+    """``upper`` float32 [in, in] with upper^T upper = (H + shrinkage * diag H + damping * mean(diag H) I)^-1."""
 
     upper: Tensor
     damping: float
     note: str = ""
 
 
-def inverse_factor(hessian: Tensor, order: Tensor) -> Factor | None:
+def inverse_factor(hessian: Tensor, order: Tensor, shrinkage: float = 0.0) -> Factor | None:
     """The Cholesky factor of the damped inverse of ``hessian[order, order]``, or None where no rung of the ladder
     gives one. In float64, but in float32 for inputs so wide that the memory would not do.
 
@@ -157,6 +169,7 @@ def inverse_factor(hessian: Tensor, order: Tensor) -> Factor | None:
     dead = original == 0
     mean = float(original[~dead].mean()) if not bool(dead.all()) else 1.0
     original[dead] = mean
+    original *= 1 + shrinkage
     for damping in DAMPING_LADDER:
         if (upper := _invert(hessian, order, original + damping * mean)) is not None:
             note = "" if damping == DAMPING_LADDER[0] else f"damping raised to {damping:g}"

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -6,16 +8,16 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize import fp8, gptq, rtn, scales
 
 
-def naive(weight, hessian, scheme, act_order):
+def naive(weight, stats, scheme, act_order):
     """GPTQ as the OBQ paper writes it: after each column, eliminate it from an explicit inverse, in float64."""
     w = weight.double().clone()
     out, inp = w.shape
     width = scheme.group_width(inp)
-    h = hessian.double().clone()
-    h.diagonal()[h.diagonal() == 0] = h.diagonal()[h.diagonal() != 0].mean()
-    h.diagonal().add_(0.01 * h.diagonal().mean())
+    h = stats.hessian.double().clone()
+    h.diagonal()[h.diagonal() == 0] = mean = h.diagonal()[h.diagonal() != 0].mean()
+    h.diagonal().mul_(1.1 + 1.4 * inp / stats.tokens).add_(0.01 * mean)
     inverse = torch.linalg.inv(h)
-    importance = hessian.diagonal()
+    importance = stats.hessian.diagonal()
     chosen = {}
 
     def scale_of(group, source):
@@ -68,7 +70,7 @@ def loss(weight, quantized, x):
 )
 def test_equals_the_naive_column_by_column_twin(scheme, act_order):
     weight, x, stats = layer(dead=(5, 40))
-    codes, expected = naive(weight, stats.hessian, scheme, act_order)
+    codes, expected = naive(weight, stats, scheme, act_order)
     result = gptq.quantize(weight, stats, scheme, act_order=act_order)
     result.weight.check()
     # A scale chosen on compensated weights may round to the next float16, which at 8 bits moves a few codes.
@@ -87,6 +89,23 @@ def test_beats_rounding_to_nearest(bits, act_order):
     nearest = rtn.quantize(weight, stats, scheme)
     result = gptq.quantize(weight, stats, scheme, act_order=act_order)
     assert loss(weight, result.weight.dequantize(), x) < 0.8 * loss(weight, nearest.weight.dequantize(), x)
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_on_text_it_did_not_see_few_tokens_are_better_than_none(tokens):
+    """Without shrinkage fewer tokens than inputs fit chance: worse than to nearest."""
+    weight, x, _ = layer()
+    seen, unseen = x[:tokens], x[tokens:]
+    stats, scheme = LayerStats(96), WeightScheme(4, 32)
+    stats.update(seen)
+    with_it = gptq.inverse_of(stats)
+    without = replace(with_it, factor=gptq.inverse_factor(stats.hessian, with_it.order))
+    errors = [
+        loss(weight, gptq.quantize_with(inverse, weight, stats, scheme).weight.dequantize(), unseen)
+        for inverse in (with_it, without)
+    ]
+    nearest = loss(weight, rtn.quantize(weight, stats, scheme).weight.dequantize(), unseen)
+    assert errors[0] < nearest < errors[1]
 
 
 FP8 = [
