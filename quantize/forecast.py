@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from functools import cache
+from pathlib import Path
 
 import psutil
 import torch
@@ -44,6 +45,8 @@ _ROUNDED_BYTES = 22
 # The same to nearest and without calibration: the weight, its codes as floats and as bytes, and scales (and zero
 # points) spread to one for each weight.
 _NEAREST_BYTES, _ZERO_BYTES = 13, 4
+# Code and buffers of libraries that are touched only when they compute: of a small model a tenth of all.
+_LIBRARY_BYTES = 128 << 20
 # Bytes per squared input of a Hessian, its factor and what inverting takes, in float64 and for the widest in float32.
 _HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 14, 8192
 # What a forward holds, relative to the outputs of its linears in float32: in lanes that wait at the widest of them, and
@@ -161,7 +164,8 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
         rounding += (_HESSIAN_BYTES if widest <= _WIDE else _WIDE_HESSIAN_BYTES) * widest * widest
     if not job.tokens:
         nearest = _NEAREST_BYTES + (0 if job.symmetric else _ZERO_BYTES)
-        return max(nearest * largest + sum(out * inp for out, inp in linears) // blocks, copying)
+        block = nearest * largest + sum(out * inp for out, inp in linears) // blocks
+        return _LIBRARY_BYTES + max(block, copying)
     tokens = at_once * job.sequence_length
     whole = at_once >= job.samples
     states = 4 * job.tokens * skeleton.hidden_size
@@ -266,6 +270,12 @@ def multiplications_per_second() -> float:
 
 
 def peak_bytes() -> int:
-    """The most memory this process has held so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """The most memory this process has held so far.
+
+    On Linux as /proc has it: what ``getrusage`` tells begins with what the process was forked from, a large one that
+    runs this command, perhaps.
+    """
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024

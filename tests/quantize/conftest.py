@@ -53,3 +53,13 @@ def wide(request, tmp_path_factory) -> Path:
     sizes = {**SIZES, "vocab_size": 512, "num_hidden_layers": 1}
     config = LlamaConfig(hidden_size=512, intermediate_size=1024, tie_word_embeddings=request.param, **sizes)
     return save(tmp_path_factory.mktemp("wide") / "model", config)
+
+
+@pytest.fixture
+def llama_of(tmp_path):
+    """Makes one of these widths, in bfloat16."""
+    def make(hidden: int, intermediate: int) -> Path:
+        config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, **SIZES)
+        return save(tmp_path / "model", config, torch.bfloat16)
+
+    return make

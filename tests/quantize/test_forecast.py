@@ -1,0 +1,39 @@
+"""What is forecast beside what is taken, in a process of its own: a peak is that of a whole process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+_RUN = """
+import json, sys
+from pathlib import Path
+from qserve.checkpoint.hf import HFDirectory
+from qserve.quantize import pipeline
+from qserve.quantize.job import QuantizeJob
+
+report = pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), QuantizeJob(**json.loads(sys.argv[3])))
+print(report.forecast.peak_bytes, report.peak_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "options"),
+    [
+        (1024, 12288, {"effort": "normal"}),  # its Hessian is factored in float32
+        (1024, 12288, {"effort": "fast", "offload": True}),
+        (1024, 8192, {"effort": "normal"}),  # in float64
+        (2048, 8192, {"method": "rtn", "calibration": None}),
+    ],
+    ids=str,
+)
+def test_the_peak_of_wide_models_is_within_a_tenth_of_the_forecast(hidden, intermediate, options, llama_of, tmp_path):
+    job = {"samples": 16, "sequence_length": 128, **options}
+    ran = subprocess.run(
+        [sys.executable, "-c", _RUN, str(llama_of(hidden, intermediate)), str(tmp_path / "out"), json.dumps(job)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    expected, taken = map(int, ran.stdout.split())
+    assert taken == pytest.approx(expected, rel=0.1)
