@@ -272,10 +272,12 @@ def multiplications_per_second() -> float:
 def peak_bytes() -> int:
     """The most memory this process has held so far.
 
-    On Linux as /proc has it: what ``getrusage`` tells begins with what the process was forked from, a large one that
-    runs this command, perhaps.
+    As /proc has it where it does: what ``getrusage`` tells begins with what the process was forked from, a large one
+    that runs this command, perhaps.
     """
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    status = Path("/proc/self/status")
+    told = status.read_text().partition("VmHWM:")[2].split() if status.exists() else []
+    if told:
+        return int(told[0]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

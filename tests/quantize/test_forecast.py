@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import psutil
 import pytest
+
+from qserve.quantize import forecast
 
 _RUN = """
 import json, sys
@@ -37,3 +40,12 @@ def test_the_peak_of_wide_models_is_within_a_tenth_of_the_forecast(hidden, inter
     )  # fmt: skip
     expected, taken = map(int, ran.stdout.split())
     assert taken == pytest.approx(expected, rel=0.1)
+
+
+def test_a_system_that_tells_no_peak_is_asked_another_way(monkeypatch):
+    now = psutil.Process().memory_info().rss
+    assert forecast.peak_bytes() >= now // 2
+    monkeypatch.setattr(forecast.Path, "read_text", lambda path: "Name: python\n")
+    assert forecast.peak_bytes() >= now // 2
+    monkeypatch.setattr(forecast.Path, "exists", lambda path: False)
+    assert forecast.peak_bytes() >= now // 2
