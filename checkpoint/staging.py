@@ -6,6 +6,7 @@ Knows its layout, the lock, and the renames that put a checkpoint in its place; 
         lock          locked as long as a process works here; a killed one holds no lock
         parts/        00001, 00002 and so on; 00003.state is what unfinished work on the third can go on from
         checkpoint/   put together from them, renamed to OUT at the end
+        unfinished    a file of whoever looks at the checkpoint before that, for a run that resumes
         replaced/     what OUT was, only between the two renames of an overwrite
 """
 
@@ -33,6 +34,7 @@ class Staging:
         self._out = out
         self.path = _beside(out)
         self.checkpoint = self.path / "checkpoint"
+        self.unfinished = self.path / "unfinished"
         self._parts = self.path / "parts"
         self._replaced = self.path / "replaced"
         self._lock = self._acquire()
@@ -87,6 +89,8 @@ class Staging:
                 parts.append(part)
                 follows = part.digest
             state = _read(self.state(len(parts) + 1), follows)
+        if not parts:
+            self.unfinished.unlink(missing_ok=True)
         self.sweep([*parts, state] if state else parts)
         for directory in (self._parts, self.path, self._out.parent):
             sync(directory)
@@ -134,6 +138,7 @@ class Staging:
             shutil.rmtree(self.checkpoint, ignore_errors=True)
             shutil.rmtree(self._parts, ignore_errors=True)
             with suppress(OSError):
+                self.unfinished.unlink(missing_ok=True)
                 self._recover()
                 # The lock goes last: until then nobody else can begin here.
                 (self.path / "lock").unlink()

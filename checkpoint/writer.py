@@ -38,8 +38,8 @@ class CheckpointWriter:
     job that makes the checkpoint (everything its bytes depend on), each ``commit`` is a step that is not lost:
     leaving the block unfinished keeps the committed parts, as a killed process does, and a writer for the same
     job finds them (``resumed`` of them, see ``committed`` and ``part``). What takes longer than one may lose is kept
-    on the way to its commit (see ``keep``). ``discard`` gives all of it up; another job for ``out``, or one without a
-    fingerprint, removes it.
+    on the way to its commit (see ``keep``), or where the sealed checkpoint is looked at, by whoever does, in a file
+    ``unfinished``. ``discard`` gives all of it up; another job for ``out``, or one without a fingerprint, removes it.
 
     Tensors are stored in the order in which they were put, in ``model.safetensors`` or in numbered shards of at
     most ``shard_bytes`` (or one tensor, where that is larger) with an index. ``expected_bytes`` of checkpoint are
@@ -70,7 +70,7 @@ class CheckpointWriter:
         with self._guard():
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self._staging = Staging(self.out)
-            self.directory = self._staging.checkpoint
+            self.directory, self.unfinished = self._staging.checkpoint, self._staging.unfinished
             try:
                 check_out(self.out, overwrite=overwrite, expected_bytes=expected_bytes, kept_bytes=kept_bytes)
                 self._parts, self._state = self._staging.open(fingerprint)

@@ -17,7 +17,6 @@ from qserve.checkpoint.source import ModelSource
 from qserve.evals.partial import Partial
 from qserve.evals.pieces import Piece
 from qserve.evals.reference import Reference, Rows
-from qserve.evals.worst import WorstTokens
 
 Progress = Callable[[int, int], None]
 Chunks = Iterable[tuple[int, Tensor]]
@@ -38,21 +37,28 @@ class Scorer(Protocol):
 
 @dataclass
 class Divergence:
-    """Per scored token: negative log-likelihoods (nats), KL(base || model) (nats) and whether the first choices agree,
-    float64; the base's probability of its first choice, float64; the token's place in its piece and the window or
-    document that it belongs to, int64."""
+    """Per scored token: negative log-likelihoods (nats) and KL(base || model) (nats), float64; the first choice of base
+    and model, int64, and the probability that each gives its own, float64; the token's place in its piece and the
+    window or document that it belongs to, int64. Pieces follow each other in their order."""
 
     base_nll: Tensor
     nll: Tensor
     kl: Tensor
-    agree: Tensor
+    base_choice: Tensor
+    choice: Tensor
     confidence: Tensor
+    probability: Tensor
     position: Tensor
     unit: Tensor
 
     @property
     def tokens(self) -> int:
         return len(self.nll)
+
+    @property
+    def agree(self) -> Tensor:
+        """Whether the first choices are the same, float64 [tokens], 0 or 1."""
+        return (self.base_choice == self.choice).double()
 
     def tensors(self) -> dict[str, Tensor]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -72,7 +78,6 @@ def compare(
     model: Scorer,
     pieces: Sequence[Piece],
     progress: Progress | None = None,
-    worst: WorstTokens | None = None,
     partial: Partial | None = None,
 ) -> Divergence:
     """Score ``pieces`` with both, or with the model where the base's distributions are recorded.
@@ -91,7 +96,7 @@ def compare(
             piece = pieces[number]
             chunks = model.score(piece.tokens.tolist())
             found = _recorded(base, number, piece, chunks) if isinstance(base, Reference) else (
-                _beside(base, piece, chunks, worst)
+                _beside(base, piece, chunks)
             )  # fmt: skip
             parts.append(_joined(found, piece))
             done = number + 1
@@ -113,25 +118,23 @@ def compare(
 
 
 def _joined(found: Iterable[tuple[Tensor, ...]], piece: Piece) -> dict[str, Tensor]:
-    names = [item.name for item in fields(Divergence)][:5]
+    names = [item.name for item in fields(Divergence)][:7]
     joined = {name: torch.cat(values) for name, values in zip(names, zip(*found))}
     joined["position"] = torch.arange(piece.first, len(piece.tokens))
     joined["unit"] = torch.full_like(joined["position"], piece.unit)
     return joined
 
 
-def _beside(base: Scorer, piece: Piece, chunks: Chunks, worst: WorstTokens | None) -> Iterator[tuple[Tensor, ...]]:
+def _beside(base: Scorer, piece: Piece, chunks: Chunks) -> Iterator[tuple[Tensor, ...]]:
     for (start, p), (other, q) in zip(base.score(piece.tokens.tolist()), chunks, strict=True):
         if start != other or p.shape != q.shape:
             raise DataError("the two models are scored in different chunks: give them the same token budget")
         rows = Rows.of(piece, start, len(p))
         p, q, index = p[rows.chunk], q[rows.chunk], rows.following[:, None]
         kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0.0)
-        sure, first = p.max(-1)
-        if worst is not None and len(kl):
-            worst.add(piece.tokens, start + rows.chunk.start, p, q, kl)
-        agree = (first == q.argmax(-1)).double()
-        yield -p.gather(1, index)[:, 0].double(), -q.gather(1, index)[:, 0].double(), kl, agree, sure.double().exp()
+        (sure, first), (own, choice) = p.max(-1), q.max(-1)
+        base_nll, nll = -p.gather(1, index)[:, 0].double(), -q.gather(1, index)[:, 0].double()
+        yield base_nll, nll, kl, first, choice, sure.double().exp(), own.double().exp()
 
 
 def _recorded(reference: Reference, number: int, piece: Piece, chunks: Chunks) -> Iterator[tuple[Tensor, ...]]:
@@ -145,5 +148,6 @@ def _recorded(reference: Reference, number: int, piece: Piece, chunks: Chunks) -
         kl = (p.exp() * (p - q.gather(1, ids).double())).sum(-1)
         kl = kl + torch.where(p_rest > -600.0, p_rest.exp() * (p_rest - q_rest), 0.0)
         nll = -q.gather(1, rows.following[:, None])[:, 0].double()
-        agree = (ids[:, 0] == q.argmax(-1)).double()
-        yield -reference.following[at].double(), nll, kl.clamp_min(0.0), agree, p[:, 0].exp()
+        own, choice = q.max(-1)
+        base_nll = -reference.following[at].double()
+        yield base_nll, nll, kl.clamp_min(0.0), ids[:, 0], choice, p[:, 0].exp(), own.double().exp()

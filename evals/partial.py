@@ -20,18 +20,27 @@ _EVERY = 20.0  # seconds between two writes
 class Partial:
     """The results of the first pieces of a measurement that ``key`` identifies: models, text, settings, version.
 
-    Raises ``DataError`` where the file at ``path`` is something else or of another measurement.
+    Where the file at ``path`` is something else or of another measurement, it is refused with a ``DataError``, or with
+    ``replaces`` written over.
     """
 
-    def __init__(self, path: Path, key: str) -> None:
+    def __init__(self, path: Path, key: str, *, replaces: bool = False) -> None:
         self.path = path
-        self._key = key
+        self._key, self._replaces = key, replaces
         self._saved = time.monotonic()
 
     def load(self) -> tuple[int, list[dict[str, Tensor]]]:
         """Pieces done, and their results as one part; (0, []) where there is no file."""
         if not self.path.exists():
             return 0, []
+        try:
+            return self._read()
+        except DataError:
+            if self._replaces:
+                return 0, []
+            raise
+
+    def _read(self) -> tuple[int, list[dict[str, Tensor]]]:
         try:
             with safe_open(self.path, "pt") as file:
                 metadata = file.metadata() or {}

@@ -12,9 +12,10 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -25,9 +26,9 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError, DataError, UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.evals.divergence import Divergence, Progress, Scorer, compare
+from qserve.evals.partial import Partial
 from qserve.evals.pieces import Piece, of_documents, of_windows, sliding
 from qserve.evals.reference import Reference, Setting, vocabulary_hash
-from qserve.evals.worst import WorstTokens
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.models.config import decoder_config
@@ -51,6 +52,15 @@ class EvalJob:
         return Setting(
             base.name, base.sha256(), self.text.name, self.text.sha256, self.by, self.window, self.stride or self.window
         )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The card, and what it sums up: what was ``found`` at each token of ``pieces``."""
+
+    card: QualityCard
+    found: Divergence
+    pieces: Sequence[Piece]
 
 
 def has_native_decoder(source: ModelSource) -> bool:
@@ -164,13 +174,17 @@ def measure(
     model: Scorer,
     job: EvalJob,
     progress: Progress | None = None,
-    worst: WorstTokens | None = None,
-) -> QualityCard:
-    """The card of ``model`` against ``base``; ``worst`` is shown every token. Raises ``DataError`` where the text is
-    too short."""
+    unfinished: Path | None = None,
+) -> Measurement:
+    """``model`` against ``base``. ``unfinished`` is a file for what an interrupted call had done, from which the same
+    call goes on. Raises ``DataError`` where the text is too short."""
     require_one_vocabulary(base, model)
-    found = compare(base, model, pieces_of(job, base.source), progress, worst)
-    return card_of(found, job.setting(base.source), kernel_path(model))
+    setting, pieces = job.setting(base.source), pieces_of(job, base.source)
+    partial = None
+    if unfinished is not None:
+        partial = Partial(unfinished, measurement_key(setting, model, pieces), replaces=True)
+    found = compare(base, model, pieces, progress, partial)
+    return Measurement(card_of(found, setting, kernel_path(model)), found, pieces)
 
 
 def card_of(found: Divergence, setting: Setting, kernels: str, remark: str = "") -> QualityCard:
@@ -198,7 +212,8 @@ def card_of(found: Divergence, setting: Setting, kernels: str, remark: str = "")
 
 def measurement_key(base: Setting, model: Scorer, pieces: Sequence[Piece]) -> str:
     """What a measurement depends on, so that one is never continued with the results of another."""
-    facts = [asdict(base), model.source.sha256(), kernel_path(model), _versions()]
+    stored = [item.name for item in fields(Divergence)]
+    facts = [asdict(base), model.source.sha256(), kernel_path(model), _versions(), stored]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for piece in pieces:
         digest.update(f"{piece.first} {piece.unit} {piece.tokens.tolist()}".encode())

@@ -21,6 +21,7 @@ from qserve.evals.divergence import Divergence
 from qserve.evals.gate import GateReport
 from qserve.evals.reference import Setting
 from qserve.evals.report import Metric, Plot, Report, Section, Series
+from qserve.evals.worst import WorstToken, section
 
 _BINS = 8
 _SURE = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -34,9 +35,10 @@ def quality_report(
     found: Divergence | None = None,
     setting: Setting | None = None,
     floor: Divergence | None = None,
+    worst: Sequence[WorstToken] = (),
 ) -> Report:
     """The report of a quality card; with what was ``found`` at each token, its intervals and plots. ``floor`` is what
-    the base's own rounding costs."""
+    the base's own rounding costs, ``worst`` are the tokens with the largest divergence."""
     known = {} if found is None or setting is None else {each.name: each for each in metrics(found, setting, floor)}
     rows = [
         ("perplexity", f"{card.perplexity_base:.3f}", f"{card.perplexity:.3f} ({card.perplexity_increase:+.2%})",
@@ -68,9 +70,14 @@ def quality_report(
         by_position, by_confidence = _position_plot(found), _confidence_plots(found)
         sections += [_table("By position", by_position), _table("By the base's confidence", *by_confidence)]
         plots = (by_position, *by_confidence, _tail_plot(found))
+    if worst:
+        sections.append(section(worst))
+    data = {
+        "card": card.to_json(), "setting": setting and asdict(setting), "worst": [asdict(each) for each in worst]
+    }  # fmt: skip
     return Report(
-        "quality", f"Quality of {name}", command, {"card": card.to_json(), "setting": setting and asdict(setting)},
-        tuple(sections), tuple(gates), metrics=tuple(known.values()), plots=plots,
+        "quality", f"Quality of {name}", command, data, tuple(sections), tuple(gates), metrics=tuple(known.values()),
+        plots=plots,
     )  # fmt: skip
 
 

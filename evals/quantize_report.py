@@ -7,10 +7,9 @@ texts of strangers: they are escaped wherever they are shown.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,7 @@ def write_report(
         NAME, f"Quantization of {name}", command, _data(report, measured, worst),
         _sections(report, name, sizes, worst), metrics=_metrics(report),
     )  # fmt: skip
-    shown = replace(full, title=_markdown(full.title), sections=tuple(map(_escaped, full.sections)))
-    full.write(paths[0], None)
-    shown.write(None, paths[1])
+    full.write(*paths[:2])
     save(paths[2], _page(full, report, sizes))
     return paths
 
@@ -125,7 +122,7 @@ def _sections(
 ) -> tuple[Section, ...]:
     sections = [_summary(report)]
     if report.card is not None:
-        sections += quality_report(report.card, name, "").sections
+        sections += quality_report(report.card, name, "", worst=worst).sections
     if report.notices:
         sections.append(Section("Notes", ("",), tuple((notice,) for notice in report.notices)))
     verdicts = tuple((v.loader, "yes" if v.accepts else "no", v.reason) for v in report.verdicts)
@@ -137,9 +134,6 @@ def _sections(
             for p in points
         )
         sections.append(Section("Sizes tried", ("", "bits per weight", "KL divergence, mean (nats)", ""), rows))
-    if worst:
-        header = ("context", "expected", "KL (nats)", "base's first choice", "this model's first choice")
-        sections.append(Section("Tokens with the largest divergence", header, tuple(map(_worst_row, worst))))
     layers = tuple(
         (
             layer.module,
@@ -171,32 +165,6 @@ def _summary(report: QuantizeReport) -> Section:
         "calibration text": f"sha256 {report.calibration_sha256[:12]}" if report.calibration_sha256 else "none",
     }  # fmt: skip
     return Section("Summary", ("", ""), tuple((key, value) for key, value in rows.items() if value))
-
-
-def _worst_row(token: WorstToken) -> tuple[str, ...]:
-    return (
-        "…" + _visible(token.context),
-        _visible(token.expected, "␣"),
-        f"{token.kl:.3f}",
-        f"{_visible(token.base_choice, '␣')} ({token.base_probability:.1%})",
-        f"{_visible(token.choice, '␣')} ({token.probability:.1%})",
-    )
-
-
-def _visible(text: str, space: str = " ") -> str:
-    """One line: breaks as signs, what has no glyph (and what would turn the line around) as its code."""
-    signs = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": space}
-    return "".join(signs.get(c, c if c.isprintable() else f"\\u{ord(c):04x}") for c in text)
-
-
-def _escaped(section: Section) -> Section:
-    rows = tuple(tuple(map(_markdown, row)) for row in section.rows)
-    return Section(_markdown(section.title), tuple(map(_markdown, section.header)), rows)
-
-
-def _markdown(text: str) -> str:
-    """Underscores inside words need no escape."""
-    return re.sub(r"[\\`*\[\]<>|~&#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", _visible(text))
 
 
 def _page(full: Report, report: QuantizeReport, sizes: Sequence[Tried]) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -112,11 +113,13 @@ class Report:
         return {**asdict(self), "passed": self.passed, "qserve": version("qserve-llm"), "schema": SCHEMA}
 
     def to_markdown(self) -> str:
-        lines = [f"# {self.title}", "", f"    {self.command}", ""]
+        """Names and texts come from models of strangers: they are escaped."""
+        lines = [f"# {_escaped(self.title)}", "", f"    {visible(self.command)}", ""]
         lines += [", ".join(f"{key} {value}" for key, value in self.environment.items()), ""]
         for section in self.tables():
-            lines += [f"## {section.title}", "", _row(section.header), _row(["---"] * len(section.header))]
-            lines += [*map(_row, section.rows), ""]
+            lines += [f"## {_escaped(section.title)}", "", _row(map(_escaped, section.header))]
+            lines += [_row(["---"] * len(section.header))]
+            lines += [*(_row(map(_escaped, row)) for row in section.rows), ""]
         return "\n".join(lines)
 
     def tables(self) -> tuple[Section, ...]:
@@ -224,5 +227,16 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _row(cells: Sequence[str]) -> str:
+def visible(text: str, space: str = " ") -> str:
+    """One line: breaks as signs, what has no glyph (and what would turn the line around) as its code."""
+    signs = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": space}
+    return "".join(signs.get(c, c if c.isprintable() else f"\\u{ord(c):04x}") for c in text)
+
+
+def _escaped(text: str) -> str:
+    """Underscores inside words need no escape."""
+    return re.sub(r"[\\`*\[\]<>|~&#]|(?<!\w)_|_(?!\w)", r"\\\g<0>", visible(text))
+
+
+def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"

@@ -1,16 +1,19 @@
 """The tokens at which a model is farthest from its base, for people to look at.
 
-Knows chunks of log-probabilities and a tokenizer; does not know engines, nor how a report looks.
+Knows what a comparison found and a tokenizer; does not know engines.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+
+from qserve.evals.divergence import Divergence
+from qserve.evals.pieces import Piece
+from qserve.evals.report import Section, visible
 
 
 @dataclass(frozen=True)
@@ -33,59 +36,40 @@ class WorstToken:
     probability: float
 
 
-@dataclass(frozen=True)
-class _Found:
-    context: tuple[int, ...]
-    expected: int
-    base: tuple[int, float]
-    model: tuple[int, float]
+def worst_tokens(
+    found: Divergence, pieces: Sequence[Piece], tokenizer: Any, *, count: int = 20, context: int = 16
+) -> tuple[WorstToken, ...]:
+    """The ``count`` tokens of ``pieces`` where ``found`` is largest, the largest first, of equals the first;
+    with at most ``context`` tokens before each."""
+    ends = torch.tensor([piece.scored for piece in pieces]).cumsum(0)
+    order = found.kl.sort(descending=True, stable=True).indices[:count]
+    texts = [pieces[number].tokens for number in torch.searchsorted(ends, order, right=True).tolist()]
 
-
-class WorstTokens:
-    """Keeps the ``count`` positions of largest divergence among all that it is shown, with ``context`` tokens each."""
-
-    def __init__(self, count: int = 20, context: int = 16) -> None:
-        self._count, self._context = count, context
-        self._shown = 0
-        self._heap: list[tuple[float, int, _Found]] = []  # the smallest first; of equals, the first shown stay
-
-    def add(self, window: Tensor, start: int, p: Tensor, q: Tensor, kl: Tensor) -> None:
-        """Show the rows that predict tokens ``start + 1`` and on of ``window`` int64 [length].
-
-        p, q float [n, vocab]: log-probabilities of base and model; kl float [n].
-        """
-        for row in kl.topk(min(self._count, len(kl))).indices.sort().values.tolist():
-            value = float(kl[row])
-            if len(self._heap) == self._count and value <= self._heap[0][0]:
-                continue
-            end = start + row + 1
-            found = _Found(
-                tuple(window[max(0, end - self._context) : end].tolist()), int(window[end]), _top(p[row]), _top(q[row])
-            )
-            self._shown += 1
-            entry = (value, -self._shown, found)
-            if len(self._heap) < self._count:
-                heapq.heappush(self._heap, entry)
-            else:
-                heapq.heapreplace(self._heap, entry)
-
-    def decoded(self, tokenizer: Any) -> tuple[WorstToken, ...]:
-        """The largest divergence first."""
-        ordered = sorted(self._heap, key=lambda entry: entry[:2], reverse=True)
-        return tuple(
-            WorstToken(
-                tokenizer.decode(list(found.context)),
-                tokenizer.decode([found.expected]),
-                kl,
-                tokenizer.decode([found.base[0]]),
-                found.base[1],
-                tokenizer.decode([found.model[0]]),
-                found.model[1],
-            )
-            for kl, _, found in ordered
+    def worst(tokens: torch.Tensor, index: int) -> WorstToken:
+        place = int(found.position[index])
+        return WorstToken(
+            tokenizer.decode(tokens[max(0, place - context) : place].tolist()),
+            tokenizer.decode([int(tokens[place])]),
+            float(found.kl[index]),
+            tokenizer.decode([int(found.base_choice[index])]),
+            float(found.confidence[index]),
+            tokenizer.decode([int(found.choice[index])]),
+            float(found.probability[index]),
         )
 
+    return tuple(map(worst, texts, order.tolist()))
 
-def _top(log_probabilities: Tensor) -> tuple[int, float]:
-    value, token = log_probabilities.max(dim=-1)
-    return int(token), math.exp(float(value))
+
+def section(tokens: Sequence[WorstToken]) -> Section:
+    header = ("context", "expected", "KL (nats)", "base's first choice", "this model's first choice")
+    return Section("Tokens with the largest divergence", header, tuple(map(_row, tokens)))
+
+
+def _row(token: WorstToken) -> tuple[str, ...]:
+    return (
+        "…" + visible(token.context),
+        visible(token.expected, "␣"),
+        f"{token.kl:.3f}",
+        f"{visible(token.base_choice, '␣')} ({token.base_probability:.1%})",
+        f"{visible(token.choice, '␣')} ({token.probability:.1%})",
+    )

@@ -39,8 +39,8 @@ def run_demo(*, keep: bool, out: Path | None) -> None:
         job = EvalJob(load_text(JOB.calibration or "builtin", "evaluate"), tokens=4096, window=512)
         reports: list[GateReport] = []
 
-        def measure(staged: Path) -> QualityCard:
-            return steps.measure(steps.open_source(str(staged)), base, job)
+        def measure(staged: Path, unfinished: Path) -> QualityCard:
+            return steps.measure(steps.open_source(str(staged)), base, job, unfinished=unfinished).card
 
         def accept(card: QualityCard) -> None:
             reports.extend(judge(GATES, card))

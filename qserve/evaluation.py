@@ -27,6 +27,7 @@ from qserve.evals.report import Metric, Report
 from qserve.evals.tasks import require_lm_eval, run_tasks
 from qserve.evals.tasks_report import metrics as task_metrics
 from qserve.evals.tasks_report import side_by_side, tasks_report
+from qserve.evals.worst import worst_tokens
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 
@@ -71,7 +72,8 @@ def measure_quality(
     reports = _judge(gates, known, found.tokens, result.kernel_path, {"perplexity_increase": result.perplexity_base})
     steps.show_card(result, reports)  # first: a file that cannot be written must not lose the measurement
     _show_intervals(known)
-    quality_report(result, model.name, command, reports, found, setting, floor).write(*written)
+    worst = worst_tokens(found, pieces, scorer.tokenizer)
+    quality_report(result, model.name, command, reports, found, setting, floor, worst).write(*written)
     if card and model.spec is not None:
         write_card(model.path, result)
     if partial is not None:

@@ -16,7 +16,6 @@ from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.evals import quality
 from qserve.evals.gate import GateReport, table
-from qserve.evals.worst import WorstTokens
 from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
@@ -42,7 +41,7 @@ def quantize(
     source: ModelSource,
     out: Path,
     job: QuantizeJob,
-    measure: Callable[[Path], QualityCard | None] | None = None,
+    measure: Callable[[Path, Path], QualityCard | None] | None = None,
     accept: Callable[[QualityCard], None] | None = None,
 ) -> QuantizeReport:
     """Run the pipeline with a bar for each phase; a measurement shows its own."""
@@ -97,13 +96,13 @@ def measure(
     job: quality.EvalJob,
     kernels: str = "auto",
     threads: int | None = None,
-    worst: WorstTokens | None = None,
-) -> QualityCard:
-    """The quality card of ``model`` against ``base``, both through the serving engine, or both through transformers
-    where that has no decoder for their family."""
+    unfinished: Path | None = None,
+) -> quality.Measurement:
+    """``model`` against ``base``, both through the serving engine, or both through transformers where that has no
+    decoder for their family. ``unfinished`` as in ``quality.measure``."""
     pair = quality.scorers(base, model, job.window, kernels=kernels, threads=threads)
     with console.progress("evaluate") as update:
-        return quality.measure(*pair, job, update, worst)
+        return quality.measure(*pair, job, update, unfinished)
 
 
 def show_card(card: QualityCard, gates: Sequence[GateReport]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from qserve.calibration.products import fast_bfloat16
 from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.formats.format import Format
@@ -24,13 +25,16 @@ from qserve.quantize.job import Forecast, QuantizeJob
 from qserve.quantize.plan import Shapes
 from qserve.quantize.sensitivity import EXCERPT
 from qserve.quantize.signround import ITERATIONS
-from qserve.quantize.units import Offered, units
+from qserve.quantize.units import Offered, of_experts, units
 from qserve.runtime.memory import available_memory
 
-# Measured on a 135M model: what attention and norms add to the products of calibration, and how many
+# Measured on a 135M model: what attention, norms and narrow matrices add to the products of calibration, and how many
 # multiplications searching the scales of one weight and rounding it is worth.
-_OVERHEAD = 1.2
+_OVERHEAD = 1.9
 _ROUNDING = 6000
+# Products of GPTQ by weight and input: what follows the float model, then the sweep and what is left of the error. By
+# cube of the inputs: factor and inverse of a Hessian, by halves. As seen with 28,672 inputs, where it is most of all.
+_FOLLOWING, _SWEEP, _INVERSE = 3.0, 2.0, 2 / 3
 # Steps of learned rounding, each a forward and a backward (three products) of this many tokens.
 _LEARNING_TOKENS = ITERATIONS * 2 * 512 * 3
 # A pass of the float model alone, relative to one that follows it, which includes one.
@@ -88,7 +92,7 @@ def forecast(
 
     weights = sum(out * inp for out, inp in shapes.linears.values())
     squares = sum(inp * inp for _, inp in shapes.linears.values()) if "gptq" in job.rounding else 0
-    forwards = 1.0 if at_once >= job.samples else _STAGES
+    forwards = (1.0 if at_once >= job.samples else _STAGES) * (2 if job.float_samples else 1)
     products = job.tokens * (forwards * weights + _HESSIAN_SHARE * squares)
     if job.effort == "best":
         products += _LEARNING_TOKENS * weights
@@ -99,7 +103,8 @@ def forecast(
     if offered:
         products += _choosing_products(job, skeleton, offered)
         rounded += weights
-    seconds = (_OVERHEAD * products + _ROUNDING * rounded) / multiplications_per_second()
+    seconds = _OVERHEAD * products / multiplications_per_second(fast_bfloat16())
+    seconds += (_ROUNDING * rounded + _compensating_products(job, shapes)) / multiplications_per_second(False)
     stored = _checkpoint_bytes(job, skeleton, shapes, spec, format, offered)
     kept = _tuning_bytes(shapes, spec, offered) if distills else 0
     if job.mixed:
@@ -149,7 +154,20 @@ def _choosing_products(job: QuantizeJob, skeleton: Skeleton, offered: Offered) -
         again = len(offered) / len(skeleton.blocks) - 1 if job.float_samples else 0
         passes = max(again, _FLOAT_PASS)
         gathered = min(job.samples, GATHERED) * job.sequence_length
-        products += passes * gathered * (weights + _HESSIAN_SHARE * squares)
+        products += passes * gathered * (2 * weights + _HESSIAN_SHARE * squares)
+    return products
+
+
+def _compensating_products(job: QuantizeJob, shapes: Shapes) -> float:
+    """Of GPTQ itself, in float32: with many inputs far more than those of calibration."""
+    if "gptq" not in job.rounding:
+        return 0.0
+    each = _SWEEP + (_FOLLOWING if job.float_samples else 0.0)
+    products = 0.0
+    for unit in units(shapes.linears):
+        sizes = [shapes.linears[module] for module in unit]
+        inputs = [inp for _, inp in (sizes if of_experts(unit) else sizes[:1])]  # others share theirs
+        products += each * sum(out * inp**2 for out, inp in sizes) + _INVERSE * sum(inp**3 for inp in inputs)
     return products
 
 
@@ -260,9 +278,10 @@ def require_memory(expected: Forecast, job: QuantizeJob) -> None:
 
 
 @cache
-def multiplications_per_second() -> float:
-    """Speed of float32 matrix products, measured once by this process: multiply-adds per second."""
-    left, right = torch.ones(2048, 1024), torch.ones(1024, 1024)
+def multiplications_per_second(bfloat16: bool) -> float:
+    """Speed of matrix products in bfloat16 or float32, measured once by this process: multiply-adds per second."""
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    left, right = torch.ones(2048, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
     left @ right  # the first one starts threads
     start = time.perf_counter()
     left @ right

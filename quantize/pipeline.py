@@ -47,7 +47,7 @@ from qserve.quantize.rounding import BlockQuantizer, BlockResult, restore
 from qserve.runtime import heap
 
 Progress = Callable[[ProgressEvent], None]
-Measure = Callable[[Path], QualityCard | None]
+Measure = Callable[[Path, Path], QualityCard | None]
 Accept = Callable[[QualityCard], None]
 
 _PLAN, _SCALES = "plan", "scales"
@@ -64,11 +64,12 @@ def run(
 ) -> QuantizeReport:
     """Quantize ``source`` into a checkpoint directory ``out``, which appears complete or not at all.
 
-    ``measure`` gets the finished checkpoint before it is moved to ``out``; a card it returns is stored inside.
+    ``measure`` gets the finished checkpoint before it is moved to ``out``, and a path where it may keep what it has
+    done, for the same call in a run that resumes; a card it returns is stored inside.
     ``accept`` may refuse that card (``GateFailed``); then nothing is left behind. Everything that can be refused is
     refused before calibration, see ``prepare``; text raises ``DataError``. What a killed or interrupted run had done
-    is kept beside ``out``, and the same call goes on from there with the same result: of choosing, rounding and tuning
-    about one block's work is lost at most, and of ``measure`` all that it had done.
+    is kept beside ``out``, and the same call goes on from there with the same result: about one block's work is lost
+    at most.
     """
     started = time.perf_counter()
     heap.one_arena()
@@ -108,7 +109,7 @@ def run(
             card = None
             if measure is not None:
                 tell(ProgressEvent("measure", 0, 1))
-                card = measure(staged)
+                card = measure(staged, writer.unfinished)
                 tell(ProgressEvent("measure", 1, 1))
             if card is not None:
                 if mixed is not None and mixed.wants_another(card):

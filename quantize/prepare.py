@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from qserve.calibration.skeleton import Skeleton
+from qserve.calibration.skeleton import Skeleton, is_finite
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import default_format, format_named
 from qserve.checkpoint.formats.format import Format
@@ -201,20 +201,14 @@ def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.float16 and tensor.is_floating_point():
         narrowed = tensor.to(dtype)
     _require_finite(name, tensor)
-    if narrowed is not tensor and not _finite(narrowed):
+    if narrowed is not tensor and not is_finite(narrowed):
         raise CheckpointError(f"{name} holds values that float16 cannot; convert the model to bfloat16 first")
     return narrowed
 
 
 def _require_finite(name: str, tensor: torch.Tensor) -> None:
-    if not _finite(tensor):
+    if not is_finite(tensor):
         raise CheckpointError(f"{name} holds NaN or infinity: the model is damaged; fetch or convert it again")
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    """Extremes of slices, in place of a mask as large as the tensor: NaN is an extreme wherever it stands."""
-    parts = tensor.reshape(-1).split(1 << 22)
-    return all(bool(extreme.isfinite()) for part in parts if len(part) for extreme in torch.aminmax(part.float()))
 
 
 def _duration(seconds: float) -> str:

@@ -1,13 +1,13 @@
 """What each linear's rounding costs in the model's own output: KL divergence, measured one linear at a time.
 
 Knows how to send variants of a model through its blocks; does not know budgets (``allocate``), nor how a linear is
-rounded (``rehearsal``).
+rounded for it (``trial``, ``rehearsal``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from qserve.calibration.head import head
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
-from qserve.kernels.reference import round_input
-from qserve.quantize.rehearsal import Compensated, Nearest, Rehearsal, errors, make_up
+from qserve.quantize.rehearsal import Compensated, Nearest, Rehearsal, make_up
+from qserve.quantize.trial import Trial, scheme_of
 from qserve.quantize.units import Unit, of_experts
 from qserve.runtime import heap
 
@@ -58,7 +58,7 @@ class Sensitivity:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Sensitivity:
-        candidates = (Candidate(**{**each, "scheme": _scheme(each["scheme"])}) for each in content["candidates"])
+        candidates = (Candidate(**{**each, "scheme": scheme_of(each["scheme"])}) for each in content["candidates"])
         return cls(tuple(content["modules"]), content["weights"], tuple(candidates))
 
 
@@ -119,7 +119,7 @@ def measure(
     calls, _ = skeleton.stem(windows, length, states)
     floats = FloatWalk(skeleton, compensation.windows, offload) if compensation else None
     steps = len(skeleton.blocks) + samples
-    trials: list[_Trial] = []  # of the blocks
+    trials: list[Trial] = []  # of the blocks
     passed = scored = 0  # blocks, samples
     sums: list[float] = []  # of divergences over those samples
 
@@ -142,7 +142,7 @@ def measure(
 
     if kept is not None:
         passed, scored, sums = kept.extra["passed"], kept.extra["scored"], kept.extra["sums"]
-        trials += (_Trial.from_json(each) for each in kept.extra["trials"])
+        trials += (Trial.from_json(each) for each in kept.extra["trials"])
         for number in range(1 + len(trials)):
             states.write(number * samples, kept.read(f"variant.{number}"))
         if floats:
@@ -158,15 +158,15 @@ def measure(
                 rehearsals |= dict.fromkeys(names, Compensated(stats, act_order=compensation.act_order))
         before = len(trials)
         for unit in candidates:
-            if trial := _trial(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
+            if trial := Trial.of(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
                 trials.append(trial)
                 block = twin(skeleton.block(index))
                 parts = block.named_modules(prefix=skeleton.blocks[index])
                 own = {name: part for name, part in parts if isinstance(part, nn.Linear)}
-                with _rounded(trial, own, rehearsals):
+                with trial.rounded(own, rehearsals):
                     if floats and compensation and compensation.follows:
                         make_up(floats.visit(index, block, trial.reached))
-                    with _rounded_inputs(trial, own, activations):  # noise, for which nothing is made up
+                    with trial.rounded_inputs(own, activations):  # noise, for which nothing is made up
                         states.write(len(trials) * samples, _runner(block, calls[index])(variant(0)))
         for number in range(1 + before):
             states.write(number * samples, run(variant(number)))
@@ -183,7 +183,7 @@ def measure(
         if (unit := tuple(linears)) in candidates:
             inputs = _inputs(linears, lambda: [log_probabilities(each) for each in variant(0).split(1)])
             rehearsals = {name: Nearest(rows) for name, rows in inputs.items()}
-            if trial := _trial(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
+            if trial := Trial.of(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
                 tried.append(trial)
                 states.write(len(tried) * samples, variant(0))
         divergence = torch.tensor(sums or [0.0] * len(tried), dtype=torch.float64)
@@ -193,8 +193,8 @@ def measure(
                 where = (1 + number) * samples + scored
                 with ExitStack() as rounded:
                     if trial.modules == unit:
-                        rounded.enter_context(_rounded(trial, linears, rehearsals))
-                        rounded.enter_context(_rounded_inputs(trial, linears, activations))
+                        rounded.enter_context(trial.rounded(linears, rehearsals))
+                        rounded.enter_context(trial.rounded_inputs(linears, activations))
                     changed = log_probabilities(states.read(where, where + 1))
                 divergence[number] += (base.exp() * (base - changed)).sum(dtype=torch.float64)
             scored, sums = scored + 1, divergence.tolist()
@@ -203,113 +203,31 @@ def measure(
     means = (divergence / windows.numel()).clamp_(min=0).tolist()
     if compensation and compensation.follows:
         means = _evened(tried, means, _ALL_AT_ONCE if activations is None else 1.0)
-    return tuple(trial.predict(kl) for trial, kl in zip(tried, means, strict=True))
+    return tuple(_predicted(trial, kl) for trial, kl in zip(tried, means, strict=True))
 
 
-def _evened(trials: Sequence[_Trial], measured: Sequence[float], times: float) -> list[float]:
+def _predicted(trial: Trial, kl: float) -> Sensitivity:
+    """What the other schemes cost where the one that was tried costs ``kl``."""
+    error = trial.errors[trial.measured]
+    rate = kl / error if error else 0.0
+    found = zip(trial.schemes, trial.bits, trial.errors, strict=True)
+    chosen = (Candidate(scheme, bits, rate * error) for scheme, bits, error in found)
+    return Sensitivity(trial.modules, trial.weights, tuple(sorted(chosen, key=lambda each: (each.bits, each.kl))))
+
+
+def _evened(trials: Sequence[Trial], measured: Sequence[float], times: float) -> list[float]:
     """``times`` the divergences ``measured``, each nearer, per weight, to that of all units together. Not of experts:
     that they cost little is because they seldom run, and nothing is made up for them."""
     pairs = [(trial.weights, kl) for trial, kl in zip(trials, measured, strict=True) if not of_experts(trial.modules)]
     mean = sum(kl for _, kl in pairs) / max(1, sum(weights for weights, _ in pairs))
 
-    def evened(trial: _Trial, kl: float) -> float:
+    def evened(trial: Trial, kl: float) -> float:
         if not kl or of_experts(trial.modules):
             return kl
         ratio: float = (kl / trial.weights / mean) ** (_EVENING - 1)
         return times * kl * ratio
 
     return [evened(trial, kl) for trial, kl in zip(trials, measured, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A unit on its way through the model. ``errors``: of its output, for each scheme; ``reached`` are those of its
-    modules that some token came to, ``measured`` the scheme that is measured."""
-
-    modules: Unit
-    reached: tuple[str, ...]
-    schemes: tuple[WeightScheme | None, ...]
-    bits: tuple[int, ...]
-    errors: tuple[float, ...]
-    weights: int
-    measured: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> _Trial:
-        lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
-        return cls(**{**content, **lists, "schemes": tuple(map(_scheme, content["schemes"]))})
-
-    def predict(self, kl: float) -> Sensitivity:
-        rate = kl / self.errors[self.measured] if self.errors[self.measured] else 0.0
-        found = zip(self.schemes, self.bits, self.errors, strict=True)
-        chosen = (Candidate(scheme, bits, rate * error) for scheme, bits, error in found)
-        return Sensitivity(self.modules, self.weights, tuple(sorted(chosen, key=lambda each: (each.bits, each.kl))))
-
-
-def _scheme(content: dict[str, Any] | None) -> WeightScheme | None:
-    return None if content is None else WeightScheme(**content)
-
-
-def _trial(
-    unit: Unit,
-    linears: Mapping[str, nn.Linear],
-    rehearsals: Mapping[str, Rehearsal],
-    schemes: Sequence[WeightScheme | None],
-    around: float,
-    symmetric_zeros: bool,
-) -> _Trial | None:
-    """None where ``linears`` are not those of ``unit``, or no token reached them."""
-    reached = tuple(module for module in unit if module in rehearsals)
-    if not reached:
-        return None
-    shapes = [tuple(linears[module].weight.shape) for module in unit]
-    weights = sum(out * inp for out, inp in shapes)
-
-    def stored(scheme: WeightScheme | None, out: int, inp: int) -> int:
-        return scheme.storage_bits(out, inp, symmetric_zeros=symmetric_zeros) if scheme else 16 * out * inp
-
-    bits = tuple(sum(stored(scheme, *shape) for shape in shapes) for scheme in schemes)
-    alike: dict[Rehearsal, list[Tensor]] = {}
-    for module in reached:
-        alike.setdefault(rehearsals[module], []).append(linears[module].weight.data)
-    each = [errors(rehearsal, parts, schemes) for rehearsal, parts in alike.items()]
-    total = tuple(map(sum, zip(*each, strict=True)))
-    # What changes nothing tells nothing of the others.
-    telling = [index for index, error in enumerate(total) if error > 0] or [0]
-    measured = min(telling, key=lambda index: abs(bits[index] / weights - around))
-    return _Trial(unit, reached, tuple(schemes), bits, total, weights, measured)
-
-
-@contextmanager
-def _rounded(
-    trial: _Trial, linears: Mapping[str, nn.Linear], rehearsals: Mapping[str, Rehearsal]
-) -> Iterator[None]:
-    """While the unit has the scheme to be measured."""
-    scheme = trial.schemes[trial.measured]
-    changed = {name: linears[name] for name in trial.reached if scheme is not None}
-    kept = {name: linear.weight.data for name, linear in changed.items()}
-    for name, linear in changed.items():
-        assert scheme is not None
-        linear.weight.data = rehearsals[name].round(kept[name], scheme)
-    yield
-    for name, linear in changed.items():
-        linear.weight.data = kept[name]
-
-
-@contextmanager
-def _rounded_inputs(
-    trial: _Trial, linears: Mapping[str, nn.Linear], activations: ActivationScheme | None
-) -> Iterator[None]:
-    """While what goes into the unit is rounded, where that is part of the scheme to be measured."""
-    with ExitStack() as hooks:
-        if activations is not None and trial.schemes[trial.measured] is not None:
-            for name in trial.reached:
-                handle = linears[name].register_forward_pre_hook(lambda _, args: (round_input(args[0], activations),))
-                hooks.callback(handle.remove)
-        yield
 
 
 def _runner(block: nn.Module, call: Call) -> Callable[[Tensor], Tensor]:

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_UNIT = 1 << 44
-"""The weight of the likeliest token: a sum over 2 ** 18 tokens stays below 2 ** 63."""
 _ROWS = 16
 """That are drawn at a time, which bounds the memory: about 150 MB for a vocabulary of 128k."""
 
@@ -58,9 +56,15 @@ def there(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
+def _unit(vocab: int) -> int:
+    """The weight of the likeliest token: a sum over all tokens stays below 2 ** 63."""
+    return 1 << min(44, 62 - (vocab - 1).bit_length())
+
+
 def _tokens(rows: Tensor, draws: Sequence[Draw], ranked: bool) -> Tensor:
     """int64 [n]. Each step as in ``sampler._draw``."""
     vocab, order = rows.shape[1], None
+    unit = _unit(vocab)
     numbers = [
         (d.point, d.temperature, d.top_k or vocab, d.top_p * (1 - 1e-9) if d.top_p < 1.0 else 2.0, d.min_p)
         for d in draws
@@ -70,12 +74,12 @@ def _tokens(rows: Tensor, draws: Sequence[Draw], ranked: bool) -> Tensor:
         rows, order = rows.sort(dim=-1, descending=True, stable=True)
     scaled = (rows.double() / temperature).clamp_(max=1e300)
     scaled -= scaled.amax(-1, keepdim=True)
-    weights = scaled.exp_().mul_(_UNIT).round_().long()
+    weights = scaled.exp_().mul_(unit).round_().long()
     if ranked:
         weights.masked_fill_(torch.arange(vocab, device=rows.device) >= top_k, 0)
         mass = weights.cumsum(-1)
         weights.masked_fill_(mass - weights >= top_p * mass[:, -1:], 0)
-    weights.masked_fill_(weights < min_p * _UNIT, 0)
+    weights.masked_fill_(weights < min_p * unit, 0)
     mass = weights.cumsum(-1)
     # The product may be rounded up to the sum itself, past the last token that has any weight.
     target = torch.minimum((point * mass[:, -1:]).long(), mass[:, -1:] - 1)

@@ -159,7 +159,7 @@ def quantize(
     from qserve import steps
     from qserve.evals import quality
     from qserve.evals.gate import enforce, judge
-    from qserve.evals.worst import WorstTokens
+    from qserve.evals.worst import worst_tokens
 
     if minimize not in (None, "size"):
         raise UsageError(f"--minimize knows size, not {minimize!r}")
@@ -199,12 +199,12 @@ def quantize(
     if evaluation is not None:
         quality.check(evaluation, source)
     verdicts: list[GateReport] = []
-    worst: list[WorstTokens] = []  # of each attempt of mixed precision
+    measured: list[quality.Measurement] = []  # of each attempt of mixed precision
 
-    def measure(staged: Path) -> QualityCard:
+    def measure(staged: Path, unfinished: Path) -> QualityCard:
         assert evaluation is not None
-        worst.append(WorstTokens())
-        return steps.measure(steps.open_source(str(staged)), source, evaluation, worst=worst[-1])
+        measured.append(steps.measure(steps.open_source(str(staged)), source, evaluation, unfinished=unfinished))
+        return measured[-1].card
 
     def accept(card: QualityCard) -> None:
         verdicts.extend(judge(wanted, card))
@@ -223,6 +223,6 @@ def quantize(
     if report_dir is not None:
         from qserve.evals.quantize_report import write_report  # imports matplotlib
 
-        decoded = worst[-1].decoded(source.tokenizer())
-        for path in write_report(report_dir, report, name=out.name, command=command_line(), worst=decoded):
+        worst = worst_tokens(measured[-1].found, measured[-1].pieces, source.tokenizer())
+        for path in write_report(report_dir, report, name=out.name, command=command_line(), worst=worst):
             console.line(f"report: {path}")

@@ -141,10 +141,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 def judged(base: Path, good: Path, text: Text) -> Callable[[Path], None]:
     """Holds a checkpoint against a gate that the good one passes, with a quarter to spare."""
     reference, job = engine(base), quality.EvalJob(text, tokens=3 * WINDOW, window=WINDOW)
-    limit = 1.25 * quality.measure(reference, engine(good), job).kl_mean
+    limit = 1.25 * quality.measure(reference, engine(good), job).card.kl_mean
 
     def held(path: Path) -> None:
-        card = quality.measure(reference, engine(path), job)
+        card = quality.measure(reference, engine(path), job).card
         gate.enforce(gate.judge(gate.quality_gates(max_kl=limit), card))
 
     held(good)

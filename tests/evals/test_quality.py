@@ -85,7 +85,8 @@ def test_compare_matches_an_independent_computation(tiny_model: Path, perturbed:
 
 def test_measure_sums_up_what_compare_finds(tiny_model: Path, perturbed: Path, windows: Tensor, text: Text) -> None:
     p, q = log_probabilities(tiny_model, windows), log_probabilities(perturbed, windows)
-    card = quality.measure(engine(tiny_model), engine(perturbed), EvalJob(text, tokens=3 * WINDOW + 5, window=WINDOW))
+    job = EvalJob(text, tokens=3 * WINDOW + 5, window=WINDOW)
+    card = quality.measure(engine(tiny_model), engine(perturbed), job).card
     target = windows[:, 1:, None]
     kl = (p.exp() * (p - q)).sum(-1).flatten().sort().values
     assert card.tokens == 3 * (WINDOW - 1) == len(kl) and card.window == WINDOW
@@ -97,6 +98,30 @@ def test_measure_sums_up_what_compare_finds(tiny_model: Path, perturbed: Path, w
     assert card.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     assert (card.base_name, card.data_name, card.data_sha256) == ("tiny", "some.txt", text.sha256)
     assert card.base_sha256 == open_model(tiny_model).sha256()
+
+
+def test_a_measurement_that_is_cut_short_goes_on(
+    tiny_model: Path, perturbed: Path, text: Text, tmp_path: Path
+) -> None:
+    base, model = engine(tiny_model), engine(perturbed)
+    job, kept = EvalJob(text, tokens=3 * WINDOW, window=WINDOW), tmp_path / "kept"
+
+    def stop(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quality.measure(base, model, job, stop, kept)
+    steps: list[int] = []
+    found = quality.measure(base, model, job, lambda done, _: steps.append(done), kept)
+    whole = quality.measure(base, model, job)
+    assert steps == [3] and found.card == whole.card
+    assert all(torch.equal(value, whole.found.tensors()[name]) for name, value in found.found.tensors().items())
+    steps.clear()
+    quality.measure(base, engine(tiny_model), job, lambda done, _: steps.append(done), kept)
+    assert steps == [1, 2, 3], "what was kept was of another model"
+    kept.write_bytes(b"damaged")
+    assert quality.measure(base, model, job, None, kept).card == whole.card
 
 
 def test_a_model_is_exactly_itself(tiny_model: Path, windows: Tensor) -> None:

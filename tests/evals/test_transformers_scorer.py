@@ -173,10 +173,10 @@ def test_the_card_says_how_it_was_measured(
     pipeline.run(base, tmp_path / "out", job(bits=4))
     pair = quality.scorers(base, open_model(tmp_path / "out"), WINDOW)
     assert all(isinstance(scorer, TransformersScorer) for scorer in pair)
-    card = quality.measure(*pair, evaluation)
+    card = quality.measure(*pair, evaluation).card
     assert card.kernel_path == "transformers (dequantized; no native decoder)"
     assert card.tokens == 2 * (WINDOW - 1) and 0.001 < card.kl_mean < 5 and 0 < card.top1_agreement < 1
-    itself = quality.measure(pair[0], pair[0], evaluation)
+    itself = quality.measure(pair[0], pair[0], evaluation).card
     assert itself.kl_mean == 0 and itself.top1_agreement == 1
     assert itself.perplexity == itself.perplexity_base == card.perplexity_base
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from qserve.evals.worst import WorstTokens
+from qserve.evals.divergence import Divergence
+from qserve.evals.pieces import Piece
+from qserve.evals.worst import section, worst_tokens
 
 
 class Letters:
@@ -14,35 +16,42 @@ class Letters:
         return "".join(chr(ord("a") + i) for i in ids)
 
 
-def test_the_worst_of_several_chunks_and_windows() -> None:
+def a_divergence(pieces: list[Piece], kl: torch.Tensor) -> Divergence:
     generator = torch.Generator().manual_seed(0)
-    windows = torch.randint(0, 26, (3, 21), generator=generator)
-    p, q = (torch.randn(3, 20, 26, generator=generator).mul(3).log_softmax(-1) for _ in range(2))
-    kl = (p.exp() * (p - q)).sum(-1)
-    worst = WorstTokens(count=5, context=4)
-    for window, base, model, value in zip(windows, p, q, kl):
-        for start, stop in ((0, 8), (8, 13), (13, 20)):
-            part = slice(start, stop)
-            worst.add(window, start, base[part], model[part], value[part])
-    found = worst.decoded(Letters())
-    order = kl.flatten().sort(descending=True).indices[:5].tolist()
+    count = len(kl)
+    choices = torch.randint(0, 26, (2, count), generator=generator)
+    sure = torch.rand(2, count, generator=generator, dtype=torch.float64)
+    position = torch.cat([torch.arange(piece.first, len(piece.tokens)) for piece in pieces])
+    unit = torch.cat([torch.full((piece.scored,), piece.unit) for piece in pieces])
+    return Divergence(torch.rand(count), torch.rand(count), kl, *choices, *sure, position, unit)
+
+
+def test_the_worst_of_several_pieces() -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = ((21, 1), (2, 1), (30, 12), (9, 1))
+    pieces = [
+        Piece(torch.randint(0, 26, (length,), generator=generator), first, unit)
+        for unit, (length, first) in enumerate(lengths)
+    ]
+    places = [(piece, place) for piece in pieces for place in range(piece.first, len(piece.tokens))]
+    found = a_divergence(pieces, torch.rand(len(places), generator=generator, dtype=torch.float64))
     text = Letters()
-    for token, index in zip(found, order, strict=True):
-        sample, row = divmod(index, 20)
-        assert token.kl == float(kl[sample, row])
-        assert token.context == text.decode(windows[sample, max(0, row - 3) : row + 1].tolist())
-        assert token.expected == text.decode([int(windows[sample, row + 1])])
-        assert token.base_choice == text.decode([int(p[sample, row].argmax())])
-        assert token.choice == text.decode([int(q[sample, row].argmax())])
-        assert abs(token.base_probability - float(p[sample, row].exp().max())) < 1e-6
-        assert abs(token.probability - float(q[sample, row].exp().max())) < 1e-6
+    worst = worst_tokens(found, pieces, text, count=len(places), context=4)
+    order = found.kl.sort(descending=True).indices.tolist()
+    for token, index in zip(worst, order, strict=True):
+        piece, place = places[index]
+        assert token.kl == float(found.kl[index])
+        assert token.context == text.decode(piece.tokens[max(0, place - 4) : place].tolist())
+        assert token.expected == text.decode([int(piece.tokens[place])])
+        assert token.base_choice == text.decode([int(found.base_choice[index])])
+        assert token.choice == text.decode([int(found.choice[index])])
+        assert (token.base_probability, token.probability) == (found.confidence[index], found.probability[index])
+    assert worst_tokens(found, pieces, text, count=5, context=4) == worst[:5]
 
 
 def test_fewer_tokens_than_asked_for_and_equal_ones() -> None:
-    window = torch.tensor([0, 1, 2, 3])
-    p = torch.zeros(3, 4).log_softmax(-1)
-    worst = WorstTokens(count=2)
-    worst.add(window, 0, p[:1], p[:1], torch.zeros(1))
-    assert [token.expected for token in worst.decoded(Letters())] == ["b"]
-    worst.add(window, 1, p[1:], p[1:], torch.zeros(2))
-    assert [token.expected for token in worst.decoded(Letters())] == ["b", "c"]
+    pieces = [Piece(torch.tensor([0, 1, 2, 3]), 1, 0)]
+    found = a_divergence(pieces, torch.zeros(3, dtype=torch.float64))
+    assert [token.expected for token in worst_tokens(found, pieces, Letters(), count=2)] == ["b", "c"]
+    shown = section(worst_tokens(found, pieces, Letters()))
+    assert [row[:2] for row in shown.rows] == [("…a", "b"), ("…ab", "c"), ("…abc", "d")]

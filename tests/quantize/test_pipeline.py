@@ -180,7 +180,7 @@ def test_a_group_that_does_not_divide_falls_back_and_says_so(qwen2, tmp_path):
 def test_progress_forecasts_then_counts_down(llama, tmp_path):
     events = []
     report = pipeline.run(HFDirectory(llama), tmp_path / "out", QuantizeJob(**SMALL), progress=events.append,
-                          measure=lambda path: None)
+                          measure=lambda *_: None)
     assert [(e.phase, e.done, e.total) for e in events if e.phase == "quantize"] == [
         ("quantize", 0, 2), ("quantize", 1, 2), ("quantize", 2, 2)]
     assert list(dict.fromkeys(e.phase for e in events)) == ["prepare", "quantize", "write", "measure"]
@@ -217,7 +217,7 @@ def test_the_forecast_knows_what_the_format_stores(options, wide, tmp_path):
 
 def test_what_mixed_precision_may_come_to_is_known_before_it_chooses(llama, tmp_path, monkeypatch):
     source, out = HFDirectory(llama), tmp_path / "out"
-    monkeypatch.setattr(forecast, "multiplications_per_second", lambda: 1.0)
+    monkeypatch.setattr(forecast, "multiplications_per_second", lambda _: 1.0)
 
     def expected(**options):
         return pipeline.check(source, out, QuantizeJob(**{**SMALL, **options})).forecast
@@ -320,7 +320,7 @@ def test_a_mixed_job_for_other_loaders_does_not_go_on_from_this_one(wide, tmp_pa
 
 
 def test_the_card_is_measured_on_the_finished_files_and_stored(llama, tmp_path):
-    def measure(path):
+    def measure(path, _):
         HFDirectory(path).verify()
         assert HFDirectory(path).linear("model.layers.1.mlp.up_proj").in_features == 64
         assert not (tmp_path / "out").exists()
@@ -331,11 +331,31 @@ def test_the_card_is_measured_on_the_finished_files_and_stored(llama, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_what_a_measurement_kept_is_there_for_the_same_job_alone(llama, tmp_path):
+    found = []
+
+    def measure(staged, kept):
+        found.append(kept.read_text() if kept.exists() else None)
+        kept.write_text(f"of {HFDirectory(staged).sha256()}")
+        if len(found) < 4:
+            raise KeyboardInterrupt
+        return CARD
+
+    job = QuantizeJob(**SMALL)
+    for each in (job, job, dataclasses.replace(job, seed=1)):
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(HFDirectory(llama), tmp_path / "out", each, measure=measure)
+    pipeline.run(HFDirectory(llama), tmp_path / "out", dataclasses.replace(job, seed=1), measure=measure)
+    assert found[0] is None and found[1] and found[2] is None
+    assert found[3] == f"of {HFDirectory(tmp_path / 'out').sha256()}"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_failed_gate_leaves_nothing_or_the_old_checkpoint(llama, tmp_path):
     def fail(card):
         raise GateFailed("kl")
 
-    gated = dict(measure=lambda path: CARD, accept=fail)
+    gated = dict(measure=lambda *_: CARD, accept=fail)
     with pytest.raises(GateFailed):
         pipeline.run(HFDirectory(llama), tmp_path / "out", QuantizeJob(**SMALL), **gated)
     assert list(tmp_path.iterdir()) == []
@@ -610,7 +630,7 @@ def test_the_smallest_within_a_divergence_is_chosen_by_measurement(llama, tmp_pa
     """The first choice is measured far above its prediction; the next is larger, and passes."""
     found = []
 
-    def measure(path):
+    def measure(path, _):
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         found.append(size)
         return dataclasses.replace(CARD, kl_mean=0.9 if len(found) == 1 else 0.19)
@@ -631,7 +651,7 @@ def test_attempts_go_on_after_an_interruption(llama, tmp_path, monkeypatch, stop
     """With what was measured of linears and of attempts before it."""
     job, source, measured = QuantizeJob(max_kl=0.2, **SMALL), HFDirectory(llama), []
 
-    def measure(path):
+    def measure(path, _):
         if stop == "the measurement" and len(measured) == 1 and "out" in str(path) and not resumed:
             raise KeyboardInterrupt
         measured.append(HFDirectory(path).sha256())
@@ -709,7 +729,7 @@ from qserve.checkpoint.hf import HFDirectory
 from qserve.calibration import visit
 from qserve.checkpoint.parts import PartWriter
 from qserve.checkpoint.writer import CheckpointWriter
-from qserve.quantize import distill, pipeline, sensitivity, signround
+from qserve.quantize import distill, pipeline, signround, trial
 from qserve.quantize.job import QuantizeJob
 
 left, places = int(sys.argv[3]), eval(sys.argv[5])
@@ -762,7 +782,7 @@ _STAGES = {
     "sensitivity": (
         dict(target_bits=5.0, head_bits=8, format="compressed-tensors"),
         [
-            (3, ("sensitivity", "_trial"), []),  # inside of the first block
+            (3, ("trial.Trial", "of"), []),  # inside of the first block
             (2, ("PartWriter", "commit"), [1]),  # after the second, before its states are safe
             (25, ("PartWriter", "add"), [2, 3]),  # while those after a sample are written
             (2, ("pathlib.Path", "unlink"), [4, 5, 6]),  # with a plan, before the states that led to it are gone

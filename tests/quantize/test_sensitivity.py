@@ -19,6 +19,7 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import gptq, rtn, sensitivity
 from qserve.quantize.sensitivity import Compensation, excerpt, measure
+from qserve.quantize.trial import Trial
 from qserve.quantize.units import Unit, candidates, units
 
 SCHEMES = (WeightScheme(3, 32), WeightScheme(4, 32), WeightScheme(6, 32))
@@ -157,8 +158,8 @@ def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(mod
 
 
 def test_differences_between_units_are_evened_but_for_experts():
-    def trial(name: str) -> sensitivity._Trial:
-        return sensitivity._Trial((name,), (name,), SCHEMES, (30, 40, 60), (1.0, 0.25, 0.02), 10, 1)
+    def trial(name: str) -> Trial:
+        return Trial((name,), (name,), SCHEMES, (30, 40, 60), (1.0, 0.25, 0.02), 10, 1)
 
     trials = [trial(f"model.layers.{index}.mlp.up_proj") for index in range(4)]
     first, most, least, nothing = sensitivity._evened(trials, [1.0, 4.0, 0.25, 0.0], 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -70,6 +71,14 @@ def test_the_ends_are_tokens_that_are_kept(asked: dict[str, Any], seed: int) -> 
     assert first in kept and row[0, last] > row[0, first] - 40 * params.temperature
     if params.top_k:
         assert {first, last} <= set(row[0].topk(min(300, params.top_k)).indices.tolist())
+
+
+@pytest.mark.parametrize("vocab", [1, 1 << 18, (1 << 18) + 1, (1 << 20) + 3])
+def test_the_largest_vocabulary_does_not_overflow(vocab: int) -> None:
+    point = 0.9
+    assert drawn(torch.zeros(1, vocab), [(0, Draw(point)), (0, Draw(point, top_p=0.95))]) == [
+        int(point * vocab), int(point * math.ceil(0.95 * vocab))
+    ]  # fmt: skip
 
 
 def test_equal_logits_are_ranked_by_their_token() -> None:

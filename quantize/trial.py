@@ -1,0 +1,105 @@
+"""``Trial``: one unit rounded in an otherwise float model, to see what that costs.
+
+Knows the schemes that a unit may have and what each does to its outputs; does not know the rest of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels.reference import round_input
+from qserve.quantize.rehearsal import Rehearsal, errors
+from qserve.quantize.units import Unit
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A unit of ``weights`` weights. For each of its ``schemes`` (None: 16-bit floats) the ``bits`` it stores, scales
+    included, and the squared ``errors`` of its output. ``reached`` are those of its modules that some token came to,
+    ``measured`` is which scheme the unit has while it is tried."""
+
+    modules: Unit
+    reached: tuple[str, ...]
+    schemes: tuple[WeightScheme | None, ...]
+    bits: tuple[int, ...]
+    errors: tuple[float, ...]
+    weights: int
+    measured: int
+
+    @classmethod
+    def of(
+        cls,
+        unit: Unit,
+        linears: Mapping[str, nn.Linear],
+        rehearsals: Mapping[str, Rehearsal],
+        schemes: Sequence[WeightScheme | None],
+        around: float,
+        symmetric_zeros: bool,
+    ) -> Trial | None:
+        """With the scheme nearest to ``around`` bits per weight. None where ``linears`` are not those of ``unit``, or
+        no token reached them: then they have no rehearsal."""
+        reached = tuple(module for module in unit if module in rehearsals)
+        if not reached:
+            return None
+        shapes = [tuple(linears[module].weight.shape) for module in unit]
+        weights = sum(out * inp for out, inp in shapes)
+
+        def stored(scheme: WeightScheme | None, out: int, inp: int) -> int:
+            return scheme.storage_bits(out, inp, symmetric_zeros=symmetric_zeros) if scheme else 16 * out * inp
+
+        bits = tuple(sum(stored(scheme, *shape) for shape in shapes) for scheme in schemes)
+        alike: dict[Rehearsal, list[Tensor]] = {}
+        for module in reached:
+            alike.setdefault(rehearsals[module], []).append(linears[module].weight.data)
+        each = [errors(rehearsal, parts, schemes) for rehearsal, parts in alike.items()]
+        total = tuple(map(sum, zip(*each, strict=True)))
+        # What changes nothing tells nothing of the others.
+        telling = [index for index, error in enumerate(total) if error > 0] or [0]
+        measured = min(telling, key=lambda index: abs(bits[index] / weights - around))
+        return cls(unit, reached, tuple(schemes), bits, total, weights, measured)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Trial:
+        lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
+        return cls(**{**content, **lists, "schemes": tuple(map(scheme_of, content["schemes"]))})
+
+    @contextmanager
+    def rounded(self, linears: Mapping[str, nn.Linear], rehearsals: Mapping[str, Rehearsal]) -> Iterator[None]:
+        """While the unit has the scheme to be measured."""
+        scheme = self.schemes[self.measured]
+        changed = {name: linears[name] for name in self.reached if scheme is not None}
+        kept = {name: linear.weight.data for name, linear in changed.items()}
+        for name, linear in changed.items():
+            assert scheme is not None
+            linear.weight.data = rehearsals[name].round(kept[name], scheme)
+        yield
+        for name, linear in changed.items():
+            linear.weight.data = kept[name]
+
+    @contextmanager
+    def rounded_inputs(
+        self, linears: Mapping[str, nn.Linear], activations: ActivationScheme | None
+    ) -> Iterator[None]:
+        """While what goes into the unit is rounded, where that is part of the scheme to be measured."""
+        with ExitStack() as hooks:
+            if activations is not None and self.schemes[self.measured] is not None:
+                for name in self.reached:
+                    handle = linears[name].register_forward_pre_hook(
+                        lambda _, args: (round_input(args[0], activations),)
+                    )
+                    hooks.callback(handle.remove)
+            yield
+
+
+def scheme_of(content: dict[str, Any] | None) -> WeightScheme | None:
+    """From its fields, None for 16-bit floats."""
+    return None if content is None else WeightScheme(**content)
