@@ -90,7 +90,7 @@ class Staging:
                 follows = part.digest
             state = _read(self.state(len(parts) + 1), follows)
         if not parts:
-            self.unfinished.unlink(missing_ok=True)
+            self._forget_unfinished()
         self.sweep([*parts, state] if state else parts)
         for directory in (self._parts, self.path, self._out.parent):
             sync(directory)
@@ -138,13 +138,18 @@ class Staging:
             shutil.rmtree(self.checkpoint, ignore_errors=True)
             shutil.rmtree(self._parts, ignore_errors=True)
             with suppress(OSError):
-                self.unfinished.unlink(missing_ok=True)
+                self._forget_unfinished()
                 self._recover()
                 # The lock goes last: until then nobody else can begin here.
                 (self.path / "lock").unlink()
                 self.path.rmdir()
         finally:
             os.close(self._lock)
+
+    def _forget_unfinished(self) -> None:
+        """And what a kill left of writing it."""
+        for path in self.path.glob(f"*{self.unfinished.name}*"):
+            path.unlink()
 
     def _clear(self) -> None:
         """Empty the checkpoint and keep its directory, which tells unfinished work from finished."""

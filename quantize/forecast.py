@@ -35,8 +35,12 @@ _ROUNDING = 6000
 # Products of GPTQ by weight and input: what follows the float model, then the sweep and what is left of the error. By
 # cube of the inputs: factor and inverse of a Hessian, by halves. As seen with 28,672 inputs, where it is most of all.
 _FOLLOWING, _SWEEP, _INVERSE = 3.0, 2.0, 2 / 3
-# Steps of learned rounding, each a forward and a backward (three products) of this many tokens.
-_LEARNING_TOKENS = ITERATIONS * 2 * 512 * 3
+# A forward and a backward are three products, and take the time of more. Steps of learned rounding, each of two
+# samples, in tokens of a forward.
+_STEP = 4.4
+_LEARNING_TOKENS = ITERATIONS * 2 * 512 * _STEP
+# What variants of an excerpt, a few windows each, take of the time that their products would in one piece.
+_SMALL_BATCHES = 3.0
 # A pass of the float model alone, relative to one that follows it, which includes one.
 _FLOAT_PASS = 0.5
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
@@ -97,8 +101,8 @@ def forecast(
     if job.effort == "best":
         products += _LEARNING_TOKENS * weights
     if distills:
-        # A forward of the float model, then steps of three products each.
-        products += (job.tokens + 3 * STEPS * BATCH * job.sequence_length) * skeleton.source.parameters()
+        # A forward of the float model, then the steps.
+        products += (job.tokens + _STEP * STEPS * BATCH * job.sequence_length) * skeleton.source.parameters()
     rounded = weights
     if offered:
         products += _choosing_products(job, skeleton, offered)
@@ -148,7 +152,7 @@ def _choosing_products(job: QuantizeJob, skeleton: Skeleton, offered: Offered) -
     weights = sum(math.prod(size) for size in skeleton.shapes.values())
     tokens = min(job.samples, EXCERPT[0]) * min(job.sequence_length, EXCERPT[1])
     head: int = skeleton.model.get_input_embeddings().weight.numel()
-    products = tokens * ((1 + len(offered) / 2) * weights + (1 + len(offered)) * head)
+    products = _SMALL_BATCHES * tokens * ((1 + len(offered) / 2) * weights + (1 + len(offered)) * head)
     if rehearses(job, skeleton):
         squares = sum(inp * inp for _, inp in skeleton.shapes.values())
         again = len(offered) / len(skeleton.blocks) - 1 if job.float_samples else 0

@@ -46,6 +46,7 @@ def test_quantize_eval_inspect_and_bench(
     assert 0 < card.kl_mean < 1 and 0 < card.top1_agreement < 1
     assert content["kind"] == "quality" and content["passed"] and content["command"] == "qserve eval 'a b'"
     assert f"{card.top1_agreement:.2%}" in markdown.read_text() and f"{card.kl_mean:.4f}" in markdown.read_text()
+    assert len(content["data"]["worst"]) == 20 and "Tokens with the largest divergence" in markdown.read_text()
     assert all(line in done.out for line in card.summary())
 
     done = cli("inspect", out, "--layers", "--verify")

@@ -65,6 +65,30 @@ def test_an_interrupted_eval_is_resumed(
     assert first["plots"] == second["plots"]
 
 
+def test_a_quantization_that_is_interrupted_while_it_is_measured_goes_on_there(
+    cli: Cli, tiny_model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, again, joined = tmp_path / "out", tmp_path / "again", divergence._joined
+    plain = ("--method", "rtn", "--calibration", "none", "--group-size", 32)
+    measured = ("--max-kl", 50, "--data", text_file, *SCORED[:4])
+    seen: list[int] = []
+    stopping = True
+
+    def joined_until(found: Any, piece: Piece) -> Any:
+        if stopping and piece.unit == 2:
+            raise KeyboardInterrupt
+        seen.append(piece.unit)
+        return joined(found, piece)
+
+    monkeypatch.setattr(divergence, "_joined", joined_until)
+    cli("quantize", tiny_model, out, *plain, *measured).refused(130, "interrupted")
+    stopping = False
+    assert cli("quantize", tiny_model, out, *plain, *measured).code == 0 and seen == [0, 1, 2, 3]
+    assert cli("quantize", tiny_model, again, *plain, *measured).code == 0 and seen[4:] == [0, 1, 2, 3]
+    assert read_card(out) == read_card(again)
+    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out"]
+
+
 def test_by_document_with_a_gate_file_and_a_noise_floor(
     cli: Cli, tiny_model: Path, tiny_packed: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import gptq, rtn, sensitivity
+from qserve.quantize.rehearsal import Compensated
 from qserve.quantize.sensitivity import Compensation, excerpt, measure
 from qserve.quantize.trial import Trial
 from qserve.quantize.units import Unit, candidates, units
@@ -155,6 +156,24 @@ def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(mod
         expected = made_up_divergence(path, unit.modules, SCHEMES[1], text)
         assert kl == pytest.approx(expected, rel=0.05, abs=5e-8), unit.modules
         assert (kl == without) == unit.modules[0].endswith("down_proj")  # nothing is behind it
+
+
+@pytest.mark.parametrize("tokens", [96, 1000])
+def test_what_rounding_cancels_out_by_chance_is_not_counted_on(tokens):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(tokens, 64, generator=generator) @ torch.randn(64, 64, generator=generator)
+    weight = torch.randn(24, 64, generator=generator)
+    stats = LayerStats(64)
+    stats.update(inputs)
+    rehearsal = Compensated(stats, act_order=True)
+    for scheme in SCHEMES:
+        change = (rehearsal.round(weight, scheme) - weight).double()
+        hessian = 2 / tokens * inputs.double().t() @ inputs.double()
+        own = float((change @ hessian).mul(change).sum())
+        hessian.diagonal().mul_(1.1 + 1.4 * 64 / tokens)
+        assert own < rehearsal.error(weight, scheme) == pytest.approx(
+            float((change @ hessian).mul(change).sum()), rel=1e-3
+        )
 
 
 def test_differences_between_units_are_evened_but_for_experts():
