@@ -55,8 +55,9 @@ _ROUNDED_BYTES = 22
 _NEAREST_BYTES, _ZERO_BYTES = 13, 4
 # Code and buffers of libraries that are touched only when they compute: of a small model a tenth of all.
 _LIBRARY_BYTES = 128 << 20
-# Bytes per squared input of a Hessian, its factor and what inverting takes, in float64 and for the widest in float32.
-_HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 14, 8192
+# Bytes per squared input of a Hessian, its factor and what inverting takes, in float64 and for the widest in float32;
+# there one more where the float model is followed.
+_HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 13, 8192
 # What a forward holds, relative to the outputs of its linears in float32: in lanes that wait at the widest of them, and
 # in one piece, where samples go through in parts.
 _LANES, _PIECE = 0.8, 1.3
@@ -183,7 +184,8 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     copying = _copying_bytes(skeleton)
     rounding = _ROUNDED_BYTES * largest
     if "gptq" in job.rounding or "awq" in job.rounding:
-        rounding += (_HESSIAN_BYTES if widest <= _WIDE else _WIDE_HESSIAN_BYTES) * widest * widest
+        wide = _WIDE_HESSIAN_BYTES + (1 if job.float_samples else 0)
+        rounding += (_HESSIAN_BYTES if widest <= _WIDE else wide) * widest * widest
     if not job.tokens:
         nearest = _NEAREST_BYTES + (0 if job.symmetric else _ZERO_BYTES)
         block = nearest * largest + sum(out * inp for out, inp in linears) // blocks
