@@ -28,7 +28,7 @@ from qserve.calibration.text import load_text
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.source import open_model
 
-HERE = Path(__file__).parent / "contestants"
+HERE = Path(__file__).absolute().parent / "contestants"
 SCRIPTS = {"gptqmodel": "gptqmodel_quantize.py", "auto-round": "auto_round_quantize.py"}
 SAMPLES, LENGTH, SEED = 128, 512, 0
 """As ``qserve quantize`` has them by default."""
@@ -51,14 +51,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         windows = Path(work) / "windows.safetensors"
         save_file({"windows": calibration_windows(token_ids, SAMPLES, LENGTH, SEED)}, str(windows))
-        python = arguments.environments / arguments.name / "bin" / "python"
-        options = [make_dense(arguments.models), windows, arguments.out, str(arguments.bits)]
+        python = arguments.environments.absolute() / arguments.name / "bin" / "python"
+        model, out = make_dense(arguments.models).absolute(), arguments.out.absolute()
+        options = [model, windows, out, str(arguments.bits)]
         ours: list[float] = []
         if arguments.beside is not None:
             command = [sys.executable, "-m", "qserve", "quantize", "demo", Path(work) / "ours", "--overwrite"]
             command += ["--calibration", arguments.text, "--bits", str(arguments.bits), *shlex.split(arguments.beside)]
             ours = [seconds_of(command), seconds_of(command)]
-        seconds = seconds_of([python, HERE / SCRIPTS[arguments.name], *options], environment)
+        seconds = seconds_of([python, HERE / SCRIPTS[arguments.name], *options], environment, work)  # where it logs
         if ours:
             ours += [seconds_of(command), seconds_of(command)]
     print(f"{arguments.name}: {seconds:.0f} s from start to end")
@@ -70,10 +71,12 @@ def main() -> None:
         print(f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.1f} GiB at most")
 
 
-def seconds_of(command: Sequence[str | Path], environment: dict[str, str] | None = None) -> float:
+def seconds_of(
+    command: Sequence[str | Path], environment: dict[str, str] | None = None, cwd: str | None = None
+) -> float:
     """From start to end of a process."""
     started = time.perf_counter()
-    subprocess.run(command, check=True, env=environment)
+    subprocess.run(command, check=True, env=environment, cwd=cwd)
     return time.perf_counter() - started
 
 
