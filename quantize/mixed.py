@@ -20,6 +20,7 @@ from qserve.quantize.forecast import GATHERED, rehearses
 from qserve.quantize.job import ProgressEvent
 from qserve.quantize.prepare import Preparation
 from qserve.quantize.sensitivity import Compensation, Sensitivities, Sensitivity, excerpt, measure
+from qserve.quantize.trial import scheme_of
 
 # For the smallest checkpoint within a divergence: runs at most, and what is close enough below the limit to stop.
 _ATTEMPTS, _CLOSE = 4, 0.85
@@ -45,7 +46,7 @@ class Choice:
     def from_json(cls, content: dict[str, Any]) -> Choice:
         return cls(**{
             **content,
-            "schemes": {name: f and WeightScheme(**f) for name, f in content["schemes"].items()},
+            "schemes": {name: scheme_of(each) for name, each in content["schemes"].items()},
             "reasons": tuple(content["reasons"]),
             "tried": tuple(Tried(**fields) for fields in content["tried"]),
         })  # fmt: skip
