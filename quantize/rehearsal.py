@@ -64,9 +64,11 @@ class Compensated:
     def error(self, rows: Tensor, scheme: WeightScheme) -> float:
         with torch_threads(1):  # the operations are too small for two
             change = self.round(rows, scheme).sub_(rows)
+            error = float(output_error(rows, change, self._stats)[0].sum())
+            if self._inverse.factor is None:  # nothing was cancelled out, and the statistics may be infinite
+                return error
             # What rounding cancels out by correlations that are there by chance is lost on any other text.
-            by_chance = gptq.shrinkage(self._stats) * (change.square() @ self._stats.diagonal)
-            return float((output_error(rows, change, self._stats)[0] + by_chance).sum())
+            return error + gptq.shrinkage(self._stats) * float((change.square() @ self._stats.diagonal).sum())
 
 
 def make_up(visit: Visit) -> None:

@@ -176,6 +176,15 @@ def test_what_rounding_cancels_out_by_chance_is_not_counted_on(tokens):
         )
 
 
+def test_what_is_rounded_to_nearest_for_infinite_inputs_has_an_error_of_its_own():
+    stats = LayerStats(64)
+    stats.update(torch.full((8, 64), torch.inf))
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
+    rehearsal = Compensated(stats, act_order=True)
+    change = rehearsal.round(weight, SCHEMES[1]) - weight
+    assert rehearsal.error(weight, SCHEMES[1]) == pytest.approx(float(change.square().sum()))
+
+
 def test_differences_between_units_are_evened_but_for_experts():
     def trial(name: str) -> Trial:
         return Trial((name,), (name,), SCHEMES, (30, 40, 60), (1.0, 0.25, 0.02), 10, 1)
