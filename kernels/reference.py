@@ -61,7 +61,8 @@ def round_input(x: Tensor, activations: ActivationScheme, input_scale: float | N
     limit = FP8_MAX if activations.dtype == "fp8" else INT8_MAX
     if input_scale is None:
         scale = absmax / limit
-        inverse = torch.where(absmax < _SMALLEST, 0.0, limit / absmax)
+        # A number over a tensor would be its reciprocal times the number, rounded twice.
+        inverse = torch.where(absmax < _SMALLEST, 0.0, torch.full_like(absmax, limit) / absmax)
     else:
         scale = torch.tensor(input_scale, dtype=torch.float32)
         inverse = 1.0 / scale

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from qserve.kernels.triton import target
 from qserve.kernels.triton.target import is_interpreted
+
+if architecture := os.environ.get("EMULATED_SM"):
+    # Compiled for it, and executed by the emulator.
+    sys.path.insert(0, str(Path(__file__).parent))
+    from emulator.driver import install  # type: ignore[import-not-found]
+
+    major, minor = divmod(int(architecture), 10)
+    install((major, minor))
+    target.DEFAULT = replace(
+        target.DEFAULT, capability=(major, minor), shared_bytes=target.shared_bytes((major, minor))
+    )
+    target.missing = lambda: None
 
 
 @pytest.fixture

@@ -25,11 +25,13 @@ from qserve.kernels.ops import (
     Step,
 )
 from qserve.kernels.reference import ReferenceExecutor
+from qserve.kernels.triton import target
 from qserve.kernels.triton.executor import TritonExecutor
-from qserve.kernels.triton.target import is_interpreted
 
-pytestmark = pytest.mark.skipif(not is_interpreted(), reason="there is a GPU: test_gpu_engine.py runs")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_gpu_engine.py runs")
 
+CPU = torch.device("cpu")
+FP8 = pytest.mark.skipif(target.target(CPU).capability < target.FP8, reason="this GPU has no e4m3")
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -52,7 +54,7 @@ def run_on(executor: Executor, ops: list[Op], step: Step) -> None:
 
 
 def triton_executor(*, invariant: bool = False) -> TritonExecutor:
-    return TritonExecutor(torch.device("cpu"), torch.float32, invariant=invariant)
+    return TritonExecutor(CPU, torch.float32, invariant=invariant)
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (100, torch.float16), (1536, torch.float16)])
@@ -97,6 +99,7 @@ def test_packed_embeddings(bits: int, group: int, symmetric: bool, width: int) -
     torch.testing.assert_close(got, table.dequantize()[[10, 0, 4]])
 
 
+@FP8
 def test_embeddings_in_e4m3() -> None:
     codes = torch.randn(5, 40).to(torch.float8_e4m3fn).view(torch.uint8)
     table = PackedWeight(WeightScheme(8, -1, dtype="fp8"), codes, torch.rand(5, 1))
@@ -186,8 +189,8 @@ CASES = [
     (9, 3, 64, 0, torch.float16, torch.float16, [37, 1, 12]),
     (4, 4, 16, 0, torch.float32, torch.float32, [5, 16]),
     (8, 2, 80, 7, torch.float16, torch.float32, [40, 1, 20]),
-    (14, 1, 48, 0, torch.float8_e4m3fn, torch.float16, [20, 9, 1]),
-    (8, 1, 128, 20, torch.float8_e4m3fn, torch.float32, [64, 3, 1]),
+    pytest.param(14, 1, 48, 0, torch.float8_e4m3fn, torch.float16, [20, 9, 1], marks=FP8),
+    pytest.param(8, 1, 128, 20, torch.float8_e4m3fn, torch.float32, [64, 3, 1], marks=FP8),
     (2, 1, 256, 0, torch.int8, torch.float32, [30, 1]),
     (6, 2, 32, 0, torch.int8, torch.float16, [33, 1]),
 ]
@@ -226,6 +229,7 @@ def test_store_and_attend(heads: int, kv_heads: int, dim: int, window: int, dtyp
         done += size
 
 
+@FP8
 def test_values_are_stored_bit_for_bit_like_the_reference() -> None:
     torch.manual_seed(5)
     for dtype in LIMITS:
@@ -291,6 +295,7 @@ def test_what_is_not_finite_reaches_all_that_see_it() -> None:
             assert cache.run(triton_executor(), qkv, sequences((0, 24, [4, 6])))[bad:].isnan().all()
 
 
+@FP8
 def test_what_has_no_kernel_is_refused_by_name() -> None:
     executor = triton_executor()
     cache = Cache(torch.float8_e4m3fn, 2, 2, 32)

@@ -14,9 +14,11 @@ from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, reference
 from qserve.kernels.triton import linear
-from qserve.kernels.triton.target import target
+from qserve.kernels.triton.target import is_interpreted, target
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible")]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(is_interpreted(), reason="no NVIDIA GPU is visible")]
+graphs = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible")
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 1e-5}
 FP8_TOLERANCE = 1e-3
@@ -56,7 +58,7 @@ def expected_of(op: ops.Linear, rows: int) -> torch.Tensor:
     x = op.x[:rows].float().cpu()
     if op.weight.activations is not None:
         x = reference.round_input(x, op.weight.activations, op.weight.input_scale)
-    product = x.cuda().double() @ op.weight.dequantize().cuda().double().t()
+    product = x.to(DEVICE).double() @ op.weight.dequantize().to(DEVICE).double().t()
     return product + op.bias.double() + op.out[:rows].double()
 
 
@@ -65,15 +67,15 @@ def expected_of(op: ops.Linear, rows: int) -> torch.Tensor:
 def test_every_scheme(scheme: WeightScheme, activations: ActivationScheme | None, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = weight_of(scheme, activations, 390, 1100)
-    if reason := linear.supports(weight, target(torch.device("cuda")).capability):
+    if reason := linear.supports(weight, target(DEVICE).capability):
         pytest.skip(reason)
     for rows in (1, 3, 17, 70, 300, 1100):  # the last two by the kernels for many rows
-        x = torch.randn(rows, 1100, device="cuda", dtype=dtype)
-        wide = torch.randn(rows, 422, device="cuda", dtype=dtype)
+        x = torch.randn(rows, 1100, device=DEVICE, dtype=dtype)
+        wide = torch.randn(rows, 422, device=DEVICE, dtype=dtype)
         before = wide.clone()
-        op = ops.Linear(x, weight, wide[:, 16:-16], torch.randn(390, device="cuda", dtype=dtype), accumulate=True)
+        op = ops.Linear(x, weight, wide[:, 16:-16], torch.randn(390, device=DEVICE, dtype=dtype), accumulate=True)
         expected = expected_of(op, rows)
-        linear.prepare(op, torch.device("cuda")).run(rows)
+        linear.prepare(op, DEVICE).run(rows)
         got = op.out.double()
         fp8 = activations is not None and activations.dtype == "fp8"
         tolerance = max(TOLERANCE[dtype], FP8_TOLERANCE if fp8 else 0.0)
@@ -88,9 +90,9 @@ def test_a_row_is_the_same_in_every_batch(activations: ActivationScheme | None, 
     weight = weight_of(WeightScheme(4, 128), activations, 1024, 4096)
     if shuffled:
         weight = replace(weight, g_idx=(torch.arange(4096) // 128)[torch.randperm(4096)].int())
-    x = torch.randn(600, 4096, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(600, 1024, device="cuda", dtype=torch.bfloat16)
-    product = linear.prepare(ops.Linear(x, weight, out), torch.device("cuda"), batch_invariant=True)
+    x = torch.randn(600, 4096, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.empty(600, 1024, device=DEVICE, dtype=torch.bfloat16)
+    product = linear.prepare(ops.Linear(x, weight, out), DEVICE, batch_invariant=True)
     product.run(600)
     together = out.clone()
     for rows in (1, 16, 17, 64, 300):
@@ -99,12 +101,13 @@ def test_a_row_is_the_same_in_every_batch(activations: ActivationScheme | None, 
         assert torch.equal(out[:rows], together[:rows]), rows
 
 
+@graphs
 def test_a_graph_replays_a_split_product() -> None:
     torch.manual_seed(2)
     weight = weight_of(WeightScheme(4, 128), None, 1024, 8192)
-    x = torch.randn(16, 8192, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(16, 1024, device="cuda", dtype=torch.bfloat16)
-    product = linear.prepare(ops.Linear(x, weight, out), torch.device("cuda"))
+    x = torch.randn(16, 8192, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.empty(16, 1024, device=DEVICE, dtype=torch.bfloat16)
+    product = linear.prepare(ops.Linear(x, weight, out), DEVICE)
     product.run(16)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -119,6 +122,7 @@ def test_a_graph_replays_a_split_product() -> None:
         assert torch.equal(out, replayed) and out.isfinite().all()
 
 
+@graphs
 @pytest.mark.parametrize("rows", [600, 2048])
 @pytest.mark.parametrize(
     "scheme", [*SCHEMES[-4:-1], (WeightScheme(8, -1), INT8), (WeightScheme(4, 128), None)], ids=str
@@ -130,11 +134,11 @@ def test_a_graph_replays_a_product_of_many_rows(
     to a program."""
     torch.manual_seed(3)
     weight = weight_of(*scheme, 8192, 1024)
-    if reason := linear.supports(weight, target(torch.device("cuda")).capability):
+    if reason := linear.supports(weight, target(DEVICE).capability):
         pytest.skip(reason)
-    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
-    out = torch.zeros(rows, 8192, device="cuda", dtype=torch.bfloat16)
-    product = linear.prepare(ops.Linear(x, weight, out), torch.device("cuda"))
+    x = torch.randn(rows, 1024, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.zeros(rows, 8192, device=DEVICE, dtype=torch.bfloat16)
+    product = linear.prepare(ops.Linear(x, weight, out), DEVICE)
     product.run(rows)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -145,7 +149,7 @@ def test_a_graph_replays_a_product_of_many_rows(
         out.fill_(torch.nan)
         graph.replay()
         replayed = out.clone()
-        few = linear.prepare(ops.Linear(x, weight, torch.empty_like(out)), torch.device("cuda"), batch_invariant=True)
+        few = linear.prepare(ops.Linear(x, weight, torch.empty_like(out)), DEVICE, batch_invariant=True)
         few.run(rows)
         want = few.op.out.double()  # type: ignore[attr-defined]
         assert float((replayed.double() - want).norm() / want.norm()) < TOLERANCE[torch.bfloat16]

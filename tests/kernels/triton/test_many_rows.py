@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from test_linear import (  # type: ignore[import-not-found]
     DEVICE,
+    FP8_TOLERANCE,
     GROUP_FP8,
     STATIC_FP8,
     TOKEN8,
@@ -80,7 +81,7 @@ def test_persistent_fp8(
     assert base is not None
     before, expected = base.clone(), want(product.op, rows)
     product.run(rows)
-    assert error(product.op.out[:rows].float().cpu(), expected) < 2e-6
+    assert error(product.op.out[:rows].float().cpu(), expected) < FP8_TOLERANCE
     assert torch.equal(base[:, :16], before[:, :16]) and torch.equal(base[:, -16:], before[:, -16:])
     assert torch.equal(base[rows:], before[rows:])
 
@@ -107,7 +108,7 @@ def test_a_program_walks_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -> 
     expected = want(product.op, 180)
     product.configure({bucket_of(180): LOW})
     product.run(180)
-    assert error(product.op.out[:180].float().cpu(), expected) < 2e-6
+    assert error(product.op.out[:180].float().cpu(), expected) < FP8_TOLERANCE
 
 
 def test_what_the_persistent_product_refuses() -> None:

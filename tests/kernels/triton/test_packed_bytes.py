@@ -13,7 +13,7 @@ from qserve.kernels.ops import Linear
 from qserve.kernels.triton import linear, target
 from qserve.kernels.triton.tuning.tune import Tunable, weight_bytes
 
-DEVICE = torch.device("cpu" if target.is_interpreted() else "cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INT8, FP8 = ActivationScheme("int8"), ActivationScheme("fp8")
 GROUPS = (32, 64, 128, 24, -1)
 ROUNDED = [

@@ -1,0 +1,49 @@
+"""What the compiler makes of the kernels, executed where there is no GPU: their tests, run by the emulator.
+
+A process either interprets or compiles, so they run in one of their own. Here bfloat16, fp8 and the lines of assembly
+are computed as a GPU would; the interpreter knows none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qserve.kernels.triton.target import is_interpreted
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(not is_interpreted(), reason="there is a GPU, or this is such a process")
+SOME = "bfloat16 and (every_scheme and (g128 or fp8) or 8-2-128 or True or 1100)"
+
+
+def emulate(architecture: int, *arguments: str, timeout: float = 240) -> int:
+    """How many tests passed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "0", "-m", "", *arguments],
+        env={**environment, "EMULATED_SM": str(architecture)}, cwd=HERE, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None, done.stdout
+    return int(passed[1])
+
+
+@pytest.mark.timeout(600)
+def test_some_of_all_on_a_hopper_gpu() -> None:
+    """In bfloat16 and fp8, which nothing else here computes."""
+    assert emulate(90, "test_gpu_linear.py", "test_gpu_engine.py", "-k", SOME, timeout=560) >= 24
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("architecture", [80, 89, 90])
+def test_every_test_of_the_kernels(architecture: int) -> None:
+    files = ["gpu_linear", "gpu_engine", "linear", "many_rows", "rounded_rows", "packed_bytes", "engine_kernels"]
+    assert emulate(architecture, *(f"test_{name}.py" for name in files), timeout=3500) >= 250
