@@ -7,7 +7,9 @@ instructions. So the split depends on nothing but the query's own position, and 
 
 Decodes run on a fixed number of programs that share out the units, so that one CUDA graph replays at any length. The
 query heads of a key head are the rows of one matrix product. Codes of 8 bits become float16, which holds them exactly;
-the scale of the keys goes into that of the softmax, the scale of the values into the result.
+the scale of the keys goes into that of the softmax, the scale of the values into the result. The matrix unit wants
+values across keys, but only words of 16 bits are turned on their way to it: two codes of a key are such a word, and the
+even dimensions are multiplied apart from the odd; by the many rows of a tile that would be more products than it saves.
 """
 
 from __future__ import annotations
@@ -20,20 +22,25 @@ import triton.language as tl
 from torch import Tensor
 
 from qserve.kernels.ops import BLOCK_SIZE, Attention
+from qserve.kernels.triton.target import is_interpreted
 
 CHUNK = 256
 """Keys of one unit of work: about 2 us of one multiprocessor, and a partial result a thirtieth of the keys' bytes."""
 LOG2E = 1.4426950408889634
+RESERVED = 1 << 10
+"""Bytes of shared memory that a program takes beside its own."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a product is cut. ``rows`` of queries and heads, ``keys`` at a time, ``stages`` of keys on their way."""
+    """How a product is cut. ``rows`` of queries and heads, ``keys`` at a time, ``stages`` of keys on their way.
+    ``pairs``: values are read as words of two codes."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    pairs: bool = False
 
 
 def tile_shape(op: Attention) -> Shape:
@@ -46,12 +53,24 @@ def tile_shape(op: Attention) -> Shape:
 
 def decode_shape(op: Attention) -> Shape:
     """For decodes: the heads of one query, 16 of which are the least that a matrix unit takes."""
-    wide = op.head_dim > 128
-    rows = max(16, triton.next_power_of_2(op.heads // op.kv_heads))
-    # Blackwell's compiler gives 4 warps too few registers for the NaN of int8 in small heads, and for fp8 in wide ones.
-    small = op.k_cache.dtype == torch.int8 and op.head_dim <= 64
-    warps = 8 if small or (op.k_cache.dtype == torch.float8_e4m3fn and wide) else 4
-    return Shape(rows, 32 if wide else 64, warps, {1: 4, 2: 3}.get(op.k_cache.dtype.itemsize, 2))
+    rows, size = max(16, triton.next_power_of_2(op.heads // op.kv_heads)), op.k_cache.dtype.itemsize
+    return Shape(rows, 32 if op.head_dim > 128 else 64, 4, {1: 4, 2: 3}.get(size, 2), pairs=size == 1)
+
+
+def resident(op: Attention, shape: Shape, shared_bytes: int) -> int:
+    """Programs of decodes that a multiprocessor holds at a time, of which each may have ``shared_bytes``.
+
+    By the copies on their way with 8 KiB besides, and by the registers that the compiler gives a thread: up to 128
+    where narrow heads are codes, else 168; and twice as many threads have the shape of prompts.
+    """
+    codes = op.k_cache.dtype.itemsize == 1
+    if shape.warps == 4:
+        by_registers = 4 if codes and op.head_dim <= 128 else 3
+    else:
+        by_registers = 1 if codes else 2
+    width = triton.next_power_of_2(op.head_dim)
+    copies = (shape.stages - 1) * shape.keys * width * 2 * op.k_cache.dtype.itemsize
+    return max(1, min(by_registers, (shared_bytes + RESERVED) // (copies + (8 << 10) + RESERVED)))
 
 
 @triton.jit
@@ -65,44 +84,100 @@ def _fold(top, total, acc, next_top, next_total, next_acc):
     return largest, tl.fma(total, old, next_total * new), acc
 
 
+def _signed(out: str, bits: str) -> str:
+    """Two integers, with their sign turned and the bits of 1280 above, as float16; over the least go those of 1.0,
+    which makes it NaN."""
+    return f"set.eq.f16x2.f16x2 t, {bits}, least; or.b32 {bits}, {bits}, t; add.f16x2 {out}, {bits}, zero; "
+
+
+_REGISTERS = ".reg .b32 l, h, t, least, zero; mov.b32 least, 0x65006500; mov.b32 zero, 0xE580E580; "
+"""1280, and -1408."""
+_INT8_PAIR: tl.constexpr = tl.constexpr(
+    f"{{ {_REGISTERS} lop3.b32 l, $2, 0x00FF00FF, 0x65806580, 0x6A; shr.b32 h, $2, 8; "
+    f"lop3.b32 h, h, 0x00FF00FF, 0x65806580, 0x6A; {_signed('$0', 'l')} {_signed('$1', 'h')} }}"
+)
+_INT8_ROW: tl.constexpr = tl.constexpr(
+    f"{{ {_REGISTERS} xor.b32 t, $2, 0x80808080; prmt.b32 l, t, 0x65656565, 0x4140; "
+    f"prmt.b32 h, t, 0x65656565, 0x4342; {_signed('$0', 'l')} {_signed('$1', 'h')} }}"
+)
+_E4M3_PAIR: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t; "
+    "cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"
+)
+
+
 @triton.jit
-def _decoded(codes, COMPUTE: tl.constexpr, NAN_CODE: tl.constexpr):
-    values = codes.to(COMPUTE)
-    if NAN_CODE:
-        values = tl.where(codes == -128, float("nan"), values)
-    return values
+def _with_nan(values, INTEGERS: tl.constexpr):
+    return tl.where(values == -128.0, float("nan"), values) if INTEGERS else values
+
+
+@triton.jit
+def _pair(words, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, COMPILED: tl.constexpr):
+    """The codes in the lower and in the upper halves of 16-bit words, as numbers.
+
+    Two words are a register: their lower bytes are one pair of float16, the upper another. The interpreter knows no
+    assembly.
+    """
+    if COMPILED and tl.float16 == COMPUTE:
+        ASM: tl.constexpr = _INT8_PAIR if INTEGERS else _E4M3_PAIR
+        return tl.inline_asm_elementwise(
+            ASM, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    low, high = words & 0xFF, (words >> 8) & 0xFF
+    CODE: tl.constexpr = tl.int8 if INTEGERS else tl.float8e4nv
+    low = low.to(tl.uint8).to(CODE, bitcast=True).to(COMPUTE)
+    high = high.to(tl.uint8).to(CODE, bitcast=True).to(COMPUTE)
+    return _with_nan(low, INTEGERS), _with_nan(high, INTEGERS)
+
+
+@triton.jit
+def _decoded(codes, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, COMPILED: tl.constexpr):
+    """Codes, or numbers, as numbers. Four integers are a register."""
+    if COMPILED and INTEGERS and tl.float16 == COMPUTE:
+        return tl.inline_asm_elementwise(_INT8_ROW, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    return _with_nan(codes.to(COMPUTE), INTEGERS)
 
 
 @triton.jit
 def _chunk(
     q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, PAGE: tl.constexpr, NAN_CODE: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """The partial softmax of queries q [ROWS, BLOCK_DIM] at positions ``at`` over keys from ``begin`` to ``end``."""
     dims = tl.arange(0, BLOCK_DIM)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    # PAIRS: values are words of two codes, and sums are of the even and of the odd dimensions.
+    acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS else BLOCK_DIM], tl.float32)
+    odd = acc
+    halves = tl.arange(0, BLOCK_DIM // 2)
     # ``begin`` is a multiple of KEYS, and KEYS of PAGE: where a key lies in its page is known beforehand.
     ahead = tl.arange(0, KEYS)
     cell = (head * PAGE + ahead % PAGE)[:, None] * DIM + dims[None, :]
+    cell_v = (head * PAGE + ahead % PAGE)[:, None] * (DIM // 2) + halves[None, :]
     table_ptr += ahead // PAGE
     pages = tl.load(table_ptr + begin // PAGE, mask=begin + ahead < end, other=0)
     for start in range(begin, end, KEYS):
         keys = start + ahead
         inside = keys < end
         cells = pages[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM) + cell
+        pages_v = pages
         # Those of the next turn: copies of keys that wait for their pages would not run as far ahead.
         pages = tl.load(table_ptr + (start + KEYS) // PAGE, mask=keys + KEYS < end, other=0)
         # What lies behind the last key may be NaN: of the keys it is masked by the scores, of the values here.
-        if BLOCK_DIM == DIM:
-            k = tl.load(k_ptr + cells)
+        if PAIRS:
+            at_v = pages_v[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM // 2) + cell_v
+            v = tl.load(v_ptr + at_v, mask=inside[:, None] & (halves < DIM // 2)[None, :], other=0)
+        elif BLOCK_DIM == DIM:
             v = tl.load(v_ptr + cells, mask=inside[:, None], other=0.0)
         else:
-            k = tl.load(k_ptr + cells, mask=(dims < DIM)[None, :], other=0.0)
             v = tl.load(v_ptr + cells, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, NAN_CODE)), input_precision="ieee") * scale
+        if BLOCK_DIM == DIM:
+            k = tl.load(k_ptr + cells)
+        else:
+            k = tl.load(k_ptr + cells, mask=(dims < DIM)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, INTEGERS, COMPILED)), input_precision="ieee") * scale
         seen = keys[None, :] <= at[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > at[:, None] - WINDOW)
@@ -113,8 +188,16 @@ def _chunk(
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(q.dtype), _decoded(v, q.dtype, NAN_CODE), acc, input_precision="ieee")
+        if PAIRS:
+            v_even, v_odd = _pair(v, q.dtype, INTEGERS, COMPILED)
+            acc = tl.dot(weights.to(q.dtype), v_even, acc, input_precision="ieee")
+            odd = tl.dot(weights.to(q.dtype), v_odd, odd * shrink[:, None], input_precision="ieee")
+        else:
+            v = _decoded(v, q.dtype, INTEGERS, False)  # the assembly would take registers that sm_80 has not
+            acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
         top = largest
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, odd), (ROWS, BLOCK_DIM))
     return top, total, acc
 
 
@@ -131,7 +214,7 @@ def tile_kernel(
     qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tiles_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, COMPUTE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
+    INTEGERS: tl.constexpr, PAIRS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """A tile: (first row, queries, where its block table begins among the staged numbers)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -157,7 +240,7 @@ def tile_kernel(
         next_top, next_total, next_acc = _chunk(
             q, at, k_ptr, v_ptr, table_ptr, head,
             tl.maximum(begin, chunk * CHUNK), tl.minimum(end, (chunk + 1) * CHUNK), scale,
-            KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, NAN_CODE,
+            KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, INTEGERS, PAIRS, COMPILED,
         )  # fmt: skip
         top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
     weight = 1.0
@@ -173,7 +256,7 @@ def decode_kernel(
     units_ptr, count_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, COMPUTE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
+    INTEGERS: tl.constexpr, PAIRS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """A unit: (row, chunk, where its block table begins among the staged numbers); each for every key head."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -196,7 +279,7 @@ def decode_kernel(
             top, total, acc = _chunk(
                 q, position + rows * 0, k_ptr, v_ptr, table_ptr, head,
                 tl.maximum(first // KEYS * KEYS, chunk * CHUNK), tl.minimum(position + 1, (chunk + 1) * CHUNK), k_scale,
-                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, NAN_CODE,
+                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, INTEGERS, PAIRS, COMPILED,
             )  # fmt: skip
             if first // CHUNK == position // CHUNK:  # all of its keys
                 weight = 1.0
@@ -261,7 +344,8 @@ def constants(op: Attention, shape: Shape) -> dict[str, object]:
         "HEADS": op.heads, "KV_HEADS": op.kv_heads, "DIM": op.head_dim,
         "BLOCK_DIM": triton.next_power_of_2(op.head_dim), "ROWS": shape.rows, "KEYS": shape.keys, "CHUNK": CHUNK,
         "WINDOW": op.window, "PAGE": BLOCK_SIZE, "COMPUTE": names[compute_dtype(op)],
-        "NAN_CODE": op.k_cache.dtype == torch.int8,
+        "INTEGERS": op.k_cache.dtype == torch.int8, "PAIRS": shape.pairs,
+        "COMPILED": not is_interpreted(),
     }  # fmt: skip
 
 
@@ -283,8 +367,9 @@ def attend_decodes(
     leaves for the second. ``programs`` share out the units.
     """
     known = constants(op, shape)
+    values = op.v_cache.view(torch.int16) if shape.pairs else op.v_cache
     decode_kernel[(programs,)](
-        op.qkv, op.out, partial, softmax, op.k_cache, op.v_cache, op.k_scale, op.v_scale, units, count, positions,
+        op.qkv, op.out, partial, softmax, op.k_cache, values, op.k_scale, op.v_scale, units, count, positions,
         staged, op.scale * LOG2E, **known, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     folded = {name: known[name] for name in ("HEADS", "KV_HEADS", "DIM", "BLOCK_DIM", "CHUNK", "WINDOW")}

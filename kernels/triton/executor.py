@@ -32,7 +32,7 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.argmax import argmax
-from qserve.kernels.triton.attention import Shape, attend_decodes, attend_tiles, decode_shape, tile_shape
+from qserve.kernels.triton.attention import Shape, attend_decodes, attend_tiles, decode_shape, resident, tile_shape
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.embed import embed
 from qserve.kernels.triton.fill import fill
@@ -51,7 +51,6 @@ from qserve.kernels.triton.tuning.tune import Tunable
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The padded numbers of rows of a captured step; larger ones gain nothing from a graph."""
-_PROGRAMS = 2  # of decode on a multiprocessor: as many as its registers hold where codes are decoded
 
 Launch = Callable[[Batch], None]
 
@@ -199,7 +198,7 @@ class _TritonProgram:
             attend_tiles(op, tile_shape(op), batch.tiles, batch.positions, batch.staged)
         if len(batch.units):
             values, softmax = self._partials.values, self._partials.softmax
-            programs = min(self._executor.programs, len(values) * op.kv_heads)
+            programs = min(self._executor.programs(op), len(values) * op.kv_heads)
             attend_decodes(
                 op, self._executor.decode_shape(op), values, softmax, batch.units, batch.count, batch.decodes,
                 batch.positions, batch.staged, programs,
@@ -225,7 +224,6 @@ class TritonExecutor:
         self.placement = Placement(device, activations, keys_by_token=True, dense=activations)
         self.batch_invariant = invariant
         self.target: Target = target(device)
-        self.programs = self.target.sms * _PROGRAMS  # that share out the units of decodes
         self.has_graphs = self.asynchronous = device.type == "cuda"
         self.warm_sizes: Sequence[int] = (*GRAPH_ROWS, BUCKETS[-2])  # that are captured, and compiled for
         self.products: list[Tunable] = []  # of all programs
@@ -241,6 +239,10 @@ class TritonExecutor:
 
     def decode_shape(self, op: Attention) -> Shape:
         return tile_shape(op) if self.batch_invariant else decode_shape(op)
+
+    def programs(self, op: Attention) -> int:
+        """That share out the units of decodes: as many as run at a time."""
+        return self.target.sms * resident(op, self.decode_shape(op), self.target.shared_bytes)
 
     def queries(self, op: Attention) -> int:
         """Of a sequence in a tile."""

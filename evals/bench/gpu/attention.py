@@ -156,7 +156,7 @@ def _ours(decode: Decode, invariant: bool = False) -> list[Callable[[], Tensor]]
         def run() -> Tensor:
             attend_decodes(
                 op, executor.decode_shape(op), values, softmax, batch.units, batch.count, batch.decodes,
-                batch.positions, batch.staged, min(executor.programs, units * heads.keys),
+                batch.positions, batch.staged, min(executor.programs(op), units * heads.keys),
             )  # fmt: skip
             return out
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from aot import Case, Compiled, compile_file, loops  # type: ignore[import-not-found]
-from engine_cases import attention_cases  # type: ignore[import-not-found]
+from engine_cases import attention_cases, attention_op  # type: ignore[import-not-found]
 from linear_cases import eight_bit_case, weight_only_case  # type: ignore[import-not-found]
 from waves import CLOCK, LATENCY, MEMORY  # type: ignore[import-not-found]
 
@@ -27,7 +27,7 @@ from qserve.evals.bench.gpu.kernels import DECODES, HEADS
 from qserve.evals.bench.gpu.report import LONG
 from qserve.evals.bench.gpu.shapes import SHAPES
 from qserve.kernels.triton import dequantize, eight_bit, weight_only
-from qserve.kernels.triton.attention import CHUNK
+from qserve.kernels.triton.attention import CHUNK, decode_shape, resident, tile_shape
 from qserve.kernels.triton.target import DEFAULT
 from qserve.kernels.triton.tuning.configs import Config, resolve
 
@@ -144,7 +144,9 @@ def decode(found: dict[str, Compiled], name: str, batch: int, context: int) -> D
     heads, item = HEADS[name.split()[1]], 1 if "fp8" in name else 2
     keys, width = case.constexprs["KEYS"], heads.width
     tasks = batch * -(-context // CHUNK) * heads.keys
-    programs = min(2 * SMS, tasks)
+    op = attention_op("fp8e4nv" if item == 1 else "bf16", dim=width, heads=heads.queries, kv_heads=heads.keys)
+    shape = tile_shape(op) if "invariant" in name else decode_shape(op)
+    programs = min(resident(op, shape, DEFAULT.shared_bytes) * SMS, tasks)
     mine = -(-tasks // programs) * -(-programs // SMS)
     inner, outer = len(bodies[0]), len(bodies[-1])
     issued = case.num_warps * (CHUNK // keys * inner + outer - inner)

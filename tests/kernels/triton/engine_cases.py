@@ -52,30 +52,37 @@ def _case(
     return Case(kernel, full, known | dict.fromkeys(absent), capability, warps, stages, tuple(signature))
 
 
+def attention_op(cache: str, window: int = 0, dim: int = 128, heads: int = 32, kv_heads: int = 8) -> Any:
+    """As much of an operation as decides how its kernels are compiled."""
+    return SimpleNamespace(
+        heads=heads, kv_heads=kv_heads, head_dim=dim, window=window, k_cache=torch.empty(0, dtype=CACHES[cache]),
+        qkv=torch.empty(0, dtype=torch.bfloat16),
+    )  # fmt: skip
+
+
 def attention_cases(
     capability: tuple[int, int], cache: str, window: int = 0, dim: int = 128, heads: int = 32, kv_heads: int = 8,
     *, invariant: bool = False,
 ) -> dict[str, Case]:  # fmt: skip
     """The kernels of attention by name, as the launchers would specialize them."""
     scales = "fp32" if cache in ("fp8e4nv", "i8") else ""
-    op: Any = SimpleNamespace(
-        heads=heads, kv_heads=kv_heads, head_dim=dim, window=window, k_cache=torch.empty(0, dtype=CACHES[cache]),
-        qkv=torch.empty(0, dtype=torch.bfloat16),
-    )  # fmt: skip
-    common = f"qkv_ptr:bf16 out_ptr:bf16 k_ptr:{cache} v_ptr:{cache} k_scale_ptr:{scales} v_scale_ptr:{scales} "
-    common += "positions_ptr:i32 staged_ptr:i32 "
+    op = attention_op(cache, window, dim, heads, kv_heads)
+    common = f"qkv_ptr:bf16 out_ptr:bf16 k_ptr:{cache} k_scale_ptr:{scales} v_scale_ptr:{scales} positions_ptr:i32 "
+    common += "staged_ptr:i32 "
     tile, decode = attention.tile_shape(op), attention.decode_shape(op)
     if invariant:
         decode = tile
+    values = {shape: f"v_ptr:{'i16' if shape.pairs else cache} " for shape in (tile, decode)}
     known = attention.constants(op, decode)
     merged = {name: known[name] for name in ("HEADS", "KV_HEADS", "DIM", "BLOCK_DIM", "CHUNK", "WINDOW")}
     return {
         "attention tiles": _case(
-            attention.tile_kernel, common + "tiles_ptr:i32", capability, attention.constants(op, tile), "scale:fp32",
-            tile.warps, tile.stages,
+            attention.tile_kernel, common + values[tile] + "tiles_ptr:i32", capability, attention.constants(op, tile),
+            "scale:fp32", tile.warps, tile.stages,
         ),
         "attention decodes": _case(
-            attention.decode_kernel, common + "partial_ptr:fp32 softmax_ptr:fp32 units_ptr:i32 count_ptr:i32",
+            attention.decode_kernel,
+            common + values[decode] + "partial_ptr:fp32 softmax_ptr:fp32 units_ptr:i32 count_ptr:i32",
             capability, known, "scale:fp32", decode.warps, decode.stages,
         ),
         "attention merge": _case(
@@ -155,6 +162,14 @@ def cases() -> dict[str, Case]:
         made["rope_kv"] = rope_case(capability, cache)
         found |= {f"{name} sm_{capability[0]}{capability[1]}": case for name, case in made.items()}
     return found
+
+
+def decode_cases() -> dict[str, Case]:
+    """Decodes over every cache with heads of several widths, for GPUs with most and with little shared memory."""
+    return {
+        f"{cache} {dim} sm_{major}{minor}": attention_cases((major, minor), cache, dim=dim)["attention decodes"]
+        for major, minor in ((8, 9), (9, 0)) for cache in ("bf16", "fp8e4nv", "i8") for dim in (64, 128, 256)
+    }  # fmt: skip
 
 
 def every_case() -> dict[str, Case]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from aot import compile_file  # type: ignore[import-not-found]
+from engine_cases import attention_op  # type: ignore[import-not-found]
+
+from qserve.kernels.triton import attention
 from qserve.kernels.triton.target import shared_bytes
 
 HERE = Path(__file__).parent
@@ -29,14 +35,8 @@ def check(name: str, compiled: Any) -> None:
 
 
 def compiled_by(function: str, timeout: float = 280) -> dict[str, Any]:
-    import sys
-
-    sys.path.insert(0, str(HERE))
-    try:
-        from aot import compile_file
-    finally:
-        sys.path.remove(str(HERE))
-    return compile_file(HERE / "engine_cases.py", function, timeout)
+    made: dict[str, Any] = compile_file(HERE / "engine_cases.py", function, timeout)
+    return made
 
 
 def summed(compiled: Any) -> str:
@@ -54,6 +54,20 @@ def test_one_configuration_of_every_kernel_for_every_gpu() -> None:
     for arch in ("sm_80", "sm_89", "sm_90", "sm_100"):
         alone, rounded = (summed(found[f"rms_norm{kind} {arch}"]) for kind in ("", " rounded"))
         assert alone == rounded, "a norm that rounds adds in another order"
+
+
+def test_a_multiprocessor_holds_the_programs_that_share_out_decodes() -> None:
+    """Of sm_89 and sm_90, by registers and shared memory (CUDA programming guide, compute capabilities)."""
+    found = compiled_by("decode_cases")
+    for name, compiled in found.items():
+        check(f"decodes {name}", compiled)
+        cache, dim, architecture = name.split()
+        bytes_each = shared_bytes((int(architecture[3]), int(architecture[4])))
+        op = attention_op(cache, dim=int(dim))
+        shape = attention.decode_shape(op)
+        registers = -(-compiled.registers // 8) * 8 * 32 * shape.warps
+        holds = min((64 << 10) // registers, (bytes_each + 1024) // (compiled.shared_bytes + 1024))
+        assert attention.resident(op, shape, bytes_each) <= max(1, holds), name
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -287,12 +288,18 @@ def test_attention_does_not_depend_on_chunks_or_neighbours(same_sums: None) -> N
 def test_what_is_not_finite_reaches_all_that_see_it() -> None:
     torch.manual_seed(7)
     heads, kv_heads, dim, bad = 6, 2, 32, 13
-    for dtype in (torch.float32, torch.int8):  # the interpreter reads the NaN of e4m3 as a number
+    caches = [torch.float32, torch.int8]
+    if not target.is_interpreted() and target.target(CPU).capability >= target.FP8:
+        caches = [torch.int8, torch.float8_e4m3fn]  # whose NaN the interpreter reads as a number
+    for dtype, activations in itertools.product(caches, (torch.float32, torch.float16)):
         for at in (heads, heads + kv_heads):
             qkv = torch.randn(24, (heads + 2 * kv_heads) * dim)
             qkv[bad, at * dim : (at + kv_heads) * dim] = math.nan
-            cache = Cache(dtype, heads, kv_heads, dim)
-            assert cache.run(triton_executor(), qkv, sequences((0, 24, [4, 6])))[bad:].isnan().all()
+            cache = Cache(dtype, heads, kv_heads, dim, activations=activations)
+            prompt = cache.run(triton_executor(), qkv.to(activations), sequences((0, 24, [4, 6])))
+            assert prompt[bad:].isnan().all() and (at > heads or prompt[:bad].isfinite().all())
+            token = cache.run(triton_executor(), qkv[-1:].to(activations), sequences((24, 25, [4, 6])))
+            assert token.isnan().all()
 
 
 @FP8

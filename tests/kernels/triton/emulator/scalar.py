@@ -147,6 +147,21 @@ def _setp(names: Operands, instruction: Instruction) -> Run:
     return lambda state, mask: write(state, COMPARE[compare](a(state), b(state)), mask)
 
 
+def _set(names: Operands, instruction: Instruction) -> Run:
+    """1.0 where it is so, of two halves each."""
+    _, compare, to, kind = instruction.opcode
+    if to != kind or kind not in ("f16x2", "bf16x2"):
+        raise NotImplementedError(instruction.text)
+    a, b = (names.read(each, kind) for each in instruction.operands[1:])
+    write = names.write(instruction.operands[0])
+
+    def run(state: State, mask: Mask) -> None:
+        found = COMPARE[compare](number_of(a(state), kind), number_of(b(state), kind))
+        write(state, bits_of(found.astype(np.float64), kind), mask)
+
+    return run
+
+
 def _selp(names: Operands, instruction: Instruction) -> Run:
     kind = instruction.opcode[-1]
     a, b = (names.read(each, kind) for each in instruction.operands[1:3])
@@ -432,7 +447,7 @@ def _cvta(names: Operands, instruction: Instruction) -> Run:
 
 LOWER: dict[str, Callable[[Operands, Instruction], Run]] = {
     **{name: _arithmetic(operate) for name, operate in ARITHMETIC.items()},
-    "shl": _shifted(True), "shr": _shifted(False), "shf": _funnel, "setp": _setp, "selp": _selp, "mov": _mov,
-    "cvt": _cvt, "mul": _product, "mad": _multiply, "prmt": _prmt, "lop3": _lop3, "bfe": _extract, "max": _extreme,
-    "min": _extreme, "ld": _ld, "st": _st, "atom": _atom, "cvta": _cvta,
+    "shl": _shifted(True), "shr": _shifted(False), "shf": _funnel, "set": _set, "setp": _setp, "selp": _selp,
+    "mov": _mov, "cvt": _cvt, "mul": _product, "mad": _multiply, "prmt": _prmt, "lop3": _lop3, "bfe": _extract,
+    "max": _extreme, "min": _extreme, "ld": _ld, "st": _st, "atom": _atom, "cvta": _cvta,
 }  # fmt: skip
