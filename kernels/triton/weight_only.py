@@ -119,13 +119,15 @@ def weight_only_kernel(
            splits, HAS_BIAS, ACCUMULATE, SPLIT)  # fmt: skip
 
 
-def default(rows: int, bits: int, group: int, capability: Capability) -> Config:
-    """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``group`` 0 is all inputs."""
-    if rows <= 16 and (group == 0 or (group <= 32 and capability in ((8, 9), (10, 0)))):
-        return Config(16, 128, warps=4, stages=4)  # with 8 warps, or 64 outputs, the assembler parks some registers
+def default(rows: int, bits: int, group: int, capability: Capability, invariant: bool = False) -> Config:
+    """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``group`` 0 is all inputs. ``invariant``:
+    the same instruction for every number of rows, of which there are at most 32."""
     if rows <= 16:
-        # The scales of many groups fit the registers of few outputs.
-        return Config(16, 64, warps=4, stages=4) if 0 < group <= 32 else Config(16, 128, warps=8, stages=4)
+        # The scales of many groups fit the registers of few outputs; the assembler of some parks them all the same.
+        narrow = 0 < group <= 32 and capability not in ((8, 9), (10, 0))
+        return Config(16, 64 if narrow else 128, warps=4, stages=4)
+    if rows <= 32 and capability == (9, 0) and not invariant:
+        return Config(32, 128, warps=4, stages=3, swap=True)  # the older instruction has half the rate, which it needs
     if rows <= 32:
         # Two groups to a block are added up apart: half the warps have twice the registers each.
         return Config(32, 128, warps=4 if bits == 4 and group >= 128 else 8, stages=3)
@@ -173,7 +175,7 @@ class WeightOnly:
         def usual(rows: int) -> Config:
             if self.dequantizes and rows >= dequantize.FEWEST_ROWS and not batch_invariant:
                 return dequantize.CONFIG
-            return default(rows, held.bits, held.group, gpu.capability)
+            return default(rows, held.bits, held.group, gpu.capability, batch_invariant)
 
         if batch_invariant:
             least = resolve(usual(1), 1, held.padded_n, held.blocks, gpu.sms)

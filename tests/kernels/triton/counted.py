@@ -94,17 +94,19 @@ def tiled(found: dict[str, Compiled], kind: str, rows: int, n: int, k: int, inva
 
     def default(rows: int) -> Config:
         plain = kind == "w4"
-        return weight_only.default(rows, 4, 128, SM_90) if plain else eight_bit.default(rows, False, SM_90)
+        if plain:
+            return weight_only.default(rows, 4, 128, SM_90, invariant)
+        return eight_bit.default(rows, False, SM_90)
 
     config = resolve(default(held), rows, n, k // block_k, SMS)
     if invariant:
         config = replace(config, splits=resolve(default(1), 1, n, k // block_k, SMS).splits)
     programs = -(-rows // config.block_m) * (n // config.block_n) * config.splits
     blocks = -(-programs // SMS) * -(-(k // block_k) // config.splits)
-    rate = (1 if kind == "w4" else 2) * (MMA_SYNC if config.block_m <= 32 else 1)
+    rate = (1 if kind == "w4" else 2) * (1 if config.swap or config.block_m > 32 else MMA_SYNC)
     return launch(
         n * k * (W4 if kind == "w4" else 1) + rows * (k * (2 if kind == "w4" else 1) + 2 * n),
-        blocks * instructions(found[f"{kind} {key}"]) * config.warps,
+        blocks * instructions(found[f"{kind} {key}{' invariant' * (invariant and key == 32)}"]) * config.warps,
         blocks * 2 * config.block_m * config.block_n * block_k / rate,
         1 + MEETING * (config.splits > 1),
     )
@@ -163,6 +165,9 @@ def decode(found: dict[str, Compiled], name: str, batch: int, context: int) -> D
 
 def cases() -> dict[str, Case]:
     found = {f"w4 {rows}": weight_only_case(SM_90, rows, dtype="bf16") for rows in TILE_ROWS["w4"]}
+    found["w4 32 invariant"] = weight_only_case(
+        SM_90, 32, dtype="bf16", config=weight_only.default(32, 4, 128, SM_90, invariant=True)
+    )
     found |= {f"fp8 {rows}": eight_bit_case(SM_90, rows, "fp8e4nv", out="bf16") for rows in TILE_ROWS["fp8"]}
     for model, heads in HEADS.items():
         for cache in ("bf16", "fp8e4nv"):

@@ -227,6 +227,11 @@ def every_case() -> dict[str, Case]:
                 found[name] = weight_only_case(
                     capability, rows, bits, group, kind, dtype, even_k, accumulate=True
                 )
+        for bits, group, kind in ((4, 128, "pairs"), (4, 32, "pairs"), (4, 128, "both"), (8, 128, "float")):
+            config = weight_only.default(32, bits, group, capability, invariant=True)
+            found[f"w{bits}a16 g{group} {kind} invariant rows 32 sm_{arch}"] = weight_only_case(
+                capability, 32, bits, group, kind, "bf16", even_k=False, accumulate=True, config=config
+            )
         if capability in persistent.CAPABILITIES:
             found |= persistent_cases(capability)
         kinds = ((4, 128, "pairs"), (4, 32, "pairs"), (4, 128, "zeros"), (4, 0, "both"), (8, 128, "zeros"),

@@ -89,7 +89,7 @@ def test_words_are_unpacked_where_they_are_multiplied(compiled) -> None:  # type
     for name, made in compiled.items():
         if name.startswith("w4a16 few"):
             body = loop(made)
-            weights = 128 * 256 / 256  # a block of 128 outputs and 256 inputs, of 256 threads
+            weights = 128 * 256 / 128  # a block of 128 outputs and 256 inputs, of 128 threads
             assert len(body) / (weights / 2) <= (PER_BYTE if "sm_90" in name else 5), name
             unpacking = [line for line in body if re.search(r"\b(LOP3|SHF|PRMT|HADD2|HFMA2|I2F|F2F)", line)]
             assert len(unpacking) / weights < 1.4, name

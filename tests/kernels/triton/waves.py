@@ -24,8 +24,8 @@ MEMORY = 4.3e12
 LATENCY = 0.8e-6
 """Seconds from asking for bytes to having them, while the memory is busy."""
 CLOCK = 1.755e9
-PER_BYTE = 291 / 64
-"""Instructions of a thread for a byte of weights in bfloat16, of those that it has in a block of them; counted, and 289
+PER_BYTE = 518 / 128
+"""Instructions of a thread for a byte of weights in bfloat16, of those that it has in a block of them; counted, and 516
 in float16 (``test_words_are_unpacked_where_they_are_multiplied``)."""
 _LANES = 128  # that issue an instruction in a clock, on a multiprocessor
 _RESIDENT = 2  # programs on a multiprocessor
