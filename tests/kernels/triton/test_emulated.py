@@ -45,5 +45,7 @@ def test_some_of_all_on_a_hopper_gpu() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("architecture", [80, 89, 90])
 def test_every_test_of_the_kernels(architecture: int) -> None:
+    """For the newest all; for the others those that do not take minutes."""
+    but = "none" if architecture == 90 else "float32 or same_bits"
     files = ["gpu_linear", "gpu_engine", "linear", "many_rows", "rounded_rows", "packed_bytes", "engine_kernels"]
-    assert emulate(architecture, *(f"test_{name}.py" for name in files), timeout=3500) >= 250
+    assert emulate(architecture, *(f"test_{name}.py" for name in files), "-k", f"not ({but})", timeout=3500) >= 250

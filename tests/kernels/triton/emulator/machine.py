@@ -55,8 +55,9 @@ class Machine:
         memory = Global(list(regions))
         count = grid[0] * grid[1] * grid[2]
         step = max(1, LANES // self.threads)
+        anyhow = np.random.default_rng(0).permutation(count)  # no program may count on those before it
         for first in range(0, count, step):
-            self._run(grid, np.arange(first, min(first + step, count)), parameters, maps, memory)
+            self._run(grid, anyhow[first : first + step], parameters, maps, memory)
 
     def _run(self, grid: tuple[int, int, int], numbers: Any, parameters: Any, maps: Any, memory: Global) -> None:
         lanes = len(numbers) * self.threads

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,16 @@ def _wgmma(names: Operands, instruction: Instruction) -> Run:
 SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}
 
 
+@lru_cache
+def _places(count: int, k: int, size: int, line: int, turned: bool) -> tuple[Lanes, Lanes, Lanes]:
+    """Of element [count, k]: how many leading offsets and strides it is away, and bytes."""
+    outer, inner = np.meshgrid(np.arange(count), np.arange(k), indexing="ij")
+    if not turned:  # lines go along k: a product's k fits a line
+        return np.zeros_like(outer), outer // 8, outer % 8 * line + inner * size
+    per = line // size  # lines go along the other side; 8 of k lie together
+    return outer // per, inner // 8, inner % 8 * line + outer % per * size
+
+
 def _operand(state: State, descriptors: Lanes, program: Lanes, count: int, k: int, kind: str, turned: bool) -> Lanes:
     """[groups, count, k] by matrix descriptors [groups]: 8 lines of ``swizzle`` bytes lie together, along k, or along
     the other side where the operand is ``turned``."""
@@ -171,15 +182,8 @@ def _operand(state: State, descriptors: Lanes, program: Lanes, count: int, k: in
     line = SWIZZLES[int(modes[0])]
     if line == 0:
         raise NotImplementedError("a matrix descriptor without swizzle")
-    outer, inner = np.meshgrid(np.arange(count), np.arange(k), indexing="ij")
-    if not turned:
-        # Lines go along k: a product's k fits a line.
-        at = (outer // 8)[None] * stride[:, None, None] + ((outer % 8) * line + inner * size)[None]
-    else:
-        # Lines go along the other side; 8 of k lie together.
-        per = line // size
-        at = (outer // per)[None] * leading[:, None, None] + (inner // 8)[None] * stride[:, None, None]
-        at = at + ((inner % 8) * line + outer % per * size)[None]
+    across, along, within = _places(count, k, size, line, turned)
+    at = across * leading[:, None, None] + along * stride[:, None, None] + within
     at = swizzled(start[:, None, None] + at, line)
     held = state.shared.load(at, np.broadcast_to(program[:, None, None], at.shape), size, 1)[..., 0]
     words = np.ascontiguousarray(held).view(np.uint32)
