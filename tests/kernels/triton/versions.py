@@ -2,8 +2,8 @@
 
 One configuration of every kernel for each architecture, by the oldest and the newest Triton of PyPI, or by the named
 versions (``3.7.1``, ``3.8.*``). Each is installed alone into a folder of DIR and put before the Triton that is here;
-what is there already is left alone. Exits with 1 where a kernel does not compile, spills, or needs more shared memory
-than its architecture has.
+what is there already is left alone. What each compiles for sm_90 runs some tests in the emulator. Exits with 1 where a
+kernel does not compile, spills, or needs more shared memory than its architecture has, or a test fails.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from aot import Compiled, compile_file
+from test_emulated import SOME, emulate
 
 from qserve.kernels.triton.target import shared_bytes
 
@@ -65,6 +66,12 @@ def main() -> int:
             else:
                 found += faults(made)
                 print(f"Triton {number}: {len(made)} kernels of {file} compile", flush=True)
+        try:
+            passed = emulate(90, *SOME, timeout=1700)
+        except AssertionError as error:
+            found.append(str(error))
+        else:
+            print(f"Triton {number}: {passed} tests of what it compiles pass", flush=True)
         print("\n".join([f"Triton {number}: {line}" for line in found]), end="\n" if found else "")
         failed |= bool(found)
     return 1 if failed else 0

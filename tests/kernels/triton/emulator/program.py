@@ -12,8 +12,9 @@ SIZES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f1
 
 @dataclass(frozen=True)
 class Instruction:
-    """``opcode``: the parts between dots, without state spaces' ``::cta``; ``guard``: the predicate's register and what
-    it must be. ``operands`` as they are written, a list of registers in braces as a tuple."""
+    """``opcode``: the parts between dots, without ``::cta`` and ``::cluster``, one program here; ``guard``: the
+    predicate's register and what it must be. ``operands`` as they are written, a list of registers in braces as a
+    tuple."""
 
     opcode: tuple[str, ...]
     operands: tuple[str | tuple[str, ...], ...]
@@ -132,7 +133,7 @@ class _Body:
         words = re.match(r"(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)$", text)
         assert words is not None, text
         guard = None if words[2] is None else (self._name(words[2]), words[1] != "!")
-        opcode = tuple(re.sub(r"(?<=shared)::cta", "", words[3]).split("."))
+        opcode = tuple(re.sub(r"(?<=shared)::(cta|cluster)", "", words[3]).split("."))
         operands = tuple(self._operand(each) for each in _split(words[4]))
         self.open.append(Instruction(opcode, operands, guard, text))
         if opcode[0] in ("bra", "ret", "exit"):
