@@ -57,7 +57,7 @@ def candidates(product: Tunable, rows: int) -> list[Config]:
     blocks = product.planes.blocks if isinstance(product, WeightOnly) else product.blocks
     sms = target(product.op.x.device).sms
     tiles = [(16, n, w) for n, w in ((64, 4), (128, 4), (128, 8), (256, 8))] if rows <= 16 else []
-    tiles += [(32, 64, 4), (32, 128, 4), (32, 128, 8)] if 16 < rows <= 64 else []
+    tiles += [(32, 64, 4), (32, 128, 4), (32, 128, 8), (32, 256, 8)] if 16 < rows <= 64 else []
     tiles += [(64, 64, 4), (64, 128, 4), (64, 128, 8), (64, 256, 8)] if rows > 32 else []
     tiles += [(128, 128, 4), (128, 128, 8), (128, 256, 8)] if rows > 64 else []
     found = [product.configs[bucket_of(rows)]]
