@@ -68,7 +68,7 @@ def resident(op: Attention, shape: Shape, shared_bytes: int) -> int:
         by_registers = 4 if codes and op.head_dim <= 128 else 3
     else:
         by_registers = 1 if codes else 2
-    width = triton.next_power_of_2(op.head_dim)
+    width: int = triton.next_power_of_2(op.head_dim)
     copies = (shape.stages - 1) * shape.keys * width * 2 * op.k_cache.dtype.itemsize
     return max(1, min(by_registers, (shared_bytes + RESERVED) // (copies + (8 << 10) + RESERVED)))
 
@@ -155,20 +155,19 @@ def _chunk(
     # ``begin`` is a multiple of KEYS, and KEYS of PAGE: where a key lies in its page is known beforehand.
     ahead = tl.arange(0, KEYS)
     cell = (head * PAGE + ahead % PAGE)[:, None] * DIM + dims[None, :]
-    cell_v = (head * PAGE + ahead % PAGE)[:, None] * (DIM // 2) + halves[None, :]
+    pair_cell = (head * PAGE + ahead % PAGE)[:, None] * (DIM // 2) + halves[None, :]
     table_ptr += ahead // PAGE
     pages = tl.load(table_ptr + begin // PAGE, mask=begin + ahead < end, other=0)
     for start in range(begin, end, KEYS):
         keys = start + ahead
         inside = keys < end
         cells = pages[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM) + cell
-        pages_v = pages
+        pairs = pages[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM // 2) + pair_cell
         # Those of the next turn: copies of keys that wait for their pages would not run as far ahead.
         pages = tl.load(table_ptr + (start + KEYS) // PAGE, mask=keys + KEYS < end, other=0)
         # What lies behind the last key may be NaN: of the keys it is masked by the scores, of the values here.
         if PAIRS:
-            at_v = pages_v[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM // 2) + cell_v
-            v = tl.load(v_ptr + at_v, mask=inside[:, None] & (halves < DIM // 2)[None, :], other=0)
+            v = tl.load(v_ptr + pairs, mask=inside[:, None] & (halves < DIM // 2)[None, :], other=0)
         elif BLOCK_DIM == DIM:
             v = tl.load(v_ptr + cells, mask=inside[:, None], other=0.0)
         else:
