@@ -127,7 +127,7 @@ def default(rows: int, bits: int, group: int, capability: Capability, invariant:
         narrow = 0 < group <= 32 and capability not in ((8, 9), (10, 0))
         return Config(16, 64 if narrow else 128, warps=4, stages=4)
     if rows <= 32 and capability == (9, 0) and not invariant:
-        return Config(32, 128, warps=4, stages=3, swap=True)  # the older instruction has half the rate, which it needs
+        return Config(32, 128, warps=4, stages=3, swap=True)  # the older instruction would take longer than the memory
     if rows <= 32:
         # Two groups to a block are added up apart: half the warps have twice the registers each.
         return Config(32, 128, warps=4 if bits == 4 and group >= 128 else 8, stages=3)

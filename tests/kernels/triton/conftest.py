@@ -19,10 +19,9 @@ if architecture := os.environ.get("EMULATED_SM"):
     from emulator.driver import install  # type: ignore[import-not-found]
 
     major, minor = divmod(int(architecture), 10)
-    install((major, minor))
-    target.DEFAULT = replace(
-        target.DEFAULT, capability=(major, minor), shared_bytes=target.shared_bytes((major, minor))
-    )
+    shared = target.shared_bytes((major, minor))
+    install((major, minor), shared)
+    target.DEFAULT = replace(target.DEFAULT, capability=(major, minor), shared_bytes=shared)
     target.missing = lambda: None
 
 

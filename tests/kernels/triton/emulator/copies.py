@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .lanes import Barrier, Mask, Operands, Run, State
+from .lanes import Mask, Operands, Run, State
 from .memory import Fault, Lanes
 from .program import Instruction
 from .warp import active
@@ -110,6 +110,21 @@ def swizzled(at: Lanes, swizzle: int) -> Lanes:
     return at ^ (((at >> 7) & (swizzle // 16 - 1)) << 4)
 
 
+@dataclass
+class Barrier:
+    """An mbarrier: arrivals and bytes that its phase still waits for (PTX ISA, 9.7.13.15)."""
+
+    count: int
+    left: int
+    bytes: int = 0
+    phase: int = 0
+
+    def settle(self) -> None:
+        if self.left == 0 and self.bytes == 0:
+            self.phase += 1
+            self.left = self.count
+
+
 BOX = re.compile(r"\[\s*(%\w+)\s*,\s*\{\s*(%\w+)\s*,\s*(%\w+)\s*\}\s*\]")
 
 
@@ -157,7 +172,7 @@ def _fetch(state: State, box: Map, row: int, column: int, to: int, program: int)
 
 
 def _found(state: State, program: int, address: int) -> Barrier:
-    found = state.barriers.get((program, address))
+    found: Barrier | None = state.barriers.get((program, address))
     if found is None:
         raise Fault(f"no barrier was made at {address} of shared memory")
     return found

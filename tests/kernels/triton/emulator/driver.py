@@ -27,17 +27,18 @@ SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
 """By the numbers of the driver's CUtensorMapSwizzle."""
 
 
-def install(capability: tuple[int, int]) -> None:
-    """From now on kernels of this process run on the machine, as if it were a GPU of ``capability``."""
-    triton.runtime.driver.set_active(Driver(capability))
+def install(capability: tuple[int, int], shared_bytes: int) -> None:
+    """From now on kernels of this process run on the machine, as if it were a GPU of ``capability`` whose programs may
+    have ``shared_bytes`` of shared memory."""
+    triton.runtime.driver.set_active(Driver(capability, shared_bytes))
 
 
 class Driver(DriverBase):  # type: ignore[misc]
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], shared_bytes: int) -> None:
         self.capability = capability
         self.utils = SimpleNamespace(
             load_binary=self._load, unload_module=lambda module: None,
-            get_device_properties=lambda device: {"max_shared_mem": 227 << 10, "multiprocessor_count": 132},
+            get_device_properties=lambda device: {"max_shared_mem": shared_bytes},
         )  # fmt: skip
         self.launcher_cls = Launcher
         self._loading: dict[str, str] = {}

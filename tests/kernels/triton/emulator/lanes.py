@@ -26,26 +26,18 @@ VIEWS: dict[str, Any] = {
 }  # fmt: skip
 
 GARBAGE = 0x7FA5_7FA5_7FA5_7FA5
-"""In registers that nothing has written: NaN in every type, or a large number."""
+"""NaN in every type, or a large number."""
 Mask = Lanes | None
 """Which lanes an instruction is for; None: all."""
 Read = Callable[["State"], Any]
 Run = Callable[["State", Mask], None]
 
 
-@dataclass
-class Barrier:
-    """An mbarrier: arrivals and bytes that its phase still waits for (PTX ISA, 9.7.13.15)."""
-
-    count: int
-    left: int
-    bytes: int = 0
-    phase: int = 0
-
-    def settle(self) -> None:
-        if self.left == 0 and self.bytes == 0:
-            self.phase += 1
-            self.left = self.count
+def garbage(lanes: int, dtype: np.dtype[Any]) -> Lanes:
+    """What a register holds that nothing has written."""
+    if dtype == np.bool_:
+        return np.ones(lanes, bool)
+    return np.full(lanes, GARBAGE & (1 << 8 * dtype.itemsize) - 1, f"u{dtype.itemsize}").view(dtype)
 
 
 @dataclass
@@ -62,7 +54,7 @@ class State:
     memory: Global
     shared: Shared
     registers: dict[str, Lanes] = field(default_factory=dict)
-    barriers: dict[tuple[int, int], Barrier] = field(default_factory=dict)
+    barriers: dict[tuple[int, int], Any] = field(default_factory=dict)
     groups: list[Any] = field(default_factory=list)
     uncommitted: list[Any] = field(default_factory=list)
     live: Lanes = field(default_factory=lambda: np.zeros(0, bool))
@@ -78,7 +70,7 @@ class State:
             self.registers[name] = value
         else:
             old = self.registers.get(name)
-            self.registers[name] = np.where(mask, value, np.zeros_like(value) if old is None else old)
+            self.registers[name] = np.where(mask, value, garbage(self.lanes, value.dtype) if old is None else old)
 
     def warps(self, values: Lanes) -> Lanes:
         """[lanes, ...] as [warps, 32, ...]."""
@@ -113,11 +105,7 @@ class Operands:
             def register(state: State) -> Any:
                 held = state.registers.get(text)
                 if held is None:  # the compiler may read what it does not need
-                    if kind == "pred":
-                        return np.ones(state.lanes, bool)
-                    return np.full(state.lanes, GARBAGE & (1 << 8 * dtype.itemsize) - 1, f"u{dtype.itemsize}").view(
-                        dtype
-                    )
+                    return garbage(state.lanes, dtype)
                 if held.dtype == dtype:
                     return held
                 if held.dtype.itemsize == dtype.itemsize:
