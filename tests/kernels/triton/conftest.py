@@ -15,6 +15,8 @@ from qserve.kernels.triton.target import is_interpreted
 
 if architecture := os.environ.get("EMULATED_SM"):
     # Compiled for it, and executed by the emulator.
+    if architecture not in ("80", "86", "89", "90"):
+        pytest.exit(f"EMULATED_SM is one of 80, 86, 89 and 90, not {architecture}", returncode=4)
     sys.path.insert(0, str(Path(__file__).parent))
     from emulator.driver import install  # type: ignore[import-not-found]
 
