@@ -1,5 +1,4 @@
-/* Arm with the dot product of Armv8.2: the product of integers by hand, the rest from portable.h. Rounding is that of
- * the portable kernels, so the bits are theirs too. */
+/* Arm with the dot product of Armv8.2: vectors of 4 floats, and the product of integers by dots of bytes. */
 #if defined(__aarch64__)
 #if defined(__linux__)
 #include <sys/auxv.h>
@@ -34,13 +33,14 @@ int32_t qs_has_dot_products(void)
 #define QS_NAME(name) qs_neon_##name
 #include "portable.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-#define ROWS 4 /* rows of a block: 16 accumulators leave 16 registers for codes and inputs */
-#define BYTE_ROWS ROWS
-#define PARTS (QS_LANES / 4) /* vectors of a tile */
+#include "neon_vectors.h"
+#include "rows.h"
+#include "attention.h"
+#include "linear_float.h"
 
-#include "by_tile.h"
+#define ROWS 4 /* rows of a block: 16 accumulators leave 16 registers for codes and inputs */
+
+#include "linear_int.h"
 
 /* 16 codes as signed bytes: `half` of a byte's two, or a byte less 128, which the zero point makes up for. */
 INLINE int8x16_t signed_codes(const uint8_t *w, int part, const int half, const int u4)
@@ -92,27 +92,25 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
                 dot[m][part] = dot4(dot[m][part], codes[part], x[m], 1);
     }
     UNROLL for (int part = 0; part < PARTS; part++) {
-        float32x4_t scale = at->scales ? vld1q_f32(at->scales + 4 * part)
-                                       : vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at->halves + 4 * part)));
+        vf scale = at->scales ? load(at->scales + 4 * part) : load_halves(at->halves + 4 * part);
         UNROLL for (int m = 0; m < rows; m++) {
-            float32x4_t product = vmulq_f32(vcvtq_f32_s32(dot[m][part]), scale);
-            product = vmulq_n_f32(product, at->x_scales[m * at->groups]);
-            vst1q_f32(sums[m] + 4 * part, vaddq_f32(vld1q_f32(sums[m] + 4 * part), product));
+            vf product = vcvtq_f32_s32(dot[m][part]) * scale;
+            store(sums[m] + 4 * part, fused(product, all(at->x_scales[m * at->groups]), load(sums[m] + 4 * part)));
         }
     }
 }
 
 const qs_kernels qs_kernels_neon = {
-    .rmsnorm = QS_NAME(rmsnorm),
-    .silu_mul = QS_NAME(silu_mul),
-    .log_softmax = QS_NAME(log_softmax),
-    .argmax = QS_NAME(argmax),
-    .quantize = QS_NAME(quantize),
+    .rmsnorm = rmsnorm,
+    .silu_mul = silu_mul,
+    .log_softmax = log_softmax,
+    .argmax = argmax,
+    .quantize = quantize,
     .round_input = QS_NAME(round_input),
     .linear_int = linear_int,
-    .linear_float = QS_NAME(linear_float),
-    .rope_kv = QS_NAME(rope_kv),
-    .attend = QS_NAME(attend),
+    .linear_float = linear_float,
+    .rope_kv = rope_kv,
+    .attend = attend,
     .search_scale = QS_NAME(search_scale),
     .sweep = QS_NAME(sweep),
 };

@@ -1,4 +1,4 @@
-"""The Arm kernels, on a machine that has them or in an emulator of one: the bits of the scalar twin at odd shapes."""
+"""The Arm kernels, on a machine that has them or in an emulator of one: beside their scalar twin, at odd shapes."""
 
 from __future__ import annotations
 

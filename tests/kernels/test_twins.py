@@ -205,7 +205,6 @@ def test_linear(case: Product, pick: int) -> None:
     for isa in others():
         error = (results[isa][finite] - results["scalar"][finite]).abs()
         assert (error <= SUM * magnitude[finite] + 1e-37).all()
-        assert isa == "avx512" or not error.any()  # which multiplies and adds in one rounding
     # A row of its own, on other threads, has the same bits.
     row = pick % len(case.x)
     for isa, got in results.items():

@@ -1,5 +1,5 @@
-/* The product of integers tile by tile, for processors of short vectors. Included behind portable.h by an ISA that has
- * defined INLINE, UNROLL, ROWS (rows of a block of 4-bit codes) and BYTE_ROWS (of bytes); it then defines int_group. */
+/* The product of integers tile by tile, where vectors are short. Behind linear_float.h; an ISA defines ROWS, the most rows
+ * of a block, and then int_group. */
 
 /* Where a product of one tile reads and adds: advanced by one activation group at a time. */
 typedef struct {
@@ -14,7 +14,7 @@ typedef struct {
 } int_walk;
 
 /* Adds one activation group of `rows` rows by one tile to `sums`. The dot starts at -zero * sum(codes), so that the zero
- * point costs nothing inside; scaled and added as portable.h does it. */
+ * point costs nothing inside. */
 INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
                       const int u4);
 
@@ -22,7 +22,7 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
 {
     int32_t groups = op->k / op->act_group, per_scale = op->group / op->act_group;
     int64_t scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES;
-    float sums[ROWS][QS_LANES];
+    float sums[ROWS][QS_LANES] __attribute__((aligned(64)));
     int_walk at = {
         .x = acts->codes + (int64_t)row * op->k,
         .x_sums = acts->sums + (int64_t)row * groups,
@@ -47,15 +47,16 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
             at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
         }
     }
-    UNROLL for (int m = 0; m < rows; m++)
-        QS_NAME(store_tile)(op, sums[m], row + m, tile);
+    for (int m = 0; m < rows; m++)
+        store_tiles(op, sums[m], row + m, tile, 1);
 }
 
-INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile,
-                     const int at_once, const int u4)
+INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, const int u4)
 {
-    for (; row + at_once <= end; row += at_once)
-        int_block(op, acts, row, tile, at_once, u4);
+    for (; row + ROWS <= end; row += ROWS)
+        int_block(op, acts, row, tile, ROWS, u4);
+    for (; row + 2 <= end; row += 2)
+        int_block(op, acts, row, tile, 2, u4);
     for (; row < end; row++)
         int_block(op, acts, row, tile, 1, u4);
 }
@@ -66,8 +67,9 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
     (void)unpacked;
     for (int32_t t = tile; t < tile + tiles; t++) {
         if (op->dtype == QS_U4)
-            int_rows(op, acts, row, end, t, ROWS, 1);
+            int_rows(op, acts, row, end, t, 1);
         else
-            int_rows(op, acts, row, end, t, BYTE_ROWS, 0);
+            int_rows(op, acts, row, end, t, 0);
     }
+    end_streams();
 }

@@ -1,0 +1,191 @@
+/* Attention over vectors, behind rows.h. An ISA defines ATTEND_ROWS(X) = X(n) for the numbers of query rows that are
+ * computed together, the largest first and 1 last: as many as have accumulators in registers. */
+
+/* A query row and what it has gathered so far: sums = the weighted values, and their total weight, both relative to the
+ * highest score `top`. Rows lie at one distance from each other, known when this is compiled: a pointer each would need a
+ * register each. */
+typedef struct {
+    float q[256], sums[256], weights[QS_LANES], total[QS_LANES];
+    float top;
+    uint32_t seen; /* a bit for each token of a block */
+} query_row;
+
+/* Cached values before their scale; those of f8 are a 256th. */
+INLINE vf load_kv(const void *cache, int64_t at, const int dtype)
+{
+    if (dtype == QS_I8) {
+        vf value = load_bytes((const int8_t *)cache + at);
+        return nan_where(value, value, all(-128.0f));
+    }
+    if (dtype == QS_F8) {
+        vf value = load_e4m3((const uint8_t *)cache + at), size = higher(value, all(0.0f) - value);
+        return nan_where(value, size, all(480.0f / 256)); /* as whose bits NaN's are read */
+    }
+    return load_floats(cache, at, dtype);
+}
+
+/* The weighted values of one block. `every`: all rows see all values from begin to end. */
+INLINE void add_values(query_row *rows, const void *values, int64_t base, int32_t dim, int32_t begin,
+                       int32_t end, const int every, const int R, const int dtype)
+{
+    for (int32_t j = 0; j < dim; j += QS_LANES) {
+        vf sums[QS_MAX_QUERY_ROWS][PARTS], value[PARTS];
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int p = 0; p < PARTS; p++)
+                sums[r][p] = load(rows[r].sums + j + p * LANES);
+        for (int32_t i = begin; i <= end; i++) {
+            UNROLL for (int p = 0; p < PARTS; p++)
+                value[p] = load_kv(values, base + i * dim + j + p * LANES, dtype);
+            UNROLL for (int r = 0; r < R; r++)
+                if (every || (rows[r].seen >> i & 1)) /* what a row does not see may be infinite */
+                    UNROLL for (int p = 0; p < PARTS; p++)
+                        sums[r][p] = fused(all(rows[r].weights[i]), value[p], sums[r][p]);
+        }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int p = 0; p < PARTS; p++)
+                store(rows[r].sums + j + p * LANES, sums[r][p]);
+    }
+}
+
+/* Raises `top` to the highest of the `risen` scores, and takes what was gathered relative to the old one along. */
+INLINE void raise_top(query_row *rows, vf scores[][PARTS], const uint32_t *risen, int32_t dim, const int R)
+{
+    float shrink[QS_LANES] = {0};
+    UNROLL for (int r = 0; r < R; r++) {
+        float best = rows[r].top;
+        UNROLL for (int p = 0; p < PARTS; p++) {
+            float part = highest(chosen(risen[r] >> p * LANES, scores[r][p], all(-INFINITY)));
+            best = part > best ? part : best;
+        }
+        shrink[r] = rows[r].top - best;
+        rows[r].top = best;
+    }
+    UNROLL for (int i = 0; i < R; i += LANES)
+        store(shrink + i, exp_lanes(load(shrink + i)));
+    UNROLL for (int r = 0; r < R; r++) {
+        if (!risen[r])
+            continue;
+        for (int32_t j = 0; j < QS_LANES; j += LANES)
+            store(rows[r].total + j, load(rows[r].total + j) * all(shrink[r]));
+        for (int32_t j = 0; j < dim; j += LANES)
+            store(rows[r].sums + j, load(rows[r].sums + j) * all(shrink[r]));
+    }
+}
+
+/* A block of 16 tokens; vectors of scores hold all of them: no horizontal sums. Every row sees the tokens from begin to
+ * end where `every`, else those of `seen`. */
+INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, int64_t next, float k_scale,
+                         int32_t begin, int32_t end, int32_t every, const int R, const int dtype)
+{
+    const int32_t dim = op->head_dim, bytes = dtype == QS_F32 ? 4 : dtype == QS_F16 || dtype == QS_BF16 ? 2 : 1;
+    vf scores[QS_MAX_QUERY_ROWS][PARTS], key[PARTS];
+    uint32_t risen[QS_MAX_QUERY_ROWS], any = 0;
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int p = 0; p < PARTS; p++)
+            scores[r][p] = all(0.0f);
+    for (int32_t j = 0; j < dim; j++) {
+        UNROLL for (int p = 0; p < PARTS; p++)
+            key[p] = load_kv(op->k_cache, base + j * QS_LANES + p * LANES, dtype);
+        if (R <= 4) { /* more rows take so long that the processor fetches it by itself */
+            __builtin_prefetch((const char *)op->k_cache + (next + j * QS_LANES) * bytes, 0, 2);
+            __builtin_prefetch((const char *)op->v_cache + (next + j * QS_LANES) * bytes, 0, 2);
+        }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int p = 0; p < PARTS; p++)
+                scores[r][p] = fused(all(rows[r].q[j]), key[p], scores[r][p]);
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+        risen[r] = 0;
+        UNROLL for (int p = 0; p < PARTS; p++) {
+            scores[r][p] = scores[r][p] * all(k_scale);
+            risen[r] |= above(scores[r][p], all(rows[r].top)) << p * LANES;
+        }
+        any |= risen[r] &= every ? 0xffff : rows[r].seen;
+    }
+    if (any)
+        raise_top(rows, scores, risen, dim, R);
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int p = 0; p < PARTS; p++) {
+            float *total = rows[r].total + p * LANES;
+            vf weight = exp_lanes(scores[r][p] - all(rows[r].top));
+            if (!every)
+                weight = chosen(rows[r].seen >> p * LANES, weight, all(0.0f));
+            store(total, load(total) + weight);
+            store(rows[r].weights + p * LANES, weight);
+        }
+    if (every)
+        add_values(rows, op->v_cache, base, dim, 0, QS_LANES - 1, 1, R, dtype);
+    else
+        add_values(rows, op->v_cache, base, dim, begin, end, 0, R, dtype);
+}
+
+#define ATTEND_AS(R, dtype)                                                                                       \
+    static void attend_##R##_##dtype(const qs_attention *op, query_row *rows, int64_t base, int64_t next,         \
+                                     float k_scale, int32_t begin, int32_t end, int32_t every)                    \
+    {                                                                                                             \
+        attend_block(op, rows, base, next, k_scale, begin, end, every, R, dtype);                                \
+    }
+#define ATTEND(R) \
+    ATTEND_AS(R, QS_F32) ATTEND_AS(R, QS_F16) ATTEND_AS(R, QS_BF16) ATTEND_AS(R, QS_F8) ATTEND_AS(R, QS_I8)
+ATTEND_ROWS(ATTEND)
+
+/* The tokens of the block from `token` on that each row sees; whether all see all of it. */
+static int find_seen(query_row *rows, const qs_queries *queries, int32_t token)
+{
+    uint32_t common = 0xffff;
+    for (int r = 0; r < queries->count; r++) {
+        int32_t lo = queries->first[r] - token, hi = queries->last[r] - token;
+        uint32_t upto = hi < 0 ? 0 : hi > 15 ? 0xffffu : (1u << (hi + 1)) - 1;
+        common &= rows[r].seen = upto & ~(lo <= 0 ? 0 : lo > 15 ? 0xffffu : (1u << lo) - 1);
+    }
+    return common == 0xffff;
+}
+
+static void attend(const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head)
+{
+    static const struct {
+        int32_t rows;
+        void (*by_dtype[QS_I8 + 1])(const qs_attention *, query_row *, int64_t, int64_t, float, int32_t, int32_t, int32_t);
+    } kernels[] = {
+#define BY_DTYPE(R)                                                                                               \
+    {R, {[QS_F32] = attend_##R##_QS_F32, [QS_F16] = attend_##R##_QS_F16, [QS_BF16] = attend_##R##_QS_BF16,        \
+         [QS_F8] = attend_##R##_QS_F8, [QS_I8] = attend_##R##_QS_I8}},
+        ATTEND_ROWS(BY_DTYPE)
+    };
+    const int32_t dim = op->head_dim, dtype = op->kv_dtype, width = dim * QS_LANES, rows = queries->count;
+    const float lift = dtype == QS_F8 ? 256.0f : 1.0f;
+    const float k_scale = op->scale * (op->k_scale ? op->k_scale[kv_head] * lift : 1.0f);
+    const float v_scale = op->v_scale ? op->v_scale[kv_head] * lift : 1.0f;
+    int32_t from = queries->first[0], to = queries->last[0];
+    query_row at[QS_MAX_QUERY_ROWS] __attribute__((aligned(64)));
+    for (int r = 0; r < rows; r++) {
+        memcpy(at[r].q, queries->q[r], sizeof(float) * (size_t)dim);
+        memset(at[r].sums, 0, sizeof(float) * (size_t)dim);
+        memset(at[r].total, 0, sizeof at[r].total);
+        at[r].top = -1e30f;
+        from = queries->first[r] < from ? queries->first[r] : from;
+        to = queries->last[r] > to ? queries->last[r] : to;
+    }
+    const int32_t start = from / QS_LANES, stop = to / QS_LANES;
+    for (int32_t block = start; block <= stop; block++) {
+        const int32_t token = block * QS_LANES, begin = from > token ? from - token : 0;
+        const int32_t end = to < token + QS_LANES - 1 ? to - token : QS_LANES - 1, every = find_seen(at, queries, token);
+        int64_t base = ((int64_t)block_table[block] * op->kv_heads + kv_head) * width;
+        /* What comes next is fetched meanwhile: a block further, or the first one of the next head. */
+        int64_t next = block < stop ? ((int64_t)block_table[block + 1] * op->kv_heads + kv_head) * width
+                                    : ((int64_t)block_table[start] * op->kv_heads + kv_head + 1) * width;
+        for (int32_t row = 0, i = 0; row < rows; row += kernels[i].rows) {
+            while (kernels[i].rows > rows - row)
+                i++;
+            kernels[i].by_dtype[dtype](op, at + row, base, next, k_scale, begin, end, every);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        vf parts[PARTS];
+        UNROLL for (int p = 0; p < PARTS; p++)
+            parts[p] = load(at[r].total + p * LANES);
+        float total = sum_parts(parts);
+        for (int32_t j = 0; j < dim; j += LANES)
+            store(queries->out[r] + j, load(at[r].sums + j) / all(total) * all(v_scale));
+    }
+}
