@@ -36,8 +36,8 @@ from qserve.kernels.pages import Arena
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded, tile_bytes
 from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus
 
-Isa = Literal["scalar", "avx2", "avx512", "neon"]
-ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon")
+Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
+ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
 
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
 

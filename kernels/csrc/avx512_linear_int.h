@@ -1,4 +1,4 @@
-/* The product of integers with AVX-512 and VNNI, behind linear_float.h. */
+/* The product of integers with AVX-512 and VNNI, behind store_tiles.h. */
 
 #define TILES 4      /* weight tiles of 16 outputs that one block covers */
 #define INT_ROWS 4   /* rows of an integer block: 16 accumulators and 8 unpacked tiles; 6 rows are no faster */

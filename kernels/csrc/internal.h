@@ -49,6 +49,15 @@ extern const qs_kernels qs_kernels_scalar;
 #define QS_X86 1
 extern const qs_kernels qs_kernels_avx2;
 extern const qs_kernels qs_kernels_avx512;
+/* Those of AVX2 with the product of integers of AVX-VNNI, in either encoding; where the compiler knows it. */
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define QS_VNNI 1
+extern const qs_kernels qs_kernels_vex, qs_kernels_evex;
+void qs_vex_linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
+                       uint8_t *unpacked);
+void qs_evex_linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
+                        uint8_t *unpacked);
+#endif
 #elif defined(__aarch64__)
 #define QS_ARM 1
 extern const qs_kernels qs_kernels_neon;

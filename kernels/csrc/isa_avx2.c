@@ -13,6 +13,7 @@
 #include "avx2_vectors.h"
 #include "rows.h"
 #include "attention.h"
+#include "store_tiles.h"
 #include "linear_float.h"
 
 #define ROWS 4
@@ -126,20 +127,27 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
     }
 }
 
-const qs_kernels qs_kernels_avx2 = {
-    .rmsnorm = rmsnorm,
-    .silu_mul = silu_mul,
-    .log_softmax = log_softmax,
-    .argmax = argmax,
-    .quantize = quantize,
-    .round_input = QS_NAME(round_input),
-    .linear_int = linear_int,
-    .linear_float = linear_float,
-    .rope_kv = rope_kv,
-    .attend = attend,
-    .search_scale = QS_NAME(search_scale),
-    .sweep = QS_NAME(sweep),
-};
+#define KERNELS(INT) \
+    { \
+        .rmsnorm = rmsnorm, \
+        .silu_mul = silu_mul, \
+        .log_softmax = log_softmax, \
+        .argmax = argmax, \
+        .quantize = quantize, \
+        .round_input = QS_NAME(round_input), \
+        .linear_int = INT, \
+        .linear_float = linear_float, \
+        .rope_kv = rope_kv, \
+        .attend = attend, \
+        .search_scale = QS_NAME(search_scale), \
+        .sweep = QS_NAME(sweep), \
+    }
+
+const qs_kernels qs_kernels_avx2 = KERNELS(linear_int);
+#ifdef QS_VNNI
+const qs_kernels qs_kernels_vex = KERNELS(qs_vex_linear_int);
+const qs_kernels qs_kernels_evex = KERNELS(qs_evex_linear_int);
+#endif
 #ifdef __clang__
 #pragma clang attribute pop
 #endif

@@ -15,6 +15,7 @@
 #include "avx512_vectors.h"
 #include "rows.h"
 #include "attention.h"
+#include "store_tiles.h"
 #include "linear_float.h"
 #include "avx512_linear_int.h"
 

@@ -36,6 +36,7 @@ int32_t qs_has_dot_products(void)
 #include "neon_vectors.h"
 #include "rows.h"
 #include "attention.h"
+#include "store_tiles.h"
 #include "linear_float.h"
 
 #define ROWS 4 /* rows of a block: 16 accumulators leave 16 registers for codes and inputs */

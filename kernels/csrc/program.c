@@ -11,6 +11,9 @@
 #endif
 
 #include "internal.h"
+#ifdef QS_X86
+#include <cpuid.h>
+#endif
 
 #define TILES 4       /* weight tiles in one piece of work */
 #define SPIN 4000     /* pauses before a waiting thread sleeps: tens of microseconds */
@@ -453,41 +456,57 @@ void qs_pool_destroy(qs_pool *pool)
     free(pool);
 }
 
-int32_t qs_best_isa(void)
-{
-#ifdef QS_X86
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return QS_AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) /* f16c is older than avx2 */
-        return QS_AVX2;
-#elif defined(QS_ARM)
-    if (qs_has_dot_products())
-        return QS_NEON;
-#endif
-    return QS_SCALAR;
-}
-
 int32_t qs_op_size(void)
 {
     return (int32_t)sizeof(qs_op);
 }
 
+#ifdef QS_X86
+static int has_avx_vnni(void)
+{
+    unsigned a = 0, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+
+/* The kernels of an ISA, or NULL where this machine lacks it. */
 static const qs_kernels *kernels_of(int32_t isa)
 {
-    if (isa < 0 || isa > qs_best_isa())
-        return NULL;
-#ifdef QS_X86
-    if (isa == QS_AVX2)
-        return &qs_kernels_avx2;
-    if (isa == QS_AVX512)
-        return &qs_kernels_avx512;
-#elif defined(QS_ARM)
-    if (isa == QS_NEON)
+    __builtin_cpu_init();
+    /* f16c is older than avx2; whether the system keeps the wide registers is asked for avx2, and so for avx-vnni */
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const int vnni = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl");
+    switch (isa) {
+    case QS_SCALAR:
+        return &qs_kernels_scalar;
+    case QS_AVX2:
+        return avx2 ? &qs_kernels_avx2 : NULL;
+    case QS_AVX512:
+        return vnni && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") ? &qs_kernels_avx512 : NULL;
+#ifdef QS_VNNI
+    case QS_AVXVNNI:
+        return avx2 && has_avx_vnni() ? &qs_kernels_vex : avx2 && vnni ? &qs_kernels_evex : NULL;
+#endif
+    }
+    return NULL;
+}
+#else
+static const qs_kernels *kernels_of(int32_t isa)
+{
+#ifdef QS_ARM
+    if (isa == QS_NEON && qs_has_dot_products())
         return &qs_kernels_neon;
 #endif
     return isa == QS_SCALAR ? &qs_kernels_scalar : NULL;
+}
+#endif
+
+int32_t qs_best_isa(void)
+{
+    static const int32_t best_first[] = {QS_AVX512, QS_AVXVNNI, QS_AVX2, QS_NEON};
+    for (size_t i = 0; i < sizeof best_first / sizeof *best_first; i++)
+        if (kernels_of(best_first[i]))
+            return best_first[i];
+    return QS_SCALAR;
 }
 
 int32_t qs_has_isa(int32_t isa)

@@ -32,8 +32,8 @@ enum qs_op_kind {
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
 enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6 };
-/* QS_AVX512 has VNNI, QS_NEON the dot product of Armv8.2. */
-enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3 };
+/* QS_AVX512 has VNNI, QS_NEON the dot product of Armv8.2. QS_AVXVNNI is QS_AVX2 with VNNI for its vectors. */
+enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3, QS_AVXVNNI = 4 };
 enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
 
 /* out[r, :] = table[token_ids[r], :];  out f32; table [vocab, width] of dtype f32, f16 or bf16, or quantized:

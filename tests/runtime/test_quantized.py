@@ -245,7 +245,7 @@ def test_a_quantized_cache_is_close_to_a_float_one(kv_checkpoints: dict[str, Pat
     assert relative_error(got, reference) < 5e-3
 
 
-@pytest.mark.parametrize("isa", ["native-scalar", "native-avx2", "native-avx512"])
+@pytest.mark.parametrize("isa", [f"native-{isa}" for isa in native.ISAS])
 @pytest.mark.parametrize("name", [*CASES, "int8-head", "fp8-tensor"])
 def test_logits_do_not_depend_on_chunks_neighbours_or_copied_blocks(
     checkpoints: dict[str, Path], kv_checkpoints: dict[str, Path], name: str, isa: str
