@@ -24,13 +24,15 @@ from pathlib import Path
 class Environment:
     """``packages`` from PyPI, then ``alone`` without what they ask for: their own pins are years old, and they need
     nothing of it here. ``imports`` must succeed at the end. With ``node``, ``packages`` are from npm. With
-    ``borrows`` it sees what the environment that makes it has, and only what is missing there is installed."""
+    ``borrows`` it sees what the environment that makes it has, and only what is missing there is installed.
+    ``variables`` of the process say how a package is compiled."""
 
     packages: tuple[str, ...]
     imports: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     node: bool = False
     borrows: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 TORCH = "torch>=2.11,<2.14"
@@ -66,6 +68,10 @@ JUDGES = {
 }
 PEERS = {
     "llama-cpp": Environment(("llama-cpp-python>=0.3.16",), ("llama_cpp",)),  # compiled for this machine
+    "llama-cpp-avx2": Environment(
+        ("llama-cpp-python>=0.3.16",), ("llama_cpp",),
+        variables=(("CMAKE_ARGS", "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"),),
+    ),
     # optimum asks for a torchvision that does not fit every torch, and needs none of it here.
     "openvino": Environment(
         packages=(
@@ -95,7 +101,8 @@ def make(environment: Environment, home: Path) -> None:
     """Make it at ``home`` unless it is there already, made from the same pins."""
     # Last on the path, and as mere folders: the .pth files in them, qserve's own among them, do not count.
     borrowed = [folder for folder in sys.path if Path(folder).name == "site-packages"] if environment.borrows else []
-    name, pins = home.name, json.dumps([*environment.packages, *environment.alone, *borrowed])
+    name, variables = home.name, dict(environment.variables)
+    pins = json.dumps([*environment.packages, *environment.alone, *borrowed, *variables.values()])
     if (home / COMPLETE).exists() and (home / COMPLETE).read_text(encoding="utf-8") == pins:
         print(f"{name}: complete already")
         return
@@ -111,7 +118,8 @@ def make(environment: Environment, home: Path) -> None:
         if borrowed:
             (site,) = home.glob("lib/python*/site-packages")
             (site / "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
-        _run(home, "-m", "pip", "install", "--quiet", *environment.packages)
+        own = ["--no-cache-dir"] if variables else []  # else one that was compiled another way is taken
+        _run(home, "-m", "pip", "install", "--quiet", *own, *environment.packages, **variables)
         if environment.alone:
             # Not isolated: their build scripts import torch. Their CUDA extensions are not what is judged.
             options = ("--no-deps", "--no-build-isolation")

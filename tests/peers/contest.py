@@ -1,15 +1,19 @@
-"""qserve beside its peers: ``python tests/peers/contest.py ENVIRONMENTS MODELS CHECKPOINT [--rounds N] [--json FILE]``.
+"""qserve beside its peers: ``python tests/peers/contest.py ENVIRONMENTS MODELS CHECKPOINT [--isa avx2] [--rounds N] [--json FILE]``.
 
 ENVIRONMENTS come from ``python tests/environments.py peers DIR``, MODELS from ``make_models.py``, CHECKPOINT from
 ``qserve quantize demo``. Every contestant runs in a process of its own and rests while the others have their turn: the
 cases are run one round after the other, each contestant once a round in changing order, and medians are compared. What
 the machine does at most is measured in every round, too.
+
+``--isa avx2`` keeps everyone from AVX-512, so far as each lets itself: qserve takes its kernels for AVX2, llama.cpp is built
+for it, torch and oneDNN obey variables. What OpenVINO compiles itself, its attention among it, uses what the machine has.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +25,9 @@ from qserve.kernels import peaks
 
 HERE = Path(__file__).parent / "contestants"
 THREADS = "2"
+KERNELS = {None: "native", "avx2": "native-avx2", "avxvnni": "native-avxvnni"}
+AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "DNNL_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2",
+              "MKL_ENABLE_INSTRUCTIONS": "AVX2"}  # fmt: skip
 WARM_UP = (2, 64, 8)
 """Requests, prompt and output of what is not counted."""
 REST = 0.5
@@ -55,12 +62,14 @@ class Contestant:
 
     name: str
     command: list[str]
+    variables: dict[str, str]
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, **self.variables},
+        )  # fmt: skip
         self._answer()
 
     def _answer(self) -> dict[str, float]:
@@ -84,22 +93,22 @@ class Contestant:
         return case.requests * case.counted / seconds
 
 
-def contestants(environments: Path, models: Path, checkpoint: str) -> list[Contestant]:
+def contestants(environments: Path, models: Path, checkpoint: str, isa: str | None) -> list[Contestant]:
     """Ours first."""
 
     def entry(name: str, python: str, script: str, *arguments: str) -> Contestant:
-        return Contestant(name, [python, str(HERE / script), *arguments])
+        return Contestant(name, [python, str(HERE / script), *arguments], AVX2_ALONE if isa else {})
 
     openvino = str(environments / "openvino" / "bin" / "python")
-    llama = str(environments / "llama-cpp" / "bin" / "python")
-    dense = str(models / "dense")
+    llama = str(environments / ("llama-cpp-avx2" if isa else "llama-cpp") / "bin" / "python")
+    dense, floats = str(models / "dense"), "float32" if isa else "bfloat16"
     return [
-        entry("qserve", sys.executable, "qserve_engine.py", checkpoint, THREADS),
+        entry("qserve", sys.executable, "qserve_engine.py", checkpoint, THREADS, KERNELS[isa]),
         entry("OpenVINO int4", openvino, "openvino_batching.py", str(models / "openvino-int4"), THREADS),
         entry("OpenVINO int8", openvino, "openvino_batching.py", str(models / "openvino-int8"), THREADS),
         entry("llama.cpp Q4_0", llama, "llama_cpp_batch.py", str(models / "Q4_0.gguf"), THREADS),
         entry("llama.cpp Q8_0", llama, "llama_cpp_batch.py", str(models / "Q8_0.gguf"), THREADS),
-        entry("transformers bfloat16", sys.executable, "transformers_generate.py", dense, THREADS, "bfloat16"),
+        entry(f"transformers {floats}", sys.executable, "transformers_generate.py", dense, THREADS, floats),
     ]
 
 
@@ -120,10 +129,11 @@ def main() -> None:
     parser.add_argument("environments", type=Path)
     parser.add_argument("models", type=Path)
     parser.add_argument("checkpoint")
+    parser.add_argument("--isa", choices=[isa for isa in KERNELS if isa])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    running = contestants(options.environments, options.models, options.checkpoint)
+    running = contestants(options.environments, options.models, options.checkpoint, options.isa)
     try:
         for contestant in running:
             contestant.start()

@@ -1,4 +1,4 @@
-"""qserve: ``qserve_engine.py MODEL THREADS``."""
+"""qserve: ``qserve_engine.py MODEL THREADS KERNELS``."""
 
 import sys
 
@@ -8,7 +8,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
 
-engine = Engine(sys.argv[1], EngineConfig(threads=int(sys.argv[2]), kv_cache_memory=1 << 30))
+engine = Engine(sys.argv[1], EngineConfig(threads=int(sys.argv[2]), kernels=sys.argv[3], kv_cache_memory=1 << 30))
 
 
 def run(prompts: list[list[int]], output: int) -> None:
