@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -16,23 +17,26 @@ ON_ARM = platform.machine() == "aarch64"
 COMPILER = shutil.which("gcc" if ON_ARM else "aarch64-linux-gnu-gcc")
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(COMPILER is None, reason="there is no compiler for Arm here"),
-    pytest.mark.skipif(not ON_ARM and EMULATOR is None, reason="there is no emulator of Arm here"),
-]
+pytestmark = pytest.mark.slow
+
+
+def build(compiler: list[str], options: list[str], sources: list[str], out: Path) -> None:
+    """The package's own sources with the package's own flags, and ``sources``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (extension,) = project["tool"]["setuptools"]["ext-modules"]
+    flags = [*extension["extra-compile-args"], "-Wall", "-Werror", "-Wno-unused-function"]
+    files = [*(str(ROOT / source) for source in extension["sources"]), *sources]
+    include = ["-I", str(ROOT / "kernels" / "csrc")]
+    subprocess.run([*compiler, *flags, *include, *options, *files, "-o", str(out), "-pthread", "-lm"], check=True)
 
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package's own sources with the package's own flags, and what compares two ISAs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (extension,) = project["tool"]["setuptools"]["ext-modules"]
+    """What compares two ISAs."""
+    if COMPILER is None or (not ON_ARM and EMULATOR is None):
+        pytest.skip("there is no compiler for Arm here, or no emulator of it")
     program = tmp_path_factory.mktemp("twins") / "twins"
-    sources = [str(ROOT / source) for source in extension["sources"]] + [str(Path(__file__).with_name("twins.c"))]
-    command = [str(COMPILER), *extension["extra-compile-args"], "-Wall", "-Werror", "-Wno-unused-function", "-static"]
-    include = ["-I", str(ROOT / "kernels" / "csrc")]
-    subprocess.run([*command, *include, *sources, "-o", str(program), "-pthread", "-lm"], check=True)
+    build([COMPILER], ["-static"], [str(Path(__file__).with_name("twins.c"))], program)
     return program
 
 
@@ -52,3 +56,12 @@ def test_the_dot_product_kernels_agree_with_their_twin(twins: Path, cpu: str) ->
 def test_a_processor_without_the_dot_product_gets_the_scalar_kernels(twins: Path) -> None:
     assert run(twins, NEON, 1, "cortex-a53").returncode == 2
     assert f"best of this machine: {SCALAR}" in run(twins, SCALAR, 1, "cortex-a53").stdout
+
+
+def test_the_library_builds_for_apple_silicon(tmp_path: Path) -> None:
+    """By clang with Apple's headers. Nothing here runs it."""
+    pytest.importorskip("ziglang", reason="there is no compiler for macOS here: pip install ziglang")
+    library = tmp_path / "library.dylib"
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-macos"]
+    build(compiler, ["-shared", "-Wno-unknown-pragmas"], [], library)
+    assert library.read_bytes()[:8] == b"\xcf\xfa\xed\xfe\x0c\x00\x00\x01"  # 64 bits, Arm

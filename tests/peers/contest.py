@@ -1,12 +1,13 @@
-"""qserve beside its peers: ``python tests/peers/contest.py ENVIRONMENTS MODELS CHECKPOINT [--isa avx2] [--rounds N] [--json FILE]``.
+"""qserve beside its peers: ``python tests/peers/contest.py ENVIRONMENTS MODELS CHECKPOINT [--isa avx2]``.
 
 ENVIRONMENTS come from ``python tests/environments.py peers DIR``, MODELS from ``make_models.py``, CHECKPOINT from
 ``qserve quantize demo``. Every contestant runs in a process of its own and rests while the others have their turn: the
 cases are run one round after the other, each contestant once a round in changing order, and medians are compared. What
 the machine does at most is measured in every round, too.
 
-``--isa avx2`` keeps everyone from AVX-512, so far as each lets itself: qserve takes its kernels for AVX2, llama.cpp is built
-for it, torch and oneDNN obey variables. What OpenVINO compiles itself, its attention among it, uses what the machine has.
+``--isa avx2`` keeps everyone from AVX-512, so far as each lets itself: qserve takes its kernels for AVX2, llama.cpp is
+built for it, torch and oneDNN obey variables. What OpenVINO compiles by itself, its attention among it, uses what the
+machine has.
 """
 
 from __future__ import annotations
