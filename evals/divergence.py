@@ -20,6 +20,8 @@ from qserve.evals.reference import Reference, Rows
 
 Progress = Callable[[int, int], None]
 Chunks = Iterable[tuple[int, Tensor]]
+# Rows that are compared at once: what is computed of them on the way stays in the cache.
+_TOGETHER = 8
 
 
 class Scorer(Protocol):
@@ -130,11 +132,15 @@ def _beside(base: Scorer, piece: Piece, chunks: Chunks) -> Iterator[tuple[Tensor
         if start != other or p.shape != q.shape:
             raise DataError("the two models are scored in different chunks: give them the same token budget")
         rows = Rows.of(piece, start, len(p))
-        p, q, index = p[rows.chunk], q[rows.chunk], rows.following[:, None]
-        kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0.0)
-        (sure, first), (own, choice) = p.max(-1), q.max(-1)
-        base_nll, nll = -p.gather(1, index)[:, 0].double(), -q.gather(1, index)[:, 0].double()
-        yield base_nll, nll, kl, first, choice, sure.double().exp(), own.double().exp()
+        together = (each.split(_TOGETHER) for each in (p[rows.chunk], q[rows.chunk], rows.following[:, None]))
+        yield from map(_between, *together)
+
+
+def _between(p: Tensor, q: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0.0)
+    (sure, first), (own, choice) = p.max(-1), q.max(-1)
+    base_nll, nll = -p.gather(1, index)[:, 0].double(), -q.gather(1, index)[:, 0].double()
+    return base_nll, nll, kl, first, choice, sure.double().exp(), own.double().exp()
 
 
 def _recorded(reference: Reference, number: int, piece: Piece, chunks: Chunks) -> Iterator[tuple[Tensor, ...]]:

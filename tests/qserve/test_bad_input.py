@@ -104,6 +104,10 @@ OPTIONS = [
     ("bench", ("--output", "0"), 2, ("--output",)),
     ("bench", ("--min-ratio", "1=3"), 2, ("--against",)),
     ("bench", ("--concurrency", "1", "--prompt", "500", "--output", "500"), 1, ("512",)),
+    ("demo", ("--samples", "0"), 2, ("--samples", "at least 1")),
+    ("demo", ("--samples", "few"), 2, ("--samples",)),
+    ("demo", ("--effort", "best"), 2, ("--effort", "fast or normal", "best")),
+    ("demo", ("--tokens", "511"), 2, ("--tokens", "512", "511")),
 ]
 
 
@@ -126,6 +130,7 @@ def test_options(
         "eval": (tiny_packed, "--against", tiny_model, "--data", text_file),
         "run": (tiny_packed, *([] if "--port" in options else ["--port", "0"])),
         "bench": (tiny_packed,),
+        "demo": ("--out", out),
     }
     cli(command, *before[command], *options).refused(code, *words)
 

@@ -1,0 +1,28 @@
+"""How long one product takes by the kernels that serve. Knows a clock; does not know models."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.packed import PackedWeight
+from qserve.kernels.ops import Executor, Linear, Step
+
+_REPEATS = 4
+
+
+def seconds(executor: Executor, weight: Tensor | PackedWeight, rows: int) -> float:
+    """Of ``rows`` inputs with ``weight``, dense or packed [out, in], once it lies in the cache. The executor is not
+    asynchronous."""
+    out, inp = (weight.out_features, weight.in_features) if isinstance(weight, PackedWeight) else weight.shape
+    program = executor.program(rows)
+    program.add([Linear(torch.randn(rows, inp), weight, torch.empty(rows, out))])
+    index = torch.arange(rows, dtype=torch.int32)
+    step = Step(index, index, index, torch.tensor([0, rows], dtype=torch.int32), index[None], index)
+    program.run(step)
+    began = time.perf_counter()
+    for _ in range(_REPEATS):
+        program.run(step)
+    return (time.perf_counter() - began) / _REPEATS

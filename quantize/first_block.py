@@ -1,0 +1,33 @@
+"""How long quantizing a model takes here, from its first block. Knows a walk and a clock; writes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from qserve.calibration.blocks import walk
+from qserve.calibration.skeleton import Skeleton
+from qserve.calibration.windows import calibration_windows
+from qserve.checkpoint.source import ModelSource
+from qserve.quantize.job import QuantizeJob
+from qserve.quantize.prepare import arrange
+from qserve.quantize.rounding import BlockQuantizer
+
+
+def expected_seconds(source: ModelSource, job: QuantizeJob, token_ids: Sequence[int]) -> float:
+    """Quantizes the first block of ``source``, and takes the others to be like it. ``token_ids``: of the calibration
+    text. What comes of it is thrown away."""
+    windows = calibration_windows(token_ids, job.samples, job.sequence_length, job.seed)
+    prepared = arrange(Skeleton(source), job, torch.float16)
+    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype)
+    at_once = prepared.forecast.samples_at_once
+    began = time.perf_counter()
+    walking = walk(prepared.skeleton, windows, samples_at_once=at_once, float_samples=job.float_samples)
+    visit = next(walking)
+    first = time.perf_counter()
+    quantizer.run(visit)
+    next(walking, None)  # the next block is there, with its inputs
+    block = time.perf_counter() - first
+    return first - began + len(prepared.skeleton.blocks) * block
