@@ -39,7 +39,6 @@ class Recipe:
 
 
 LADDER = (
-    Recipe(128, "normal", 8192),
     Recipe(48, "normal", 4096),
     Recipe(24, "normal", 4096),
     Recipe(12, "normal", 4096),
