@@ -141,7 +141,7 @@ def main() -> None:
             contestant.turn(*WARM_UP, seed=0)
         machine = []
         for turn in range(options.rounds):
-            machine.append(peaks.measure(int(THREADS)))
+            machine.append(peaks.measure(int(THREADS), options.isa))
             for case in CASES:
                 first = turn % len(running)
                 for contestant in running[first:] + running[:first]:
