@@ -27,6 +27,8 @@ from qserve.quantize.job import QuantizeJob
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--isa", choices=native.ISAS, help="the CPU kernels that run where none are named: a lesser set")
+    help = "every default configuration of the GPU kernels is compiled by the slow tests, not a sample"
+    parser.addoption("--every-configuration", action="store_true", help=help)
 
 
 def pytest_configure(config: pytest.Config) -> None:
