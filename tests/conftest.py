@@ -7,6 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Models are tiny: a second thread of torch's costs more than it gives, in the programs that tests start too.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 
@@ -16,8 +19,45 @@ if not torch.cuda.is_available() and "EMULATED_SM" not in os.environ:
 
 from qserve.checkpoint.source import open_model
 from qserve.evals.reliability.tiny import save_tiny_model
+from qserve.kernels import native
+from qserve.kernels.threads import default_threads
 from qserve.quantize import pipeline
 from qserve.quantize.job import QuantizeJob
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--isa", choices=native.ISAS, help="the CPU kernels that run where none are named: a lesser set")
+    help = "every default configuration of the GPU kernels is compiled by the slow tests, not a sample"
+    parser.addoption("--every-configuration", action="store_true", help=help)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if isa := config.getoption("--isa"):
+        if isa not in native.available():
+            raise pytest.UsageError(f"--isa {isa}: this machine has {', '.join(native.available())}")
+        native.best_isa = lambda: isa
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process for each core; none for files and tests that are named, which are over before one has started."""
+    named = any(Path(each.partition("::")[0]).is_file() for each in config.args)
+    return 0 if named else min(default_threads(), 8)
+
+
+def _start_alike() -> None:
+    """Whichever tests ran before in this process."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _start_alike()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    _start_alike()
 
 
 def pytest_collection_finish() -> None:
@@ -28,7 +68,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
-
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,10 @@ for bit like it; what is refused, and what is held."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from packed_weights import make_weight
 
 from qserve.checkpoint.packed import PackedWeight

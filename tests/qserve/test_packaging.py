@@ -46,9 +46,12 @@ def wheel_of(directory: Path, **environment: str) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two, built at the same time: with the compiler of this machine, and with one that fails."""
+    """Two, built at the same time: with the compiler of this machine, in a hurry, and with one that fails."""
+    hasty = tmp_path_factory.mktemp("compiler") / "cc"
+    hasty.write_text(f'#!/bin/sh\nexec {shutil.which("cc") or "gcc"} "$@" -O0\n', encoding="utf-8")
+    hasty.chmod(0o755)
     with ThreadPoolExecutor() as pool:
-        compiled = pool.submit(wheel_of, tmp_path_factory.mktemp("compiled"))
+        compiled = pool.submit(wheel_of, tmp_path_factory.mktemp("compiled"), CC=str(hasty))
         plain = pool.submit(wheel_of, tmp_path_factory.mktemp("plain"), CC="/bin/false")
         return compiled.result(), plain.result()
 

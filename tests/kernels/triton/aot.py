@@ -15,6 +15,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import zlib
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -111,11 +112,11 @@ def _tool(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def compile_file(path: Path, function: str = "cases", timeout: float = 280) -> dict[str, Compiled]:
-    """Everything that ``function`` of the file names, compiled in a process of its own."""
+def compile_file(path: Path, function: str = "cases", timeout: float = 280, one_in: int = 1) -> dict[str, Compiled]:
+    """Everything that ``function`` of the file names, or one in so many, compiled in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, str(path), function],
+        [sys.executable, __file__, str(path), function, str(one_in)],
         env=environment, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     if done.returncode != 0:
@@ -134,9 +135,11 @@ def _compiled(name: str) -> dict[str, Any]:
         raise RuntimeError(f"{name}: {error}") from error
 
 
-def _main(path: str, function: str) -> None:
+def _main(path: str, function: str, one_in: str) -> None:
     sys.modules["aot"] = sys.modules["__main__"]  # cases import Case from here
-    _cases.update(runpy.run_path(path)[function]())
+    named = runpy.run_path(path)[function]()
+    # By the name, so that those which are chosen stay the same where others come.
+    _cases.update({name: case for name, case in named.items() if zlib.crc32(name.encode()) % int(one_in) == 0})
     # Forked, so that the kernels, which cannot be sent, are there already.
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
         print(BEGIN + json.dumps(dict(zip(_cases, pool.map(_compiled, _cases)))))

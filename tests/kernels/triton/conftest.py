@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ if architecture := os.environ.get("EMULATED_SM"):
     # Compiled for it, and executed by the emulator.
     if architecture not in ("80", "86", "89", "90"):
         pytest.exit(f"EMULATED_SM is one of 80, 86, 89 and 90, not {architecture}", returncode=4)
-    sys.path.insert(0, str(Path(__file__).parent))
     from emulator.driver import install  # type: ignore[import-not-found]
 
     major, minor = divmod(int(architecture), 10)
@@ -25,6 +22,12 @@ if architecture := os.environ.get("EMULATED_SM"):
     install((major, minor), shared)
     target.DEFAULT = replace(target.DEFAULT, capability=(major, minor), shared_bytes=shared)
     target.missing = lambda: None
+
+
+@pytest.fixture
+def one_in(request: pytest.FixtureRequest) -> int:
+    """Of how many configurations one is compiled: to compile all of them takes ten minutes of two cores."""
+    return 1 if request.config.getoption("--every-configuration") else 7
 
 
 @pytest.fixture

@@ -12,12 +12,10 @@ anybody measured, and whatever is not named (clocks that fall, lines of the cach
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from aot import Case, Compiled, compile_file, loops  # type: ignore[import-not-found]
 from engine_cases import attention_cases, attention_op  # type: ignore[import-not-found]
 from linear_cases import eight_bit_case, weight_only_case  # type: ignore[import-not-found]

@@ -6,15 +6,11 @@ Loaded by ``aot.py`` as a program, and by the tests for the names.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
-
-sys.path.insert(0, str(Path(__file__).parent))
 from aot import Case
 
 from qserve.kernels.triton import (

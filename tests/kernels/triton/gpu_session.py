@@ -47,7 +47,9 @@ def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> di
     limit = {name: f"{max(1.0, each - SPARE):.0f}" for name, each in seconds.items()}
     small = ["--tiny"] if tiny else []
     gpu = [*CLI, "bench", "kernels", "--device", "cuda"]
-    at_once = ["-n", str(os.cpu_count() or 1)] if find_spec("xdist") and not tiny else []
+    at_once = ["-n", "0" if tiny else str(os.cpu_count() or 1)]
+    if not find_spec("xdist"):
+        at_once = ["-o", "addopts=--import-mode=importlib"]
     return {
         "tests": ["-m", "pytest", tests, "-m", "gpu", "-v", "-rfEs", "--tb", "short", "--durations", "10",
                   "--maxfail", "20", "-p", "no:cacheprovider", "-p", "deadline", "--seconds", limit["tests"],

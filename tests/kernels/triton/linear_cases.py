@@ -6,13 +6,11 @@ Loaded by ``aot.py`` as a program, and by the tests for the names.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from aot import Case  # type: ignore[import-not-found]
 
 from qserve.kernels.triton import dequantize, eight_bit, persistent, weight_only

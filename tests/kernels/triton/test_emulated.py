@@ -23,7 +23,7 @@ SOME = ("test_gpu_linear.py", "test_gpu_engine.py", "-k", FEW)
 """In bfloat16 and fp8, which nothing else here computes."""
 
 
-def emulate(architecture: int, *arguments: str, timeout: float = 240) -> int:
+def emulate(architecture: int, *arguments: str, timeout: float) -> int:
     """How many tests passed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -35,11 +35,6 @@ def emulate(architecture: int, *arguments: str, timeout: float = 240) -> int:
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout
     return int(passed[1])
-
-
-@pytest.mark.timeout(600)
-def test_some_of_all_on_a_hopper_gpu() -> None:
-    assert emulate(90, *SOME, timeout=560) >= 24
 
 
 @pytest.mark.slow

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import struct
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from emulator.machine import Machine  # type: ignore[import-not-found]
 from emulator.memory import Fault, Region  # type: ignore[import-not-found]
 from emulator.program import read  # type: ignore[import-not-found]

@@ -5,14 +5,11 @@ In float16 and float32 only, as ``test_linear`` says.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from test_linear import (  # type: ignore[import-not-found]
     DEVICE,
     FP8_TOLERANCE,
