@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qserve.kernels import abi
-from qserve.kernels.native import ISAS, Isa, address, best_isa, library
+from qserve.kernels import abi, native
+from qserve.kernels.native import ISAS, Isa, address, library
 from qserve.kernels.threads import default_threads, share
 
 _SWEEP_OUTPUTS = 32  # QS_SWEEP_OUTPUTS
@@ -80,7 +80,7 @@ def sweep(
 
 
 def _run(kernel: C._NamedFuncPointer, op: C.Structure, count: int, threads: int | None, isa: Isa | None) -> None:
-    level = ISAS.index(isa or best_isa())
+    level = ISAS.index(isa or native.best_isa())
 
     def part(first: int, pieces: int) -> int:
         status: int = kernel(C.byref(op), first, pieces, level)
