@@ -1,4 +1,4 @@
-"""The products of a calibration forward, in bfloat16 where this processor multiplies it.
+"""The products of a calibration forward, as this processor multiplies fastest (``kernels.products``).
 
 Knows torch's functions; does not know models, nor what a forward is for.
 """
@@ -7,45 +7,45 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qserve.kernels.bf16 import attend_causal, has_bf16
-
-
-def fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32."""
-    return bool(torch.cpu._is_avx512_bf16_supported())
+from qserve.kernels import products
 
 
 @contextmanager
 def fast_products() -> Iterator[None]:
     """The products of a calibration forward in bfloat16, where this processor has them: twice as fast, and their
     rounding is far below what quantization does. Hidden states and sums stay in float32."""
-    enabled = fast_bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled), _Fast() if has_bf16() and enabled else nullcontext():
+    rounds = products.multiplied() == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=rounds), _Fast(rounds):
         yield
 
 
 class _Fast(TorchFunctionMode):
-    """Plain causal attention by our kernel, and what several linears share is rounded to bfloat16 only once."""
+    """Plain causal attention by our kernel, linears by ours in float32 and by torch's in bfloat16, which what several
+    of them share is rounded to only once."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: bool) -> None:
         super().__init__()
+        self._rounds = rounds
         self._seen: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled():
+        if torch.is_autocast_enabled("cpu") == self._rounds and not torch.is_grad_enabled():
             if func is nn.functional.linear and not kwargs:
-                args = (self._rounded(args[0]), *args[1:])
+                if self._rounds:
+                    args = (self._rounded(args[0]), *args[1:])
+                elif all(each is None or each.dtype == torch.float32 for each in args):
+                    return products.linear(*args)
             elif func is nn.functional.scaled_dot_product_attention and _is_plain(*args, **kwargs):
                 scale = kwargs.get("scale")
-                return attend_causal(*args[:3], scale=args[0].shape[-1] ** -0.5 if scale is None else scale)
+                return products.attend_causal(*args[:3], scale=args[0].shape[-1] ** -0.5 if scale is None else scale)
         return func(*args, **kwargs)
 
     def _rounded(self, inputs: Tensor) -> Tensor:

@@ -11,18 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from qserve.calibration import products
-from qserve.kernels.bf16 import add_moment, has_bf16
+from qserve.kernels.products import add_moment
 
-# Rows are reduced in chunks that stay in cache; columns in blocks, because only H's upper triangle is computed.
-_ROWS = 1024
+# Rows are added in chunks, of which each is shared among threads; the triangle of H is mirrored in blocks of columns.
+_ROWS = 4096
 _COLUMNS = 192
-# Longer where products are in bfloat16, which are shared among threads chunk by chunk.
-_BF16_ROWS = 4096
-
-
-def _in_bfloat16() -> bool:
-    return products.fast_bfloat16() and has_bf16()
 
 
 class LayerStats:
@@ -39,7 +32,7 @@ class LayerStats:
               None where it never was: how far X has drifted away from F, as a linear layer can make up for
     target    float32 [out, in], 2/tokens * Y^T X, with Y = F W^T what the float model's layer puts out without its
               bias; None where that is not known of every row: W ``drift`` is ``target`` - W H
-    The mean is updated rather than a sum, so a long run does not overflow. Where the processor multiplies bfloat16,
+    The mean is updated rather than a sum, so a long run does not overflow. Where products are in bfloat16,
     moments are those of X and F rounded to it, which is what layers see then; they are summed in float32.
     """
 
@@ -63,7 +56,7 @@ class LayerStats:
         if wanted > 0:
             spaced = torch.arange(wanted) * len(rows) // wanted
             self.sample = torch.cat([self.sample, rows[spaced].to(torch.float32)])
-        for chunk in rows.split(_BF16_ROWS if _in_bfloat16() else _ROWS):
+        for chunk in rows.split(_ROWS):
             self._add(chunk)
 
     def update_drift(self, inputs: Tensor, floats: Tensor) -> None:
@@ -83,31 +76,23 @@ class LayerStats:
     def _add_floats(self, moment: Tensor, rows: Tensor, floats: Tensor) -> None:
         before, self._float_rows = self._float_rows, self._float_rows + len(rows)
         keep, gain = before / self._float_rows, 2.0 / self._float_rows
-        if _in_bfloat16():
-            add_moment(moment, rows, floats, keep=keep, gain=gain)
-        else:
-            moment.addmm_(floats.to(torch.float32).t(), rows.to(torch.float32), beta=keep, alpha=gain)
+        add_moment(moment, rows, floats, keep=keep, gain=gain)
 
     def _add(self, chunk: Tensor) -> None:
         self._mirrored = False
         before, self.tokens = self.tokens, self.tokens + chunk.shape[0]
         keep, gain = before / self.tokens, 2.0 / self.tokens
         self.absmean.mul_(keep)
-        if self._upper is not None and _in_bfloat16():
+        if self._upper is not None:
             total = torch.zeros_like(self.absmean)
             add_moment(self._upper, chunk, keep=keep, gain=gain, magnitudes=(self.absmax, total))
-            self.absmean.add_(total, alpha=1.0 / self.tokens)
-            return
-        chunk = chunk.to(torch.float32)
-        magnitude = chunk.abs()
-        torch.maximum(self.absmax, magnitude.amax(dim=0), out=self.absmax)
-        self.absmean.add_(magnitude.sum(dim=0), alpha=1.0 / self.tokens)
-        if self._upper is None:
+        else:
+            chunk = chunk.to(torch.float32)
+            magnitude = chunk.abs()
+            torch.maximum(self.absmax, magnitude.amax(dim=0), out=self.absmax)
+            total = magnitude.sum(dim=0)
             self._diagonal.mul_(keep).add_(chunk.square().sum(dim=0), alpha=gain)
-            return
-        for start in range(0, chunk.shape[1], _COLUMNS):
-            block = self._upper[start : start + _COLUMNS, start:]
-            block.addmm_(chunk[:, start : start + _COLUMNS].t(), chunk[:, start:], beta=keep, alpha=gain)
+        self.absmean.add_(total, alpha=1.0 / self.tokens)
 
     def divided(self, scale: Tensor) -> LayerStats:
         """The statistics of the same input with each feature divided by ``scale`` float32 [in], positive."""

@@ -21,18 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qserve.calibration import products
 from qserve.calibration.activations import Activations
 from qserve.calibration.groups import Enough, Hooks, stages
 from qserve.calibration.lanes import Lane, halt
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Call
 from qserve.calibration.stats import LayerStats
+from qserve.kernels import products
 
 DRY_TOKENS = 4
 """Enough to try things out with."""
-# Samples that go through a block at once: with more, passes come from memory; with fewer, threads wake too often.
-_TOGETHER = 16
+# Bytes of as many numbers as samples go through a block at once: with more, passes come from memory, and buffers are of
+# a size that the allocator does not keep; with fewer, threads wake too often.
+_TOGETHER = 32
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Visit:
         assert self.floats is not None and self.twin is not None
         if self._float_outputs is not None:
             return iter(self._float_outputs)
-        return self._run(self.twin, self.floats, min(self.samples_at_once, _TOGETHER))
+        return self._run(self.twin, self.floats, min(self.samples_at_once, _at_once()))
 
     def _run(self, block: nn.Module, inputs: Activations, at_once: int) -> Iterator[tuple[int, Tensor]]:
         assert self.call is not None
@@ -162,7 +163,7 @@ class Visit:
         samples = self.inputs.shape[0]
         if self.samples_at_once < samples:
             return self.samples_at_once
-        return min(_TOGETHER, samples) if len(stages(self.groups)) == len(self.groups) else samples
+        return min(_at_once(), samples) if len(stages(self.groups)) == len(self.groups) else samples
 
     @torch.no_grad()
     def _in_lanes(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
@@ -216,8 +217,7 @@ class Visit:
 
         def note(name: str, by_outputs: bool, linear: nn.Linear, inputs: Tensor, output: Tensor) -> None:
             kept = inputs if not by_outputs else output if linear.bias is None else output - linear.bias
-            kept = kept.to(torch.bfloat16) if products.fast_bfloat16() else kept
-            seen.setdefault(name, {}).setdefault(start, kept.reshape(-1, kept.shape[-1]))
+            seen.setdefault(name, {}).setdefault(start, kept.to(products.multiplied()).reshape(-1, kept.shape[-1]))
 
         with ExitStack() as stack:
             for group in (stage[0] for stage in stages(self.groups) if len(stage) == 1):
@@ -227,7 +227,7 @@ class Visit:
                 stack.callback(hook.remove)
             stack.enter_context(fast_products())
             self._float_outputs = []
-            for start, stop in _parts(self.floats, _TOGETHER):
+            for start, stop in _parts(self.floats, _at_once()):
                 output = self.twin(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
                 self._float_outputs.append((start, _output(output).float()))
         return seen
@@ -310,9 +310,9 @@ class Visit:
         linears = {name: self.twin.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
         with Hooks(linears, before), fast_products():
-            for first in range(start, stop, _TOGETHER):
+            for first in range(start, stop, _at_once()):
                 found.clear()
-                part = self.floats.read(first, min(first + _TOGETHER, stop))
+                part = self.floats.read(first, min(first + _at_once(), stop))
                 with suppress(Enough):
                     self.twin(part, *self.call.args, **self.call.kwargs)
                 for name, inputs in found.items():
@@ -337,6 +337,11 @@ class Visit:
         for name, weight in zip(names, replacement.weights, strict=True):
             self.linears[name].weight = nn.Parameter(weight if self.load is None else weight.to("meta"), False)
         return replacement.divisor
+
+
+def _at_once() -> int:
+    """Samples in a part, where memory does not ask for fewer."""
+    return _TOGETHER // products.multiplied().itemsize
 
 
 def _parts(inputs: Activations, together: int) -> list[tuple[int, int]]:

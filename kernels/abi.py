@@ -58,14 +58,14 @@ Step = _struct(
 )
 ScaleSearch = _struct("ScaleSearch", "weight importance ranges scales zeros", "width period steps zero max_code")
 Sweep = _struct("Sweep", "weight upper scales zeros order codes", "inputs outputs width zero max_code")
-Moment = _struct("Moment", "left right out", "height width pairs upper", "keep gain")
+Moment = _struct("Moment", "left right out", "height width count dtype upper", "keep gain")
 
 
 class Pack(C.Structure):
     _fields_ = [
         *((field, C.c_void_p) for field in ("rows", "packed", "absmax", "abssum")),
         ("stride", C.c_int64),
-        *((field, C.c_int32) for field in ("count", "width", "dtype")),
+        *((field, C.c_int32) for field in ("count", "width", "dtype", "to", "turned")),
     ]
 
 
@@ -77,8 +77,16 @@ class Causal(C.Structure):
     _fields_ = [
         *((field, Heads) for field in ("queries", "keys", "values")),
         ("out", C.c_void_p),
-        *((field, C.c_int32) for field in ("heads", "kv_heads", "tokens", "head_dim")),
+        *((field, C.c_int32) for field in ("heads", "kv_heads", "tokens", "head_dim", "dtype")),
         ("scale", C.c_float),
+    ]
+
+
+class Product(C.Structure):
+    _fields_ = [
+        *((field, C.c_void_p) for field in ("x", "weight", "bias", "out")),
+        ("stride", C.c_int64),
+        *((field, C.c_int32) for field in ("rows", "inputs", "outputs")),
     ]
 
 

@@ -66,11 +66,10 @@ def library() -> C.CDLL:
     loaded.qs_peak_products.argtypes = [C.c_int64, C.c_int32]
     loaded.qs_peak_read.restype = C.c_int64
     loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
-    for rounding in (loaded.qs_search_scales, loaded.qs_sweep_chunks):
-        rounding.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
-    loaded.qs_pack_pairs.restype = loaded.qs_add_moment.restype = None
-    for shared in (loaded.qs_pack_pairs, loaded.qs_add_moment, loaded.qs_attend_causal):
-        shared.argtypes = [C.c_void_p, C.c_int64, C.c_int64]
+    rounding = (loaded.qs_search_scales, loaded.qs_sweep_chunks)
+    products = (loaded.qs_pack_panels, loaded.qs_add_moment, loaded.qs_attend_causal, loaded.qs_multiply)
+    for shared in (*rounding, *products):
+        shared.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
     if loaded.qs_op_size() != C.sizeof(abi.Op):
         raise OSError(f"{path.name} was built from other sources: reinstall qserve")
     return loaded

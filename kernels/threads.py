@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +15,9 @@ import torch
 from qserve.checkpoint.errors import CapacityError
 
 T = TypeVar("T")
+
+# Of each thread, where none is held up.
+_TURNS = 8
 
 
 def default_threads() -> int:
@@ -68,13 +70,17 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def share(work: Callable[[int, int], T], count: int, threads: int | None = None) -> list[T]:
-    """``work(first, how many)`` by each thread, the caller being one, of its part of ``count`` pieces. For C kernels:
-    a call lets go of the interpreter's lock."""
+    """``work(first, how many)`` by each thread, the caller being one, of what is left of ``count`` pieces, some at a
+    time: a core that others keep busy does fewer. For C kernels: a call lets go of the interpreter's lock."""
     threads = max(1, min(threads or default_threads(), count))
-    bounds = [count * thread // threads for thread in range(threads + 1)]
-    parts = [(first, stop - first) for first, stop in pairwise(bounds)]
-    others = [_helpers(threads).submit(work, *part) for part in parts[1:]]
-    return [work(*parts[0]), *(other.result() for other in others)]
+    step = count if threads == 1 else max(1, count // (_TURNS * threads))
+    starts = iter(range(0, count, step))
+
+    def take() -> list[T]:
+        return [work(first, min(step, count - first)) for first in starts]
+
+    others = [_helpers(threads).submit(take) for _ in range(threads - 1)]
+    return take() + [result for other in others for result in other.result()]
 
 
 @cache

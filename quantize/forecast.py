@@ -9,13 +9,16 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor, nn
 
-from qserve.calibration.products import fast_bfloat16
+from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.formats.format import Format
@@ -28,10 +31,11 @@ from qserve.quantize.signround import ITERATIONS
 from qserve.quantize.units import Offered, of_experts, units
 from qserve.runtime.memory import available_memory
 
-# Measured on a 135M model: what attention, norms and narrow matrices add to the products of calibration, and how many
-# multiplications searching the scales of one weight and rounding it is worth.
-_OVERHEAD = 1.9
-_ROUNDING = 6000
+# Measured on a 135M model, in bfloat16 and in float32: what attention and narrow matrices add to the products of
+# calibration, how many passes over what a linear puts out are made beside it, and how many multiplications searching
+# the scales of one weight and rounding it is worth.
+_OVERHEAD, _PASSES = 1.2, 3.0
+_ROUNDING = 3000
 # Products of GPTQ by weight and input: what follows the float model, then the sweep and what is left of the error. By
 # cube of the inputs: factor and inverse of a Hessian, by halves. As seen with 28,672 inputs, where it is most of all.
 _FOLLOWING, _SWEEP, _INVERSE = 3.0, 2.0, 2 / 3
@@ -45,7 +49,9 @@ _SMALL_BATCHES = 3.0
 _FLOAT_PASS = 0.5
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
 # triangle is computed, by blocks.
-_HESSIAN_SHARE = 0.45
+_HESSIAN_SHARE = 0.4
+# The same of what compares them with the float model's, which is no triangle.
+_DRIFT_SHARE = 0.45
 # Partial forwards of a block whose samples go through in parts: attention input, output, MLP input, output, result.
 _STAGES = 3.0
 # Bytes per weight of the linear that is being rounded: its rows in order, their errors, codes twice, the result.
@@ -65,6 +71,8 @@ _LANES, _PIECE = 0.8, 1.3
 _FLOAT_STATES = 4
 # Windows that the sensitivities of mixed precision are gathered from, where GPTQ rounds.
 GATHERED = 32
+# Seconds that each speed is measured for: while others are busy the best of many tries still tells what there is.
+_MEASURING = 0.4
 # Part of the free memory that a job may plan with where the samples can go through in parts.
 _SHARE = 0.8
 
@@ -98,7 +106,8 @@ def forecast(
     weights = sum(out * inp for out, inp in shapes.linears.values())
     squares = sum(inp * inp for _, inp in shapes.linears.values()) if "gptq" in job.rounding else 0
     forwards = (1.0 if at_once >= job.samples else _STAGES) * (2 if job.float_samples else 1)
-    products = job.tokens * (forwards * weights + _HESSIAN_SHARE * squares)
+    moments = _HESSIAN_SHARE + (_DRIFT_SHARE if job.float_samples else 0.0)
+    products = job.tokens * (forwards * weights + moments * squares)
     if job.effort == "best":
         products += _LEARNING_TOKENS * weights
     if distills:
@@ -108,8 +117,10 @@ def forecast(
     if offered:
         products += _choosing_products(job, skeleton, offered)
         rounded += weights
-    seconds = _OVERHEAD * products / multiplications_per_second(fast_bfloat16())
-    seconds += (_ROUNDING * rounded + _compensating_products(job, shapes)) / multiplications_per_second(False)
+    outputs = sum(out for out, _ in shapes.linears.values())
+    speed = _speed()
+    seconds = products * (_OVERHEAD / speed.products + _PASSES * outputs / weights / speed.passes)
+    seconds += (_ROUNDING * rounded + _compensating_products(job, shapes)) / speed.float32
     stored = _checkpoint_bytes(job, skeleton, shapes, spec, format, offered)
     kept = _tuning_bytes(shapes, spec, offered) if distills else 0
     if job.mixed:
@@ -283,15 +294,37 @@ def require_memory(expected: Forecast, job: QuantizeJob) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Speed:
+    """Of this machine, by the second: multiplications of a calibration forward and of matrices in float32, and numbers
+    that an elementwise operation goes through."""
+
+    products: float
+    float32: float
+    passes: float
+
+
 @cache
-def multiplications_per_second(bfloat16: bool) -> float:
-    """Speed of matrix products in bfloat16 or float32, measured once by this process: multiply-adds per second."""
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
-    left, right = torch.ones(2048, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    left @ right  # the first one starts threads
-    start = time.perf_counter()
-    left @ right
-    return left.shape[0] * right.numel() / (time.perf_counter() - start)
+def _speed() -> _Speed:
+    """Measured once by this process."""
+    rows, weight, out = torch.ones(4096, 1024), torch.ones(1024, 1024), torch.ones(4096, 1024)
+
+    def best(work: Callable[[], Tensor]) -> float:
+        work()  # the first one starts threads
+        began, seconds = time.perf_counter(), math.inf
+        while time.perf_counter() - began < _MEASURING:
+            start = time.perf_counter()
+            work()
+            seconds = min(seconds, time.perf_counter() - start)
+        return seconds
+
+    with torch.no_grad():
+        with fast_products():
+            linear = best(lambda: nn.functional.linear(rows, weight))
+        plain = best(lambda: torch.mm(rows, weight, out=out))
+        passes = best(lambda: torch.sigmoid(rows, out=out))
+    products = len(rows) * weight.numel()
+    return _Speed(products / linear, products / plain, rows.numel() / passes)
 
 
 def peak_bytes() -> int:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qserve.calibration.products import fast_bfloat16
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
+from qserve.kernels import products
 
 # Columns of a Hessian that are in a second precision at once: of 28,672 inputs it would be gigabytes.
 _TILE = 4096
@@ -93,7 +93,7 @@ def output_error(weight: Tensor, change: Tensor, stats: LayerStats | None) -> tu
     if hessian is None:
         return (change.square() @ stats.diagonal).double(), (weight.square() @ stats.diagonal).double()
     # What an error is compared with need not be as precise as an error, in which much cancels out.
-    dtype = torch.bfloat16 if fast_bfloat16() else torch.float32
+    dtype = products.multiplied()
     rounded, energy = weight.to(dtype), torch.zeros(len(weight))
     for tile, part in zip(hessian.split(_TILE, dim=1), weight.split(_TILE, dim=1), strict=True):
         energy += (rounded @ tile.to(dtype)).to(torch.float32).mul_(part).sum(dim=1)

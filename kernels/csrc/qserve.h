@@ -192,40 +192,44 @@ typedef struct {
  * 0, -1 for an ISA that this machine lacks, or -2 without memory. */
 int32_t qs_sweep_chunks(const qs_sweep *op, int64_t first, int64_t chunks, int32_t isa);
 
-/* Offline, where qs_has_bf16: the second moments of matrices rounded to bfloat16, products with sums in f32.
- *
- * qs_pack_pairs lays the columns of `rows` [count, width], f32 or bf16, `stride` apart, out in panels of 64, the last
- * padded with zeros: bf16 [panel][pair][64][2], a pair being two rows that follow each other (the last with zeros where
- * count is odd); it does the panels panel .. panel + panels - 1. absmax and abssum (f32 [width], or both NULL) become
- * the largest magnitude of each column, of the numbers as they were, and their sum is added. */
-int32_t qs_has_bf16(void);
+/* Offline: what calibration multiplies, with sums in f32. An operation's numbers are multiplied as f32, or rounded to
+ * bf16 where qs_multiplies_bf16; subnormal ones may count as zero. The order of every sum is fixed by the shapes and the
+ * ISA. Functions do the pieces first .. first + how many - 1, which callers may split among threads, and return 0, -1 where
+ * this machine cannot, or -2 without memory. */
+int32_t qs_multiplies_bf16(int32_t isa);
+
+/* Lays the columns of `rows` [count, width], f32 or bf16, `stride` apart, out in panels, the last padded with zeros:
+ *   to f32   of 48: f32 [panel][count][48], from f32 alone. `turned`: rows are given as columns [width, count]
+ *   to bf16  of 64: bf16 [panel][pair][64][2], a pair being two rows that follow each other (zeros after an odd count)
+ * absmax and abssum (f32 [width], or both NULL; not where `turned`) become the largest magnitude of each column, of the
+ * numbers as they were, and their sum is added. A piece is a panel. */
+#define QS_F32_PANEL 48
+#define QS_BF16_PANEL 64
 typedef struct {
     const void *rows;
-    uint16_t *packed;
+    void *packed;
     float *absmax, *abssum;
     int64_t stride;
-    int32_t count, width, dtype;
+    int32_t count, width, dtype, to, turned;
 } qs_pack;
-void qs_pack_pairs(const qs_pack *op, int64_t panel, int64_t panels);
+int32_t qs_pack_panels(const qs_pack *op, int64_t first, int64_t panels, int32_t isa);
 
 /* out[i, j] = keep * out[i, j] + gain * sum over rows of left[row, i] * right[row, j]
  *
- * left, right: packed, `pairs` pairs each, of `height` and `width` columns; out f32 [height, width]. The order of every
- * sum is fixed by the number of pairs. Subnormal numbers count as zero. A tile is 64 x 64 of `out`, row after row; where
- * `upper` is set (left and right are the same) only those that reach to the diagonal or lie above it. Callers may split
- * tiles among threads: the tiles first .. first + tiles - 1. */
+ * left, right: packed to `dtype`, `count` rows each, of `height` and `width` columns; out f32 [height, width]. A piece is
+ * a tile of `out`, of a panel by a panel, row after row; where `upper` is set (left and right are the same) only those
+ * that reach to the diagonal or lie above it. */
 typedef struct {
-    const uint16_t *left, *right;
+    const void *left, *right;
     float *out;
-    int32_t height, width, pairs, upper;
+    int32_t height, width, count, dtype, upper;
     float keep, gain;
 } qs_moment;
-void qs_add_moment(const qs_moment *op, int64_t first, int64_t tiles);
+int32_t qs_add_moment(const qs_moment *op, int64_t first, int64_t tiles, int32_t isa);
 
-/* Causal attention within each sequence of a batch: scores in f32, what is multiplied rounded to bf16. queries have
- * `heads`, keys and values `kv_heads`, each f32 or bf16 and `tokens` by `head_dim`, an even number; out bf16 [batch]
- * [tokens][heads][head_dim]. Where qs_has_bf16. An item is a key head of a sequence; callers may split the
- * batch * kv_heads of them among threads. Returns 0, or -2 without memory. */
+/* Causal attention within each sequence of a batch: scores in f32, what is multiplied being `dtype`. queries have
+ * `heads`, keys and values `kv_heads`, each f32 (to multiply bf16, or bf16) and `tokens` by `head_dim`, an even number;
+ * out `dtype` [batch][tokens][heads][head_dim]. A piece is a key head of a sequence, of batch * kv_heads. */
 typedef struct {
     const void *at;
     int64_t batch, head, token; /* how many numbers apart */
@@ -233,11 +237,22 @@ typedef struct {
 } qs_heads;
 typedef struct {
     qs_heads queries, keys, values;
-    uint16_t *out;
-    int32_t heads, kv_heads, tokens, head_dim;
+    void *out;
+    int32_t heads, kv_heads, tokens, head_dim, dtype;
     float scale;
 } qs_causal;
-int32_t qs_attend_causal(const qs_causal *op, int64_t first, int64_t items);
+int32_t qs_attend_causal(const qs_causal *op, int64_t first, int64_t items, int32_t isa);
+
+/* out[r, n] = bias[n] + sum over k of x[r * stride + k] * weight[k, n], bias NULL for none; all f32, weight [inputs,
+ * outputs] packed, out [rows, outputs]. A row's result depends on no other. A piece is a chunk of QS_CHUNK rows. */
+#define QS_CHUNK 96
+typedef struct {
+    const float *x, *weight, *bias;
+    float *out;
+    int64_t stride;
+    int32_t rows, inputs, outputs;
+} qs_product;
+int32_t qs_multiply(const qs_product *op, int64_t first, int64_t chunks, int32_t isa);
 
 typedef struct qs_pool qs_pool;
 

@@ -91,27 +91,35 @@ static void QS_NAME(search_scale)(const qs_scale_search *op, int64_t row)
 }
 
 #define SWEEP_BLOCK 16 /* inputs that are rounded one after the other, before their errors are applied to later ones */
-#define SWEEP_VECTORS (QS_SWEEP_OUTPUTS / 16)
 #define SWEEP_SPAN 64  /* earlier inputs whose errors are applied to a block at once: their part of `upper` stays in cache */
+#ifdef __AVX512F__
+#define SWEEP_LANES 16
+#else
+#define SWEEP_LANES 8
+#endif
 
-typedef float QS_NAME(floats) __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float QS_NAME(floats) __attribute__((vector_size(4 * SWEEP_LANES), aligned(4), may_alias));
 
-/* What the errors of `count` inputs, QS_SWEEP_OUTPUTS each, mean for four later ones. */
+/* What the errors of `count` inputs, QS_SWEEP_OUTPUTS each, mean for four later ones: two vectors of outputs at a time,
+ * so that the sums stay in registers. */
 static inline void QS_NAME(apply_errors)(float *left, const float *errors, const float *upper, int64_t stride,
                                          int32_t count)
 {
     typedef QS_NAME(floats) floats;
-    floats sums[4][SWEEP_VECTORS];
-    for (int r = 0; r < 4; r++)
-        for (int v = 0; v < SWEEP_VECTORS; v++)
-            sums[r][v] = ((floats *)left)[SWEEP_VECTORS * r + v];
-    for (int32_t k = 0; k < count; k++, upper += stride, errors += QS_SWEEP_OUTPUTS)
+    enum { OUTPUTS = QS_SWEEP_OUTPUTS, LANES = SWEEP_LANES };
+    for (int32_t first = 0; first < OUTPUTS; first += 2 * LANES) {
+        floats sums[4][2];
         for (int r = 0; r < 4; r++)
-            for (int v = 0; v < SWEEP_VECTORS; v++)
-                sums[r][v] -= upper[r] * ((const floats *)errors)[v];
-    for (int r = 0; r < 4; r++)
-        for (int v = 0; v < SWEEP_VECTORS; v++)
-            ((floats *)left)[SWEEP_VECTORS * r + v] = sums[r][v];
+            for (int v = 0; v < 2; v++)
+                sums[r][v] = *(floats *)(left + OUTPUTS * r + first + LANES * v);
+        for (int32_t k = 0; k < count; k++)
+            for (int r = 0; r < 4; r++)
+                for (int v = 0; v < 2; v++)
+                    sums[r][v] -= upper[k * stride + r] * *(const floats *)(errors + OUTPUTS * k + first + LANES * v);
+        for (int r = 0; r < 4; r++)
+            for (int v = 0; v < 2; v++)
+                *(floats *)(left + OUTPUTS * r + first + LANES * v) = sums[r][v];
+    }
 }
 
 /* Every output by itself, so that its bits depend neither on its neighbours nor on the ISA. */

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from qserve.calibration import products
 from qserve.calibration import visit as visiting
 from qserve.calibration.blocks import walk
 from qserve.calibration.groups import shared_inputs
@@ -14,6 +13,7 @@ from qserve.calibration.stats import LayerStats
 from qserve.calibration.visit import Gather, Replacement
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.hf import HFDirectory
+from qserve.kernels import products
 
 SIZES = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -53,7 +53,7 @@ WAYS = {"whole": {}, "lanes": {}, "parts": {"samples_at_once": 2}}
 def lanes(request, monkeypatch):
     """Three of them for five samples, where the test walks that way."""
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("way") == "lanes":
-        monkeypatch.setattr(visiting, "_TOGETHER", 2)
+        monkeypatch.setattr(visiting, "_at_once", lambda: 2)
 
 
 def every_block(skeleton, windows, on_inputs, gather=None, **ways):
@@ -160,7 +160,7 @@ def test_a_scale_moved_into_the_norm_changes_nothing(saved, windows, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_drift_compares_with_the_float_model(saved, windows, way, monkeypatch):
     """Plain copies of the model, one of them quantized as the walk goes, give the same moments."""
-    monkeypatch.setattr(products, "fast_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
     path, model = saved
     drifts = {}
 
@@ -191,7 +191,7 @@ def test_drift_compares_with_the_float_model(saved, windows, way, monkeypatch):
 
 @pytest.mark.parametrize("way", ["whole", "lanes"])
 def test_where_every_sample_is_followed_outputs_say_how_far_inputs_drifted(saved, windows, way, monkeypatch):
-    monkeypatch.setattr(products, "fast_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
 
     def walked(by_outputs):
         found = {}

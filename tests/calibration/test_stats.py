@@ -1,18 +1,19 @@
 import pytest
 import torch
 
-from qserve.calibration import products
 from qserve.calibration.stats import LayerStats
-from qserve.kernels.bf16 import has_bf16
+from qserve.kernels import products
+
+KINDS = [torch.float32]
+if products.multiplied() == torch.bfloat16:
+    KINDS.append(torch.bfloat16)
 
 
-@pytest.fixture(params=[False, True])
+@pytest.fixture(params=KINDS, ids=str)
 def fast(request, monkeypatch):
     """Whether moments are computed in bfloat16."""
-    if request.param and not has_bf16():
-        pytest.skip("this processor has no products of bfloat16, or no C kernels")
-    monkeypatch.setattr(products, "fast_bfloat16", lambda: request.param)
-    return request.param
+    monkeypatch.setattr(products, "multiplied", lambda: request.param)
+    return request.param == torch.bfloat16
 
 
 @pytest.mark.parametrize("features", [5, 192, 450])
@@ -54,7 +55,7 @@ def test_finite_notices_a_single_bad_input(bad, hessian, fast):
 
 
 def test_divided_statistics_are_those_of_the_divided_input(monkeypatch) -> None:
-    monkeypatch.setattr(products, "fast_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
     inputs, scale = torch.randn(300, 24), torch.rand(24) + 0.5
     stats, direct = LayerStats(24, sample_rows=40), LayerStats(24, sample_rows=40)
     for part in inputs.split(100):

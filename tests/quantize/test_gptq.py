@@ -73,9 +73,13 @@ def test_equals_the_naive_column_by_column_twin(scheme, act_order):
     codes, expected = naive(weight, stats, scheme, act_order)
     result = gptq.quantize(weight, stats, scheme, act_order=act_order)
     result.weight.check()
-    # A scale chosen on compensated weights may round to the next float16, which at 8 bits moves a few codes.
-    same = 0.995 if act_order else 0.985
-    assert float((result.weight.codes.float() == codes).float().mean()) > same
+    same = result.weight.codes.float() == codes
+    if act_order:
+        assert float(same.float().mean()) > 0.995
+    else:
+        # Scales are chosen on compensated weights: at 8 bits two, often of either sign, may be so nearly as good that
+        # the order of torch's sums decides. That changes other codes of the same row too, and no other row.
+        assert float(same.all(dim=1).float().mean()) > 0.8
     assert loss(weight, result.weight.dequantize(), x) == pytest.approx(loss(weight, expected, x), rel=0.01)
     assert result.fallback == "" and result.damping == 0.01 and result.dead_inputs == 2
     assert result.weight.g_idx is None

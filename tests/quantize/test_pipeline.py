@@ -217,7 +217,7 @@ def test_the_forecast_knows_what_the_format_stores(options, wide, tmp_path):
 
 def test_what_mixed_precision_may_come_to_is_known_before_it_chooses(llama, tmp_path, monkeypatch):
     source, out = HFDirectory(llama), tmp_path / "out"
-    monkeypatch.setattr(forecast, "multiplications_per_second", lambda _: 1.0)
+    monkeypatch.setattr(forecast, "_speed", lambda: forecast._Speed(1.0, 1.0, 1.0))
 
     def expected(**options):
         return pipeline.check(source, out, QuantizeJob(**{**SMALL, **options})).forecast
@@ -734,7 +734,7 @@ from qserve.quantize import distill, pipeline, signround, trial
 from qserve.quantize.job import QuantizeJob
 
 left, places = int(sys.argv[3]), eval(sys.argv[5])
-visit._TOGETHER = 2
+visit._at_once = lambda: 2
 signround.ITERATIONS = 20  # by which tuning is kept; the learning itself goes on as long as ever
 
 def counted(original):

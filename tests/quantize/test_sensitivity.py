@@ -124,7 +124,7 @@ def test_other_candidates_are_predicted_in_proportion(llama):
 
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_with_error_compensation_what_gptq_costs_is_measured(model, request, monkeypatch):
-    monkeypatch.setattr("qserve.calibration.products.fast_bfloat16", lambda: False)
+    monkeypatch.setattr("qserve.kernels.products.multiplied", lambda: torch.float32)
     path = request.getfixturevalue(model)
     skeleton = Skeleton(HFDirectory(path))
     text = torch.cat([windows(), torch.randint(0, 256, (9, 24), generator=torch.Generator().manual_seed(2))])
@@ -141,7 +141,7 @@ def test_with_error_compensation_what_gptq_costs_is_measured(model, request, mon
 
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(model, request, monkeypatch):
-    monkeypatch.setattr("qserve.calibration.products.fast_bfloat16", lambda: False)
+    monkeypatch.setattr("qserve.kernels.products.multiplied", lambda: torch.float32)
     monkeypatch.setattr(sensitivity, "_EVENING", 1.0)
     monkeypatch.setattr(sensitivity, "_ALL_AT_ONCE", 1.0)
     path = request.getfixturevalue(model)

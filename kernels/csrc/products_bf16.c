@@ -1,13 +1,10 @@
-/* Products of bfloat16 on processors that have them (AVX512-BF16): what calibration multiplies. */
+/* Products of bfloat16: what calibration multiplies on processors that have them (AVX512-BF16). */
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "products.h"
 
-#define PANEL 64 /* columns of a panel: four registers */
-#define ROWS 4   /* by four registers: sixteen sums, more than an instruction takes cycles */
-
-#if defined(QS_X86) && (defined(__clang__) || __GNUC__ >= 10)
+#ifdef QS_BF16_PRODUCTS
 #include <immintrin.h>
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), apply_to = function)
@@ -18,6 +15,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define PANEL QS_BF16_PANEL /* four registers */
+#define ROWS 4   /* by four registers: sixteen sums, more than an instruction takes cycles */
 #define STEP 128 /* pairs of rows whose products stay in registers: two panels of them lie in the second-level cache */
 
 /* In assembly because the compiler copies the sums of the intrinsic, see isa_avx512.c. */
@@ -60,7 +59,7 @@ INLINE void pack_columns(const qs_pack *op, int32_t panel, int32_t half, __mmask
     const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
     int64_t pairs = (op->count + 1) / 2, at = mask ? panel * PANEL + half : 0, size = f32 ? 4 : 2;
     const char *in = (const char *)op->rows + at * size;
-    uint16_t *out = op->packed + (panel * pairs * PANEL + half) * 2;
+    uint16_t *out = (uint16_t *)op->packed + (panel * pairs * PANEL + half) * 2;
     __m512 top[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, sum[2] = {top[0], top[0]};
     for (int64_t pair = 0; pair < pairs; pair++, in += 2 * op->stride * size, out += 2 * PANEL) {
         columns even = load_columns(in, mask, f32);
@@ -84,16 +83,16 @@ INLINE void pack_columns(const qs_pack *op, int32_t panel, int32_t half, __mmask
     }
 }
 
-void qs_pack_pairs(const qs_pack *op, int64_t panel, int64_t panels)
+static void pack(const qs_pack *op, int32_t first, int32_t panels)
 {
-    for (int32_t p = (int32_t)panel; p < panel + panels; p++)
+    for (int32_t panel = first; panel < first + panels; panel++)
         for (int32_t half = 0; half < PANEL; half += 32) {
-            int32_t left = op->width - p * PANEL - half;
+            int32_t left = op->width - panel * PANEL - half;
             __mmask32 mask = left >= 32 ? 0xffffffffu : left > 0 ? (1u << left) - 1 : 0;
             if (op->dtype == QS_F32)
-                pack_columns(op, p, half, mask, 1);
+                pack_columns(op, panel, half, mask, 1);
             else
-                pack_columns(op, p, half, mask, 0);
+                pack_columns(op, panel, half, mask, 0);
         }
 }
 
@@ -118,11 +117,11 @@ INLINE void block(const uint16_t *left, int64_t row, int64_t step, const uint16_
 
 static void add_tile(const qs_moment *op, int32_t i, int32_t j)
 {
-    int64_t pairs = op->pairs, stride = pairs * 2 * PANEL;
+    int64_t pairs = (op->count + 1) / 2, stride = pairs * 2 * PANEL;
     for (int64_t from = 0; from < pairs; from += STEP) {
         int64_t count = pairs - from < STEP ? pairs - from : STEP;
-        const uint16_t *left = op->left + i * stride + from * 2 * PANEL;
-        const uint16_t *right = op->right + j * stride + from * 2 * PANEL;
+        const uint16_t *left = (const uint16_t *)op->left + i * stride + from * 2 * PANEL;
+        const uint16_t *right = (const uint16_t *)op->right + j * stride + from * 2 * PANEL;
         __m512 keep = _mm512_set1_ps(from ? 1.0f : op->keep), gain = _mm512_set1_ps(op->gain);
         for (int32_t r = 0; r < PANEL && i * PANEL + r < op->height; r += ROWS) {
             __m512 sums[ROWS][4];
@@ -240,11 +239,11 @@ static void attend_group(const qs_causal *op, int64_t item, uint16_t *rows, uint
     for (int32_t row = 0; row < tokens; row++)
         round_row(&op->keys, head, row, dim, rows + (int64_t)row * dim);
     pack_keys(rows, tokens, dim, keys);
-    qs_pack_pairs(&(qs_pack){.rows = head_of(&op->values, batch, kv_head), .packed = values, .stride = op->values.token,
-                             .count = tokens, .width = dim, .dtype = op->values.dtype},
-                  0, (dim + PANEL - 1) / PANEL);
+    qs_pack given = {.rows = head_of(&op->values, batch, kv_head), .packed = values, .stride = op->values.token,
+                     .count = tokens, .width = dim, .dtype = op->values.dtype};
+    pack(&given, 0, (dim + PANEL - 1) / PANEL);
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
-        uint16_t *out = op->out + (batch * tokens * op->heads + h) * dim;
+        uint16_t *out = (uint16_t *)op->out + (batch * tokens * op->heads + h) * dim;
         head = head_of(&op->queries, batch, h);
         for (int32_t row = 0; row < tokens; row++)
             round_row(&op->queries, head, row, dim, rows + (int64_t)row * dim);
@@ -253,50 +252,7 @@ static void attend_group(const qs_causal *op, int64_t item, uint16_t *rows, uint
     }
 }
 
-int32_t qs_has_bf16(void)
-{
-    __builtin_cpu_init();
-    return qs_best_isa() == QS_AVX512 && __builtin_cpu_supports("avx512bf16");
-}
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#else
-void qs_pack_pairs(const qs_pack *op, int64_t panel, int64_t panels)
-{
-    (void)op, (void)panel, (void)panels;
-}
-
-static void add_tile(const qs_moment *op, int32_t i, int32_t j)
-{
-    (void)op, (void)i, (void)j;
-}
-
-static void attend_group(const qs_causal *op, int64_t item, uint16_t *rows, uint16_t *keys, uint16_t *values,
-                         float *scores, uint16_t *weights)
-{
-    (void)op, (void)item, (void)rows, (void)keys, (void)values, (void)scores, (void)weights;
-}
-
-int32_t qs_has_bf16(void)
-{
-    return 0;
-}
-#endif
-
-void qs_add_moment(const qs_moment *op, int64_t first, int64_t tiles)
-{
-    int64_t at = 0;
-    int32_t rows = (op->height + PANEL - 1) / PANEL, columns = (op->width + PANEL - 1) / PANEL;
-    for (int32_t i = 0; i < rows; i++)
-        for (int32_t j = op->upper ? i : 0; j < columns; j++, at++)
-            if (at >= first && at < first + tiles)
-                add_tile(op, i, j);
-}
-
-int32_t qs_attend_causal(const qs_causal *op, int64_t first, int64_t items)
+static int32_t attend(const qs_causal *op, int64_t first, int64_t items)
 {
     size_t dim = (size_t)op->head_dim, padded = (size_t)(op->tokens + PANEL - 1) / PANEL * PANEL;
     size_t wide = (dim + PANEL - 1) / PANEL * PANEL;
@@ -311,3 +267,11 @@ int32_t qs_attend_causal(const qs_causal *op, int64_t first, int64_t items)
     free(scores);
     return 0;
 }
+
+const qs_products qs_products_bf16 = {.pack = pack, .add_tile = add_tile, .attend = attend};
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

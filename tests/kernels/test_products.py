@@ -1,26 +1,40 @@
-"""The products of bfloat16 against torch in float64 on the same rounded numbers, at odd sizes."""
+"""What calibration multiplies against torch in float64 on the same numbers, at odd sizes: with every ISA that is here,
+and in bfloat16 where it has that."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-from qserve.kernels.bf16 import add_moment, attend_causal, has_bf16
+from qserve.kernels import native, products
+from qserve.kernels.products import add_moment, attend_causal, multiplied
 
-pytestmark = pytest.mark.skipif(not has_bf16(), reason="this processor has no products of bfloat16, or no C kernels")
+pytestmark = pytest.mark.skipif(not native.available(), reason="there are no C kernels")
+
+KINDS = [*native.available(), *(["bfloat16"] if native.available() and multiplied() == torch.bfloat16 else [])]
+
+
+@pytest.fixture(params=KINDS, autouse=True)
+def kind(request, monkeypatch):
+    """What multiplies: an ISA in float32, or the best one in bfloat16."""
+    if request.param != "bfloat16":
+        monkeypatch.setattr(native, "best_isa", lambda: request.param)
+        monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
+    return request.param
+
 
 SIZES = [(1, 1, 1), (3, 64, 65), (700, 33, 5), (512, 128, 64), (2049, 130, 100), (4100, 70, 200)]
 
 
 def rounded(x: Tensor) -> Tensor:
-    return x.to(torch.bfloat16).double()
+    return x.to(products.multiplied()).double()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_moments_are_those_of_the_rounded_rows(sizes, dtype) -> None:
+def test_moments_are_those_of_the_rows_as_they_are_multiplied(sizes, dtype) -> None:
     rows, width, height = sizes
     right, left = torch.randn(rows, width).to(dtype), torch.randn(rows, height)
     out, square = torch.randn(height, width), torch.randn(width, width)
@@ -39,7 +53,7 @@ def test_magnitudes_are_those_of_the_rows_as_they_are(dtype) -> None:
     for part in rows.split([1, 1500, 999]):
         add_moment(torch.zeros(70, 70), part, keep=0.0, gain=1.0, magnitudes=(most, total))
     assert torch.equal(most, rows.float().abs().amax(0).clamp(min=0.5))
-    torch.testing.assert_close(total, 1 + rows.float().abs().sum(0))
+    torch.testing.assert_close(total, 1 + rows.float().abs().sum(0), atol=0, rtol=1e-5)
 
 
 def test_rows_may_lie_apart_and_threads_change_nothing() -> None:
@@ -75,6 +89,40 @@ def test_moments_of_other_shapes_are_refused() -> None:
         attend_causal(torch.zeros(1, 3, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), scale=1.0)
 
 
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [
+    (64, 1, 1), (65, 7, 5), (100, 100, 97), (500, 193, 48), (67, 400, 49), (3, 9, 4),
+])  # fmt: skip
+@pytest.mark.parametrize("biased", [True, False])
+def test_linears_are_those_of_torch_and_rows_are_independent(rows, inputs, outputs, biased) -> None:
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    bias = torch.randn(outputs) if biased else None
+    found = products.linear(x, weight, bias)
+    exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-5)
+    if rows >= 64:
+        for threads in (1, 3):
+            assert torch.equal(products.linear(x, weight, bias, threads=threads), found)
+        turned = torch.stack([x, x], dim=1).transpose(0, 1)[:, :64]  # rows lie apart
+        assert torch.equal(products.linear(turned, weight, bias), torch.stack([found, found])[:, :64])
+
+
+def test_without_the_library_torch_multiplies(monkeypatch) -> None:
+    monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
+    rows, left, weight = torch.randn(300, 70), torch.randn(300, 9), torch.randn(5, 70)
+    q, k = torch.randn(2, 4, 19, 32), torch.randn(2, 2, 19, 32)
+
+    def computed():
+        upper, cross, most, total = torch.zeros(70, 70), torch.ones(9, 70), torch.zeros(70), torch.zeros(70)
+        add_moment(upper, rows, keep=0.0, gain=2.0, magnitudes=(most, total))
+        add_moment(cross, rows, left, keep=0.5, gain=1.0)
+        return upper.triu(), cross, most, total, products.linear(rows, weight), attend_causal(q, k, k, scale=0.2)
+
+    ours = computed()
+    monkeypatch.setattr(native, "missing", lambda: "not built")
+    for one, other in zip(ours, computed(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-4)
+
+
 SHAPES = [(2, 9, 3, 130, 64), (1, 4, 2, 37, 32), (3, 2, 2, 1, 64), (1, 1, 1, 67, 128), (2, 6, 2, 65, 80),
           (1, 2, 1, 5, 6)]
 
@@ -88,8 +136,8 @@ def test_attention_is_as_close_as_torch(shape, dtype) -> None:
     q = 2 * q
     exact = scaled_dot_product_attention(rounded(q), rounded(k), rounded(v), is_causal=True, enable_gqa=True)
     found = attend_causal(q, k, v, scale=dim**-0.5)
-    assert found.dtype == torch.bfloat16 and found.transpose(1, 2).is_contiguous()
-    assert float((found.double() - exact).norm() / exact.norm()) < 4e-3
+    assert found.dtype == products.multiplied() and found.transpose(1, 2).is_contiguous()
+    assert float((found.double() - exact).norm() / exact.norm()) < (4e-3 if found.dtype == torch.bfloat16 else 1e-6)
     assert torch.equal(found, attend_causal(q, k, v, scale=dim**-0.5, threads=1))
 
 
