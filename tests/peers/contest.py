@@ -132,9 +132,11 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--isa", choices=[isa for isa in KERNELS if isa])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--without", default=" ", help="contestants whose names begin so stay out")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    running = contestants(options.environments, options.models, options.checkpoint, options.isa)
+    everyone = contestants(options.environments, options.models, options.checkpoint, options.isa)
+    running = [each for each in everyone if not each.name.startswith(options.without)]
     try:
         for contestant in running:
             contestant.start()
