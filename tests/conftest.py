@@ -27,7 +27,7 @@ from qserve.quantize.job import QuantizeJob
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--isa", choices=native.ISAS, help="the CPU kernels that run where none are named: a lesser set")
-    help = "every default configuration of the GPU kernels is compiled by the slow tests, not a sample"
+    help = "the slow tests compile every default configuration of the GPU kernels, and emulate all, not a sample"
     parser.addoption("--every-configuration", action="store_true", help=help)
 
 
@@ -39,8 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process for each core; none for files and tests that are named, which are over before one has started."""
-    named = any(Path(each.partition("::")[0]).is_file() for each in config.args)
+    """A process for each core; none where only files and tests are named, which are over before one has started."""
+    named = all(Path(each.partition("::")[0]).is_file() for each in config.args)
     return 0 if named else min(default_threads(), 8)
 
 

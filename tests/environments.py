@@ -37,7 +37,7 @@ class Environment:
 
 TORCH = "torch>=2.11,<2.14"
 INTEROP = {
-    # The last releases of two archived projects: neither knows a transformers after 4.51.
+    # The last releases of two archived projects: neither knows a transformers after 4.51. Torch is large: ours.
     "archived": Environment(
         packages=(
             TORCH, "setuptools<81", "wheel", "numpy<2.4", "transformers==4.51.3", "peft==0.17.1", "accelerate==1.7.0",
@@ -45,10 +45,12 @@ INTEROP = {
         ),
         alone=("auto-gptq==0.7.1", "autoawq==0.2.9"),
         imports=("auto_gptq", "awq"),
+        borrows=True,
     ),
     "compressed-tensors": Environment(
         packages=(TORCH, "transformers==5.23.0", "accelerate", "compressed-tensors==0.20.0"),
         imports=("compressed_tensors", "transformers"),
+        borrows=True,
     ),
 }
 JUDGES = {
