@@ -25,7 +25,6 @@ from qserve.kernels.threads import default_threads
 from qserve.quantize import pipeline
 from qserve.quantize.job import QuantizeJob
 
-
 # How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
