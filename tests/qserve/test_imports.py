@@ -6,7 +6,6 @@ import ast
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,12 +99,13 @@ def test_help_loads_no_torch() -> None:
 
 
 def seconds(*args: str) -> float:
-    """The best of five: a busy machine slows some runs, none is too quick."""
+    """Of the processor, which others on a busy machine do not change much; the best of five."""
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        before = os.times()
         subprocess.run([sys.executable, *args], check=True, capture_output=True)
-        times.append(time.perf_counter() - start)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     return min(times)
 
 
@@ -114,4 +114,5 @@ def test_importing_is_quick() -> None:
 
 
 def test_help_is_quick() -> None:
-    assert seconds("-m", "qserve", "--help") < 0.5
+    # Python, typer and what draws the help take 0.12 seconds here, and twice that on a slow machine.
+    assert seconds("-m", "qserve", "--help") < 3 * seconds("-c", "import typer, rich.console, rich.table, rich.markdown")
