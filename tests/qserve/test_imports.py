@@ -115,4 +115,5 @@ def test_importing_is_quick() -> None:
 
 def test_help_is_quick() -> None:
     # Python, typer and what draws the help take 0.12 seconds here, and twice that on a slow machine.
-    assert seconds("-m", "qserve", "--help") < 3 * seconds("-c", "import typer, rich.console, rich.table, rich.markdown")
+    drawing = "import typer, rich.console, rich.table, rich.markdown"
+    assert seconds("-m", "qserve", "--help") < 3 * seconds("-c", drawing)
