@@ -34,7 +34,7 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.pages import Arena
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded, tile_bytes
-from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus
+from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus, share
 
 Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
@@ -101,6 +101,23 @@ def address(tensor: Tensor | None) -> int | None:
     if not tensor.is_contiguous():
         raise ValueError("the C kernels need contiguous tensors")
     return tensor.data_ptr()
+
+
+def run_pieces(
+    kernel: C._NamedFuncPointer, op: C.Structure, pieces: int, threads: int | None = None, isa: Isa | None = None
+) -> None:
+    """Compute ``op`` by a kernel that does any of its ``pieces``, shared among ``threads``."""
+    level = ISAS.index(isa or best_isa())
+
+    def part(first: int, count: int) -> int:
+        status: int = kernel(C.byref(op), first, count, level)
+        return status
+
+    results = share(part, pieces, threads)
+    if -2 in results:
+        raise MemoryError("no memory for what the C kernels compute in")
+    if any(results):
+        raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")
 
 
 class _Pool:

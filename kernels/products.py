@@ -6,14 +6,11 @@ what the results are for. See ``csrc/qserve.h``. Without the C library it is all
 
 from __future__ import annotations
 
-import ctypes as C
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from qserve.kernels import abi, native
-from qserve.kernels.threads import share
 
 # As in ``qserve.h``: columns of a panel, and rows of a chunk.
 _PANELS = {torch.float32: 48, torch.bfloat16: 64}
@@ -26,7 +23,7 @@ _WORTH_PACKING = 64
 
 def multiplied() -> torch.dtype:
     """What this machine multiplies: bfloat16 where it does so faster than float32 (AVX512-BF16), else float32."""
-    here = native.missing() is None and native.library().qs_multiplies_bf16(_isa())
+    here = native.missing() is None and native.library().qs_multiplies_bf16(native.ISAS.index(native.best_isa()))
     return torch.bfloat16 if here else torch.float32
 
 
@@ -44,7 +41,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, thread
         rows.data_ptr(), packed.data_ptr(), native.address(bias), out.data_ptr(), rows.stride(0), len(rows), width,
         outputs,
     )  # fmt: skip
-    _run(native.library().qs_multiply, op, -(-len(rows) // _CHUNK), threads)
+    native.run_pieces(native.library().qs_multiply, op, -(-len(rows) // _CHUNK), threads)
     return out
 
 
@@ -90,7 +87,7 @@ def add_moment(
             count=stop - start, dtype=abi.DTYPES[dtype], upper=int(left is None), keep=keep if start == 0 else 1.0,
             gain=gain,
         )  # fmt: skip
-        _run(native.library().qs_add_moment, op, tiles, threads)
+        native.run_pieces(native.library().qs_add_moment, op, tiles, threads)
 
 
 def attend_causal(
@@ -114,7 +111,7 @@ def attend_causal(
     out = torch.empty(batch, tokens, heads, dim, dtype=dtype)
     described = [abi.Heads(each.data_ptr(), *each.stride()[:3], abi.DTYPES[each.dtype]) for each in given]
     op = abi.Causal(*described, out.data_ptr(), heads, kv_heads, tokens, dim, abi.DTYPES[dtype], scale)
-    _run(native.library().qs_attend_causal, op, batch * kv_heads, threads)
+    native.run_pieces(native.library().qs_attend_causal, op, batch * kv_heads, threads)
     return out.transpose(1, 2)
 
 
@@ -146,28 +143,10 @@ def _pack(
         stride=rows.stride(1 - along), count=len(rows), width=rows.shape[1], dtype=abi.DTYPES[rows.dtype],
         to=abi.DTYPES[packed.dtype], turned=int(turned),
     )  # fmt: skip
-    _run(native.library().qs_pack_panels, op, len(packed), threads)
+    native.run_pieces(native.library().qs_pack_panels, op, len(packed), threads)
 
 
 def _readable(tensor: Tensor, multiplied: torch.dtype) -> Tensor:
     if tensor.dtype not in (torch.float32, multiplied):
         tensor = tensor.to(torch.float32)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _isa() -> int:
-    return native.ISAS.index(native.best_isa())
-
-
-def _run(kernel: C._NamedFuncPointer, op: C.Structure, pieces: int, threads: int | None) -> None:
-    isa = _isa()
-
-    def part(first: int, count: int) -> int:
-        status: int = kernel(C.byref(op), first, count, isa)
-        return status
-
-    results = share(part, pieces, threads)
-    if -2 in results:
-        raise MemoryError("no memory to multiply in")
-    if any(results):
-        raise RuntimeError(f"this machine cannot multiply with {native.ISAS[isa]}")

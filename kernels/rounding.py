@@ -6,15 +6,14 @@ Knows how a weight is handed to C and shared among threads; does not know how sc
 
 from __future__ import annotations
 
-import ctypes as C
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from qserve.kernels import abi, native
-from qserve.kernels.native import ISAS, Isa, address, library
-from qserve.kernels.threads import default_threads, share
+from qserve.kernels import abi
+from qserve.kernels.native import Isa, address, library, run_pieces
+from qserve.kernels.threads import default_threads
 
 _SWEEP_OUTPUTS = 32  # QS_SWEEP_OUTPUTS
 
@@ -42,7 +41,7 @@ def search_scales(
     )  # fmt: skip
     # A thread wakes in the time in which so many weights are searched, about.
     threads = threads or min(default_threads(), max(1, weight.numel() >> 15))
-    _run(library().qs_search_scales, op, rows, threads, isa)
+    run_pieces(library().qs_search_scales, op, rows, threads, isa)
 
 
 def sweep(
@@ -75,19 +74,5 @@ def sweep(
         order=address(places), codes=address(codes), inputs=inputs, outputs=outputs, width=inputs // scales.shape[1],
         zero=zero, max_code=max_code,
     )  # fmt: skip
-    _run(library().qs_sweep_chunks, op, -(-outputs // _SWEEP_OUTPUTS), threads, isa)
+    run_pieces(library().qs_sweep_chunks, op, -(-outputs // _SWEEP_OUTPUTS), threads, isa)
     return codes
-
-
-def _run(kernel: C._NamedFuncPointer, op: C.Structure, count: int, threads: int | None, isa: Isa | None) -> None:
-    level = ISAS.index(isa or native.best_isa())
-
-    def part(first: int, pieces: int) -> int:
-        status: int = kernel(C.byref(op), first, pieces, level)
-        return status
-
-    results = share(part, count, threads)
-    if -2 in results:
-        raise MemoryError("no memory to round a weight")
-    if any(results):
-        raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")

@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available() and "EMULATED_SM" not in os.environ:
     # Triton decides when it is imported, and kernels when they are, whether they are compiled or interpreted.
@@ -23,6 +24,10 @@ from qserve.kernels import native
 from qserve.kernels.threads import default_threads
 from qserve.quantize import pipeline
 from qserve.quantize.job import QuantizeJob
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
