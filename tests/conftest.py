@@ -32,8 +32,9 @@ settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--isa", choices=native.ISAS, help="the CPU kernels that run where none are named: a lesser set")
-    help = "the slow tests compile every default configuration of the GPU kernels, and emulate all, not a sample"
-    parser.addoption("--every-configuration", action="store_true", help=help)
+    help = "what slow tests and judges take a sample of: GPU kernels that are compiled and emulated, and requests"
+    parser.addoption("--everything", action="store_true", help=help)
+
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -59,7 +59,7 @@ JUDGES = {
         ("litellm==1.106.2", "langchain-openai==1.7.3", "instructor==1.17.0"),
         ("litellm", "langchain_openai", "instructor"),
     ),
-    "lm-eval": Environment(("lm-eval[api]==0.4.13", "transformers>=5,<6"), ("lm_eval", "transformers")),
+    "lm-eval": Environment(("lm-eval[api]==0.4.13", "transformers>=5,<6"), ("lm_eval", "transformers"), borrows=True),
     "giraffe": Environment(("giraffe-llm==0.1.0a1",), ("giraffe",)),
     "schemathesis": Environment(("schemathesis==4.32.5",), ("schemathesis",)),
     "deploy": Environment(
@@ -121,10 +121,11 @@ def make(environment: Environment, home: Path) -> None:
             (site,) = home.glob("lib/python*/site-packages")
             (site / "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
         own = ["--no-cache-dir"] if variables else []  # else one that was compiled another way is taken
-        _run(home, "-m", "pip", "install", "--quiet", *own, *environment.packages, **variables)
+        # Without bytecode: most of it is never imported.
+        _run(home, "-m", "pip", "install", "--quiet", "--no-compile", *own, *environment.packages, **variables)
         if environment.alone:
             # Not isolated: their build scripts import torch. Their CUDA extensions are not what is judged.
-            options = ("--no-deps", "--no-build-isolation")
+            options = ("--no-compile", "--no-deps", "--no-build-isolation")
             _run(home, "-m", "pip", "install", "--quiet", *options, *environment.alone, BUILD_CUDA_EXT="0")
         _run(home, "-c", f"import {', '.join(environment.imports)}", LITELLM_LOCAL_MODEL_COST_MAP="True")
     (home / COMPLETE).write_text(pins, encoding="utf-8")

@@ -44,8 +44,8 @@ def test_the_tests_of_the_kernels(architecture: int, pytestconfig: pytest.Config
     """But for most of those for a GPU, which take a quarter of an hour: ``EMULATED_SM=90 pytest -m ""`` runs them.
 
     All on sm_90, whose kernels are the richest, and on the others what is compiled differently for them: products and
-    copies; ``--every-configuration`` runs all there, too."""
-    if architecture != 90 and not pytestconfig.getoption("--every-configuration"):
+    copies; ``--everything`` runs all there, too."""
+    if architecture != 90 and not pytestconfig.getoption("--everything"):
         assert emulate(architecture, *SOME, timeout=1700) >= 12
         return
     files = ["gpu_linear", "gpu_engine", "linear", "many_rows", "rounded_rows", "packed_bytes", "engine_kernels"]
