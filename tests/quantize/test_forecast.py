@@ -45,7 +45,8 @@ def test_the_peak_of_wide_models_is_within_a_tenth_of_the_forecast(
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     expected, taken = map(int, ran.stdout.split())
-    assert taken == pytest.approx(expected, rel=0.1)
+    # Never much more; less where a busy system takes back pages that have not been used for a while.
+    assert 0.8 * expected <= taken <= 1.1 * expected
 
 
 def test_a_system_that_tells_no_peak_is_asked_another_way(monkeypatch):
