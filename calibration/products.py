@@ -20,7 +20,8 @@ from qserve.kernels import products
 @contextmanager
 def fast_products() -> Iterator[None]:
     """The products of a calibration forward in bfloat16, where this processor has them: twice as fast, and their
-    rounding is far below what quantization does. Hidden states and sums stay in float32."""
+    rounding is far below what quantization does. Elsewhere our kernels multiply float32. Hidden states and sums stay in
+    float32."""
     rounds = products.multiplied() == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=rounds), _Fast(rounds):
         yield

@@ -36,7 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--everything", action="store_true", help=help)
 
 
-
 def pytest_configure(config: pytest.Config) -> None:
     if isa := config.getoption("--isa"):
         if isa not in native.available():

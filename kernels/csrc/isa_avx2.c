@@ -28,7 +28,7 @@ INLINE __m256i four(const int8_t *x)
 }
 
 /* What each pair of nibbles and inputs adds to an int16 sum. In assembly because the compiler adds the products first and
- * spills the sums: 95 GMAC/s a core where it gives 60. */
+ * spills the sums: with nibbles 105 GMAC/s a core where it gives 98, with bytes 55 where it gives 37. */
 INLINE __m256i add_pairs(__m256i sum, __m256i nibbles, __m256i x)
 {
     __m256i products;

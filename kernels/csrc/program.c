@@ -462,10 +462,14 @@ int32_t qs_op_size(void)
 }
 
 #ifdef QS_X86
+/* Asked once: in a virtual machine the question costs microseconds, and every step asks for its kernels. */
 static int has_avx_vnni(void)
 {
+    static atomic_int known = -1;
     unsigned a = 0, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+    if (atomic_load_explicit(&known, memory_order_relaxed) < 0)
+        atomic_store(&known, __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1));
+    return atomic_load_explicit(&known, memory_order_relaxed);
 }
 
 /* The kernels of an ISA, or NULL where this machine lacks it. */
