@@ -6,7 +6,7 @@ The names below are imported on first use, so that ``import qserve`` stays cheap
 from __future__ import annotations
 
 from importlib import import_module
-from pkgutil import extend_path
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from qserve.runtime.llm import LLM
     from qserve.runtime.sampling import SamplingParams
 
-# In a source tree this folder hides an installed qserve; its other packages are then found there all the same.
-__path__ = extend_path(__path__, __name__)
+# In the sources these packages are links to the folders at the root. A zip, or a checkout by a git that makes none, has
+# small files in their place, and a wheel built of such a tree lacks the packages.
+if not Path(__file__).with_name("runtime").is_dir():
+    raise ImportError(
+        "this copy of qserve lost its symbolic links (qserve/runtime and five more): "
+        "clone it with git, with core.symlinks on, and install it from there"
+    )
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "QServeError", "QualityCard", "QuantSpec", "SamplingParams", "__version__"]

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,14 +29,20 @@ print(len(outputs[0].outputs[0].token_ids))
 """
 
 
-def wheel_of(directory: Path, **environment: str) -> Path:
-    """Build a wheel from a copy of the sources, as a fresh clone has them."""
+def copy_of_the_sources(directory: Path) -> Path:
+    """As a fresh clone has them."""
     sources = directory / "sources"
     for folder in ("qserve", "tests", *LAYERS):
-        shutil.copytree(ROOT / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / folder, sources / folder, symlinks=True, ignore=ignored)
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, sources)
+    return sources
+
+
+def wheel_of(directory: Path, **environment: str) -> Path:
+    sources = copy_of_the_sources(directory)
     build = ["pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(directory), str(sources)]
     done = subprocess.run(
         [sys.executable, "-m", *build], env={**os.environ, **environment}, capture_output=True, text=True
@@ -105,3 +112,27 @@ def test_an_install_without_a_compiler_serves_and_says_what_it_lacks(
     assert selected == "reference" and generated == "5"
     name, reason, cost = best.split(" | ")
     assert name == "native" and "built" in reason and "slower" in cost
+
+
+def test_the_archive_of_sources_holds_all_that_a_wheel_is_built_of(tmp_path: Path) -> None:
+    sources = copy_of_the_sources(tmp_path)
+    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=sources, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    modules = {f"qserve/{path.relative_to(ROOT)}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
+    assert modules <= names
+    csrc = {f"kernels/csrc/{path.name}" for path in (ROOT / "kernels/csrc").iterdir()}
+    assert csrc <= names
+
+
+def test_a_copy_that_lost_its_links_says_so(tmp_path: Path) -> None:
+    # What a zip and a git without links make of a link: a small file that holds where it pointed.
+    (tmp_path / "qserve").mkdir()
+    shutil.copy(ROOT / "qserve" / "__init__.py", tmp_path / "qserve")
+    for layer in LAYERS:
+        (tmp_path / "qserve" / layer).write_text(os.readlink(ROOT / "qserve" / layer), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-c", "import qserve"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "lost its symbolic links" in done.stderr.splitlines()[-1]
