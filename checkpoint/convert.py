@@ -21,7 +21,7 @@ from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.formats.format import Format, is_embedding
 from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.loaders import LoaderVerdict, verdicts
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import QuantSpec
 from qserve.checkpoint.writer import CheckpointWriter
@@ -124,7 +124,7 @@ def _dense_linears(source: ModelSource) -> list[str]:
     return [module for module in modules if len(source.shape(f"{module}.weight")) == 2 and not is_embedding(module)]
 
 
-def _repack(module: str, weight: PackedWeight, target: Format, spec: QuantSpec) -> dict[str, Tensor]:
+def _repack(module: str, weight: QuantizedWeight, target: Format, spec: QuantSpec) -> dict[str, Tensor]:
     """The parts of ``weight`` in ``target``; ``CheckpointError`` where they would not give the same numbers."""
     scheme = spec.scheme_of(module)
     if scheme is None:
@@ -145,7 +145,7 @@ def _repack(module: str, weight: PackedWeight, target: Format, spec: QuantSpec) 
     return parts
 
 
-def _zeros(weight: PackedWeight) -> Tensor:
+def _zeros(weight: QuantizedWeight) -> Tensor:
     """uint8 [out, groups]."""
     if weight.zeros is not None:
         return weight.zeros

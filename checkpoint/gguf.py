@@ -24,7 +24,7 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import file_sha256
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.gguf_config import ROPE_FACTORS, config_of, hf_name
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec
 from qserve.checkpoint.tokenizer import load_tokenizer, save_portable, split_digits
 
@@ -123,7 +123,7 @@ class GGUFFile:
                 return unpermute(tensor, self.config["num_key_value_heads"])
         return tensor
 
-    def linear(self, module: str) -> PackedWeight:
+    def linear(self, module: str) -> QuantizedWeight:
         raise CheckpointError(f"{self.path}: {module} is not stored packed; a GGUF file is read dense")
 
     def _require(self, name: str) -> None:

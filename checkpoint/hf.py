@@ -24,7 +24,7 @@ from qserve.checkpoint.files import file_sha256, read_json_object
 from qserve.checkpoint.formats import FORMATS, format_of
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.manifest import verify_manifest
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor, read_index
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
@@ -152,7 +152,7 @@ class HFDirectory:
             raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: {error.strerror}") from None
         return data.view(dtype).reshape(stored.shape)
 
-    def linear(self, module: str) -> PackedWeight:
+    def linear(self, module: str) -> QuantizedWeight:
         if module not in self._packed:
             raise CheckpointError(f"{self.path} has no packed linear {module}")
         format, scheme = self._format_and_scheme(module)

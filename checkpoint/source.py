@@ -20,7 +20,7 @@ from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.hub import fetch_snapshot, is_hub_id
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ModelSource(Protocol):
         """One dense tensor in its stored dtype (GGUF block types: float32), in memory of its own."""
         ...
 
-    def linear(self, module: str) -> PackedWeight:
+    def linear(self, module: str) -> QuantizedWeight:
         """One packed weight, with its bias where it has one."""
         ...
 

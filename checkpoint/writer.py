@@ -25,8 +25,8 @@ from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.kv import KEY_CENTER
 from qserve.checkpoint.manifest import write_manifest
-from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.parts import Part, PartWriter, read_part
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import ASIDE, INDEX, SINGLE
 from qserve.checkpoint.staging import Staging, leftover
 
@@ -108,19 +108,19 @@ class CheckpointWriter:
         with self._guard():
             self._current().add(name, tensor)
 
-    def put_linear(self, module: str, weight: PackedWeight) -> None:
+    def put_linear(self, module: str, weight: QuantizedWeight) -> None:
         """Add one quantized linear in the checkpoint's format, as ``module.qweight`` and so on."""
         for part, tensor in self._pack(module, weight).items():
             self.put(f"{module}.{part}", tensor)
 
-    def replace_linear(self, module: str, before: PackedWeight, after: PackedWeight) -> None:
+    def replace_linear(self, module: str, before: QuantizedWeight, after: QuantizedWeight) -> None:
         """Replace what differs of a linear in a committed part, put there as ``before``."""
         old = self._pack(module, before)
         for part, tensor in self._pack(module, after).items():
             if not torch.equal(tensor, old[part]):
                 self.put(f"{module}.{part}", tensor, replace=True)
 
-    def _pack(self, module: str, weight: PackedWeight) -> dict[str, Tensor]:
+    def _pack(self, module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
         try:
             weight.check()
             return self._format.pack(weight)

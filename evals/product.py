@@ -7,16 +7,16 @@ import time
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.ops import Executor, Linear, Step
 
 _REPEATS = 4
 
 
-def seconds(executor: Executor, weight: Tensor | PackedWeight, rows: int) -> float:
+def seconds(executor: Executor, weight: Tensor | QuantizedWeight, rows: int) -> float:
     """Of ``rows`` inputs with ``weight``, dense or packed [out, in], once it lies in the cache. The executor is not
     asynchronous."""
-    out, inp = (weight.out_features, weight.in_features) if isinstance(weight, PackedWeight) else weight.shape
+    out, inp = (weight.out_features, weight.in_features) if isinstance(weight, QuantizedWeight) else weight.shape
     program = executor.program(rows)
     program.add([Linear(torch.randn(rows, inp), weight, torch.empty(rows, out))])
     index = torch.arange(rows, dtype=torch.int32)

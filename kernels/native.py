@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CapacityError
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear, fuse
@@ -248,11 +248,11 @@ class _NativeProgram:
             "norm": None if norm is None else hold(norm.weight.float().contiguous()),
             "eps": norm.eps if norm else 0.0,
         }
-        packed = isinstance(op.weight, PackedWeight)
+        packed = isinstance(op.weight, QuantizedWeight)
         shape = (op.weight.out_features, op.weight.in_features) if packed else tuple(op.weight.shape)  # type: ignore[union-attr]
         if shape != (op.out.shape[1], op.x.shape[1]):  # the C side trusts these numbers
             raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
-        if not isinstance(op.weight, PackedWeight):
+        if not isinstance(op.weight, QuantizedWeight):
             weight = float_tiles(op.weight)
             return abi.Linear(weight=keep(weight), k=op.weight.shape[1], dtype=abi.DTYPES[weight.dtype], **common)
         scheme, activations = op.weight.scheme, op.weight.activations
@@ -302,7 +302,7 @@ class _NativeProgram:
         )
 
 
-def _unsupported(weight: PackedWeight) -> str | None:
+def _unsupported(weight: QuantizedWeight) -> str | None:
     """Why no kernel multiplies ``weight``, or None."""
     scheme, activations = weight.scheme, weight.activations
     if weight.g_idx is not None and scheme.dtype == "fp8":
@@ -346,11 +346,11 @@ class NativeExecutor:
         if isinstance(op, Attention) and (op.head_dim % 16 or op.head_dim > 256):
             return f"head_dim {op.head_dim} is not a multiple of 16 up to 256"
         if isinstance(op, Embed):
-            if isinstance(op.table, PackedWeight):
+            if isinstance(op.table, QuantizedWeight):
                 return "embeddings with groups out of order have no C kernel" if op.table.g_idx is not None else None
             return None if op.table.dtype in abi.DTYPES else f"embeddings in {op.table.dtype} have no C kernel"
         if isinstance(op, Linear):
-            if isinstance(op.weight, PackedWeight):
+            if isinstance(op.weight, QuantizedWeight):
                 return _unsupported(op.weight)
             return None if op.weight.dtype in abi.DTYPES else f"weights in {op.weight.dtype} have no C kernel"
         if isinstance(op, RopeKV | Attention):

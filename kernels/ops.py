@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 BLOCK_SIZE = 16
@@ -57,7 +57,7 @@ class Embed:
     is negative: a token that is on the device and not yet known to the machine.
     """
 
-    table: Tensor | PackedWeight
+    table: Tensor | QuantizedWeight
     out: Tensor
     sampled: Tensor | None = None
 
@@ -84,7 +84,7 @@ class Linear:
     """
 
     x: Tensor
-    weight: Tensor | PackedWeight
+    weight: Tensor | QuantizedWeight
     out: Tensor
     bias: Tensor | None = None
     accumulate: bool = False

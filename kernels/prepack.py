@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 LANES = 16
@@ -54,7 +54,7 @@ def float_tiles(weight: Tensor) -> Tensor:
     return _tiles_of_rows(weight.contiguous())
 
 
-def float8_tiles(packed: PackedWeight) -> tuple[Tensor, Tensor]:
+def float8_tiles(packed: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """An fp8 weight as the bytes of e4m3 [tiles, in, 16], and its scales float32 [tiles, groups, 16]."""
     return _tiles_of_rows(packed.codes), _tiles_of_rows(packed.scales.float())
 
@@ -93,7 +93,7 @@ def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple
     return -(-width // act_group) * act_group, act_group, act_group if activations is None else widest
 
 
-def int_tiles(packed: PackedWeight) -> IntTiles:
+def int_tiles(packed: QuantizedWeight) -> IntTiles:
     """Tiles of 4-bit nibbles for up to 4 bits, of bytes above.
 
     Inputs are reordered where the groups are not consecutive, and padded where they are short, so that every
@@ -149,7 +149,7 @@ def int8_scheme(inp: int, group_size: int = 64) -> WeightScheme:
     return WeightScheme(8, group_size if inp % group_size == 0 and inp != group_size else -1)
 
 
-def round_to_int8(weight: Tensor, group_size: int = 64) -> PackedWeight:
+def round_to_int8(weight: Tensor, group_size: int = 64) -> QuantizedWeight:
     """A dense [out, in] as symmetric int8 with a scale per group, for products that int8 serves as well.
 
     Rounded to nearest; on the output head of a small model it costs a KL divergence of about 0.001. Scales are numbers
@@ -167,4 +167,4 @@ def round_to_int8(weight: Tensor, group_size: int = 64) -> PackedWeight:
         rounded = (grouped / scale[..., None]).round_().clamp_(-127, 127).add_(128)
         codes[start : start + _ROWS] = rounded.view(-1, inp).to(torch.uint8)
         scales[start : start + _ROWS] = scale
-    return PackedWeight(scheme, codes, scales)
+    return QuantizedWeight(scheme, codes, scales)

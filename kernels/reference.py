@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
 from qserve.kernels.ops import (
     BLOCK_SIZE,
@@ -175,14 +175,14 @@ class _Product:
 
     def run(self, n: int) -> None:
         x, out, packed = self.op.x[:n], self.op.out, self.op.weight
-        if isinstance(packed, PackedWeight) and packed.activations is not None:
+        if isinstance(packed, QuantizedWeight) and packed.activations is not None:
             x = round_input(x, packed.activations, packed.input_scale)
         y = F.linear(x, self.weight, self.bias)
         out[:n] = out[:n] + y if self.op.accumulate else y
 
 
 def _product(op: Linear) -> _Product:
-    weight = op.weight.dequantize() if isinstance(op.weight, PackedWeight) else op.weight.float()
+    weight = op.weight.dequantize() if isinstance(op.weight, QuantizedWeight) else op.weight.float()
     return _Product(op, op.rows, weight, None if op.bias is None else op.bias.float())
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from qserve.calibration.groups import Enough
 from qserve.calibration.products import fast_products
-from qserve.checkpoint.packed import PackedWeight
 from qserve.checkpoint.parts import Keep, Part
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.quantize.scales import storable
 from qserve.quantize.signround import Progress, learnable, trainable
 
@@ -32,7 +32,7 @@ STEPS, BATCH = 120, 2
 class Distilled:
     """The weights, and the divergence (nats) over the first windows with those it started from and with these."""
 
-    weights: dict[str, PackedWeight]
+    weights: dict[str, QuantizedWeight]
     before: float
     after: float
 
@@ -59,7 +59,7 @@ def head_inputs(model: nn.Module, windows: Tensor, *, batch: int = 2) -> Tensor:
 def distill(
     model: nn.Module,
     linears: Mapping[str, nn.Linear],
-    packed: Mapping[str, PackedWeight],
+    packed: Mapping[str, QuantizedWeight],
     windows: Tensor,
     targets: Tensor,
     *,
@@ -132,7 +132,7 @@ def distill(
 class _Scaled:
     """One linear while its scales are learned; ``multiplier`` float32 [out, groups] is of those it started with."""
 
-    def __init__(self, linear: nn.Linear, packed: PackedWeight) -> None:
+    def __init__(self, linear: nn.Linear, packed: QuantizedWeight) -> None:
         self.linear, self.packed = linear, packed
         self.multiplier = torch.ones_like(packed.scales)
 
@@ -160,7 +160,7 @@ class _Scaled:
     def install(self) -> None:
         self.linear.weight.data = self.result().dequantize()
 
-    def result(self) -> PackedWeight:
+    def result(self) -> QuantizedWeight:
         return replace(self.packed, scales=storable(self.packed.scales * self.multiplier))
 
 

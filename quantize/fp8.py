@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import FP8_MAX, WeightScheme
 from qserve.quantize.layer import Quantized, output_error
 
@@ -37,7 +37,7 @@ def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> 
     return Quantized(packed, error, energy, dead_inputs=dead)
 
 
-def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> PackedWeight:
+def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> QuantizedWeight:
     """``weight`` float32 [out, in] with the scales of least squared error, each input's weighted by ``importance``
     float32 [in], and the nearest e4m3 numbers. Raises ``ValueError`` for integer schemes."""
     if scheme.dtype != "fp8":
@@ -46,7 +46,7 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> PackedW
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     for part in _parts(weight):
         codes[part] = _encode(weight[part], scales[part], scheme).view(torch.uint8)
-    return PackedWeight(scheme, codes, scales)
+    return QuantizedWeight(scheme, codes, scales)
 
 
 def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:

@@ -16,7 +16,7 @@ from qserve.checkpoint.spec import FP8_MAX, WeightScheme
 from qserve.kernels import native, rounding
 from qserve.quantize import fp8, rtn
 from qserve.quantize import scales as scale_search
-from qserve.quantize.layer import Quantized, output_error, pack_codes
+from qserve.quantize.layer import Quantized, output_error, quantized_weight
 
 DAMPING_LADDER = (0.01, 0.1, 1.0)
 # By how much each input's own variance is raised, relative to itself, for what calibration text tells of no other text;
@@ -89,7 +89,7 @@ def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: W
         return _to_nearest(weight, stats, scheme, inverse.reason)
     weight = following(inverse, weight, stats)
     codes, scales, zeros = _rounded(inverse, factor.upper, weight, stats.diagonal, scheme)
-    packed = pack_codes(codes, scales, zeros, scheme)
+    packed = quantized_weight(codes, scales, zeros, scheme)
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     return Quantized(packed, error, energy, factor.damping, int((stats.diagonal == 0).sum()), factor.note)
 

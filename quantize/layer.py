@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
 from qserve.kernels import products
 
@@ -50,7 +50,7 @@ class LayerReport:
 class Quantized:
     """A packed weight with the squared error and the energy of each output (float64 [out] each)."""
 
-    weight: PackedWeight
+    weight: QuantizedWeight
     error: Tensor
     energy: Tensor
     damping: float | None = None
@@ -74,9 +74,9 @@ class Quantized:
         return LayerReport(module, self.weight.scheme, error, self.damping, self.dead_inputs, self.fallback)
 
 
-def pack_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme) -> PackedWeight:
-    """float codes [out, in], scales and zeros [out, groups] -> PackedWeight with consecutive groups."""
-    return PackedWeight(
+def quantized_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme) -> QuantizedWeight:
+    """float codes [out, in], scales and zeros [out, groups] -> QuantizedWeight with consecutive groups."""
+    return QuantizedWeight(
         scheme=scheme,
         codes=codes.to(torch.uint8).contiguous(),
         scales=scales.contiguous(),

@@ -30,7 +30,7 @@ from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import GateFailed, UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import is_kv
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import KVScheme
 from qserve.checkpoint.writer import CheckpointWriter, check_out
@@ -262,7 +262,7 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
         model = skeleton.load_all()
         targets = distill.head_inputs(model, windows)  # again in a run that resumes, as hidden states are
         linears: dict[str, nn.Linear] = {}
-        packed: dict[str, PackedWeight] = {}
+        packed: dict[str, QuantizedWeight] = {}
         for index, name in enumerate(skeleton.blocks):
             result = _stored(name, prepared, writer)
             restore(name, skeleton.block(index), skeleton.linears(index), result)

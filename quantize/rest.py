@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import rtn
 from qserve.quantize.layer import LayerReport
@@ -48,12 +48,12 @@ def _head_of(prepared: Preparation) -> str:
     return "lm_head.weight" if source.has("lm_head.weight") else f"{prepared.shapes.embedding}.weight"
 
 
-def _round(prepared: Preparation, module: str, stored: str) -> tuple[PackedWeight, LayerReport]:
+def _round(prepared: Preparation, module: str, stored: str) -> tuple[QuantizedWeight, LayerReport]:
     """To nearest, in slices: a large vocabulary in float32 is gigabytes."""
     scheme = prepared.spec.overrides[module]
     weight = prepared.skeleton.source.tensor(stored)
     slices = [rtn.quantize(part.to(torch.float32), None, scheme) for part in weight.split(4096)]
-    packed = PackedWeight(
+    packed = QuantizedWeight(
         scheme,
         torch.cat([part.weight.codes for part in slices]),
         torch.cat([part.weight.scales for part in slices]),

@@ -17,7 +17,7 @@ from qserve.calibration.kv import KVRecorder
 from qserve.calibration.stats import LayerStats
 from qserve.calibration.visit import Gather, Inputs, Replacement, Visit
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize import awq, fp8, gptq, rtn, signround, smoothquant
 from qserve.quantize.job import QuantizeJob
@@ -37,7 +37,7 @@ _UNSEEN_SCALE = 1.0
 class BlockResult:
     """What became of one block: packed linears, dense tensors that changed (or are new), and a line for each linear."""
 
-    packed: dict[str, PackedWeight] = field(default_factory=dict)
+    packed: dict[str, QuantizedWeight] = field(default_factory=dict)
     dense: dict[str, Tensor] = field(default_factory=dict)
     reports: list[LayerReport] = field(default_factory=list)
 

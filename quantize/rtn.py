@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize import scales as scale_search
-from qserve.quantize.layer import Quantized, output_error, pack_codes
+from qserve.quantize.layer import Quantized, output_error, quantized_weight
 
 
 def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> Quantized:
@@ -29,7 +29,7 @@ def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> 
     return Quantized(packed, error, energy, dead_inputs=dead)
 
 
-def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> PackedWeight:
+def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> QuantizedWeight:
     """``weight`` float32 [out, in] with the scales of least squared error, each input's weighted by ``importance``
     float32 [in], and the nearest codes. Raises ``ValueError`` for schemes other than integers with scales of their
     own for every output."""
@@ -40,4 +40,4 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> PackedW
     scales, zeros = scale_search.search_groups(weight, importance, scheme)
     offset: Tensor | float = float(scheme.zero) if zeros is None else zeros[..., None]
     codes = scale_search.encode(weight.reshape(out, -1, width), scales[..., None], offset, scheme.max_code)
-    return pack_codes(codes.reshape(out, inp), scales, zeros, scheme)
+    return quantized_weight(codes.reshape(out, inp), scales, zeros, scheme)

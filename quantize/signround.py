@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Call
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.quantize import scales as scale_search
 
 _TRAVEL = 0.5  # how far all steps together can go: in codes, and as a part of each scale
@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 def tune(
     block: nn.Module,
     linears: Mapping[str, nn.Linear],
-    packed: Mapping[str, PackedWeight],
+    packed: Mapping[str, QuantizedWeight],
     original: Mapping[str, Tensor],
     inputs: Tensor,
     targets: Tensor,
@@ -45,7 +45,7 @@ def tune(
     batch: int = 2,
     seed: int = 0,
     progress: Progress | None = None,
-) -> dict[str, PackedWeight]:
+) -> dict[str, QuantizedWeight]:
     """Better codes and scales for ``packed``, the weights of ``linears``, which are modules of the float32 ``block``.
 
     original  the weights before quantization, float32 [out, in], under the names of ``packed``
@@ -102,7 +102,7 @@ def tune(
     return result
 
 
-def learnable(packed: PackedWeight) -> bool:
+def learnable(packed: QuantizedWeight) -> bool:
     """Whether it holds integers whose scales are each of one output and of consecutive inputs."""
     return packed.scheme.dtype == "int" and packed.scheme.rows == 1 and packed.g_idx is None
 
@@ -137,7 +137,7 @@ class _Learned:
     multiplier  float32 [out, groups, 1], of the scales it started with
     """
 
-    def __init__(self, linear: nn.Linear, packed: PackedWeight, original: Tensor) -> None:
+    def __init__(self, linear: nn.Linear, packed: QuantizedWeight, original: Tensor) -> None:
         self.linear, self.kept = linear, packed
         self.start = packed.scales[..., None]
         self.multiplier = torch.ones_like(self.start)

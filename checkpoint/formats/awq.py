@@ -33,7 +33,7 @@ from qserve.checkpoint.formats.format import (
     scheme_from,
 )
 from qserve.checkpoint.formats.words import pack_words, unpack_words
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -102,7 +102,7 @@ class AWQ:
                    if module != "lm_head" and any(part in module for part in skipped)]
         return QuantSpec(method=method_of(config, "awq"), weights=weights, ignored=("lm_head", *ignored))
 
-    def pack(self, weight: PackedWeight) -> dict[str, Tensor]:
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Scales and bias are rounded to float16. ``CheckpointError`` where the format cannot hold the weight."""
         scheme = weight.scheme
         out, inp = weight.codes.shape
@@ -126,11 +126,11 @@ class AWQ:
 
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
-    ) -> PackedWeight:
+    ) -> QuantizedWeight:
         codes = _unpack(require(parts, "qweight", torch.int32, 2))
         zeros = _unpack(require(parts, "qzeros", torch.int32, 2))
         scales = require(parts, "scales", dim=2).t().to(torch.float32).contiguous()
-        weight = PackedWeight(scheme, codes, scales, zeros, None, bias_from(parts, len(codes)), activations)
+        weight = QuantizedWeight(scheme, codes, scales, zeros, None, bias_from(parts, len(codes)), activations)
         weight.check()
         return weight
 

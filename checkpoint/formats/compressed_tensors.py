@@ -39,7 +39,7 @@ from qserve.checkpoint.formats.format import (
     spread,
 )
 from qserve.checkpoint.formats.words import pack_words, unpack_words, words_for
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 
@@ -76,7 +76,7 @@ class CompressedTensors:
     def spec_of(self, config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec:
         return configuration.spec_of(config, modules)
 
-    def pack(self, weight: PackedWeight) -> dict[str, Tensor]:
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         scheme, codes = weight.scheme, weight.codes
         out, inp = codes.shape
         if reason := configuration.unsayable(scheme, weight.activations):
@@ -108,14 +108,14 @@ class CompressedTensors:
 
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
-    ) -> PackedWeight:
+    ) -> QuantizedWeight:
         """What is there decides between the layouts, whatever the configuration calls them."""
         if "weight_packed" in parts:
             codes, zeros = _unpack(parts, scheme)
         else:
             codes, zeros = _read(parts, scheme)
         out, inp = codes.shape
-        weight = PackedWeight(
+        weight = QuantizedWeight(
             scheme,
             codes,
             spread(require(parts, "weight_scale"), scheme, out, inp),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, Method, QuantSpec, WeightScheme
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -61,13 +61,13 @@ class Format(Protocol):
         linears. Raises ``CheckpointError`` for fields that make no sense or are not supported."""
         ...
 
-    def pack(self, weight: PackedWeight) -> dict[str, Tensor]:
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of one module by part; raises ``CheckpointError`` where the format cannot hold it."""
         ...
 
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
-    ) -> PackedWeight:
+    ) -> QuantizedWeight:
         """The inverse of ``pack``; raises ``CheckpointError`` where a part is missing or contradicts ``scheme``."""
         ...
 
@@ -184,7 +184,7 @@ def narrowest(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def in_order(weight: PackedWeight) -> PackedWeight:
+def in_order(weight: QuantizedWeight) -> QuantizedWeight:
     """``weight`` without its ``g_idx`` where that names consecutive groups."""
     if weight.g_idx is None:
         return weight

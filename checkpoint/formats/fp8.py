@@ -36,7 +36,7 @@ from qserve.checkpoint.formats.format import (
     scheme_from,
     spread,
 )
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 
@@ -106,7 +106,7 @@ class FP8:
         return QuantSpec(method=method_of(config, "unknown"), weights=weights, activations=activations,
                          ignored=tuple(ignored))
 
-    def pack(self, weight: PackedWeight) -> dict[str, Tensor]:
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         scheme = weight.scheme
         if reason := _unsayable_weight(scheme, weight.activations):
             raise CheckpointError(reason)
@@ -123,13 +123,13 @@ class FP8:
 
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
-    ) -> PackedWeight:
+    ) -> QuantizedWeight:
         """The names that transformers gives a scale per tensor are read too."""
         codes = require(parts, "weight", torch.float8_e4m3fn, 2).view(torch.uint8)
         out, inp = codes.shape
         scale = require(parts, "weight_scale" if "weight_scale" in parts else "weight_scale_inv")
         static = activations is not None and not activations.dynamic
-        weight = PackedWeight(
+        weight = QuantizedWeight(
             scheme,
             codes,
             spread(scale, scheme, out, inp),

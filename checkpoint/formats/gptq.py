@@ -37,7 +37,7 @@ from qserve.checkpoint.formats.format import (
     scheme_from,
 )
 from qserve.checkpoint.formats.words import pack_words, period, unpack_words
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 BITS = (2, 3, 4, 8)
@@ -71,7 +71,7 @@ class GPTQ:
                 return f"{module}: version 1 cannot store every zero point of an asymmetric weight; write gptq_v2"
         return None
 
-    def pack(self, weight: PackedWeight) -> dict[str, Tensor]:
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Scales and bias are rounded to float16. ``CheckpointError`` for sizes that do not fill words, a scale beyond
         float16, or a zero point of 0 in version ``gptq`` (minus one borrows from its neighbour)."""
         scheme = weight.scheme
@@ -100,7 +100,7 @@ class GPTQ:
 
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
-    ) -> PackedWeight:
+    ) -> QuantizedWeight:
         """``g_idx`` and ``bias`` may be absent."""
         qweight = require(parts, "qweight", torch.int32, 2)
         qzeros = require(parts, "qzeros", torch.int32, 2)
@@ -118,7 +118,7 @@ class GPTQ:
                 )
             zeros = None
         g_idx = parts["g_idx"].to(torch.int32) if "g_idx" in parts else None
-        weight = PackedWeight(scheme, codes, scales, zeros, g_idx, bias_from(parts, len(codes)), activations)
+        weight = QuantizedWeight(scheme, codes, scales, zeros, g_idx, bias_from(parts, len(codes)), activations)
         weight.check()
         return in_order(weight)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.report import Metric, Plot, Report, Section
@@ -45,14 +45,14 @@ class Kernel:
             return 2 * out * inp
         return tile_bytes(self.scheme, self.activations, out, inp, half_scales=True)
 
-    def weight(self, out: int, inp: int) -> Tensor | PackedWeight:
+    def weight(self, out: int, inp: int) -> Tensor | QuantizedWeight:
         if self.scheme is None:
             return torch.ones(out, inp, dtype=torch.float16)
         codes = torch.randint(0, 1 << self.scheme.bits, (out, inp), dtype=torch.uint8)
         if self.scheme.dtype == "fp8":
             codes = codes & 0x77  # no NaN
         scales = torch.full((out, self.scheme.groups(inp)), 2.0**-7)
-        return PackedWeight(self.scheme, codes, scales, activations=self.activations)
+        return QuantizedWeight(self.scheme, codes, scales, activations=self.activations)
 
 
 KERNELS = (

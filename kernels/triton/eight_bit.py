@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import persistent
@@ -89,7 +89,7 @@ def eight_bit_kernel(
            splits, HAS_BIAS, ACCUMULATE, SPLIT)  # fmt: skip
 
 
-def supports(weight: PackedWeight, capability: Capability) -> str | None:
+def supports(weight: QuantizedWeight, capability: Capability) -> str | None:
     """None, or why these kernels do not multiply by ``weight``, whose inputs are rounded to 8 bits."""
     scheme, activations = weight.scheme, weight.activations
     assert activations is not None
@@ -145,7 +145,7 @@ class EightBit:
 
     def __init__(self, op: ops.Linear, device: torch.device, batch_invariant: bool) -> None:
         weight = op.weight
-        assert isinstance(weight, PackedWeight) and weight.activations is not None
+        assert isinstance(weight, QuantizedWeight) and weight.activations is not None
         self.op, self.activations = op, weight.activations
         self.dtype = torch.float8_e4m3fn if self.activations.dtype == "fp8" else torch.int8
         self.n, self.block_k = weight.out_features, block_k(weight.scheme, self.activations, weight.in_features)
@@ -251,7 +251,7 @@ class EightBit:
         )  # fmt: skip
 
 
-def _values(weight: PackedWeight, dtype: torch.dtype, order: Tensor | None, device: torch.device) -> Tensor:
+def _values(weight: QuantizedWeight, dtype: torch.dtype, order: Tensor | None, device: torch.device) -> Tensor:
     """The weight [out, k] without its scales, in ``dtype``, exactly; inputs in ``order``, 0 where it is -1."""
     codes = weight.codes.to(device)
     if weight.scheme.dtype == "int":

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import eight_bit
@@ -45,7 +45,7 @@ class DensePrepared:
         multiply(self.op.x[:rows], self.weight, self.bias, self.op.out[:rows], self.op.accumulate)
 
 
-def supports(weight: Tensor | PackedWeight, capability: Capability) -> str | None:
+def supports(weight: Tensor | QuantizedWeight, capability: Capability) -> str | None:
     """None, or why no kernel here multiplies by ``weight`` on a GPU of ``capability``."""
     if capability < MINIMUM:
         return f"Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
@@ -74,7 +74,7 @@ def prepare(op: ops.Linear, device: torch.device, batch_invariant: bool = False)
     ``batch_invariant``: a row's result is bitwise the same in every batch, which costs speed at many rows.
     """
     made: WeightOnly | eight_bit.EightBit | DensePrepared
-    if isinstance(op.weight, PackedWeight):
+    if isinstance(op.weight, QuantizedWeight):
         kernel = WeightOnly if op.weight.activations is None else eight_bit.EightBit
         made = kernel(op, device, batch_invariant)
     else:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.target import Capability, Target
 from qserve.kernels.triton.tuning.configs import Config
@@ -110,7 +110,7 @@ def _store(
     tl.store(at, total.to(out.dtype.element_ty), mask=mine)
 
 
-def supports(weight: PackedWeight, block_k: int, capability: Capability) -> str | None:
+def supports(weight: QuantizedWeight, block_k: int, capability: Capability) -> str | None:
     """None, or why this kernel does not multiply by ``weight`` in steps of ``block_k`` inputs."""
     assert weight.activations is not None
     scheme, (out, inp) = weight.scheme, weight.codes.shape

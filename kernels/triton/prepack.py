@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 
 PAD_N = 128
@@ -75,7 +75,7 @@ def _shape(width: int, groups: int, k: int, planes: int) -> tuple[int, int, int]
     return -negative, group, padded
 
 
-def slots(packed: PackedWeight, group: int) -> Tensor | None:
+def slots(packed: QuantizedWeight, group: int) -> Tensor | None:
     """int64 [groups * group]: the input in each slot of groups of ``group`` slots, -1 for none.
 
     None where inputs are in their slots as they are.
@@ -93,7 +93,7 @@ def slots(packed: PackedWeight, group: int) -> Tensor | None:
     return slot
 
 
-def planes(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> Planes:
+def planes(packed: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> Planes:
     """A packed weight of integers, for inputs of ``dtype``."""
     bits = 4 if packed.scheme.bits <= 4 else 8
     count = 16 // bits
@@ -147,7 +147,7 @@ def by_group(values: Tensor, rows: int, groups: int) -> Tensor:
 
 
 def _scales(
-    packed: PackedWeight, rows: int, groups: int, per_block: int, dtype: torch.dtype
+    packed: QuantizedWeight, rows: int, groups: int, per_block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, str]:
     """(scales, zeros, kind): in 16 bits where that loses nothing."""
     scales = by_group(packed.scales, rows, groups)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.ops import SCALED_KV, Attention, Embed, Linear, Op, RMSNorm, RopeKV
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.target import FP8, MINIMUM, Capability
@@ -53,7 +53,7 @@ KERNELS = (
 def unsupported(op: Op, capability: Capability, compiled: bool) -> str | None:
     """None, or why no kernel computes ``op``. ``compiled``: for a GPU, not in the interpreter."""
     match op:
-        case Embed(table=PackedWeight() as table):
+        case Embed(table=QuantizedWeight() as table):
             if table.g_idx is not None:
                 return "embeddings with groups out of order have no Triton kernel"
             return _float8(capability) if table.scheme.dtype == "fp8" else None

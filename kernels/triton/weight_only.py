@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import ops
 from qserve.kernels.triton import dequantize
 from qserve.kernels.triton.dense import multiply
@@ -145,7 +145,7 @@ class WeightOnly:
     """A product with integer weights and inputs in floating point, made ready."""
 
     def __init__(self, op: ops.Linear, device: torch.device, batch_invariant: bool) -> None:
-        assert isinstance(op.weight, PackedWeight)
+        assert isinstance(op.weight, QuantizedWeight)
         self.op = op
         self.n = op.weight.out_features
         self.planes = planes(op.weight, op.x.dtype, device)

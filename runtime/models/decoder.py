@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.packed import PackedWeight, concat_rows
+from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import pages, registry
 from qserve.kernels.ops import (
@@ -37,7 +37,7 @@ from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.kv_cache import cache_center, cache_scales
 from qserve.runtime.models.rope import rope_tables
 
-Weight = Tensor | PackedWeight
+Weight = Tensor | QuantizedWeight
 Progress = Callable[[int, int], None]
 
 
@@ -220,7 +220,7 @@ class Decoder:
         """One product for modules that share an input, or one each where their schemes differ."""
         loaded = [self._weight(module, size, x.shape[1]) for module, size in modules]
         dense = [w for w, _ in loaded if isinstance(w, Tensor)]
-        packed = [w for w, _ in loaded if isinstance(w, PackedWeight)]
+        packed = [w for w, _ in loaded if isinstance(w, QuantizedWeight)]
         biases = [torch.zeros(size) if b is None else b.float() for (_, b), (_, size) in zip(loaded, modules)]
         bias = torch.cat(biases) if any(b is not None for _, b in loaded) else None
         if len(dense) == len(loaded) and len({w.dtype for w in dense}) == 1:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 
@@ -41,7 +41,7 @@ def _random_weight(
     shuffled: bool = False,
     bias: bool = False,
     activations: ActivationScheme | None = None,
-) -> PackedWeight:
+) -> QuantizedWeight:
     g = torch.Generator().manual_seed(seed)
     groups, height = scheme.groups(inp), scheme.row_height(out)
     codes = torch.randint(0, 1 << scheme.bits, (out, inp), dtype=torch.uint8, generator=g)
@@ -50,7 +50,7 @@ def _random_weight(
     scales = torch.randn(-(-out // height), groups, generator=g).to(torch.float16).to(torch.float32)
     zeros = torch.randint(lowest_zero, 1 << scheme.bits, (out, groups), dtype=torch.uint8, generator=g)
     order = torch.randperm(inp, generator=g)
-    return PackedWeight(
+    return QuantizedWeight(
         scheme,
         codes,
         scales.repeat_interleave(height, 0)[:out],
@@ -62,7 +62,7 @@ def _random_weight(
     )
 
 
-def _assert_same(a: PackedWeight, b: PackedWeight) -> None:
+def _assert_same(a: QuantizedWeight, b: QuantizedWeight) -> None:
     for name in ("scheme", "activations", "input_scale"):
         assert getattr(a, name) == getattr(b, name), name
     for name in ("codes", "scales", "zeros", "g_idx", "bias"):
@@ -72,11 +72,11 @@ def _assert_same(a: PackedWeight, b: PackedWeight) -> None:
 
 
 @pytest.fixture(scope="session")
-def random_weight() -> Callable[..., PackedWeight]:
+def random_weight() -> Callable[..., QuantizedWeight]:
     """``random_weight(scheme, out, in, seed)``: any code and zero point, scales that float16 holds."""
     return _random_weight
 
 
 @pytest.fixture(scope="session")
-def assert_same() -> Callable[[PackedWeight, PackedWeight], None]:
+def assert_same() -> Callable[[QuantizedWeight, QuantizedWeight], None]:
     return _assert_same

@@ -19,7 +19,7 @@ from qserve.calibration.text import Text, load_text
 from qserve.checkpoint.errors import CheckpointError, GateFailed
 from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.manifest import write_manifest
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import open_model
 from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
@@ -62,7 +62,7 @@ KINDS = {
 }
 
 
-def rounded(weight: Tensor, kind: Kind) -> PackedWeight:
+def rounded(weight: Tensor, kind: Kind) -> QuantizedWeight:
     """``weight`` [out, in] to the nearest of what ``kind`` holds."""
     scheme = kind.scheme
     out, inp = weight.shape
@@ -81,11 +81,11 @@ def rounded(weight: Tensor, kind: Kind) -> PackedWeight:
     each = spread.repeat_interleave(width, 1)
     if scheme.dtype == "fp8":
         codes = (weight / each).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-        return PackedWeight(scheme, codes, spread, activations=kind.activations)
+        return QuantizedWeight(scheme, codes, spread, activations=kind.activations)
     zeros = None if least is None else (-least / scales).round().to(torch.uint8)
     zero = scheme.zero if zeros is None else zeros.repeat_interleave(width, 1)
     codes = ((weight / each).round() + zero).clamp(0, scheme.max_code).to(torch.uint8)
-    return PackedWeight(scheme, codes, spread, zeros, activations=kind.activations)
+    return QuantizedWeight(scheme, codes, spread, zeros, activations=kind.activations)
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS.keys())

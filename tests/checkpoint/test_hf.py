@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import open_model
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
@@ -24,7 +24,7 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def quantize(directory: Path, version: str = "gptq") -> tuple[QuantSpec, dict[str, PackedWeight]]:
+def quantize(directory: Path, version: str = "gptq") -> tuple[QuantSpec, dict[str, QuantizedWeight]]:
     """Replace every projection in a saved tiny llama by a packed one, written with plain safetensors."""
     tensors = load_file(directory / "model.safetensors")
     own = WeightScheme(8, 32)
@@ -40,7 +40,7 @@ def quantize(directory: Path, version: str = "gptq") -> tuple[QuantSpec, dict[st
         grouped = weight.reshape(len(weight), -1, scheme.group_size)
         scales = (grouped.abs().amax(2) / (scheme.zero - 1)).to(torch.float16).to(torch.float32)
         codes = (grouped / scales[:, :, None]).round().clamp(-scheme.zero, scheme.zero - 1) + scheme.zero
-        weights[module] = PackedWeight(scheme, codes.reshape(weight.shape).to(torch.uint8), scales)
+        weights[module] = QuantizedWeight(scheme, codes.reshape(weight.shape).to(torch.uint8), scales)
         tensors |= {f"{module}.{part}": tensor for part, tensor in FORMATS[version].pack(weights[module]).items()}
     save_file(tensors, directory / "model.safetensors")
     edit_json(directory / "config.json", quantization_config=FORMATS[version].config_of(spec))
@@ -308,7 +308,7 @@ def test_nan_scale_and_missing_part_name_the_module(tiny_llama) -> None:
         HFDirectory(tiny_llama).linear(MODULE)
 
 
-def pack_one(directory: Path, format: str, spec: QuantSpec) -> PackedWeight:
+def pack_one(directory: Path, format: str, spec: QuantSpec) -> QuantizedWeight:
     """Replace one projection by a packed one, leaving the others dense."""
     tensors = load_file(directory / "model.safetensors")
     tensors.pop(f"{MODULE}.weight")
@@ -318,7 +318,7 @@ def pack_one(directory: Path, format: str, spec: QuantSpec) -> PackedWeight:
         codes[(codes & 0x7F) == 0x7F] = 0
     scales = torch.full((64, scheme.groups(64)), 0.5)
     zeros = None if scheme.symmetric else torch.full(scales.shape, 7, dtype=torch.uint8)
-    weight = PackedWeight(scheme, codes, scales, zeros, activations=spec.activations)
+    weight = QuantizedWeight(scheme, codes, scales, zeros, activations=spec.activations)
     tensors |= {f"{MODULE}.{part}": tensor for part, tensor in FORMATS[format].pack(weight).items()}
     save_file(tensors, directory / "model.safetensors")
     edit_json(directory / "config.json", quantization_config=FORMATS[format].config_of(spec))

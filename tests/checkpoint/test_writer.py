@@ -18,7 +18,7 @@ from qserve.checkpoint.card import QualityCard, read_card, write_card
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 
@@ -33,9 +33,9 @@ def write(out: Path, value: float = 1.0, **options: object) -> None:
         writer.finish()
 
 
-def packed() -> PackedWeight:
+def packed() -> QuantizedWeight:
     g = torch.Generator().manual_seed(0)
-    return PackedWeight(
+    return QuantizedWeight(
         WeightScheme(4, 32),
         torch.randint(0, 16, (16, 64), dtype=torch.uint8, generator=g),
         torch.rand(16, 2, generator=g).to(torch.float16).to(torch.float32),

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from qserve.calibration.kv import KVRecorder, OnCache, cached
 from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.kv import key_center, kv_scales
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.checkpoint.spec import KVScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
@@ -100,7 +100,7 @@ def packed_llama(dense_llama: Path) -> Callable[..., Path]:
     with the scales of a quantized KV cache that ``TOKENS`` ask for."""
 
     def write(out: Path, format: str, spec: QuantSpec, *, lowest_zero: int = 0, shuffled: bool = False) -> Path:
-        weights: dict[str, PackedWeight] = {}
+        weights: dict[str, QuantizedWeight] = {}
         for index, (module, (rows, columns)) in enumerate(_linear_shapes(dense_llama).items()):
             scheme = spec.scheme_of(module)
             if scheme is None:
@@ -116,7 +116,7 @@ def packed_llama(dense_llama: Path) -> Callable[..., Path]:
 
 
 def _random_weight(scheme: WeightScheme, out: int, inp: int, seed: int = 0, *, lowest_zero: int = 0,
-                  shuffled: bool = False) -> PackedWeight:
+                  shuffled: bool = False) -> QuantizedWeight:
     """Every code, and every zero point from ``lowest_zero``, is as likely as every other; scales that float16 holds
     make weights of about 0.1. ``shuffled`` puts the inputs into groups at random."""
     g = torch.Generator().manual_seed(seed)
@@ -129,7 +129,7 @@ def _random_weight(scheme: WeightScheme, out: int, inp: int, seed: int = 0, *, l
     scales = (size * (0.5 + torch.rand(-(-out // height), groups, generator=g))).half().float()
     zeros = torch.randint(lowest_zero, 1 << scheme.bits, (out, groups), dtype=torch.uint8, generator=g)
     order = torch.randperm(inp, generator=g)
-    return PackedWeight(
+    return QuantizedWeight(
         scheme,
         codes,
         scales.repeat_interleave(height, 0)[:out].contiguous(),
@@ -158,7 +158,8 @@ def _recorded_kv(model: LlamaForCausalLM, scheme: KVScheme) -> dict[str, Tensor]
 
 
 def _write_packed(
-    dense: Path, out: Path, format: str, spec: QuantSpec, weights: Mapping[str, PackedWeight], kv: Mapping[str, Tensor]
+    dense: Path, out: Path, format: str, spec: QuantSpec, weights: Mapping[str, QuantizedWeight],
+    kv: Mapping[str, Tensor],
 ) -> Path:
     """A checkpoint in ``format``: ``weights`` packed, with the dense model's biases, the rest copied, and ``kv``."""
     source, chosen = open_model(dense), format_named(format)
@@ -201,7 +202,7 @@ def _our_logits(
 
 
 @torch.no_grad()
-def _model_with(dense: Path, weights: Mapping[str, PackedWeight], round_inputs: bool = True) -> LlamaForCausalLM:
+def _model_with(dense: Path, weights: Mapping[str, QuantizedWeight], round_inputs: bool = True) -> LlamaForCausalLM:
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager").eval()
     for module, weight in weights.items():
         linear = model.get_submodule(module)
@@ -213,7 +214,7 @@ def _model_with(dense: Path, weights: Mapping[str, PackedWeight], round_inputs: 
     return model  # type: ignore[no-any-return]
 
 
-def _rounding(weight: PackedWeight) -> Callable[[object, tuple[Tensor]], tuple[Tensor]]:
+def _rounding(weight: QuantizedWeight) -> Callable[[object, tuple[Tensor]], tuple[Tensor]]:
     assert weight.activations is not None
     return lambda linear, inputs: (round_input(inputs[0], weight.activations, weight.input_scale),)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.fusion import FusedLinear, fuse
@@ -39,19 +39,21 @@ def run(ops: list[Op], step: Step, isa: native.Isa, *, apart: bool) -> None:
         program.run(step)
 
 
-def weights(out: int, inp: int) -> dict[str, Tensor | PackedWeight]:
-    def packed(bits: int, group: int, dtype: str = "int", activations: ActivationScheme | None = None) -> PackedWeight:
+def weights(out: int, inp: int) -> dict[str, Tensor | QuantizedWeight]:
+    def packed(
+        bits: int, group: int, dtype: str = "int", activations: ActivationScheme | None = None
+    ) -> QuantizedWeight:
         scheme = WeightScheme(bits, group, dtype=dtype)  # type: ignore[arg-type]
         codes = torch.randint(0, 1 << bits, (out, inp)).to(torch.uint8)
         codes = codes & 0x77 if dtype == "fp8" else codes
-        return PackedWeight(scheme, codes, torch.rand(out, scheme.groups(inp)) * 0.01, activations=activations)
+        return QuantizedWeight(scheme, codes, torch.rand(out, scheme.groups(inp)) * 0.01, activations=activations)
 
     asymmetric = WeightScheme(4, 32, False)
     return {
         "float32": torch.randn(out, inp),
         "bfloat16": torch.randn(out, inp).bfloat16(),
         "w4": packed(4, 64),
-        "w4 asymmetric": PackedWeight(
+        "w4 asymmetric": QuantizedWeight(
             asymmetric,
             torch.randint(0, 16, (out, inp)).to(torch.uint8),
             torch.rand(out, inp // 32) * 0.01,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from packed_weights import make_weight
+from quantized_weights import make_weight
 
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native

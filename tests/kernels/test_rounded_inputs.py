@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from packed_weights import make_weight
+from quantized_weights import make_weight
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.ops import Embed, Executor, Linear, Step
@@ -38,7 +38,7 @@ def isa(request: pytest.FixtureRequest) -> native.Isa:
     return request.param
 
 
-def product(executor: Executor, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def product(executor: Executor, x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     out = torch.empty(len(x), weight.out_features)
     op = Linear(x, weight, out)
     assert executor.supports(op) is None
@@ -49,13 +49,13 @@ def product(executor: Executor, x: torch.Tensor, weight: PackedWeight) -> torch.
     return out
 
 
-def identity(size: int, dtype: str, activations: ActivationScheme, input_scale: float | None = None) -> PackedWeight:
+def identity(size: int, dtype: str, activations: ActivationScheme, input_scale: float | None = None) -> QuantizedWeight:
     """A weight whose product is its input as it was rounded."""
     one, zero = (0x38, 0) if dtype == "fp8" else (129, 128)
     codes = torch.full((size, size), zero, dtype=torch.uint8)
     codes.fill_diagonal_(one)
     scheme = FP8_CHANNEL if dtype == "fp8" else CHANNEL
-    return PackedWeight(scheme, codes, torch.ones(size, 1), activations=activations, input_scale=input_scale)
+    return QuantizedWeight(scheme, codes, torch.ones(size, 1), activations=activations, input_scale=input_scale)
 
 
 def e4m3_grid() -> torch.Tensor:
@@ -123,8 +123,9 @@ def test_what_has_no_kernel_is_refused_with_a_reason() -> None:
 def test_the_largest_sums_do_not_overflow(isa: native.Isa) -> None:
     inp = 65536
     codes = torch.full((16, inp), 255, dtype=torch.uint8)
-    weight = PackedWeight(WeightScheme(8, -1, False), codes, torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.uint8),
-                          activations=INT8_STATIC, input_scale=1.0)
+    zeros = torch.zeros(16, 1, dtype=torch.uint8)
+    weight = QuantizedWeight(WeightScheme(8, -1, False), codes, torch.ones(16, 1), zeros,
+                             activations=INT8_STATIC, input_scale=1.0)
     got = product(native.NativeExecutor(1, isa), torch.full((2, inp), -500.0), weight)
     assert (got == -255.0 * 128 * inp).all()
 

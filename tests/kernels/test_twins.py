@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 sys.path.insert(0, str(Path(__file__).parent))
-from packed_weights import make_weight
+from quantized_weights import make_weight
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.ops import (
@@ -130,7 +130,7 @@ def either(x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Product:
     x: Tensor
-    weight: Tensor | PackedWeight
+    weight: Tensor | QuantizedWeight
     bias: Tensor | None
     accumulate: bool
 
@@ -141,14 +141,14 @@ class Product:
         return out
 
     def start(self, rows: int) -> Tensor:
-        width = self.weight.out_features if isinstance(self.weight, PackedWeight) else len(self.weight)
+        width = self.weight.out_features if isinstance(self.weight, QuantizedWeight) else len(self.weight)
         return torch.full((rows, width), 0.5)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The result in double precision, of inputs rounded as the kernels do, and the sum of its magnitudes."""
         x, weight = self.x, self.weight
         unsure = torch.zeros_like(x)
-        if isinstance(weight, PackedWeight):
+        if isinstance(weight, QuantizedWeight):
             dense, activations, scheme = weight.dequantize(), weight.activations, weight.scheme
             if activations is None and scheme.dtype == "int":
                 tiles = int_tiles(weight)
@@ -169,7 +169,7 @@ class Product:
     @property
     def rounds(self) -> bool:
         """Whether an input that is not finite makes its whole row NaN."""
-        if not isinstance(self.weight, PackedWeight):
+        if not isinstance(self.weight, QuantizedWeight):
             return False
         weight = self.weight
         return weight.activations is not None or weight.scheme.dtype == "int"
@@ -179,7 +179,7 @@ class Product:
 def products(draw: st.DrawFn) -> Product:
     rows, out, inp = draw(st.integers(1, 70)), draw(st.integers(1, 150)), draw(st.integers(1, 300))
     kind = draw(st.sampled_from(["int", "int", "fp8", "dense"]))
-    weight: Tensor | PackedWeight
+    weight: Tensor | QuantizedWeight
     if kind == "dense":
         weight = torch.randn(out, inp, generator=torch.Generator().manual_seed(inp)).to(draw(DENSE))
     else:
@@ -295,7 +295,7 @@ def test_gather(x: Tensor, data: st.DataObject) -> None:
 
 @holds(st.one_of(INTEGERS, FP8, DENSE), st.integers(1, 40), st.integers(1, 200), st.data())
 def test_embed(kind: WeightScheme | torch.dtype, vocab: int, width: int, data: st.DataObject) -> None:
-    table: Tensor | PackedWeight
+    table: Tensor | QuantizedWeight
     if isinstance(kind, WeightScheme):
         table = make_weight(vocab, width, kind)
         want = table.dequantize()

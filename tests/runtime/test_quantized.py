@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import open_model
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-def rounded(weight: torch.Tensor, scheme: WeightScheme) -> PackedWeight:
+def rounded(weight: torch.Tensor, scheme: WeightScheme) -> QuantizedWeight:
     """To nearest, from the largest magnitude that shares a scale."""
     out, inp = weight.shape
     width, height = scheme.group_width(inp), scheme.row_height(out)
@@ -80,7 +80,7 @@ def rounded(weight: torch.Tensor, scheme: WeightScheme) -> PackedWeight:
         codes = ratio.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         codes = (ratio.round() + scheme.zero).to(torch.uint8)
-    return PackedWeight(scheme, codes, scales)
+    return QuantizedWeight(scheme, codes, scales)
 
 
 def save(source: HFDirectory, case: Case, out: Path) -> Path:

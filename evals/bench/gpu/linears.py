@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.reference import round_input
@@ -48,7 +48,7 @@ class Problem:
 
     scheme: str
     x: Tensor
-    weight: Tensor | PackedWeight
+    weight: Tensor | QuantizedWeight
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,8 +57,8 @@ class Problem:
         return (weight if isinstance(weight, Tensor) else weight.codes).shape  # type: ignore[return-value]
 
     @property
-    def packed(self) -> PackedWeight:
-        assert isinstance(self.weight, PackedWeight)
+    def packed(self) -> QuantizedWeight:
+        assert isinstance(self.weight, QuantizedWeight)
         return self.weight
 
     @cached_property
@@ -76,7 +76,7 @@ class Problem:
         """How far the product of the first rows of ``x`` is off, relative to what it must be, in the norm."""
         some, weight = self._ends
         x = self.x[: len(y)].float()
-        if isinstance(self.weight, PackedWeight) and self.weight.activations is not None:
+        if isinstance(self.weight, QuantizedWeight) and self.weight.activations is not None:
             x = round_input(x, self.weight.activations, self.weight.input_scale)
         want = x.double() @ weight.double().t()
         return float((y[:, some].double() - want).norm() / want.norm())
@@ -106,7 +106,7 @@ def problem(scheme: str, shape: tuple[int, int], rows: int, device: torch.device
         codes = torch.randint(0, weights.max_code + 1, shape, generator=generator, device=device, dtype=torch.uint8)
     static = activations is not None and not activations.dynamic
     scale = _STEP if static else None
-    return Problem(scheme, x, PackedWeight(weights, codes, scales, activations=activations, input_scale=scale))
+    return Problem(scheme, x, QuantizedWeight(weights, codes, scales, activations=activations, input_scale=scale))
 
 
 @dataclass(frozen=True)

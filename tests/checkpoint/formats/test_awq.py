@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 FORMAT = FORMATS["awq"]
@@ -35,7 +35,7 @@ def test_pack_and_unpack_are_inverses(random_weight, assert_same, out, group, gr
 def test_order_of_the_outputs_by_hand() -> None:
     codes = torch.arange(8, dtype=torch.uint8)[:, None].repeat(1, 8)  # output o has the code o
     zeros = torch.arange(8, 16, dtype=torch.uint8)[:, None]
-    parts = FORMAT.pack(PackedWeight(WeightScheme(4, 8, False), codes, torch.ones(8, 1), zeros))
+    parts = FORMAT.pack(QuantizedWeight(WeightScheme(4, 8, False), codes, torch.ones(8, 1), zeros))
     assert parts["qweight"].tolist() == [[0x75316420]] * 8
     assert parts["qzeros"].tolist() == [[0xFDB9ECA8 - (1 << 32)]]
     assert parts["scales"].shape == (1, 8) and parts["scales"].dtype == torch.float16

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import COMPRESSED_TENSORS as FORMAT
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import BITS, ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 INT8 = ActivationScheme("int8")
@@ -67,7 +67,7 @@ def test_numbers_and_scales_per_channel_tensor_and_block(
 def test_words_by_hand() -> None:
     codes = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9], [15, 0, 0, 0, 0, 0, 0, 8, 1]], dtype=torch.uint8)
     zeros = torch.tensor([[3], [12]], dtype=torch.uint8)
-    weight = PackedWeight(WeightScheme(4, -1, False), codes, torch.tensor([[0.5], [0.25]]), zeros)
+    weight = QuantizedWeight(WeightScheme(4, -1, False), codes, torch.tensor([[0.5], [0.25]]), zeros)
     parts = FORMAT.pack(weight)
     assert parts["weight_packed"].tolist() == [[0x87654321 - (1 << 32), 9], [0x8000000F - (1 << 32), 1]]
     assert parts["weight_zero_point"].tolist() == [[0xC3]]
@@ -77,17 +77,17 @@ def test_words_by_hand() -> None:
 
 def test_three_and_six_bits_cross_words() -> None:
     codes = (torch.arange(33, dtype=torch.uint8) % 8)[None]
-    parts = FORMAT.pack(PackedWeight(WeightScheme(3, -1), codes, torch.ones(1, 1)))
+    parts = FORMAT.pack(QuantizedWeight(WeightScheme(3, -1), codes, torch.ones(1, 1)))
     number = sum(int(code) << (3 * i) for i, code in enumerate(codes[0]))
     assert [word & 0xFFFFFFFF for word in parts["weight_packed"][0].tolist()] == [
         (number >> (32 * i)) & 0xFFFFFFFF for i in range(4)
     ]
-    assert FORMAT.pack(PackedWeight(WeightScheme(6, -1), codes, torch.ones(1, 1)))["weight_packed"].shape == (1, 7)
+    assert FORMAT.pack(QuantizedWeight(WeightScheme(6, -1), codes, torch.ones(1, 1)))["weight_packed"].shape == (1, 7)
 
 
 def test_signed_bytes_by_hand() -> None:
     codes = torch.tensor([[0, 127, 128, 255]], dtype=torch.uint8)
-    parts = FORMAT.pack(PackedWeight(WeightScheme(8, -1), codes, torch.ones(1, 1), activations=INT8))
+    parts = FORMAT.pack(QuantizedWeight(WeightScheme(8, -1), codes, torch.ones(1, 1), activations=INT8))
     assert parts["weight"].tolist() == [[-128, -1, 0, 127]]
 
 
@@ -98,7 +98,7 @@ def test_scales_keep_their_value(random_weight, assert_same) -> None:
         (torch.full_like(weight.scales, 2.0**100), torch.bfloat16),
         (weight.scales + 1e-7, torch.float32),
     ):
-        changed = PackedWeight(weight.scheme, weight.codes, scales)
+        changed = QuantizedWeight(weight.scheme, weight.codes, scales)
         parts = FORMAT.pack(changed)
         assert parts["weight_scale"].dtype == dtype
         assert_same(FORMAT.unpack(parts, weight.scheme), changed)
@@ -108,7 +108,7 @@ def test_reordered_groups_are_read_and_not_written(random_weight, assert_same) -
     weight = random_weight(WeightScheme(4, 32), 8, 96, shuffled=True)
     with pytest.raises(CheckpointError, match="gptq"):
         FORMAT.pack(weight)
-    parts = FORMAT.pack(PackedWeight(weight.scheme, weight.codes, weight.scales))
+    parts = FORMAT.pack(QuantizedWeight(weight.scheme, weight.codes, weight.scales))
     assert_same(FORMAT.unpack(parts | {"weight_g_idx": weight.g_idx}, weight.scheme), weight)
     in_order = torch.arange(96, dtype=torch.int32) // 32
     assert FORMAT.unpack(parts | {"weight_g_idx": in_order}, weight.scheme).g_idx is None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS, format_of
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 BITS = (2, 3, 4, 8)
@@ -41,7 +41,7 @@ def test_pack_and_unpack_are_inverses(
     parts = version.pack(weight)
     again = version.unpack(parts, weight.scheme)
     trivial = torch.equal(weight.group_of_input(), torch.arange(inp) // weight.scheme.group_width(inp))
-    expected = PackedWeight(
+    expected = QuantizedWeight(
         weight.scheme,
         weight.codes,
         weight.scales,

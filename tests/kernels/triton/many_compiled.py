@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import linear
@@ -36,7 +36,7 @@ class Absent:
 
 def main() -> None:
     triton.runtime.driver.set_active(Absent())
-    weight = PackedWeight(WeightScheme(4, 128), torch.zeros(128, 512, dtype=torch.uint8), torch.ones(128, 4))
+    weight = QuantizedWeight(WeightScheme(4, 128), torch.zeros(128, 512, dtype=torch.uint8), torch.ones(128, 4))
     x, out = torch.zeros(16, 512, dtype=torch.bfloat16), torch.zeros(16, 128, dtype=torch.bfloat16)
     product: Any = linear.prepare(ops.Linear(x, weight, out), torch.device("cpu"))
     choices = candidates(product, 16)[:4]

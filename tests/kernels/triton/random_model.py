@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 TINY = {
@@ -66,7 +66,7 @@ class RandomModel:
         last = ".".join(module.split(".")[-2:])
         return _dense(self._shapes.get(last) or self._rest[module.split(".")[-1]], self.device).clone()
 
-    def linear(self, module: str) -> PackedWeight:
+    def linear(self, module: str) -> QuantizedWeight:
         assert self.spec is not None
         shape = self._shapes[".".join(module.split(".")[-2:])]
         return _packed(shape, self.spec.weights, self.spec.activations, self.device)
@@ -87,11 +87,11 @@ def _dense(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
 @cache
 def _packed(
     shape: tuple[int, ...], scheme: WeightScheme, activations: ActivationScheme | None, device: torch.device
-) -> PackedWeight:
+) -> QuantizedWeight:
     made = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     if scheme.dtype == "fp8":
         codes = (torch.randn(shape, **made) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-        return PackedWeight(scheme, codes, torch.full((shape[0], 1), 2e-4, device=device), activations=activations)
+        return QuantizedWeight(scheme, codes, torch.full((shape[0], 1), 2e-4, device=device), activations=activations)
     codes = torch.randint(0, scheme.max_code + 1, shape, dtype=torch.uint8, **made)
     scales = torch.rand(shape[0], scheme.groups(shape[1]), **made) * 0.008 + 0.001
-    return PackedWeight(scheme, codes, scales, activations=activations)
+    return QuantizedWeight(scheme, codes, scales, activations=activations)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.ops import (
     Argmax,
@@ -94,7 +94,7 @@ def test_packed_embeddings(bits: int, group: int, symmetric: bool, width: int) -
     groups = scheme.groups(width)
     codes = torch.randint(0, scheme.max_code + 1, (11, width)).to(torch.uint8)
     zeros = None if symmetric else torch.randint(0, scheme.max_code + 1, (11, groups)).to(torch.uint8)
-    table = PackedWeight(scheme, codes, torch.rand(11, groups), zeros)
+    table = QuantizedWeight(scheme, codes, torch.rand(11, groups), zeros)
     got = torch.empty(3, width)
     run_on(triton_executor(), [Embed(table, got)], make_step(3, [10, 0, 4]))
     torch.testing.assert_close(got, table.dequantize()[[10, 0, 4]])
@@ -103,7 +103,7 @@ def test_packed_embeddings(bits: int, group: int, symmetric: bool, width: int) -
 @FP8
 def test_embeddings_in_e4m3() -> None:
     codes = torch.randn(5, 40).to(torch.float8_e4m3fn).view(torch.uint8)
-    table = PackedWeight(WeightScheme(8, -1, dtype="fp8"), codes, torch.rand(5, 1))
+    table = QuantizedWeight(WeightScheme(8, -1, dtype="fp8"), codes, torch.rand(5, 1))
     got = torch.empty(2, 40)
     run_on(triton_executor(), [Embed(table, got)], make_step(2, [4, 1]))
     torch.testing.assert_close(got, table.dequantize()[[4, 1]])

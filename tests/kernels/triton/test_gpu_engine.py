@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import open_model
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import ops
@@ -210,7 +210,7 @@ def test_what_is_done_row_by_row(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(6)
     rows, ids = 5, ints([8, 0, 8, 3, 1])
     table, weight, gate_up = torch.randn(9, width).to(dtype), torch.randn(width), torch.randn(rows, 2 * width) * 4
-    codes = PackedWeight(
+    codes = QuantizedWeight(
         WeightScheme(4, 32, symmetric=False), torch.randint(0, 16, (9, 64)).to(torch.uint8), torch.rand(9, 2),
         torch.randint(0, 16, (9, 2)).to(torch.uint8),
     )  # fmt: skip

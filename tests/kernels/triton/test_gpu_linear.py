@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, reference
 from qserve.kernels.triton import linear
@@ -38,7 +38,7 @@ SCHEMES = [
 ]  # fmt: skip
 
 
-def weight_of(scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> PackedWeight:
+def weight_of(scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> QuantizedWeight:
     groups, height = scheme.groups(inp), scheme.row_height(out)
     scales = (torch.rand(-(-out // height), groups) * 0.02 + 0.001).half().float()
     codes = torch.randint(0, scheme.max_code + 1, (out, inp)).to(torch.uint8)
@@ -46,15 +46,15 @@ def weight_of(scheme: WeightScheme, activations: ActivationScheme | None, out: i
         codes = (torch.randn(out, inp) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     zeros = None if scheme.symmetric else torch.randint(0, scheme.max_code + 1, (out, groups)).to(torch.uint8)
     static = activations is not None and not activations.dynamic
-    made = PackedWeight(scheme, codes, scales.repeat_interleave(height, 0)[:out].contiguous(), zeros,
-                        activations=activations, input_scale=0.02 if static else None)  # fmt: skip
+    made = QuantizedWeight(scheme, codes, scales.repeat_interleave(height, 0)[:out].contiguous(), zeros,
+                           activations=activations, input_scale=0.02 if static else None)  # fmt: skip
     made.check()
     return made
 
 
 def expected_of(op: ops.Linear, rows: int) -> torch.Tensor:
     """The reference's result on the GPU, in float32 without TF32."""
-    assert isinstance(op.weight, PackedWeight) and op.bias is not None
+    assert isinstance(op.weight, QuantizedWeight) and op.bias is not None
     x = op.x[:rows].float().cpu()
     if op.weight.activations is not None:
         x = reference.round_input(x, op.weight.activations, op.weight.input_scale)

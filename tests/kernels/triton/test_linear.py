@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, reference
 from qserve.kernels.triton import linear, target, weight_only
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(target.missing() is not None, reason=str(target.
 
 def packed(
     out: int, inp: int, bits: int, group: int, symmetric: bool = True, *, shuffled: bool = False, half: bool = True
-) -> PackedWeight:
+) -> QuantizedWeight:
     """Random integers; ``half``: with scales that float16 holds exactly."""
     scheme = WeightScheme(bits, group, symmetric)
     groups = scheme.groups(inp)
@@ -36,14 +36,14 @@ def packed(
     scales = torch.rand(out, groups) * 0.02 + 0.001
     zeros = None if symmetric else torch.randint(0, scheme.max_code + 1, (out, groups)).to(torch.uint8)
     g_idx = (torch.arange(inp) // scheme.group_width(inp))[torch.randperm(inp)].int() if shuffled else None
-    weight = PackedWeight(scheme, codes, scales.half().float() if half else scales, zeros, g_idx)
+    weight = QuantizedWeight(scheme, codes, scales.half().float() if half else scales, zeros, g_idx)
     weight.check()
     return weight
 
 
 def want(op: ops.Linear, rows: int) -> torch.Tensor:
     """What the reference makes of the same op, in float32 on the CPU."""
-    weight = op.weight if isinstance(op.weight, PackedWeight) else op.weight.float().cpu()
+    weight = op.weight if isinstance(op.weight, QuantizedWeight) else op.weight.float().cpu()
     out = op.out[:rows].float().cpu()
     same = ops.Linear(
         op.x[:rows].float().cpu(), weight, out, None if op.bias is None else op.bias.float().cpu(), op.accumulate
@@ -182,7 +182,7 @@ def test_dense(dtype: torch.dtype) -> None:
     assert error(run(op, 5), expected) < TOLERANCE[dtype]
 
 
-def rounded(weight: PackedWeight, activations: ActivationScheme) -> PackedWeight:
+def rounded(weight: QuantizedWeight, activations: ActivationScheme) -> QuantizedWeight:
     return replace(weight, activations=activations, input_scale=None if activations.dynamic else 0.02)
 
 
@@ -237,12 +237,12 @@ def test_a_row_that_registers_do_not_hold_is_rounded_in_pieces(scheme: Activatio
     torch.testing.assert_close(run(op, 3), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-def packed_fp8(out: int, inp: int, group: int, rows: int) -> PackedWeight:
+def packed_fp8(out: int, inp: int, group: int, rows: int) -> QuantizedWeight:
     scheme = WeightScheme(8, group, dtype="fp8", rows=rows)
     height = scheme.row_height(out)
     codes = (torch.randn(out, inp) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     scales = torch.rand(-(-out // height), scheme.groups(inp)) * 0.01 + 0.001
-    weight = PackedWeight(scheme, codes, scales.repeat_interleave(height, 0)[:out].contiguous())
+    weight = QuantizedWeight(scheme, codes, scales.repeat_interleave(height, 0)[:out].contiguous())
     weight.check()
     return weight
 
@@ -282,7 +282,7 @@ def test_integers_of_four_bits_are_exact_in_fp8() -> None:
 @pytest.mark.parametrize(("bits", "side", "refused"), [(4, 1 << 16, False), (4, 100_000, True), (8, 1 << 16, True)])
 def test_what_the_kernel_cannot_count_is_refused(bits: int, side: int, refused: bool) -> None:
     codes = torch.empty(side, side, dtype=torch.uint8, device="meta")
-    weight = PackedWeight(WeightScheme(bits, -1), codes, torch.empty(side, 1, device="meta"))
+    weight = QuantizedWeight(WeightScheme(bits, -1), codes, torch.empty(side, 1, device="meta"))
     reason = linear.supports(weight, (9, 0))
     assert (reason is not None and "16 bits" in reason) == refused
 

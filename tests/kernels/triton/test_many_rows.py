@@ -25,7 +25,7 @@ from test_linear import (  # type: ignore[import-not-found]
 )
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import dequantize, linear, persistent, target
@@ -44,7 +44,7 @@ WIDE = replace(SMALL, block_n=256)
 LOW = replace(SMALL, block_m=64, warps=4)
 
 
-def eight_bit(weight: PackedWeight, rows: int, **more: object) -> EightBit:
+def eight_bit(weight: QuantizedWeight, rows: int, **more: object) -> EightBit:
     """The product of more rows than are used, into columns in the middle."""
     out, inp = weight.codes.shape
     x = torch.randn(rows + 3, inp, dtype=torch.float16, device=DEVICE)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.ops import Linear
 from qserve.kernels.triton import linear, target
@@ -35,7 +35,7 @@ def held(scheme: WeightScheme, activations: ActivationScheme | None, out: int, i
     scales = torch.full((out, scheme.groups(inp)), scale)
     zeros = None if scheme.symmetric else torch.ones(scales.shape, dtype=torch.uint8)
     static = activations is not None and not activations.dynamic
-    weight = PackedWeight(
+    weight = QuantizedWeight(
         scheme, torch.ones(out, inp, dtype=torch.uint8), scales, zeros, activations=activations,
         input_scale=1.0 if static else None,
     )  # fmt: skip

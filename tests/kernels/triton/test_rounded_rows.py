@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.ops import Linear, Op, RMSNorm, SiluMul, Step
 from qserve.kernels.triton import eight_bit, target
@@ -24,14 +24,14 @@ round_rows = eight_bit.round_rows
 GROUPED = ActivationScheme("int8", "group", group_size=64)
 
 
-def weight(inp: int, activations: ActivationScheme, group: int = -1, *, shuffled: bool = False) -> PackedWeight:
+def weight(inp: int, activations: ActivationScheme, group: int = -1, *, shuffled: bool = False) -> QuantizedWeight:
     """20 outputs, in the integers that both kinds of inputs multiply."""
     scheme = WeightScheme(4, group)
     codes = torch.randint(0, 16, (20, inp)).to(torch.uint8)
     g_idx = (torch.arange(inp) // group)[torch.randperm(inp)].int() if shuffled else None
     scale = None if activations.dynamic else 0.02
     scales = torch.rand(20, scheme.groups(inp)) * 0.02
-    return PackedWeight(scheme, codes, scales, None, g_idx, activations=activations, input_scale=scale)
+    return QuantizedWeight(scheme, codes, scales, None, g_idx, activations=activations, input_scale=scale)
 
 
 def makers(width: int) -> list[RMSNorm | SiluMul]:

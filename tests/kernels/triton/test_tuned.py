@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, registry
 from qserve.kernels.triton import linear
@@ -58,8 +58,8 @@ def product(rows: int = 20, out: int = 128, inp: int = 256, *, invariant: bool =
     torch.manual_seed(out)
     scheme = WeightScheme(8, -1, dtype="fp8") if fp8 else WeightScheme(4, 128)
     codes = torch.randint(0, 16, (out, inp), dtype=torch.uint8) + (40 if fp8 else 0)
-    weight = PackedWeight(scheme, codes, torch.full((out, scheme.groups(inp)), 0.01),
-                          activations=ActivationScheme("fp8") if fp8 else None)  # fmt: skip
+    weight = QuantizedWeight(scheme, codes, torch.full((out, scheme.groups(inp)), 0.01),
+                             activations=ActivationScheme("fp8") if fp8 else None)  # fmt: skip
     x, y = torch.randn(rows, inp, dtype=torch.float16), torch.empty(rows, out, dtype=torch.float16)
     return linear.prepare(ops.Linear(x, weight, y), CPU, invariant)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from qserve.checkpoint.packed import PackedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 
 def make_weight(
     out: int, inp: int, scheme: WeightScheme, activations: ActivationScheme | None = None, *, shuffled: bool = False
-) -> PackedWeight:
+) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(out * 31 + inp)
     groups, height = scheme.groups(inp), scheme.row_height(out)
     blocks = torch.rand(-(-out // height), groups, generator=generator) * 0.02 + 0.001
@@ -27,7 +27,7 @@ def make_weight(
     if shuffled:
         g_idx = (torch.arange(inp) // scheme.group_width(inp))[torch.randperm(inp, generator=generator)].int()
     static = activations is not None and not activations.dynamic
-    weight = PackedWeight(
+    weight = QuantizedWeight(
         scheme, codes, scales, zeros, g_idx, activations=activations, input_scale=0.011 if static else None
     )
     weight.check()

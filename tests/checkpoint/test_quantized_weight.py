@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.packed import PackedWeight, concat_rows
+from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
 from qserve.checkpoint.spec import WeightScheme
 
 SCHEME = WeightScheme(4, 8, symmetric=False)
 
 
-def weight(out: int = 4, seed: int = 0) -> PackedWeight:
+def weight(out: int = 4, seed: int = 0) -> QuantizedWeight:
     g = torch.Generator().manual_seed(seed)
-    return PackedWeight(
+    return QuantizedWeight(
         SCHEME,
         codes=torch.randint(0, 16, (out, 16), dtype=torch.uint8, generator=g),
         scales=torch.rand(out, 2, generator=g),

@@ -1,4 +1,4 @@
-"""``PackedWeight``: the one canonical form of a quantized weight.
+"""``QuantizedWeight``: the one canonical form of a quantized weight.
 
 On-disk formats convert to and from it; kernels prepack from it at load. It knows no format and no kernel.
 """
@@ -15,7 +15,7 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 
 @dataclass(frozen=True)
-class PackedWeight:
+class QuantizedWeight:
     """W[o, i] = (codes[o, i] - zeros[o, g(i)]) * scales[o, g(i)], or e4m3(codes[o, i]) * scales[o, g(i)].
 
     codes        uint8 [out, in]: each in [0, 2**bits), or the bytes of e4m3 numbers where the scheme is fp8
@@ -102,7 +102,7 @@ class PackedWeight:
         return self.codes.to(torch.float32).sub_(zeros).mul_(self.scales[:, group])
 
 
-def concat_rows(parts: list[PackedWeight]) -> PackedWeight:
+def concat_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
     """Stack weights that share an input (q, k, v) into one fused weight [sum of out, in].
 
     Raises ``ValueError`` where the schemes or the groups of inputs differ; the caller then keeps them apart.
@@ -123,7 +123,7 @@ def concat_rows(parts: list[PackedWeight]) -> PackedWeight:
     if any(part.zeros is not None for part in parts):
         zeros = torch.cat([torch.full_like(p.scales, p.scheme.zero).to(torch.uint8) if p.zeros is None
                            else p.zeros for p in parts])
-    return PackedWeight(
+    return QuantizedWeight(
         scheme=replace(first.scheme, rows=1),  # what a scale was shared by need not be whole any more
         codes=torch.cat([p.codes for p in parts]),
         scales=torch.cat([p.scales for p in parts]),
