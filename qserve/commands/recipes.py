@@ -1,4 +1,4 @@
-"""Which options of ``qserve quantize`` are for what. Knows words alone: the help, CLI.md and the README show them."""
+"""Which options of ``qserve quantize`` are for what. The help, CLI.md and the documents show them."""
 
 from __future__ import annotations
 

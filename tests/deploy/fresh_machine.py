@@ -1,4 +1,4 @@
-"""The production section of the README, followed word by word on a machine that has just been made.
+"""The section of deploy/README.md on one machine, followed word by word on a machine that has just been made.
 
 ``python tests/deploy/fresh_machine.py DIR`` makes a Debian 12 in ``DIR``, starts its systemd, and gives the commands of
 the section to one shell there, in their order; it ends with 1 at the first that fails. It runs as root, with
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SECTION = "### In production"
+SECTION = "## On one machine"
 # What every installed Debian has and debootstrap's smallest does not.
 PACKAGES = "systemd,systemd-sysv,dbus,ca-certificates,procps"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -93,7 +93,8 @@ def main() -> int:
         parser.error("DIR must not exist, and only root makes machines")
     make(home, arguments.copy)
     with Machine(home, arguments.bind) as machine:
-        script = "cd /root/qserve\n" + "".join(commands((ROOT / "README.md").read_text(encoding="utf-8"), SECTION))
+        text = (ROOT / "deploy/README.md").read_text(encoding="utf-8")
+        script = "cd /root/qserve\n" + "".join(commands(text, SECTION))
         failed = machine.run(script)
     print("a command failed" if failed else "every command of the section worked")
     return int(failed != 0)

@@ -1,4 +1,4 @@
-"""The production section of the README agrees with the files that it installs; ``fresh_machine.py`` follows it."""
+"""The commands of deploy/README.md agree with the files that they install; ``fresh_machine.py`` follows them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fresh_machine() -> ModuleType:
 @pytest.fixture(scope="module")
 def lines(fresh_machine: ModuleType) -> list[str]:
     """The commands of the section, continued ones on one line."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "deploy/README.md").read_text(encoding="utf-8")
     return "".join(fresh_machine.commands(text, fresh_machine.SECTION)).replace("\\\n", " ").splitlines()
 
 

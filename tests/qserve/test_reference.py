@@ -22,10 +22,10 @@ def test_cli_md_is_current() -> None:
     assert written == reference(), "CLI.md is out of date: renew it with `python -m qserve.reference > CLI.md`"
 
 
-def test_the_readme_says_which_options_are_for_what_as_the_help_does() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_document_says_which_options_are_for_what_as_the_help_does() -> None:
+    document = (ROOT / "docs/quantization.md").read_text(encoding="utf-8")
     for row in RECIPES:
-        assert "| " + " | ".join(row) + " |" in readme
+        assert "| " + " | ".join(row) + " |" in document
         assert row[0] in recipes_for_help()
 
 
