@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from quantized_weights import make_weight
 
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native
 from qserve.kernels.ops import Argmax, Attention, Linear, Op, RopeKV, Step
+from tests.kernels.quantized_weights import make_weight
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantized_weights import make_weight
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
@@ -15,6 +14,7 @@ from qserve.kernels import native
 from qserve.kernels.ops import Embed, Executor, Linear, Step
 from qserve.kernels.prepack import int_tiles, tile_bytes
 from qserve.kernels.reference import round_input
+from tests.kernels.quantized_weights import make_weight
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 

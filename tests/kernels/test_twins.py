@@ -7,11 +7,9 @@ A few examples of each, and many in CI.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +18,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
-
-sys.path.insert(0, str(Path(__file__).parent))
-from quantized_weights import make_weight
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
@@ -44,6 +39,7 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.prepack import int_tiles
 from qserve.kernels.reference import ReferenceExecutor, round_input
+from tests.kernels.quantized_weights import make_weight
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 

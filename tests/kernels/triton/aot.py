@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+NAME = "tests.kernels.triton.aot"
+ROOT = Path(__file__).parents[3]
 BEGIN = "compiled kernels: "
 
 
@@ -115,9 +117,10 @@ def _tool(*command: str) -> str:
 def compile_file(path: Path, function: str = "cases", timeout: float = 280, one_in: int = 1) -> dict[str, Compiled]:
     """Everything that ``function`` of the file names, or one in so many, compiled in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    beside = [str(path.parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for what the file imports
     done = subprocess.run(
-        [sys.executable, __file__, str(path), function, str(one_in)],
-        env=environment, capture_output=True, text=True, timeout=timeout,
+        [sys.executable, "-m", NAME, str(path.resolve()), function, str(one_in)], cwd=ROOT,
+        env={**environment, "PYTHONPATH": os.pathsep.join(beside)}, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(f"{path.name} does not compile:\n{done.stderr[-6000:]}")
@@ -136,7 +139,7 @@ def _compiled(name: str) -> dict[str, Any]:
 
 
 def _main(path: str, function: str, one_in: str) -> None:
-    sys.modules["aot"] = sys.modules["__main__"]  # cases import Case from here
+    sys.modules[NAME] = sys.modules["__main__"]  # cases import Case from here
     named = runpy.run_path(path)[function]()
     # By the name, so that those which are chosen stay the same where others come.
     _cases.update({name: case for name, case in named.items() if zlib.crc32(name.encode()) % int(one_in) == 0})

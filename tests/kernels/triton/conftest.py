@@ -15,7 +15,7 @@ if architecture := os.environ.get("EMULATED_SM"):
     # Compiled for it, and executed by the emulator.
     if architecture not in ("80", "86", "89", "90"):
         pytest.exit(f"EMULATED_SM is one of 80, 86, 89 and 90, not {architecture}", returncode=4)
-    from emulator.driver import install  # type: ignore[import-not-found]
+    from tests.ptx_emulator.driver import install
 
     major, minor = divmod(int(architecture), 10)
     shared = target.shared_bytes((major, minor))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import triton
-from aot import Case
 
 from qserve.kernels.triton import (
     argmax,
@@ -26,6 +25,7 @@ from qserve.kernels.triton import (
     silu_mul,
 )
 from qserve.kernels.triton.target import FP8
+from tests.kernels.triton.aot import Case
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
 CACHES = {

@@ -11,8 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from aot import Case  # type: ignore[import-not-found]
-
 from qserve.kernels.triton import dequantize, eight_bit, persistent, weight_only
 from qserve.kernels.triton.inputs import (
     gather_columns_kernel,
@@ -25,6 +23,7 @@ from qserve.kernels.triton.prepack import _shape
 from qserve.kernels.triton.target import FP8
 from qserve.kernels.triton.tuning.configs import Config
 from qserve.kernels.triton.tuning.tuned import DATA
+from tests.kernels.triton.aot import Case
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
 GPUS = {"A100": (8, 0), "L4": (8, 9), "L40S": (8, 9), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}

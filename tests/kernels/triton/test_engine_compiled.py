@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aot import compile_file  # type: ignore[import-not-found]
-from engine_cases import attention_op  # type: ignore[import-not-found]
 
 from qserve.kernels.triton import attention
 from qserve.kernels.triton.target import shared_bytes
+from tests.kernels.triton.aot import compile_file
+from tests.kernels.triton.engine_cases import attention_op
 
 HERE = Path(__file__).parent
 

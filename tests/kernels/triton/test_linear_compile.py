@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waves import PER_BYTE
 
 from qserve.kernels.triton.target import DEFAULT, shared_bytes
 from qserve.kernels.triton.tuning import tuned
 from qserve.kernels.triton.tuning.configs import BUCKETS, Config
+from tests.kernels.triton import aot, linear_cases
+from tests.kernels.triton.aot import loop
 
 HERE = Path(__file__).parent
-
-
-def load(name: str):  # type: ignore[no-untyped-def]
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-aot, PER_BYTE = load("aot"), load("waves").PER_BYTE
-loop = aot.loop
 
 
 def check(name: str, made) -> None:  # type: ignore[no-untyped-def]
@@ -129,7 +117,7 @@ def test_what_is_shipped_is_among_the_configurations(tmp_path: Path) -> None:
     for key, each in keys.items():
         file.entries[key] = {bucket: tuned.Measured(config, 1.0, 2.0) for bucket, config in each.items()}
     file.write(tmp_path / "nvidia-h200-triton-3.9.json")
-    found = load("linear_cases").tuned_cases(tmp_path)
+    found = linear_cases.tuned_cases(tmp_path)
     assert [case.kernel.__name__ for case in found.values()] == [
         *["weight_only_kernel"] * 3, "eight_bit_kernel", "persistent_kernel",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every Triton that is allowed compiles the kernels: ``python tests/kernels/triton/versions.py DIR [VERSION...]``.
+"""Every Triton that is allowed compiles the kernels: ``python -m tests.kernels.triton.versions DIR [VERSION...]``.
 
 One configuration of every kernel for each architecture, by the oldest and the newest Triton of PyPI, or by the named
 versions (``3.7.1``, ``3.8.*``). Each is installed alone into a folder of DIR and put before the Triton that is here;
@@ -17,10 +17,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from aot import Compiled, compile_file
-from test_emulated import SOME, emulate
-
 from qserve.kernels.triton.target import shared_bytes
+from tests.kernels.triton.aot import Compiled, compile_file
+from tests.kernels.triton.test_emulated import SOME, emulate
 
 HERE = Path(__file__).parent
 FILES = ("linear_cases.py", "engine_cases.py")

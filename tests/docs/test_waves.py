@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from waves import SHAPES, waves  # type: ignore[import-not-found]
+from waves import SHAPES, waves
 
 
 @pytest.mark.parametrize("rows", [1, 16])

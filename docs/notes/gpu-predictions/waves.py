@@ -1,4 +1,6 @@
-"""What the parts of K leave idle: ``python tests/kernels/triton/waves.py`` prints it for decodes of 4-bit weights.
+"""What the parts of K leave idle, of decodes of 4-bit weights.
+
+``python docs/notes/gpu-predictions/waves.py`` prints it.
 
 A GPU runs so many programs at a time (``slots``); where their number is no multiple of it, slots of the last wave are
 empty. That is lost time only where the programs that are left cannot keep the memory busy: they must have asked for

@@ -7,11 +7,13 @@ import struct
 import numpy as np
 import pytest
 import torch
-from emulator.machine import Machine  # type: ignore[import-not-found]
-from emulator.memory import Fault, Region  # type: ignore[import-not-found]
-from emulator.program import read  # type: ignore[import-not-found]
-from emulator.scalar import bf16_of, number_of  # type: ignore[import-not-found]
 
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.memory import Fault, Region
+from tests.ptx_emulator.program import read
+from tests.ptx_emulator.scalar import bf16_of, number_of
+
+pytestmark = pytest.mark.slow
 KERNEL = """
 .version 8.8
 .target sm_90a

@@ -1,4 +1,6 @@
-"""What can be counted towards the goals of the GPU where none is: ``python tests/kernels/triton/counted.py`` prints it.
+"""What can be counted towards the goals of the GPU where none is.
+
+``python docs/notes/gpu-predictions/counted.py`` prints it, from the root of the repository.
 
 The kernels are compiled for sm_90 and the instructions of their loops counted. What a launch needs of an H200 follows:
 the seconds in which its memory moves the bytes, its matrix units multiply the tiles, padding included, and the fullest
@@ -16,10 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aot import Case, Compiled, compile_file, loops  # type: ignore[import-not-found]
-from engine_cases import attention_cases, attention_op  # type: ignore[import-not-found]
-from linear_cases import eight_bit_case, weight_only_case  # type: ignore[import-not-found]
-from waves import CLOCK, LATENCY, MEMORY  # type: ignore[import-not-found]
+from waves import CLOCK, LATENCY, MEMORY
 
 from qserve.evals.bench.gpu.kernels import DECODES, HEADS
 from qserve.evals.bench.gpu.report import LONG
@@ -28,6 +27,9 @@ from qserve.kernels.triton import dequantize, eight_bit, weight_only
 from qserve.kernels.triton.attention import CHUNK, decode_shape, resident, tile_shape
 from qserve.kernels.triton.target import DEFAULT
 from qserve.kernels.triton.tuning.configs import Config, resolve
+from tests.kernels.triton.aot import Case, Compiled, compile_file, loops
+from tests.kernels.triton.engine_cases import attention_cases, attention_op
+from tests.kernels.triton.linear_cases import eight_bit_case, weight_only_case
 
 SM_90, SMS, SCHEDULERS = (9, 0), DEFAULT.sms, 4
 PRODUCTS = 790e12
