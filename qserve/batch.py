@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from qserve.answer_file import ID, AnswerFile, Key, key_of
 from qserve.checkpoint.errors import DataError, QServeError
 from qserve.runtime.server.app import create_app
-from qserve.runtime.server.body import parse_object
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.errors import APIError
-from qserve.runtime.server.inprocess import post
+from qserve.runtime.server.http.body import parse_object
+from qserve.runtime.server.http.inprocess import post
 from qserve.runtime.server.service import Service
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ def key(
     ),
 ) -> None:
     """Make an API key: its hash is added to FILE, the key itself is printed once and kept nowhere."""
-    from qserve.runtime.server.keys import add_key
+    from qserve.runtime.server.limits.keys import add_key
 
     console.line(add_key(name, file))
     console.note(f"{file} lets it in with 'qserve run --api-keys {file}'; limits are lines of its entry")

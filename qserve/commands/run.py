@@ -112,10 +112,10 @@ def run(
     )
     from qserve import steps
     from qserve.kernels.threads import cpu_ranges
-    from qserve.runtime.server import logs
     from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve
-    from qserve.runtime.server.tracing import otlp_exporter
+    from qserve.runtime.server.telemetry import logs
+    from qserve.runtime.server.telemetry.tracing import otlp_exporter
 
     server = ServerConfig(
         api_keys=tuple(api_key or ()),

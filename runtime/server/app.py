@@ -10,11 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.access import AccessLog
 from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.errors import APIError, ClientGone
-from qserve.runtime.server.guard import Guard
-from qserve.runtime.server.linger import Linger
+from qserve.runtime.server.http.authentication import AuthenticationMiddleware
+from qserve.runtime.server.http.lingering_close import LingeringClose
 from qserve.runtime.server.routes import (
     chat,
     completions,
@@ -29,12 +28,13 @@ from qserve.runtime.server.routes import (
     websocket,
 )
 from qserve.runtime.server.service import Service
+from qserve.runtime.server.telemetry.access_log import AccessLog
 
 
 def create_app(service: Service) -> FastAPI:
     """The ASGI application. The caller starts and stops ``service.thread``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, keys=service.keys)
+    app.add_middleware(AuthenticationMiddleware, keys=service.keys)
     if service.config.cors_origins:  # outside of the guard: a browser asks without a key whether it may
         app.add_middleware(
             CORSMiddleware,
@@ -43,8 +43,14 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-Id", "traceparent"],
             expose_headers=["Retry-After", "X-Request-Id"],
         )
-    app.add_middleware(AccessLog, service=service)
-    app.add_middleware(Linger)  # the last one added is the outermost: what it waits for is no part of a request
+    app.add_middleware(
+        AccessLog,
+        model=service.model_name,
+        metrics=service.metrics,
+        tracer=service.tracer,
+        draining=lambda: service.draining,
+    )
+    app.add_middleware(LingeringClose)  # the last one added is the outermost: what it waits for is no part of a request
     _add_error_handlers(app)
     for part in (probes, models, completions, chat, responses, embeddings, tokens, websocket, engine, page, schema):
         app.include_router(part.router(service))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qserve.checkpoint.errors import UsageError
-from qserve.runtime.server.tool_formats import NAMES
+from qserve.runtime.server.chat.tool_formats import NAMES
 
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 TOOL_FORMAT_CHOICES = ("auto", "none", *NAMES)

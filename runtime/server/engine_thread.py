@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 from qserve.runtime.backlog import Backlog
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.errors import APIError
-from qserve.runtime.server.keys import ApiKey
-from qserve.runtime.server.metrics import Metrics
-from qserve.runtime.server.quota import Quotas
-from qserve.runtime.server.rate import ServiceRate
-from qserve.runtime.server.timeline import Timeline
+from qserve.runtime.server.limits.keys import ApiKey
+from qserve.runtime.server.limits.quota import Quotas
+from qserve.runtime.server.limits.rate import ServiceRate
+from qserve.runtime.server.telemetry.metrics import Metrics
+from qserve.runtime.server.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

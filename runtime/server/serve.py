@@ -25,11 +25,11 @@ import uvicorn
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.server.app import create_app
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.entrance import Entrance
-from qserve.runtime.server.keys import KeyRing
-from qserve.runtime.server.logs import event
+from qserve.runtime.server.http.connection import Connection
+from qserve.runtime.server.http.loading import LoadingApp
+from qserve.runtime.server.limits.keys import KeyRing
 from qserve.runtime.server.service import Service
-from qserve.runtime.server.wire import WireProtocol
+from qserve.runtime.server.telemetry.logs import event
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
@@ -71,11 +71,11 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(self, config: ServerConfig, sock: socket.socket) -> None:
-        self._entrance = Entrance()
+        self._entrance = LoadingApp()
         super().__init__(
             uvicorn.Config(
                 self._entrance,
-                http=WireProtocol,
+                http=Connection,
                 ws="websockets-sansio",
                 ws_max_size=config.max_body_bytes,
                 ws_per_message_deflate=False,

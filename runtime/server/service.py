@@ -15,22 +15,22 @@ from starlette.requests import HTTPConnection
 
 from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.server.access import Access
-from qserve.runtime.server.answers import Answer
-from qserve.runtime.server.body import read_json
+from qserve.runtime.server.chat.dialect import Dialect
+from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.constraints import ConstraintChecker
-from qserve.runtime.server.dialect import Dialect
 from qserve.runtime.server.engine_thread import MAX_RETRY_AFTER, EngineThread, Generation
 from qserve.runtime.server.errors import APIError
-from qserve.runtime.server.keys import ApiKey, KeyRing
-from qserve.runtime.server.logprobs import TokenTexts
-from qserve.runtime.server.metrics import Metrics
-from qserve.runtime.server.prompts import PromptEncoder
-from qserve.runtime.server.quota import QuotaError
-from qserve.runtime.server.response_answer import ResponseAnswer
-from qserve.runtime.server.streaming import EventStream, after_first, while_connected
-from qserve.runtime.server.tracing import Tracer, otlp_exporter
+from qserve.runtime.server.http.body import read_json
+from qserve.runtime.server.http.streaming import EventStream, after_first, while_connected
+from qserve.runtime.server.limits.constraints import ConstraintChecker
+from qserve.runtime.server.limits.keys import ApiKey, KeyRing
+from qserve.runtime.server.limits.quota import QuotaError
+from qserve.runtime.server.openai.answers import Answer
+from qserve.runtime.server.openai.logprobs import TokenTexts
+from qserve.runtime.server.openai.responses_answer import ResponseAnswer
+from qserve.runtime.server.telemetry.metrics import Metrics
+from qserve.runtime.server.telemetry.request_record import RequestRecord
+from qserve.runtime.server.telemetry.tracing import Tracer, otlp_exporter
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
@@ -132,8 +132,8 @@ class Service:
             raise self._busy(str(error)) from None
         except QuotaError as error:
             raise _limited(error) from None
-        access: Access = request.scope["qserve.access"]
-        access.generations.append(generation)
+        record: RequestRecord = request.scope["qserve.record"]
+        record.generations.append(generation)
         return generation
 
     def admit(self, request: HTTPConnection) -> None:

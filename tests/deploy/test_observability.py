@@ -92,7 +92,7 @@ def test_every_metric_is_exported(exported: dict[str, set[str]], where: str, exp
 
 
 def test_the_limits_of_the_alerts_are_limits_of_buckets() -> None:
-    from qserve.runtime.server.metrics import _SECONDS
+    from qserve.runtime.server.telemetry.metrics import _SECONDS
 
     asked_for = {float(le) for _, expression in expressions() for le in re.findall(r'le="([\d.]+)"', expression)}
     assert asked_for and asked_for <= set(map(float, _SECONDS))

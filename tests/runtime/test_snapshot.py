@@ -8,7 +8,7 @@ from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.scheduler import Scheduler
-from qserve.runtime.server.watch import CACHED, FIRST_REQUEST, FREE, MAX_CELLS, SHARED, to_json
+from qserve.runtime.server.telemetry.engine_view import CACHED, FIRST_REQUEST, FREE, MAX_CELLS, SHARED, to_json
 from qserve.runtime.snapshot import MAX_WAITING, EngineSnapshot, take
 
 SIZE = 4

@@ -7,10 +7,10 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.answers import ChatAnswer, Usage
-from qserve.runtime.server.conversation import converse
-from qserve.runtime.server.openapi import described
-from qserve.runtime.server.protocol import ChatRequest, parse
+from qserve.runtime.server.chat.preprocessing import preprocess
+from qserve.runtime.server.openai.answers import ChatAnswer, Usage
+from qserve.runtime.server.openai.openapi import described
+from qserve.runtime.server.openai.protocol import ChatRequest, parse
 from qserve.runtime.server.service import Service
 
 
@@ -25,11 +25,11 @@ def router(service: Service) -> APIRouter:
         try:
             messages = [message.for_template() for message in body.messages]
             options = body.chat_template_kwargs.given() if body.chat_template_kwargs else None
-            conversation = await asyncio.to_thread(
-                converse, service.encoder, service.dialect, messages, body.sampling_params(), body.tool_use(), options
+            inputs = await asyncio.to_thread(
+                preprocess, service.encoder, service.dialect, messages, body.sampling_params(), body.tool_use(), options
             )
-            params = conversation.params
-            generation = await service.submit(request, [conversation.prompt], params, body.priority)
+            params = inputs.params
+            generation = await service.submit(request, [inputs.prompt], params, body.priority)
         except RequestError as error:
             raise RequestError(str(error), body.name_of(error.param)) from None
         answer = ChatAnswer(
@@ -39,7 +39,7 @@ def router(service: Service) -> APIRouter:
             texts=service.texts,
             logprobs=params.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs is not None,
-            parser=conversation.parser,
+            parser=inputs.parser,
         )
         return await service.answer(request, generation, answer, **body.delivery())
 

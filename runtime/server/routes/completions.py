@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
-from qserve.runtime.server.answers import CompletionAnswer, Echo, Usage
-from qserve.runtime.server.best_of import BestOfAnswer
-from qserve.runtime.server.openapi import described
-from qserve.runtime.server.protocol import CompletionRequest, parse
+from qserve.runtime.server.openai.answers import CompletionAnswer, Echo, Usage
+from qserve.runtime.server.openai.best_of import BestOfAnswer
+from qserve.runtime.server.openai.openapi import described
+from qserve.runtime.server.openai.protocol import CompletionRequest, parse
 from qserve.runtime.server.service import Service
 
 

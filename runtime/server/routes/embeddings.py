@@ -17,11 +17,11 @@ from pydantic import Field, WithJsonSchema, field_validator
 
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.engine_thread import Generation
-from qserve.runtime.server.openapi import PROMPT, described
-from qserve.runtime.server.protocol import parse, prompt_list
+from qserve.runtime.server.http.streaming import while_connected
+from qserve.runtime.server.openai.openapi import PROMPT, described
+from qserve.runtime.server.openai.protocol import parse, prompt_list
+from qserve.runtime.server.openai.strict import Strict
 from qserve.runtime.server.service import Service
-from qserve.runtime.server.streaming import while_connected
-from qserve.runtime.server.strict import Strict
 
 
 class EmbeddingRequest(Strict):

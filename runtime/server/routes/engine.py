@@ -8,14 +8,14 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
+from qserve.runtime.server.http.streaming import EventStream
 from qserve.runtime.server.service import Service
-from qserve.runtime.server.streaming import EventStream
-from qserve.runtime.server.watch import Watch
+from qserve.runtime.server.telemetry.engine_view import EngineView
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
-    watch = Watch(service.thread)
+    watch = EngineView(service.thread)
 
     @routes.get("/v1/engine")
     async def engine() -> Response:
@@ -29,7 +29,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-async def _until_drained(service: Service, watch: Watch) -> AsyncIterator[dict[str, Any]]:
+async def _until_drained(service: Service, watch: EngineView) -> AsyncIterator[dict[str, Any]]:
     """Pictures for as long as requests are taken: who only watches holds no shutdown up."""
     async for picture in watch.pictures():
         yield picture

@@ -7,12 +7,12 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.answers import Usage
-from qserve.runtime.server.conversation import converse
-from qserve.runtime.server.openapi import described
-from qserve.runtime.server.protocol import parse
-from qserve.runtime.server.response_answer import ResponseAnswer
-from qserve.runtime.server.response_request import ResponseRequest
+from qserve.runtime.server.chat.preprocessing import preprocess
+from qserve.runtime.server.openai.answers import Usage
+from qserve.runtime.server.openai.openapi import described
+from qserve.runtime.server.openai.protocol import parse
+from qserve.runtime.server.openai.responses_answer import ResponseAnswer
+from qserve.runtime.server.openai.responses_request import ResponseRequest
 from qserve.runtime.server.service import Service
 
 
@@ -26,17 +26,17 @@ def router(service: Service) -> APIRouter:
         service.check_model(body.model)
         messages = body.messages()
         try:
-            conversation = await asyncio.to_thread(
-                converse, service.encoder, service.dialect, messages, body.sampling_params(), body.tool_use()
+            inputs = await asyncio.to_thread(
+                preprocess, service.encoder, service.dialect, messages, body.sampling_params(), body.tool_use()
             )
-            generation = await service.submit(request, [conversation.prompt], conversation.params, None)
+            generation = await service.submit(request, [inputs.prompt], inputs.params, None)
         except RequestError as error:
             raise RequestError(str(error), body.name_of(error.param)) from None
         answer = ResponseAnswer(
             service.model_name,
             body.shown(),
             Usage(generation.prompt_tokens),
-            conversation.parser() if conversation.parser else None,
+            inputs.parser() if inputs.parser else None,
         )
         return await service.answer(request, generation, answer, stream=bool(body.stream), include_usage=True)
 

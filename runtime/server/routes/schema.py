@@ -6,7 +6,7 @@ import json
 
 from fastapi import APIRouter, Request, Response
 
-from qserve.runtime.server.openapi import document
+from qserve.runtime.server.openai.openapi import document
 from qserve.runtime.server.service import Service
 
 

@@ -10,11 +10,11 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.messages import Message
-from qserve.runtime.server.openapi import described
-from qserve.runtime.server.protocol import MAX_MESSAGES, parse
+from qserve.runtime.server.openai.messages import Message
+from qserve.runtime.server.openai.openapi import described
+from qserve.runtime.server.openai.protocol import MAX_MESSAGES, parse
+from qserve.runtime.server.openai.strict import NotDone, Strict
 from qserve.runtime.server.service import Service
-from qserve.runtime.server.strict import NotDone, Strict
 
 
 class TokenizeRequest(Strict):

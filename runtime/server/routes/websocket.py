@@ -16,8 +16,8 @@ from fastapi import APIRouter
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from qserve.runtime.server.body import parse_object
 from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.http.body import parse_object
 from qserve.runtime.server.service import Service
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ import pytest
 
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.engine import Engine
-from qserve.runtime.server import wire
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.http import connection
 from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
 
 from .waiting import idle, wait_until
@@ -256,7 +256,7 @@ def test_sigterm_drains_and_a_second_one_aborts(engine: Engine, slow: None, sign
 
 
 def test_a_connection_that_says_nothing_is_closed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HEADER_TIMEOUT", 0.3)
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT", 0.3)
     with ServerHandle(engine) as server:
         for sent in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\nX-Slow: "):
             with socket.create_connection(("127.0.0.1", server.port)) as silent:

@@ -1,0 +1,74 @@
+"""``Dialect``: how the model served here marks tool calls and reasoning, and ``OutputParser``, which reads its answers.
+
+Made once per model from its chat template. Knows which markers are special tokens; does not know requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from qserve.runtime.detokenizer import special_ids
+from qserve.runtime.server.chat.parts import Part, Text
+from qserve.runtime.server.chat.reasoning import ReasoningParser, ReasoningTags, find_tags
+from qserve.runtime.server.chat.tool_formats import ToolFormat, find_format
+from qserve.runtime.server.chat.tool_parser import ToolParser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Dialect:
+    """The row of the tool formats and the reasoning tags of one model; None where it has none."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: str, reasoning: str) -> None:
+        """``tool_format``: a row's name, auto or none. ``reasoning``: auto or none."""
+        given = tokenizer.chat_template or ""
+        template = "\n".join(given.values()) if isinstance(given, dict) else str(given)
+        self._added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._special = special_ids(tokenizer)
+        self.tools: ToolFormat | None = find_format(tool_format, template)
+        self.reasoning: ReasoningTags | None = find_tags(template) if reasoning == "auto" else None
+
+    def token_of(self, text: str) -> int | None:
+        """The id of one of the tokens that were added to the vocabulary, None for any other text."""
+        return self._added.get(text)
+
+    def visible_tokens(self, *, tools: bool, reasoning: bool) -> tuple[int, ...]:
+        """Special tokens that the parser of such an output must see."""
+        markers = [*(self.tools.markers if tools and self.tools else ())]
+        if reasoning and self.reasoning:
+            markers += [self.reasoning.begin, self.reasoning.end]
+        return tuple(token for marker in markers if (token := self.token_of(marker)) in self._special)
+
+
+class OutputParser:
+    """The text of one choice to parts: reasoning first, then content and calls. Either parser may be missing."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def thinking(self) -> bool:
+        return self._reasoning is not None and self._reasoning.thinking
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._tools is None else self._tools.num_calls
+
+    def feed(self, text: str) -> list[Part]:
+        """Take more text; return what is certain now, perhaps nothing."""
+        return list(self._through(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
+
+    def finish(self) -> list[Part]:
+        """What was held back, at the end of the output."""
+        parts = list(self._through(self._reasoning.finish())) if self._reasoning else []
+        return parts + (self._tools.finish() if self._tools else [])
+
+    def _through(self, parts: Collection[Part]) -> Iterator[Part]:
+        for part in parts:
+            if self._tools is not None and isinstance(part, Text):
+                yield from self._tools.feed(part.text)
+            elif not isinstance(part, Text) or part.text:
+                yield part

@@ -1,0 +1,73 @@
+"""``preprocess``: what a chat request becomes for the engine, and what will read the answer.
+
+Knows how messages, tools and the model's dialect go together; does not know HTTP or the shapes of answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.server.chat.dialect import Dialect, OutputParser
+from qserve.runtime.server.chat.prompts import PromptEncoder
+from qserve.runtime.server.chat.reasoning import ReasoningParser
+from qserve.runtime.server.chat.tool_grammar import tool_constraint
+from qserve.runtime.server.chat.tool_parser import ToolParser
+from qserve.runtime.server.chat.tool_use import ToolUse
+
+
+@dataclass(frozen=True)
+class ChatInputs:
+    """``parser`` makes what reads the text of one choice; None where the text is the answer as it is."""
+
+    prompt: list[int]
+    params: SamplingParams
+    parser: Callable[[], OutputParser] | None
+
+
+def preprocess(
+    encoder: PromptEncoder,
+    dialect: Dialect,
+    messages: Sequence[Mapping[str, Any]],
+    params: SamplingParams,
+    use: ToolUse,
+    options: Mapping[str, Any] | None = None,
+) -> ChatInputs:
+    """``options``: of the chat template. Raises ``RequestError`` where the model cannot do what is asked."""
+    if use.callable and dialect.tools is None:
+        raise RequestError(
+            "the chat template of this model is of no known format of tool calls; choose one with --tool-format",
+            "tools",
+        )
+    if params.constraint is not None and use.constrained:
+        raise RequestError("an answer cannot be held to response_format and to tool calls at once", "tool_choice")
+    prompt = encoder.chat(messages, [tool.for_template() for tool in use.shown], options)
+    # Whatever the prompt says, an answer that is held to a format has no room for reasoning.
+    tags = dialect.reasoning if params.constraint is None else None
+    opened = tags is not None and encoder.tail(prompt).rstrip().endswith(tags.begin)
+    format = dialect.tools if use.callable else None
+    params = replace(
+        params, visible_tokens=dialect.visible_tokens(tools=format is not None, reasoning=tags is not None)
+    )
+    if format is not None and use.constrained:
+        constraint = tool_constraint(
+            format,
+            use.callable,
+            dialect.token_of,
+            required=use.required,
+            parallel=use.parallel,
+            reasoning=tags,
+            opened=opened,
+        )
+        params = replace(params, constraint=constraint)
+
+    def parser() -> OutputParser:
+        names = [tool.name for tool in use.callable]
+        return OutputParser(
+            None if tags is None else ReasoningParser(tags, opened),
+            None if format is None else ToolParser(format, names, None if use.parallel else 1),
+        )
+
+    return ChatInputs(prompt, params, None if tags is None and format is None else parser)

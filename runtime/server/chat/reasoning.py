@@ -1,0 +1,114 @@
+"""``ReasoningTags``: how models mark their reasoning, and ``ReasoningParser``, which splits it off the answer.
+
+Knows tags; does not know tokens, tool calls or JSON answers. Reasoning comes once, before everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qserve.runtime.detokenizer import overlap
+from qserve.runtime.server.chat.parts import Part, Text, Thought
+
+
+@dataclass(frozen=True)
+class ReasoningTags:
+    begin: str
+    end: str
+
+
+REASONING_TAGS = (
+    ReasoningTags("<think>", "</think>"),
+    ReasoningTags("<thinking>", "</thinking>"),
+    ReasoningTags("<reasoning>", "</reasoning>"),
+    ReasoningTags("[THINK]", "[/THINK]"),
+)
+
+
+def find_tags(template: str) -> ReasoningTags | None:
+    """The tags that a chat template speaks of."""
+    return next((tags for tags in REASONING_TAGS if tags.begin in template or tags.end in template), None)
+
+
+class ReasoningParser:
+    """Takes text by ``feed`` and gives out thoughts and text; ``finish`` gives out what was held back.
+
+    White space at either end of the reasoning is dropped, and before the answer that follows it. Reasoning that is
+    cut off stays reasoning.
+    """
+
+    def __init__(self, tags: ReasoningTags, opened: bool = False) -> None:
+        """``opened``: the prompt ends inside reasoning, so that the output begins there."""
+        self._tags = tags
+        self._opened = opened
+        self._state: Callable[[], list[Part]] | None = self._opening
+        self._buffer = ""
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends inside reasoning."""
+        return self._state in (self._inside, self._thought) or (self._opened and self._state == self._opening)
+
+    def feed(self, text: str) -> list[Part]:
+        """Take more text; return what is certain now, perhaps nothing."""
+        if self._state is None:
+            return [Text(text)] if text else []
+        self._buffer += text
+        parts: list[Part] = []
+        before = None
+        while self._state is not None and self._state != before:
+            before = self._state
+            parts += self._state()
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What was held back, at the end of the output."""
+        thinking, rest, self._buffer = self.thinking, self._buffer, ""
+        if self._state == self._answer:
+            return []
+        if thinking:
+            rest = rest.rstrip() if self._state == self._thought else rest.strip()
+            return [Thought(rest)] if rest else []
+        return [Text(rest)] if rest else []
+
+    # A state looks at the buffer and returns what is certain; that it set another one means: go on with that.
+
+    def _opening(self) -> list[Part]:
+        text, begin = self._buffer.lstrip(), self._tags.begin
+        if text.startswith(begin):
+            self._buffer = text[len(begin) :]
+            self._state = self._inside
+        elif begin.startswith(text):
+            return []
+        elif self._opened:
+            self._state = self._inside
+        else:
+            return self._rest(self._buffer)
+        return []
+
+    def _inside(self) -> list[Part]:
+        if text := self._buffer.lstrip():
+            self._buffer = text
+            self._state = self._thought
+        return []
+
+    def _thought(self) -> list[Part]:
+        end = self._tags.end
+        at = self._buffer.find(end)
+        stop = at if at >= 0 else len(self._buffer) - overlap(self._buffer, end)
+        text = self._buffer[:stop].rstrip()
+        if at < 0:
+            self._buffer = self._buffer[len(text) :]
+        else:
+            self._buffer = self._buffer[at + len(end) :]
+            self._state = self._answer
+        return [Thought(text)] if text else []
+
+    def _answer(self) -> list[Part]:
+        text = self._buffer.lstrip()
+        return self._rest(text) if text else []
+
+    def _rest(self, text: str) -> list[Part]:
+        self._buffer, self._state = "", None
+        return [Text(text)] if text else []

@@ -1,0 +1,65 @@
+"""``AuthenticationMiddleware``: who may call. API keys on every route but the open ones, and a limit on headers.
+
+Knows the ASGI interface, for HTTP and WebSockets; does not know how keys are kept, nor routes or bodies.
+"""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.limits.keys import ApiKey, KeyRing
+
+OPEN_PATHS = ("/health", "/ready", "/")
+OPEN_PREFIX = "/static/"  # the shell of the page
+MAX_HEADER_BYTES = 32 << 10
+UNAUTHORIZED = 4401  # the code a WebSocket is closed with; private codes start at 4000
+
+
+class AuthenticationMiddleware:
+    """ASGI middleware. With no keys everybody may call.
+
+    ``scope["qserve.key"]`` tells later parts whose call it is, None for everybody's, and
+    ``scope["qserve.tenant"]`` the name of that key, or an empty string.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            key = self._admit(scope)
+        except APIError as error:
+            if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
+                await send({"type": "websocket.close", "code": UNAUTHORIZED, "reason": str(error)[:120]})
+            else:
+                await error.response()(scope, receive, send)
+            return
+        scope["qserve.key"], scope["qserve.tenant"] = key, key.name if key else ""
+        await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> ApiKey | None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            raise APIError(431, f"the request headers have more than {MAX_HEADER_BYTES:,} bytes")
+        if not self._keys or (scope["type"] == "http" and _is_open(scope["path"])):
+            return None
+        authorization = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, presented = authorization.partition(b" ")
+        key = self._keys.find(presented.strip())
+        if scheme.lower() != b"bearer" or key is None:
+            raise APIError(
+                401,
+                "no valid API key was given; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return key
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path)

@@ -1,0 +1,280 @@
+"""``ConstraintChecker``: has every new constraint tried out by a worker that can be killed, before the engine sees it.
+
+Knows processes, pipes and deadlines; does not know HTTP, nor what is inside a constraint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from llguidance import LLMatcher
+
+from qserve.runtime.backlog import QueueFullError
+from qserve.runtime.constraint import Constraint
+from qserve.runtime.grammar import GrammarCompiler
+from qserve.runtime.sampling import RequestError
+from qserve.runtime.server.engine_thread import EngineFailure
+from qserve.runtime.server.limits.fair_lock import FairLock
+
+logger = logging.getLogger(__name__)
+
+COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds
+TURN_SECONDS = 0.06  # for one while others wait
+WAIT_SECONDS = 0.1  # more than COMPILE_SECONDS: by then everybody has an answer, however many came at once
+LOOK_SECONDS = 0.01  # between two looks at whether others wait
+GRACE_SECONDS = 0.15  # in which the worker says that they are over; it is killed if it does not
+NICENESS = 5  # the model goes first
+START_SECONDS = 60.0  # for a new worker, on a machine that has other things to do
+MAX_TRIALS = 32  # different constraints that wait for the worker
+LATE = {"late": ""}  # no verdict: others had their turns in the time that it takes
+MAX_VERDICTS = 256  # remembered, so that the same one again costs no trial
+REMEMBER_SECONDS = 60.0  # a refusal, which may be due to a busy moment
+
+_Key = tuple[str, str]  # kind and text
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """``grammar``: the constraint in llguidance's format, known to compile in time. ``error``: why it is refused."""
+
+    grammar: str = ""
+    error: str = ""
+    until: float = math.inf  # as time.monotonic()
+
+
+class ConstraintChecker:
+    """Awaiting ``matcher`` leaves both the event loop and the engine's thread free. All who await share one loop."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._worker = Worker(compiler)
+        self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
+        self._trials: dict[_Key, asyncio.Task[_Verdict | None]] = {}
+        self._turns = FairLock()
+        self._starting: asyncio.Future[None] | None = None
+        self._trying = ThreadPoolExecutor(1, "qserve-constraints")
+        self._compiling = ThreadPoolExecutor(2, "qserve-compile")  # what is known to be good waits for no trial
+
+    def start(self) -> None:
+        """Return when a constraint can be tried out at once, or after ``START_SECONDS``.
+
+        The first constraint would wait for that otherwise, and pays for it where this fails: a server that nobody asks
+        for structured output needs none of it.
+        """
+        try:
+            starting = self._trying.submit(self._worker.start)
+            _ = self._compiler.tokenizer  # this process has one of its own
+            starting.result()
+        except Exception:
+            logger.warning("constraints cannot be tried out yet; the first of them tries again", exc_info=True)
+
+    async def matcher(self, constraint: Constraint, tenant: str = "") -> LLMatcher:
+        """The constraint, compiled. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``.
+
+        ``tenant``: who asks. Those who wait have their turns one tenant after another.
+        """
+        verdict = await self._verdict(constraint, tenant)
+        if verdict.error:
+            raise RequestError(verdict.error, constraint.param)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compiling, self._compiler.matcher, constraint, verdict.grammar)
+
+    def close(self) -> None:
+        """End the worker, also if it is in the middle of something."""
+        self._worker.close()
+        self._trying.shutdown()
+        self._compiling.shutdown()
+
+    async def _verdict(self, constraint: Constraint, tenant: str) -> _Verdict:
+        key = constraint.kind, constraint.text
+        verdict = self._verdicts.get(key)
+        if verdict is not None and time.monotonic() < verdict.until:
+            self._verdicts.move_to_end(key)
+            return verdict
+        if key not in self._trials:
+            if len(self._trials) >= MAX_TRIALS:
+                raise QueueFullError(f"{MAX_TRIALS} constraints wait to be tried out, the limit; try again later")
+            self._trials[key] = asyncio.create_task(self._try(key, constraint, tenant))
+        verdict = await asyncio.shield(self._trials[key])  # others may be waiting for it too
+        if verdict is None:
+            raise QueueFullError("too many constraints to be tried out for one that takes so long; try again later")
+        return verdict
+
+    async def _try(self, key: _Key, constraint: Constraint, tenant: str) -> _Verdict | None:
+        try:
+            answer = await self._ask(constraint, tenant)
+        finally:
+            del self._trials[key]
+        if answer == LATE:
+            return None
+        if "grammar" in answer:
+            verdict = _Verdict(grammar=answer["grammar"])
+        else:
+            verdict = _Verdict(error=answer["error"], until=time.monotonic() + REMEMBER_SECONDS)
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    async def _ask(self, constraint: Constraint, tenant: str) -> dict[str, str]:
+        """As ``Worker.ask``, in less than a second once there is a worker."""
+        loop = asyncio.get_running_loop()
+        if not self._worker.ready:
+            if self._starting is None or self._starting.done():
+                self._starting = asyncio.ensure_future(loop.run_in_executor(self._trying, self._worker.start))
+            await asyncio.shield(self._starting)
+        end = time.monotonic() + COMPILE_SECONDS + WAIT_SECONDS
+        try:
+            async with self._turns.of(tenant, COMPILE_SECONDS + WAIT_SECONDS - TURN_SECONDS):
+                seconds = min(COMPILE_SECONDS, max(TURN_SECONDS, end - time.monotonic()))
+                ask = partial(self._worker.ask, constraint, seconds, self._turns.waited_for)
+                return await loop.run_in_executor(self._trying, ask)
+        except TimeoutError:
+            return LATE
+
+
+class Worker:
+    """The process ``grammar_worker``: started by ``start`` or by a question, also after it died or was killed.
+
+    Questions come from one thread; ``close`` may come from another.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._closed = False
+        self._changing = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def ready(self) -> bool:
+        return self._ready
+
+    def start(self) -> None:
+        """Return when it can be asked. Raises ``EngineFailure`` where it does not come up."""
+        self._running()
+
+    def ask(self, constraint: Constraint, seconds: float, hurry: Callable[[], bool]) -> dict[str, str]:
+        """``{"grammar": ...}``, ``{"error": ...}`` or ``LATE``, within about ``seconds`` of a running worker.
+
+        After ``TURN_SECONDS`` as soon as ``hurry()``. Nothing that was tried for less than ``COMPILE_SECONDS`` is
+        refused as too slow.
+        """
+        question = {"kind": constraint.kind, "text": constraint.text, "seconds": seconds}
+        for _ in range(2):  # that somebody killed the worker is no reason to refuse
+            process = self._running()
+            start = time.monotonic()
+            answer = _exchange(process, question, seconds + GRACE_SECONDS, hurry)
+            if answer is not None and answer != LATE:
+                return answer
+            tried = time.monotonic() - start
+            if answer is None:
+                self._end(process)
+            if tried >= COMPILE_SECONDS:
+                return {"error": f"the constraint is refused: it takes more than {COMPILE_SECONDS:g} s to compile"}
+            if answer == LATE or tried >= seconds:
+                return LATE
+        return {"error": "the constraint is refused: compiling it takes more memory than is allowed"}
+
+    def close(self) -> None:
+        with self._changing:
+            self._closed = True
+            if self._process is not None:
+                _kill(self._process)  # whoever waits for its answer sees it end
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        process = self._process or self._spawn()
+        if not self._ready:
+            if _exchange(process, asdict(self._compiler.vocabulary), START_SECONDS) is None:
+                self._end(process)
+                raise EngineFailure("the worker that compiles constraints does not start")
+            self._ready = True
+        return process
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self._changing:
+            if self._closed:
+                raise EngineFailure("the server is shutting down")
+            # -P: a folder here that is named like a module must not take its place.
+            command = [sys.executable, "-P", "-m", "qserve.runtime.grammar_worker"]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+            return self._process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        _kill(process)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        with self._changing:
+            self._process, self._ready = None, False
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """It and the child that it may have at work, which is in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _exchange(
+    process: subprocess.Popen[bytes],
+    message: dict[str, Any],
+    seconds: float,
+    hurry: Callable[[], bool] = lambda: False,
+) -> dict[str, str] | None:
+    """Send a line and read one. None if the process is gone or late. Where ``hurry()``, an empty line tells it."""
+    assert process.stdin is not None and process.stdout is not None
+    began = time.monotonic()
+    deadline, look = began + seconds, began + TURN_SECONDS
+    given, taken = process.stdin.fileno(), process.stdout.fileno()
+    os.set_blocking(given, False)
+    left = memoryview(json.dumps(message).encode() + b"\n")
+    line = bytearray()
+    try:
+        while left and _wait(given, select.POLLOUT, deadline):
+            left = left[os.write(given, left) :]
+        while not _wait(taken, select.POLLIN, min(look, deadline)) and look < deadline:
+            told, look = hurry(), time.monotonic() + LOOK_SECONDS
+            if told:
+                os.write(given, b"\n")
+                break
+        while not line.endswith(b"\n") and _wait(taken, select.POLLIN, deadline):
+            if not (part := os.read(taken, 1 << 16)):
+                return None
+            line += part
+    except BrokenPipeError:
+        return None
+    return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -1,0 +1,195 @@
+"""The OpenAPI document: what every route takes and answers, from the pydantic models that validate requests.
+
+A route says what its body is with ``described``; ``document`` puts the rest around it. Knows JSON schemas and the
+bounds that ``SamplingParams`` sets; does not know how a request is served. OpenAPI 3.1.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.routing import BaseRoute
+
+from qserve.runtime.sampling import (
+    INT31,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TIMEOUT,
+)
+from qserve.runtime.server.http.authentication import OPEN_PATHS
+from qserve.runtime.server.openai.protocol import MAX_PROMPTS
+
+Json = dict[str, Any]
+
+_SCHEMAS = "#/components/schemas/"
+# What a route says of itself, until the document is made.
+_MODELS, _STREAMS = "x-qserve-models", "x-qserve-streams"
+_ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STATUSES = {
+    400: "The request is not valid; `param` names the field at fault.",
+    401: "No valid API key was given.",
+    404: "There is no such model or route.",
+    405: "The route has no such method.",
+    408: "The body did not arrive in time, or the answer within the `timeout` that was asked for.",
+    413: "The body is too large.",
+    429: "This key has too many requests; `Retry-After` says when to come back.",
+    431: "The headers are too large.",
+    500: "The server failed on this request.",
+    503: "The server is full, or ends; `Retry-After` says when to come back.",
+}
+_EVERYWHERE = (401, 405, 431, 500, 503)
+_WITH_BODY = (400, 404, 408, 413, 429)
+
+# Bounds that the models leave to SamplingParams, by field.
+BOUNDS: dict[str, Json] = {
+    "n": {"minimum": 1, "maximum": MAX_CHOICES},
+    "max_tokens": {"minimum": 1, "maximum": INT31},
+    "max_completion_tokens": {"minimum": 1, "maximum": INT31},
+    "min_tokens": {"minimum": 0, "maximum": INT31},
+    "temperature": {"minimum": 0, "maximum": 100},
+    "top_k": {"minimum": -1, "maximum": INT31},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "repetition_penalty": {"minimum": 0.01, "maximum": 10},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "length_penalty": {"minimum": -10, "maximum": 10},
+    "timeout": {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT},
+    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "priority": {"minimum": -1000, "maximum": 1000},
+}
+
+_TEXT: Json = {"type": "string", "minLength": 1}
+_TOKENS: Json = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+PROMPT: list[Json] = [
+    _TEXT,
+    _TOKENS,
+    *({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": item} for item in (_TEXT, _TOKENS)),
+]
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+# Shapes of the fields that a validator of the model checks, which pydantic cannot tell.
+_SHAPES: dict[str, list[Json]] = {
+    "prompt": PROMPT,
+    "stop": [_STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}, {"type": "null"}],
+    "stop_token_ids": [
+        {
+            "type": "array",
+            "maxItems": MAX_STOP_TOKEN_IDS,
+            "items": {"type": "integer", "minimum": 0, "maximum": INT31},
+        },
+        {"type": "null"},
+    ],
+    "content": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "additionalProperties": False,
+            },
+        },
+    ],
+}
+
+
+def described(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+    """Arguments of a route's decorator that say what its JSON body is, and whether it may answer with events."""
+    schema = body.model_json_schema(ref_template=_SCHEMAS + "{model}")
+    models = schema.pop("$defs", {}) | {body.__name__: schema}
+    for model in models.values():
+        _refine(model)
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS + body.__name__}}}
+    return {
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": content},
+            _MODELS: models,
+            _STREAMS: streams,
+        }
+    }
+
+
+def document(routes: list[BaseRoute], model_name: str) -> Json:
+    """The document of an application's routes, where requests call the model ``model_name``."""
+    content: Json = get_openapi(
+        title="qserve",
+        version=version("qserve-llm"),
+        description="An OpenAI-compatible server. Every answer has an `X-Request-Id`.",
+        routes=routes,
+    )
+    schemas = {"Error": _ERROR}
+    for path, methods in content["paths"].items():
+        for operation in methods.values():
+            for parameter in operation.get("parameters", ()):
+                if path == "/v1/models/{name}":
+                    parameter["schema"] = {"enum": [model_name]}
+            schemas |= operation.pop(_MODELS, {})
+            _complete(path, operation)
+    for schema in schemas.values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"enum": [model_name, None]}
+    content["components"] = {
+        "schemas": schemas,
+        "responses": {
+            str(status): {
+                "description": text,
+                "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+            }
+            for status, text in _STATUSES.items()
+        },
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    content["security"] = [{"key": []}]
+    return content
+
+
+def _complete(path: str, operation: Json) -> None:
+    """What FastAPI cannot know of an operation: its answers and who may call it."""
+    kind = "text/plain" if path == "/metrics" else "application/json"
+    answers: Json = {kind: {"schema": {"type": "string" if kind == "text/plain" else "object"}}}
+    if operation.pop(_STREAMS, False):
+        event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+        answers["text/event-stream"] = {"schema": event}
+    statuses = [*_EVERYWHERE, *(_WITH_BODY if "requestBody" in operation else (404,) if "{" in path else ())]
+    operation["responses"] = {"200": {"description": "The answer.", "content": answers}} | {
+        str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)
+    }
+    if path in OPEN_PATHS:
+        operation["security"] = []
+        operation["responses"]["503"] = operation["responses"]["200"] | {"description": "It is not."}
+
+
+def _refine(definition: Json) -> None:
+    """Add to a model's schema what its validators and ``SamplingParams`` ask of its fields."""
+    for name, schema in definition.get("properties", {}).items():
+        branches = schema.get("anyOf", [schema])
+        if name in _SHAPES and not schema.keys() & {"type", "anyOf", "$ref"}:
+            schema["anyOf"] = _SHAPES[name]
+        for branch in branches:
+            if name in BOUNDS and branch.get("type") in ("integer", "number"):
+                branch.update(BOUNDS[name])

@@ -1,0 +1,236 @@
+"""The requests of ``/v1/completions`` and ``/v1/chat/completions``, as pydantic models.
+
+Knows field names and types; the bounds of sampling fields are those of ``SamplingParams``. Does not know
+tokenizers. A field of OpenAI's that this server does not do is refused by name, unless it asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypedDict, TypeVar
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
+
+from qserve.runtime.sampling import MAX_CHOICES, MAX_LOGPROBS, RequestError, SamplingParams
+from qserve.runtime.server.chat.tool_use import ToolUse
+from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.openai.messages import Message
+from qserve.runtime.server.openai.strict import NotDone, Strict
+from qserve.runtime.server.openai.structured_outputs import StructuredFields
+from qserve.runtime.server.openai.tools import MAX_TOOLS, Tool, chat_choice, tool_use
+
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+
+# Fields handed to SamplingParams under their own name; null means its default.
+_SAMPLING = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "timeout",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
+)
+
+
+class StreamOptions(Strict):
+    not_done: ClassVar[NotDone] = {"include_obfuscation": (False,)}
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Delivery(TypedDict):
+    """How an answer is sent. ``continuous_usage``: every chunk tells the usage so far."""
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+class _GenerationRequest(Strict, StructuredFields):
+    """What both kinds of request share. ``user`` and ``safety_identifier`` change nothing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    priority: int | None = None
+
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, Any] | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    timeout: float | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+
+    def delivery(self) -> Delivery:
+        options = self.stream_options or StreamOptions()
+        usage = bool(options.include_usage)
+        continuous = usage and bool(options.continuous_usage_stats)  # as elsewhere it takes include_usage too
+        return {"stream": bool(self.stream), "include_usage": usage, "continuous_usage": continuous}
+
+    def _params(self, **more: Any) -> SamplingParams:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is for requests with stream true", "stream_options")
+        for name in ("use_beam_search", "prompt_logprobs"):
+            if self.stream and getattr(self, name) not in (None, False):
+                raise RequestError(f"{name} is for requests without stream", name)
+        if self.prompt_logprobs is not None:
+            more |= {"prompt_logprobs": True, "num_prompt_logprobs": self.prompt_logprobs}
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(**{"constraint": self.constraint()} | given | more)
+
+
+def prompt_list(value: Any) -> Any:
+    """A text, texts, token ids or lists of token ids, as a list of texts or of lists of token ids."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise PydanticCustomError("prompt", "must be a string, a list of strings, token ids, or lists of those")
+    if len(value) > MAX_PROMPTS and type(value[0]) is not int:  # before anything looks at each of them
+        raise PydanticCustomError("prompt", f"holds {len(value)} prompts, at most {MAX_PROMPTS} are allowed")
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        value, kinds = [value], {list}
+    if not value or not all(value):
+        raise PydanticCustomError("prompt", "must not be empty")
+    texts = kinds == {str}
+    if not texts and not (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
+        raise PydanticCustomError("prompt", "must hold only strings, only token ids, or only lists of token ids")
+    if not texts and min(map(min, value)) < 0:
+        raise PydanticCustomError("prompt", f"holds the negative token id {min(map(min, value))}")
+    return value
+
+
+class CompletionRequest(_GenerationRequest):
+    """``prompt`` becomes a list: of texts, or of lists of token ids."""
+
+    not_done: ClassVar[NotDone] = {"suffix": ()}
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+
+    _prompts = field_validator("prompt")(prompt_list)
+
+    def sampling_params(self) -> SamplingParams:
+        """Where ``best_of`` is more than ``n``, it is the ``n`` here, and there are logprobs to choose by."""
+        scored, logprobs, choices = bool(self.echo) and self.logprobs is not None, self.logprobs, {}
+        if scored and (self.use_beam_search or self.prompt_logprobs is not None):
+            raise RequestError("echo with logprobs goes with neither use_beam_search nor prompt_logprobs", "echo")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            if self.best_of < (self.n or 1) or self.stream or self.use_beam_search:
+                raise RequestError("best_of must be at least n, without stream and use_beam_search", "best_of")
+            logprobs, choices = logprobs or 0, {"n": self.best_of}
+        return self._params(logprobs=logprobs, prompt_logprobs=scored, **choices)
+
+
+class TemplateOptions(Strict):
+    """The variables of chat templates that a client may set; any other could be one that a template trusts."""
+
+    enable_thinking: bool | None = None
+
+    def given(self) -> dict[str, bool]:
+        return self.model_dump(exclude_none=True)
+
+
+class ChatRequest(_GenerationRequest):
+    not_done: ClassVar[NotDone] = {
+        "audio": (),
+        "chat_template": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "reasoning_effort": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    _choice = field_validator("tool_choice")(chat_choice)
+
+    def tool_use(self) -> ToolUse:
+        return tool_use([tool.function for tool in self.tools or ()], self.tool_choice, self.parallel_tool_calls)
+
+    def sampling_params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise RequestError("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def name_of(self, param: str | None) -> str | None:
+        """What this request calls the field that others call ``param``."""
+        if param == "max_tokens" and self.max_tokens is None:
+            return "max_completion_tokens"
+        return {"prompt": "messages", "logprobs": "top_logprobs"}.get(param or "", param)
+
+
+R = TypeVar("R", bound=Strict)
+
+
+def parse(kind: type[R], content: Any, within: str = "") -> R:
+    """Validate a body, or what is ``within`` a field of one. Raises ``APIError`` 400 that names the first bad field."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    inner = first.get("ctx", {}).get("param")  # where a check of the whole found a part of it at fault
+    where = [*first["loc"], *([] if inner is None else [inner])]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
+    param = (within + path).lstrip(".")[:200]
+    code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(first["type"])
+    message = {
+        "extra_forbidden": f"unknown parameter: '{param}'",
+        "missing": f"missing required parameter: '{param}'",
+        "unsupported_parameter": f"'{param}' is not supported by this server; leave it out",
+    }.get(first["type"], f"{param}: {first['msg']}")
+    raise APIError(400, message, param=param, code=code or "invalid_value")

@@ -1,0 +1,123 @@
+"""``AccessLog``: every request gets an id, one line when it ends, its trace, and a count if it was refused.
+
+It never sees a body, so no line of it can hold a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.telemetry.logs import current_request_id, event
+from qserve.runtime.server.telemetry.metrics import REJECTIONS, Metrics
+from qserve.runtime.server.telemetry.request_record import RequestRecord
+from qserve.runtime.server.telemetry.tracing import Tracer
+
+logger = logging.getLogger(__name__)
+
+# Asked every few seconds, or part of a page: told at level debug, not traced, not counted.
+PROBES = ("/health", "/ready", "/metrics", "/", "/v1/engine", "/v1/engine/events")
+HEADER = b"x-request-id"
+_CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_HASH = re.compile(r"[0-9a-f]{64}")  # of a key that has no name: its start is enough to tell callers apart
+_STARTS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+
+
+class AccessLog:
+    """ASGI middleware, to be the outermost: what an inner one refuses gets its id and its line too."""
+
+    def __init__(
+        self, app: ASGIApp, model: str, metrics: Metrics, tracer: Tracer | None, draining: Callable[[], bool]
+    ) -> None:
+        self._app = app
+        self._model = model
+        self._metrics = metrics
+        self._tracer = tracer
+        self._draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        method = scope.get("method", "WEBSOCKET")
+        record = RequestRecord(_request_id(headers.get(HEADER)), method, _trace_context(headers))
+        scope["qserve.record"] = record
+        token = current_request_id.set(record.request_id)
+
+        async def named(message: Message) -> None:
+            if message["type"] in _STARTS:
+                record.status = message.get("status", 101)
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        except Exception:  # a defect of this server, not of the request
+            if record.status is not None or scope["type"] != "http":
+                raise  # the answer has begun: the connection is closed, which ends it
+            logger.exception("a request failed")
+            await APIError(500, "the server failed on this request; its log says why").response()(scope, receive, named)
+        finally:
+            self._end(record, scope)
+            current_request_id.reset(token)
+
+    def _end(self, record: RequestRecord, scope: Scope) -> None:
+        record.ended = time.monotonic()
+        record.status = record.status or 499  # the client left before there was an answer
+        record.route = getattr(scope.get("route"), "path", record.route)
+        tenant = scope.get("qserve.tenant", "")
+        record.tenant = tenant[:12] if _HASH.fullmatch(tenant) else tenant
+        probe = scope["path"] in PROBES or scope["path"].startswith("/static/")
+        if not probe and record.status in REJECTIONS:
+            draining = record.status == 503 and self._draining()
+            self._metrics.rejected("draining" if draining else REJECTIONS[record.status])
+        if not probe and self._tracer is not None:
+            self._tracer.record(record, self._model)
+        # A full server or a request that was too slow is worth a look; a failure is worth one now.
+        level = logging.INFO if record.status < 500 else logging.ERROR if record.status == 500 else logging.WARNING
+        event(logger, "request", logging.DEBUG if probe else level, **_line(record, self._model))
+
+
+def _line(record: RequestRecord, model: str) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "request_id": record.request_id,
+        "method": record.method,
+        "route": record.route,
+        "status": record.status,
+        "tenant": record.tenant or None,
+        "total_seconds": round(record.ended - record.started, 6),
+    }
+    if not record.generations:
+        return line
+    queued, ttft = record.queue_seconds, record.ttft_seconds
+    return line | {
+        "model": model,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "queue_seconds": None if queued is None else round(queued, 6),
+        "ttft_seconds": None if ttft is None else round(ttft, 6),
+        "finish_reason": ",".join(record.finish_reasons),
+    }
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's own, if it is short and printable: it looks for it in its log and in ours."""
+    if given is not None and _CLIENT_ID.fullmatch(given):
+        return given.decode("ascii")
+    return f"req-{secrets.token_hex(12)}"
+
+
+def _trace_context(headers: dict[bytes, bytes]) -> dict[str, str]:
+    """The W3C headers that say which trace this request belongs to."""
+    names = (b"traceparent", b"tracestate")
+    return {name.decode(): headers[name].decode("latin-1") for name in names if name in headers}

@@ -1,0 +1,63 @@
+"""``RequestRecord``: what is known of one HTTP request, from its headers to its end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qserve.runtime.sampling import SamplingParams
+    from qserve.runtime.server.engine_thread import Generation
+    from qserve.runtime.server.telemetry.timeline import Timeline
+
+
+@dataclass
+class RequestRecord:
+    """One request, from its headers to its end; ``scope["qserve.record"]`` holds it. Times: ``time.monotonic``."""
+
+    request_id: str
+    method: str
+    traceparent: dict[str, str]
+    started: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+    status: int | None = None
+    route: str = "unmatched"
+    tenant: str = ""
+    generations: list[Generation] = field(default_factory=list)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        return [timeline for generation in self.generations for timeline in generation.timelines]
+
+    @property
+    def params(self) -> SamplingParams | None:
+        return self.generations[0].params if self.generations else None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(timeline.prompt_tokens for timeline in self.timelines)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(timeline.cached_tokens for timeline in self.timelines)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(sum(timeline.output_tokens.values()) for timeline in self.timelines)
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """The longest that a prompt of it waited."""
+        return max((t.queue_seconds for t in self.timelines if t.queue_seconds is not None), default=None)
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """From the request's headers to the first token of any of its choices."""
+        first = min((t.first_token for t in self.timelines if t.first_token is not None), default=None)
+        return None if first is None else first - self.started
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Each that occurred, once. A choice that was left in the middle counts as ``abort``."""
+        return sorted({reason for timeline in self.timelines for reason in timeline.reasons()})

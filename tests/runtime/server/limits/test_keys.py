@@ -1,0 +1,224 @@
+"""API keys: the file that holds them, what each may ask for, and how keys are told apart."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from qserve.checkpoint.errors import UsageError
+from qserve.runtime.engine import Engine
+from qserve.runtime.server import serve
+from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.limits.keys import ApiKey, KeyRing, add_key, read_keys
+from qserve.runtime.server.limits.quota import QuotaError, Quotas
+from qserve.runtime.server.limits.rate import ServiceRate
+from qserve.runtime.server.serve import ServerHandle
+
+LIMITS = {
+    "alice": "max_requests = 2",
+    "bob": "max_tokens_per_minute = 40",
+    "batch": "priority = 5\nweight = 0.5",
+}
+
+
+def test_a_new_key_is_stored_as_its_hash_alone(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    keys = [add_key(name, path) for name in ("alice", "bob")]
+    text = path.read_text()
+    assert not any(key in text for key in keys) and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [key.name for key in read_keys(path)] == ["alice", "bob"]
+    ring = KeyRing(["plain"], path)
+    assert len(ring) == 3 and ring.find(b"nobody's") is None
+    found = [ring.find(key.encode()) for key in keys]
+    assert [key.name for key in found if key] == ["alice", "bob"]
+    assert keys[0] not in repr(found) and sha256(keys[0].encode()).hexdigest() not in repr(found)
+    with pytest.raises(UsageError, match="has a key of the name 'bob' already"):
+        add_key("bob", path)
+    with pytest.raises(UsageError, match="name must have"):
+        add_key('b"ob', path)
+
+
+def test_every_key_is_compared_in_constant_time_and_as_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is presented, the same comparisons are made: they end neither at the right key nor at a wrong byte."""
+    compare, compared = hmac.compare_digest, []
+
+    def told(presented: bytes, known: bytes) -> bool:
+        compared.append((presented, known))
+        return compare(presented, known)
+
+    monkeypatch.setattr(hmac, "compare_digest", told)
+    ring = KeyRing(["one", "two", "three"])
+    for presented in (b"one", b"three", b"thre", b"", b"a" * 10_000):
+        compared.clear()
+        found = ring.find(presented)
+        assert (found is not None) == (presented in (b"one", b"three"))
+        digest = sha256(presented).digest()
+        assert compared == [(digest, sha256(key).digest()) for key in (b"one", b"two", b"three")]
+
+
+def test_a_file_made_for_the_server_takes_its_first_key(tmp_path: Path) -> None:
+    """One made by an administrator, with the owner and the mode that the server needs."""
+    path = tmp_path / "keys.toml"
+    path.write_text("# who may call\n")
+    path.chmod(0o640)
+    key = add_key("alice", path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert KeyRing((), path).find(key.encode()) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no key"),
+        ("key = 3", "must hold"),
+        ("[[key]", "not valid TOML"),
+        ("other = 1\n[[key]]", "must hold"),
+        ("[[key]]\nname = 'a'", "key 1: sha256"),
+        (f"[[key]]\nsha256 = '{'0' * 64}'", "key 1: name"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{'0' * 64}'\nkey = 'secret'", "unknown field 'key'"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{'0' * 64}'\nmax_requests = 0", "max_requests"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{'0' * 64}'\nmax_requests = true", "max_requests"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{'0' * 64}'\nweight = nan", "weight"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{'0' * 64}'\npriority = 1001", "priority"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{'0' * 64}'\n" * 2, "same name"),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message) as caught:
+        read_keys(path)
+    assert "secret" not in str(caught.value).replace("'key'", "")
+    with pytest.raises(OSError):
+        read_keys(tmp_path / "missing.toml")
+
+
+def test_a_reload_takes_a_good_file_and_leaves_a_broken_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys.toml"
+    old = add_key("old", path)
+    ring = KeyRing((), path)
+    path.write_text("[[key]")
+    with caplog.at_level(logging.ERROR):
+        assert not ring.reload()
+    assert len(caplog.records) == 1 and "stay as they were" in caplog.text
+    assert ring.find(old.encode())
+    path.unlink()
+    assert not ring.reload() and ring.find(old.encode())
+    new = add_key("new", path)
+    assert ring.reload() and ring.find(new.encode()) and not ring.find(old.encode())
+
+
+def test_sighup_reads_the_keys_again(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    add_key("first", path)
+    server = ServerHandle(engine, config=ServerConfig(api_keys_file=path))._server
+    with serve._signals(server):
+        new = add_key("second", path)
+        assert server.keys.find(new.encode()) is None
+        os.kill(os.getpid(), signal.SIGHUP)
+        found = server.keys.find(new.encode())
+    server._sock.close()
+    assert found is not None and found.name == "second"
+
+
+def test_quotas_count_requests_and_refill_evenly() -> None:
+    key = ApiKey("a", b"", max_requests=3, max_tokens_per_minute=60)
+    quotas = Quotas()
+    quotas.began(key, 2)
+    quotas.check(key, 1, 0.0)
+    with pytest.raises(QuotaError, match="3 requests at once"):
+        quotas.check(key, 2, 0.0)
+    quotas.ended(key, 2)
+    quotas.spend(key, 50, 0.0)
+    quotas.check(key, 3, 0.0)
+    quotas.spend(key, 30, 10.0)  # 50 - 10 + 30
+    with pytest.raises(QuotaError, match="60 tokens per minute") as caught:
+        quotas.check(key, 1, 10.0)
+    assert caught.value.retry_after == pytest.approx(10.0)
+    quotas.check(key, 1, 21.0)
+    quotas.check(ApiKey("b", b"", max_requests=1), 1, 10.0)
+
+
+def test_the_backlog_takes_its_tokens_over_the_measured_rate() -> None:
+    rate = ServiceRate(0.0)
+    assert rate.backlog_seconds(10, 1000, 5.0) == 0.0, "nothing was measured"
+    for second in range(10):
+        rate.computed(100, second + 0.5)
+    rate.finished(50, 9.0)
+    assert rate.backlog_seconds(2, 400, 10.0) == pytest.approx((400 + 2 * 50) / 100)
+    assert rate.backlog_seconds(2, 400, 1000.0) == 0.0, "what was measured is too long ago"
+
+
+@pytest.fixture(scope="module")
+def keyed(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerHandle, dict[str, str]]]:
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    keys = {}
+    for name, limits in LIMITS.items():
+        keys[name] = add_key(name, path)
+        with path.open("a") as file:
+            file.write(f"{limits}\n")
+    with ServerHandle(engine, config=ServerConfig(api_keys_file=path)) as server:
+        yield server, keys
+
+
+def post(keyed: tuple[ServerHandle, dict[str, str]], name: str, **body: Any) -> httpx.Response:
+    server, keys = keyed
+    body = {"prompt": [5] * 10, "max_tokens": 5, "ignore_eos": True} | body
+    headers = {"Authorization": f"Bearer {keys[name]}"}
+    return httpx.post(f"{server.url}/completions", json=body, headers=headers, timeout=60)
+
+
+def test_a_key_has_at_most_so_many_requests_at_once(keyed: tuple[ServerHandle, dict[str, str]], slow: None) -> None:
+    server, keys = keyed
+    never = post(keyed, "alice", n=3)
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+    body = {"prompt": "the", "max_tokens": 400, "n": 2, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {keys['alice']}"}
+    with httpx.stream("POST", f"{server.url}/completions", json=body, headers=headers, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        refused = post(keyed, "alice")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
+        assert 1 <= int(refused.headers["retry-after"]) <= 120
+        assert post(keyed, "batch").status_code == 200, "another key is not touched"
+    while post(keyed, "alice").status_code == 429:  # until the server has seen that the client left
+        pass
+    assert post(keyed, "alice").status_code == 200
+
+
+def test_a_key_has_so_many_tokens_per_minute(keyed: tuple[ServerHandle, dict[str, str]]) -> None:
+    codes = [post(keyed, "bob").status_code for _ in range(3)]
+    assert codes == [200, 200, 200], "the third overdraws"
+    refused = post(keyed, "bob")
+    assert refused.status_code == 429 and "40 tokens per minute" in refused.json()["error"]["message"]
+    assert 1 <= int(refused.headers["retry-after"]) <= 15
+
+
+def test_a_key_has_a_best_priority(keyed: tuple[ServerHandle, dict[str, str]]) -> None:
+    refused = post(keyed, "batch", priority=4)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "priority")
+    assert post(keyed, "batch", priority=5).status_code == 200
+    assert post(keyed, "batch").status_code == 200, "the default is what it may have"
+
+
+def test_keys_are_neither_logged_nor_told(
+    keyed: tuple[ServerHandle, dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, keys = keyed
+    with caplog.at_level(logging.DEBUG):
+        wrong = httpx.post(f"{server.url}/completions", headers={"Authorization": "Bearer wrong-key"})
+        assert post(keyed, "batch").status_code == 200
+    assert wrong.status_code == 401
+    for secret in (*keys.values(), "wrong-key"):
+        assert secret not in caplog.text and secret not in wrong.text
