@@ -1,15 +1,19 @@
 """Everything that needs a GPU, in one go and under ten minutes: ``python tests/kernels/triton/gpu_session.py OUT``.
 
-In this order: the tests marked ``gpu``, each once before any with its second parameters, by as many processes as
-there are cores where pytest-xdist is installed (what they take is compiling, a second for each kernel), none begun when
-their time is over, and every result a line of the log when it is known; the best configurations of the products,
-written where the package looks for them, so that all that follows goes by them; ``qserve bench kernels --device cuda``;
-the engine end to end; and the whole models. A part has its share of the time that is left and ends when it is over,
-whatever the others did; what it had found by then is in OUT: ``session.log``, ``session.json``, the reports, and the
-configurations. Exits with 1 where a part failed.
+Nothing must be installed: the source tree is put on Python's path, and with ``--wheels DIR`` the packages that
+``wheels.py`` made a folder of, which takes neither a network nor a compiler. Triton needs a C compiler and Python's
+headers; where one is missing the program says so and ends with 2 before it begins.
 
-``--parts tests,tune`` runs some: with three calls every part has more time (``tests,tune``; ``kernels``;
-``end-to-end,whole-model``), the later ones by the configurations of the first, for they are a file of the source tree,
+In this order: the tests marked ``gpu``, each once before any with its second parameters, in one process, since what
+one test breaks on a GPU is broken for its whole process: another process goes on behind it. None begins when their time
+is over, and every result is a line of the log when it is known. Then split products and attention in compute-sanitizer;
+the best configurations of the products, written where the package looks for them, so that all that follows goes by
+them; ``qserve bench kernels --device cuda``; the engine end to end; and the whole models. A part has its share of the
+time that is left and ends when it is over, whatever the others did; what it had found by then is in OUT:
+``session.log``, ``session.json``, the reports, and the configurations. Exits with 1 where a part failed.
+
+``--parts tests,tune`` runs some: with three calls every part has more time (``tests,sanitize``; ``tune,kernels``;
+``end-to-end,whole-model``), the later ones by the configurations of the second, for they are a file of the source tree,
 which OUT has a copy of. ``--tiny`` is for a machine without a GPU: the same parts in Triton's interpreter, with sizes
 that prove nothing but that this works.
 """
@@ -23,23 +27,30 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
-from qserve.kernels.triton.tuning.tuned import DATA
-
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-"""The plugin that ends the tests is found here."""
+DATA = ROOT / "kernels/triton/tuning/data"
 LIMIT = 500.0
 """Seconds of all parts together."""
 SPARE = 15.0
 """Seconds that a part needs to end by itself, so that it is told to begin nothing new so much earlier."""
-SHARES = {"tests": 5.0, "tune": 4.0, "kernels": 4.0, "end-to-end": 2.0, "whole-model": 5.0}
+SHARES = {"tests": 5.0, "sanitize": 2.0, "tune": 4.0, "kernels": 4.0, "end-to-end": 2.0, "whole-model": 5.0}
 """Of the time, in the order in which they run."""
+BEGUN, ENDED = "tests-begun", "all had their turn\n"
+"""The tests that had a turn, one to a line, and the last line where none is left."""
 CLI = ["-c", "from qserve.cli import main; main()"]
+MACHINE = """
+import json, platform, torch, transformers, triton
+gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+print(json.dumps({"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
+                  "transformers": transformers.__version__, "cuda": torch.version.cuda,
+                  "gpu": gpu and gpu.name, "multiprocessors": gpu and gpu.multi_processor_count}))
+"""
 
 
 def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> dict[str, list[str]]:
@@ -47,13 +58,12 @@ def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> di
     limit = {name: f"{max(1.0, each - SPARE):.0f}" for name, each in seconds.items()}
     small = ["--tiny"] if tiny else []
     gpu = [*CLI, "bench", "kernels", "--device", "cuda"]
-    at_once = ["-n", "0" if tiny else str(os.cpu_count() or 1)]
-    if not find_spec("xdist"):
-        at_once = ["-o", "addopts=--import-mode=importlib"]
     return {
         "tests": ["-m", "pytest", tests, "-m", "gpu", "-v", "-rfEs", "--tb", "short", "--durations", "10",
                   "--maxfail", "20", "-p", "no:cacheprovider", "-p", "deadline", "--seconds", limit["tests"],
-                  "--timeout", "60", *at_once],
+                  "--begun", str(out / BEGUN), "-p", "no:xdist", "-o", "addopts=--import-mode=importlib",
+                  "--timeout", "120", "--timeout-method", "thread"],
+        "sanitize": [str(HERE / "sanitize.py"), *small],
         "tune": [str(HERE / "tiny_kernels.py"), str(out), "--tune"] if tiny
         else [*gpu, "--tune", str(DATA), "--limit", limit["tune"]],
         "kernels": [str(HERE / "tiny_kernels.py"), str(out)] if tiny
@@ -65,15 +75,52 @@ def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> di
     }  # fmt: skip
 
 
+def lacking() -> str | None:
+    """None, or why Triton cannot build what launches its kernels: it needs a C compiler and Python's headers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "there is no C compiler: Triton needs gcc or clang, or CC that names one"
+    headers = sysconfig.get_paths()["include"]
+    done = subprocess.run([compiler, "-fsyntax-only", "-x", "c", "-I", headers, "-"], input="#include <Python.h>\n",
+                          capture_output=True, text=True)  # fmt: skip
+    if done.returncode:
+        return f"{compiler} finds no usable Python.h in {headers}: {done.stderr.strip()[-300:]}"
+    return None
+
+
+def prepare(site: Path, wheels: Path | None) -> str:
+    """Fill ``site`` with the package and what ``wheels`` holds; the PYTHONPATH of every part. Raises
+    ``CalledProcessError``."""
+    if wheels is not None:
+        found = sorted(map(str, wheels.glob("*.whl")))
+        install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
+        subprocess.run([sys.executable, *install, *found], check=True)
+    # A link, and not the tree itself, where ``kernels`` and ``evals`` would hide packages of these names.
+    (site / "qserve").symlink_to(ROOT / "qserve")
+    return os.pathsep.join([str(HERE), str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def run_tests(command: list[str], log: Path, seconds: float, begun: Path) -> int:
+    """``run``, and again for the tests that are left where one took the process with it: 0, or the last other code."""
+    until, failed = time.monotonic() + seconds, 0
+    while True:
+        before = begun.read_text() if begun.exists() else ""
+        code = run(command, log, until - time.monotonic())
+        failed = code or failed
+        after = begun.read_text() if begun.exists() else ""
+        if code == 124 or after == before or after.endswith(ENDED):
+            return failed
+
+
 def run(command: list[str], log: Path, seconds: float) -> int:
     """The exit code; 124 where it took longer and was ended, with whatever it had started."""
     with log.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, stdout=stream, stderr=stream, start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(PATHS)},
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         try:
-            return process.wait(seconds)
+            return process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             return 124
         finally:
@@ -83,11 +130,17 @@ def run(command: list[str], log: Path, seconds: float) -> int:
 
 
 def main() -> int:
+    with tempfile.TemporaryDirectory() as site:
+        return session(Path(site))
+
+
+def session(site: Path) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", default=",".join(SHARES), help="some of " + ", ".join(SHARES))
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of all, {LIMIT:.0f} by default")
     parser.add_argument("--tests", default=str(HERE), help="what pytest collects")
+    parser.add_argument("--wheels", type=Path, help="what is installed first, into a folder that is gone afterwards")
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
     wanted = asked.parts.split(",")
@@ -98,6 +151,18 @@ def main() -> int:
     if not asked.tiny:
         DATA.mkdir(exist_ok=True)
     log, begin, parts = out / "session.log", time.monotonic(), {}
+    (out / BEGUN).unlink(missing_ok=True)
+    os.environ["PYTHONPATH"] = prepare(site, asked.wheels)
+    machine = subprocess.run([sys.executable, "-c", MACHINE], capture_output=True, text=True, cwd=site)
+    print(machine.stdout + machine.stderr[-2000:], flush=True)
+    missing = lacking()
+    if machine.returncode:
+        missing = "torch, triton or transformers cannot be imported"
+    elif not asked.tiny and json.loads(machine.stdout)["gpu"] is None:
+        missing = "torch sees no GPU"
+    if missing is not None:
+        print(missing)
+        return 2
     names = [name for name in SHARES if name in wanted]
     for index, name in enumerate(names):
         left = asked.limit - (time.monotonic() - begin)
@@ -106,12 +171,15 @@ def main() -> int:
         with log.open("a") as stream:
             stream.write(f"\n=== {name}: at most {share:.0f} s\n")
         at, size = time.monotonic(), log.stat().st_size
-        code = run(command, log, share) if share > 1 else 124
+        code = 124
+        if share > 1:
+            code = run_tests(command, log, share, out / BEGUN) if name == "tests" else run(command, log, share)
         parts[name] = {"code": code, "seconds": round(time.monotonic() - at, 1), "limit": round(share, 1)}
         state = "passed" if code == 0 else "ran out of time" if code == 124 else f"failed with {code}"
         print(f"{name}: {state} after {parts[name]['seconds']:.0f} of {share:.0f} s")
         print("\n".join(log.read_bytes()[size:].decode(errors="replace").splitlines()[-30:]), flush=True)
-        (out / "session.json").write_text(json.dumps({"command": sys.argv, "parts": parts}, indent=1))
+        (out / "session.json").write_text(json.dumps({"command": sys.argv, "machine": json.loads(machine.stdout),
+                                                       "parts": parts}, indent=1))  # fmt: skip
         for found in [] if asked.tiny else DATA.glob("*.json"):
             shutil.copy(found, out)
     print({name: each["code"] for name, each in parts.items()})

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+
+from qserve.kernels.triton.tuning import tuned
 
 pytest_plugins = "pytester"
 PROGRAM = Path(__file__).parent / "gpu_session.py"
@@ -26,6 +32,7 @@ def session(monkeypatch: pytest.MonkeyPatch, *arguments: object, parts: dict[str
 
     main = program["main"]
     # Whatever the machine does meanwhile, the others have hours.
+    main.__globals__["MACHINE"] = "print('{}')"
     main.__globals__["SHARES"] = {"tests": 5000.0, "tune": 1.0, "kernels": 5000.0}
     main.__globals__["commands"] = lambda *_: Commands(parts)
     monkeypatch.setattr(sys, "argv", ["gpu_session.py", *map(str, arguments), "--tiny"])
@@ -61,6 +68,90 @@ def test_every_part_has_a_share_of_the_time(tmp_path: Path) -> None:
     for name in ("tests", "tune", "kernels", "whole-model"):
         option = "--seconds" if name == "tests" else "--limit"
         assert made[name][made[name].index(option) + 1] == "85", "told to end before it is ended"
+    assert "no:xdist" in made["tests"] and not any("-n " in each or "worksteal" in each for each in made["tests"])
+    assert program["DATA"].resolve() == tuned.DATA.resolve()
+
+
+def test_a_machine_without_a_compiler_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for compiler, said in (("gcc", "Python.h"), (None, "no C compiler")):
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr("shutil.which", lambda name, compiler=compiler: compiler)
+        monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
+        code, asked = session(monkeypatch, tmp_path, "--parts", "tests", parts={"tests": ["-c", ""]})
+        assert (code, asked) == (2, []) and said in capsys.readouterr().out
+
+
+def test_wheels_are_installed_without_a_network_or_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = runpy.run_path(str(PROGRAM))
+    site, folder = tmp_path / "site", tmp_path / "wheels"
+    site.mkdir()
+    wheel(folder / "carried-1.0-py3-none-any.whl", {"carried/__init__.py": "answer = 42\n"})
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
+    path = program["prepare"](site, folder)
+    found = "import carried, qserve.kernels.ops as ops; print(carried.answer, ops.__file__)"
+    environment = {**os.environ, "PYTHONPATH": path, "CC": "false"}
+    command = [sys.executable, "-c", found]
+    done = subprocess.run(command, env=environment, cwd=site, capture_output=True, text=True, check=True)
+    answer, place = done.stdout.split()
+    assert answer == "42" and Path(place).resolve() == PROGRAM.parents[3] / "kernels" / "ops.py"
+
+
+def wheel(path: Path, files: dict[str, str], needs: tuple[str, ...] = ()) -> None:
+    """A package of these files that asks for ``needs``."""
+    path.parent.mkdir(exist_ok=True)
+    name, version = path.name.split("-")[:2]
+    about = f"{name}-{version}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {each}" for each in needs]
+    files = {**files, f"{about}/METADATA": "\n".join(lines) + "\n", f"{about}/RECORD": "",
+             f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}  # fmt: skip
+    with zipfile.ZipFile(path, "w") as made:
+        for each, content in files.items():
+            made.writestr(each, content)
+
+
+def test_what_wheels_ask_for_travels_too(tmp_path: Path) -> None:
+    """Of what the machine has not, with the conditions of its Python; a wheel of another machine is a fault."""
+    program = runpy.run_path(str(PROGRAM.parent / "wheels.py"))
+    asked = {"first": ("second>=2", "there", "old; python_version < '3.12'", "extra; extra == 'fast'"),
+             "second": ("third[fast]",), "third": ("late; extra == 'fast'",), "late": ()}  # fmt: skip
+
+    def download(need: Requirement, folder: Path) -> Path:
+        tag = "cp311-cp311-manylinux_2_17_x86_64" if need.name == "late" else "py3-none-any"
+        path = folder / f"{need.name}-2.0-{tag}.whl"
+        wheel(path, {}, asked[need.name])
+        return path
+
+    program["collect"].__globals__["download"] = download
+    faults = program["collect"](tmp_path, frozenset({"there"}), [Requirement("first")])
+    assert {each.name.partition("-")[0] for each in tmp_path.iterdir()} == set(asked)
+    assert faults == ["late-2.0-cp311-cp311-manylinux_2_17_x86_64.whl is for another machine"]
+
+
+def test_another_process_goes_on_where_a_test_breaks_one(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    pytester.makepyfile("""
+        import os
+        import pytest
+
+        @pytest.mark.parametrize("n", range(3))
+        def test_one(n):
+            if n == 1:
+                os._exit(9)
+
+        def test_two(): assert False
+    """)
+    program = runpy.run_path(str(PROGRAM))
+    log, begun = tmp_path / "log", tmp_path / "begun"
+    command = ["-m", "pytest", "-q", "-p", "deadline", "-p", "no:xdist", "--rootdir", str(pytester.path),
+               "--begun", str(begun), str(pytester.path)]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")]))
+        code = program["run_tests"](command, log, 200.0, begun)
+    names = [line.partition("::")[2] for line in begun.read_text().splitlines()]
+    assert names == ["test_one[0]", "test_two", "test_one[1]", "test_one[2]", ""]
+    assert code == 9 and begun.read_text().endswith(program["ENDED"])
 
 
 def test_tests_that_are_late_are_skipped_and_all_have_a_turn_first(
