@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         native.best_isa = lambda: isa
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist need not be there
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A process for each core; none where only files and tests are named, which are over before one has started."""
     named = all(Path(each.partition("::")[0]).is_file() for each in config.args)
