@@ -30,6 +30,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -97,6 +98,11 @@ def prepare(site: Path, wheels: Path | None) -> str:
         subprocess.run([sys.executable, *install, *found], check=True)
     # A link, and not the tree itself, where ``kernels`` and ``evals`` would hide packages of these names.
     (site / "qserve").symlink_to(ROOT / "qserve")
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name, version = about["name"], about["version"]
+    known = site / f"{name.replace('-', '_')}-{version}.dist-info"  # reports say which version made them
+    known.mkdir()
+    (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     return os.pathsep.join([str(HERE), str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -90,12 +90,16 @@ def test_wheels_are_installed_without_a_network_or_a_compiler(tmp_path: Path, mo
     wheel(folder / "carried-1.0-py3-none-any.whl", {"carried/__init__.py": "answer = 42\n"})
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
     path = program["prepare"](site, folder)
-    found = "import carried, qserve.kernels.ops as ops; print(carried.answer, ops.__file__)"
+    found = """
+import carried, qserve.kernels.ops as ops
+from importlib.metadata import version
+print(carried.answer, ops.__file__, version("qserve-llm"))
+"""
     environment = {**os.environ, "PYTHONPATH": path, "CC": "false"}
     command = [sys.executable, "-c", found]
     done = subprocess.run(command, env=environment, cwd=site, capture_output=True, text=True, check=True)
-    answer, place = done.stdout.split()
-    assert answer == "42" and Path(place).resolve() == PROGRAM.parents[3] / "kernels" / "ops.py"
+    answer, place, version = done.stdout.split()
+    assert answer == "42" and version and Path(place).resolve() == PROGRAM.parents[3] / "kernels" / "ops.py"
 
 
 def wheel(path: Path, files: dict[str, str], needs: tuple[str, ...] = ()) -> None:
