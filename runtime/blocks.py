@@ -149,6 +149,12 @@ class BlockManager:
             table.append(self._take())
         return copies
 
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Give back what a table holds beyond its first ``num_tokens`` positions."""
+        table = self._tables[request_id]
+        while len(table) > self.blocks_for(num_tokens):
+            self._release(table.pop())
+
     def publish(self, request_id: str, index: int, digest: bytes) -> None:
         """Block ``index`` of the table is completely written; let others find it under ``digest``.
 

@@ -8,7 +8,7 @@ it ended.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ class Choice:
         grammar: where its output stands in what constrains it.
         deadline: seconds on the engine's clock at which it is late; infinite without a timeout.
         row_sink: gets the rows that were wanted of the prompt, in place of the output.
+        num_tokens: those that it has output. Of a run that its text ends, the sequence may have more.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Choice:
         self.deadline = math.inf if params.timeout is None else sequence.arrival_time + params.timeout
         self.row_sink: RowSink | None = None
         self.search: BeamSearch | None = None
+        self.num_tokens = 0
         self._tokenizer = tokenizer
         self._detokenizer = self._new_detokenizer()
         self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
@@ -96,29 +98,41 @@ class Choice:
             following = prompt[start + 1 : start + 1 + len(rows)]
             self._prompt_logprobs += prompt_logprobs(rows, following, count)
 
-    def advance(self, update: RequestUpdate, sampled: Sampled) -> RequestOutput:
-        """Turn a new token into text. The output has a ``finish_reason`` where the token, a stop string in its text or
-        the end of its grammar ended the choice."""
-        reason, stop_reason = update.finish_reason, update.stop_reason
-        tokens = list(update.token_ids)
+    def advance(self, update: RequestUpdate, run: Sequence[Sampled]) -> RequestOutput:
+        """Turn new tokens into text. The output has a ``finish_reason`` where the last token, a stop string in the text
+        or the end of its grammar ended the choice; the tokens of the run after that are dropped."""
+        text, tokens = "", update.token_ids
+        reason, stop_reason, count = None, None, 0
+        while reason is None and count < len(tokens):
+            token, count = tokens[count], count + 1
+            if count == len(tokens):
+                reason, stop_reason = update.finish_reason, update.stop_reason
+            more, reason = self._spell(token, reason)
+            text += more
+            if self._stops.matched is not None:
+                reason, stop_reason = "stop", self._stops.matched
+        if reason is not None:
+            text += self._stops.flush()
+        logprobs = [each.logprobs for each in run[:count] if each.logprobs is not None]
+        return self._output(text, list(tokens[:count]), logprobs or None, reason, stop_reason)
+
+    def _spell(self, token: int, reason: str | None) -> tuple[str, str | None]:
+        """The text that a token adds, and the ``reason`` for which the choice ends with it."""
+        self.num_tokens += 1
         # A token that ended the request is not part of the answer's text.
-        shown = tokens if reason != "stop" else []
+        shown = [token] if reason != "stop" else []
         if self.grammar is not None and reason != "stop":
-            self.grammar.consume(tokens[-1])
+            self.grammar.consume(token)
             if self.grammar.is_complete:  # also by an ending that the request itself would have passed over
-                reason, shown = "stop", [token for token in tokens if token not in self.sequence.eos_token_ids]
+                reason = "stop"
+                shown = [] if token in self.sequence.eos_token_ids else shown
         text = self._detokenizer.append(shown)
         # Stop strings count from the first token after ``min_tokens`` on.
-        if len(self.sequence.output_token_ids) > self.sequence.params.min_tokens:
+        if self.num_tokens > self.sequence.params.min_tokens:
             text = self._stops.append(text)
         if reason is not None:
             text += self._stops.append(self._detokenizer.flush())
-        if self._stops.matched is not None:
-            reason, stop_reason = "stop", self._stops.matched
-        if reason is not None:
-            text += self._stops.flush()
-        logprobs = None if sampled.logprobs is None else [sampled.logprobs]
-        return self._output(text, tokens, logprobs, reason, stop_reason)
+        return text, reason
 
     def embed(self) -> RequestOutput:
         """The one output of a request for an embedding, when its prompt is computed."""
@@ -179,7 +193,7 @@ class Choice:
             stop_reason=stop_reason,
             prompt_tokens=sequence.num_prompt,
             cached_tokens=sequence.num_cached,
-            output_tokens=len(sequence.output_token_ids),
+            output_tokens=len(sequence.output_token_ids) if self.search else self.num_tokens,
             queue_seconds=(sequence.scheduled_time or sequence.arrival_time) - sequence.arrival_time,
             error=error,
             prompt_logprobs=scored or None,

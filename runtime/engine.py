@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 
@@ -39,15 +39,19 @@ from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, ModelRunner
 from qserve.runtime.sampler import Sampled
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.scheduler import Scheduler
+from qserve.runtime.scheduler import NO_DRAFTS, Scheduler
 from qserve.runtime.snapshot import EngineSnapshot, take
 from qserve.runtime.stats import EngineStats
+
+Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
+"""Guesses, by ``request_id``, what follows the tokens of requests that decode; those left out get no draft."""
 
 
 class Engine:
     """Serves one model. Not thread-safe: submit, abort and step belong to one thread.
 
     ``configurations``: how a GPU divides its products, in lines; empty where nothing else does either.
+    ``drafter``: asked before each step which tokens come next; nobody's output depends on what it says.
     ``overlaps``: whether a step may begin before the tokens of the last are known; off for who times steps one by one.
 
     Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
@@ -80,6 +84,7 @@ class Engine:
                 max_model_len=self.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=decoder.limits.max_tokens,
+                max_num_logits=decoder.limits.max_logits,
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
             ),
@@ -95,6 +100,7 @@ class Engine:
         self._next_deadline = math.inf  # no choice is late before
         self._flights: deque[Flight] = deque()  # oldest first; a second one where steps overlap
         self.overlaps = self.executor.asynchronous
+        self.drafter: Drafter | None = None
 
     def submit(
         self,
@@ -186,16 +192,17 @@ class Engine:
             flight = self._flights[0]
             if flight.is_chosen:
                 self._launch(now)
-            sampled = {choice.sequence.request_id: result for choice, result in zip(flight.choices, flight.land())
-                       if not choice.sequence.is_finished}  # since it began
-            for key, result in sampled.items():
-                if result.token_id is None and (stuck := self._choices.get(key)):  # beams end together
+            runs = {choice.sequence.request_id: run for choice, run in zip(flight.choices, flight.land())
+                    if not choice.sequence.is_finished}  # since it began
+            tokens: dict[str, list[int]] = {}
+            for key, run in runs.items():
+                tokens[key] = [each.token_id for each in run if each.token_id is not None]
+                if not tokens[key] and (stuck := self._choices.get(key)):  # beams end together
                     outputs += self._fail(stuck, "error", *stuck.impasse())
-            tokens = {key: result.token_id for key, result in sampled.items() if result.token_id is not None}
             forks = []
-            for choice, search in self._searches(sampled):
-                turn = search.advance({key: sampled[key].candidates for key in search.beams})
-                tokens |= turn.tokens
+            for choice, search in self._searches(runs):
+                turn = search.advance({key: runs[key][0].candidates for key in search.beams})
+                tokens |= {key: [token] for key, token in turn.tokens.items()}
                 forks += [(choice, search, *fork) for fork in turn.forks]
                 outputs += [] if turn.tokens else choice.found()
                 for key in turn.ended:
@@ -207,7 +214,7 @@ class Engine:
             for update in updates:
                 choice = self._choices[update.request_id]
                 if not choice.search:
-                    outputs.append(self._advance(choice, update, sampled))
+                    outputs.append(self._advance(choice, update, runs))
             return outputs
         except BaseException:  # Ctrl-C too: whoever catches it may go on with this engine
             for key in list(self._choices):
@@ -220,7 +227,7 @@ class Engine:
 
     def _launch(self, now: float) -> bool:
         """Plan a step and begin it, if there is one."""
-        plan = self.scheduler.schedule(now)
+        plan = self.scheduler.schedule(now, self._drafts())
         if plan is None:
             return False
         choices = [self._choices[planned.request_id] for planned in plan.sequences if planned.num_sampled]
@@ -234,6 +241,15 @@ class Engine:
             if self.overlaps:
                 flight.choose()
         return True
+
+    def _drafts(self) -> Mapping[str, Sequence[int]]:
+        """Of whoever can take one."""
+        if self.drafter is None:
+            return NO_DRAFTS
+        return self.drafter([
+            request for request in self.scheduler.running()
+            if request.is_decoding and not request.num_in_flight and not request.beams and not request.params.constraint
+        ])
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -292,12 +308,14 @@ class Engine:
         assert all(not choice.sequence.is_finished for choice in self._choices.values())
         assert self._choices.keys() == self.scheduler.request_ids(), "a request has no text, or a text no request"
 
-    def _advance(self, choice: Choice, update: RequestUpdate, sampled: Mapping[str, Sampled]) -> RequestOutput:
+    def _advance(self, choice: Choice, update: RequestUpdate, runs: Mapping[str, list[Sampled]]) -> RequestOutput:
         """What a step gave one choice; where its text ended it, it ends here too."""
-        if len(choice.sequence.output_token_ids) == 1 and choice.index == 0:
+        if not choice.num_tokens and update.token_ids and choice.index == 0:
             now = self._clock()
             self.journal.first_token(now, now - choice.sequence.arrival_time)
-        output = choice.advance(update, sampled[update.request_id]) if update.token_ids else choice.embed()
+        output = choice.advance(update, runs[update.request_id]) if update.token_ids else choice.embed()
+        if len(output.token_ids) > 1:
+            self.journal.accepted(len(output.token_ids) - 1)
         if output.finish_reason is not None:
             self._end(update.request_id, output.finish_reason, output.stop_reason)
         return output

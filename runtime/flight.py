@@ -20,7 +20,8 @@ from qserve.runtime.sampler import Sampled, draw_of, only_chooses, sample
 
 @dataclass
 class Flight:
-    """``choices`` get a token each, in the order of the plan; ``masks``, by request, say which tokens some may have.
+    """``choices`` get a run of tokens each, in the order of the plan; ``masks``, by request, say which tokens some may
+    have.
 
     ``output`` is there as soon as the step has begun. ``is_chosen``: the tokens in it are those that are chosen, and
     the step after may begin before they are known.
@@ -37,25 +38,59 @@ class Flight:
         assert self.output is not None, "the step did not begin"
         if self.masks or not all(only_chooses(choice.sequence) for choice in self.choices):
             return
-        draws = [
-            (row, draw_of(sequence, choice.seed, len(sequence.output_token_ids) + sequence.num_in_flight - 1))
-            for row, choice in enumerate(self.choices)
-            if not (sequence := choice.sequence).params.greedy
-        ]
+        draws = []
+        for row, (choice, draft) in enumerate(self._rows()):
+            sequence = choice.sequence
+            if not sequence.params.greedy:
+                sampled = len(sequence.output_token_ids) + sequence.num_in_flight - sequence.num_drafted - 1
+                draws.append((row, draw_of(sequence, choice.seed, sampled + len(draft))))
         if draws:
             if self.output.draw is None:
                 return
             self.output = self.output.draw(draws)
         self.is_chosen = True
 
-    def land(self) -> list[Sampled]:
-        """What was chosen for each of ``choices``, when it is computed."""
+    def land(self) -> list[list[Sampled]]:
+        """What was chosen for each of ``choices``, when it is computed: the tokens of its draft that were right, and
+        one more. One without a token, where there was none to choose, is the last of its run."""
         assert self.output is not None, "the step did not begin"
         self.output.wait()
         if self.is_chosen:
-            return [Sampled(token if token >= 0 else None) for token in self.output.greedy.tolist()]
-        sequences, seeds = [choice.sequence for choice in self.choices], [choice.seed for choice in self.choices]
-        masks = [self.masks.get(sequence.request_id) for sequence in sequences]
-        allowed = [None if mask is None else mask.result() for mask in masks]
-        with torch_threads(1):
-            return sample(self.output.logits, self.output.greedy, sequences, seeds, allowed)
+            found = [Sampled(token if token >= 0 else None) for token in self.output.greedy.tolist()]
+        else:
+            rows = self._rows()
+            sequences, seeds = [choice.sequence for choice, _ in rows], [choice.seed for choice, _ in rows]
+            masks = [self.masks.get(sequence.request_id) for sequence in sequences]
+            allowed = [None if mask is None else mask.result() for mask in masks]
+            with torch_threads(1):
+                found = sample(
+                    self.output.logits, self.output.greedy, sequences, seeds, allowed, [draft for _, draft in rows]
+                )
+        if len(found) == len(self.choices):  # nobody has a draft
+            return [[each] for each in found]
+        rest = iter(found)
+        return [
+            _accepted(sequence.draft, [next(rest) for _ in range(sequence.num_sampled)])
+            for sequence in self.plan.sequences
+            if sequence.num_sampled
+        ]
+
+    def _rows(self) -> list[tuple[Choice, tuple[int, ...]]]:
+        """Whose each row of logits is, and the tokens of its draft before the one that the row chooses."""
+        sampling = [sequence for sequence in self.plan.sequences if sequence.num_sampled]
+        return [
+            (choice, sequence.draft[:count])
+            for choice, sequence in zip(self.choices, sampling, strict=True)
+            for count in range(sequence.num_sampled)
+        ]
+
+
+def _accepted(draft: Sequence[int], found: list[Sampled]) -> list[Sampled]:
+    """The beginning of ``found`` that follows what really came. A row without a token, but for the first, ends the run
+    before it: the next step finds the same."""
+    count = 1
+    for guess, sampled in zip(draft, found):
+        if sampled.token_id != guess or found[count].token_id is None:
+            break
+        count += 1
+    return found[:count]

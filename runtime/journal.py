@@ -35,7 +35,7 @@ class FirstToken:
 
 class Journal:
     """``prompt_tokens`` counts the input tokens of prefills, those computed again included; ``output_tokens`` what
-    was sampled."""
+    was sampled: one for each sequence of a step, and the tokens of its draft that were accepted."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -48,7 +48,11 @@ class Journal:
         prefill = sum(len(sequence.token_ids) for sequence in plan.sequences if sequence.is_prefill)
         self._steps.append(StepRecord(plan.step, now, prefill, plan.num_tokens - prefill))
         self.prompt_tokens += prefill
-        self.output_tokens += sum(sequence.num_sampled for sequence in plan.sequences)
+        self.output_tokens += sum(sequence.num_sampled > 0 for sequence in plan.sequences)
+
+    def accepted(self, tokens: int) -> None:
+        """Note tokens of drafts that were right."""
+        self.output_tokens += tokens
 
     @property
     def newest(self) -> StepRecord | None:

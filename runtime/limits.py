@@ -22,6 +22,7 @@ class SchedulerConfig:
         max_model_len: prompt and output tokens of a request at most (the context).
         max_num_seqs: requests running at once at most.
         max_num_batched_tokens: input tokens of one step at most, prefill chunks and decodes together.
+        max_num_logits: rows of logits of one step at most; None allows ``max_num_seqs``. Drafts take what is left.
         max_waiting: new requests are refused while this many wait.
         max_waiting_tokens: they are refused too where more prompt tokens would wait, unless none wait; None
             allows 32 contexts.
@@ -31,6 +32,7 @@ class SchedulerConfig:
     max_model_len: int
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_num_logits: int | None = None
     max_waiting: int = 1024
     max_waiting_tokens: int | None = None
     priority_aging: float = 10.0
@@ -44,12 +46,20 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request needs one token per step"
             )
+        if self.max_num_logits is not None and self.max_num_logits < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_logits ({self.max_num_logits}) must be at least max_num_seqs ({self.max_num_seqs})"
+            )
         if not 0 < self.priority_aging < float("inf"):
             raise ValueError(
                 f"priority_aging must be a positive number of seconds, not {self.priority_aging}"
             )
         if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
             raise ValueError(f"max_waiting_tokens must be at least 1, not {self.max_waiting_tokens}")
+
+    @property
+    def logits_limit(self) -> int:
+        return self.max_num_logits or self.max_num_seqs
 
     @property
     def waiting_tokens_limit(self) -> int:

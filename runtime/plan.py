@@ -19,8 +19,10 @@ class ScheduledSequence(NamedTuple):
             earlier plan that was not committed when this one was made.
         start: position of the first of them.
         block_table: position p lies in ``block_table[p // block_size]``; long enough for every token here.
-        num_sampled: 1 if the last token's logits choose the next token, else 0.
-        is_prefill: False for a decode (the one token sampled last).
+        num_sampled: rows of logits that choose a token: those of the last so many tokens here. 0 for the part of a
+            prompt that does not end it; more than 1 where the tokens after the first of them are a draft, each of which
+            stands if the row before it chooses the same.
+        is_prefill: False for a decode (the one token sampled last, and a draft of what follows it).
         wants_prompt_logprobs: deliver the log-probability rows of the prompt positions in this chunk. Every
             prompt position is asked for exactly once, even if the request is preempted.
         wants_prompt_states: the same for the model's last hidden states.
@@ -34,6 +36,11 @@ class ScheduledSequence(NamedTuple):
     is_prefill: bool
     wants_prompt_logprobs: bool = False
     wants_prompt_states: bool = False
+
+    @property
+    def draft(self) -> tuple[int, ...]:
+        """The tokens that may be taken back."""
+        return self.token_ids[len(self.token_ids) - self.num_sampled + 1 :] if self.num_sampled else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Whose the rows of logits are that the step computes, in order."""
+        return tuple([s.request_id for s in self.sequences for _ in range(s.num_sampled)])
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-able data."""

@@ -6,6 +6,7 @@ Knows its tokens, how far its KV is computed and when its own rules end it. Does
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -47,6 +48,8 @@ class Request:
         num_computed: leading tokens whose KV exists or is written by plans in flight.
         num_committed: leading tokens whose KV was written by committed plans.
         num_in_flight: tokens being sampled by plans in flight; they follow the known tokens as placeholders.
+        num_drafted: those of them that are there only if the draft in flight is right. Nothing is planned until it is
+            known how many are.
         num_plans: uncommitted plans that hold this request.
         num_cached: prompt tokens that were not computed at first admission (prefix cache, or ``parent``).
         num_charged: leading prompt tokens that were counted as service to the tenant, or came from the cache.
@@ -77,6 +80,7 @@ class Request:
     num_computed: int = field(default=0, init=False)
     num_committed: int = field(default=0, init=False)
     num_in_flight: int = field(default=0, init=False)
+    num_drafted: int = field(default=0, init=False)
     num_plans: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
     num_charged: int = field(default=0, init=False)
@@ -193,6 +197,15 @@ class Request:
                 self.stop_reason = token_id
                 return "stop"
         return "length" if len(outputs) >= self.max_output_tokens else None
+
+    def extend(self, run: Sequence[int]) -> tuple[tuple[int, ...], str | None]:
+        """Take a run of sampled tokens up to the one that is the last, if one is. Returns those taken, and what
+        ``append`` says of the last of them."""
+        for count, token_id in enumerate(run, 1):
+            reason = self.append(token_id)
+            if reason is not None:
+                return tuple(run[:count]), reason
+        return tuple(run), None
 
     def fork(self, request_id: str, token_id: int) -> Request:
         """Another beam of the same search, beside this one: the same, but with ``token_id`` for its newest token.

@@ -24,8 +24,9 @@ The tensor is valid during the call only."""
 
 @dataclass(frozen=True)
 class StepOutput:
-    """``logits`` float32 [n, vocab] and ``greedy`` int32 [n] (-1 where a row holds a NaN), one row per sequence
-    that samples, in the order of the plan. Valid until the next step. ``logits`` stay on the model's device.
+    """``logits`` float32 [n, vocab] and ``greedy`` int32 [n] (-1 where a row holds a NaN), as many rows per sequence as
+    it samples, in the order of the plan; ``request_ids`` says whose each row is. Valid until the next step. ``logits``
+    stay on the model's device.
 
     ``wait`` returns when ``greedy`` is there, which is then valid for good where the device is not this machine's
     processor. There ``draw`` gives the same output with the token of each (row, draw) in place of the greedy one, also
@@ -71,7 +72,7 @@ class DecoderRunner:
                     prompt_sink(sequence.request_id, start, wanted)
                     start += len(part)
             first += len(sequence.token_ids)
-        sampling = tuple(sequence.request_id for sequence in plan.sequences if sequence.num_sampled)
+        sampling = plan.rows
         if sampling:
             decoder.head(step, step.logit_rows)
         self._rows = {key: row for row, key in enumerate(sampling)}

@@ -64,30 +64,43 @@ def sample(
     requests: Sequence[Request],
     seeds: Sequence[int],
     allowed: Sequence[Tensor | None] | None = None,
+    drafts: Sequence[Sequence[int]] | None = None,
 ) -> list[Sampled]:
     """One token per row. logits float32 [n, vocab], untouched; greedy int32 [n], -1 for a row with a NaN.
 
-    ``allowed``: per row bool [vocab], the tokens that may be chosen, or None for all. Logits on a GPU stay there, see
+    ``allowed``: per row bool [vocab], the tokens that may be chosen, or None for all. ``drafts``: per row the tokens
+    between the request's newest one and the one that the row chooses. Logits on a GPU stay there, see
     ``sample_there``.
     """
     best = greedy.tolist()
     masks = allowed or [None] * len(best)
+    outputs = outputs_before(requests, drafts)
     if logits.is_cuda:
-        return sample_there(logits, best, requests, seeds, masks)
+        return sample_there(logits, best, requests, seeds, masks, outputs)
     reads = [mask is not None or reads_logits(request) for request, mask in zip(requests, masks, strict=True)]
     return [
         Sampled(None)
         if _has_no_token(best[i], mask)
-        else _sample_row(logits[i], best[i], requests[i], seeds[i], mask)
+        else _sample_row(logits[i], best[i], requests[i], seeds[i], mask, outputs[i])
         if reads[i]  # a row of its own costs more than all else here
         else Sampled(best[i])
         for i, mask in enumerate(masks)
     ]
 
 
+def outputs_before(requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None) -> list[list[int]]:
+    """Per row the outputs of its request that come before the token that it chooses, those of its draft included."""
+    if drafts is None:
+        return [request.output_token_ids for request in requests]
+    return [
+        [*request.output_token_ids, *draft] if draft else request.output_token_ids
+        for request, draft in zip(requests, drafts, strict=True)
+    ]
+
+
 def sample_there(
     logits: Tensor, best: Sequence[int], requests: Sequence[Request], seeds: Sequence[int],
-    masks: Sequence[Tensor | None],
+    masks: Sequence[Tensor | None], outputs: Sequence[list[int]],
 ) -> list[Sampled]:  # fmt: skip
     """``sample`` where fetching a row costs more than drawing from it: tokens are drawn where the logits are, and
     fetched are the rows that something is done to before, or that log-probabilities are wanted of."""
@@ -101,7 +114,7 @@ def sample_there(
             wanted.append(i)
             continue
         if not params.greedy:
-            draws.append((i, draw_of(request, seeds[i], len(request.output_token_ids))))
+            draws.append((i, draw_of(request, seeds[i], len(outputs[i]))))
         if params.logprobs is not None:
             wanted.append(i)
     rows = torch.empty(len(wanted), logits.shape[1], pin_memory=logits.is_cuda)
@@ -117,7 +130,7 @@ def sample_there(
         if _has_no_token(best[i], masks[i]):
             return Sampled(None)
         if i in here and i not in there:
-            return _sample_row(here[i], best[i], requests[i], seeds[i], masks[i])
+            return _sample_row(here[i], best[i], requests[i], seeds[i], masks[i], outputs[i])
         token = there.get(i, best[i])
         return Sampled(token, None if count is None else _logprobs(here[i], token, count))
 
@@ -158,21 +171,23 @@ def _has_no_token(best: int, allowed: Tensor | None) -> bool:
     return best < 0 or (allowed is not None and not allowed.any())
 
 
-def _sample_row(row: Tensor, best: int, request: Request, seed: int, allowed: Tensor | None) -> Sampled:
+def _sample_row(
+    row: Tensor, best: int, request: Request, seed: int, allowed: Tensor | None, outputs: list[int]
+) -> Sampled:
     params = request.params
-    adjusted = _adjust(row, request, allowed)
+    adjusted = _adjust(row, request, allowed, outputs)
     if params.use_beam_search:
         return Sampled(best, candidates=_candidates(row, adjusted, request))
     if params.greedy:
         token = best if adjusted is row else int(adjusted.argmax())
     else:
-        token = _draw(adjusted, params, uniform(seed, len(request.output_token_ids)))
+        token = _draw(adjusted, params, uniform(seed, len(outputs)))
     return Sampled(token, None if params.logprobs is None else _logprobs(row, token, params.logprobs))
 
 
-def _adjust(row: Tensor, request: Request, allowed: Tensor | None) -> Tensor:
+def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list[int]) -> Tensor:
     """The row with biases, penalties, forbidden endings and forbidden tokens applied; the row itself without any."""
-    params, outputs = request.params, request.output_token_ids
+    params = request.params
     if params.biases:
         tokens, biases = zip(*params.biases)
         row = row.index_add(0, torch.tensor(tokens), torch.tensor(biases))
@@ -185,7 +200,7 @@ def _adjust(row: Tensor, request: Request, allowed: Tensor | None) -> Tensor:
         tokens, counts = torch.tensor(outputs).unique(return_counts=True)
         row = row.index_add(0, tokens, -(params.presence_penalty + params.frequency_penalty * counts))
     if allowed is not None:
-        return row.masked_fill(~_without_endings(allowed, request), -torch.inf)
+        return row.masked_fill(~_without_endings(allowed, request, len(outputs) < params.min_tokens), -torch.inf)
     if len(outputs) < params.min_tokens:
         row = row.index_fill(0, _indices(request.endings, len(row)), -torch.inf)
     return row
@@ -201,9 +216,9 @@ def _candidates(row: Tensor, adjusted: Tensor, request: Request) -> tuple[Candid
     )
 
 
-def _without_endings(allowed: Tensor, request: Request) -> Tensor:
-    """``allowed`` without the endings that the request does not want yet, unless nothing else is left."""
-    early = len(request.output_token_ids) < request.params.min_tokens
+def _without_endings(allowed: Tensor, request: Request, early: bool) -> Tensor:
+    """``allowed`` without the endings that the request does not want, or not so ``early``, unless nothing else is
+    left."""
     endings = [
         *(request.params.stop_token_ids if early else ()),
         *(request.eos_token_ids if early or request.params.ignore_eos else ()),

@@ -5,6 +5,11 @@ not act: ``schedule(now)`` returns a ``StepPlan``, somebody runs it, ``commit(pl
 sampled tokens. More plans may be made before the first is committed; tokens still in flight are then
 placeholders.
 
+Drafts. A decode may compute tokens that somebody only guesses to come next. The plan then asks for a row of logits
+for each of them too, and the commit takes a run: the guesses that were right, and one more token. What was computed
+past the run is taken back, with its blocks. One token is a run of one. A draft takes what others leave of a step's
+tokens, rows and blocks: nobody is preempted or delayed for it.
+
 Order. Requests are ranked by ``priority + arrival_time / priority_aging``, then by arrival. Seconds of
 waiting thus weigh like priority, and only the finitely many that arrive soon enough can ever go before a
 request. A rank never changes: the first in rank that runs is never preempted, and what it needs was checked
@@ -32,7 +37,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from qserve.runtime.backlog import Backlog
@@ -43,6 +48,7 @@ from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
 from qserve.runtime.request import PLACEHOLDER, Request, Status
 from qserve.runtime.sampling import RequestError
 
+NO_DRAFTS: Mapping[str, Sequence[int]] = {}
 # Prompt tokens in a step of those who were served more than others: a step that is short for whoever comes next, and
 # still large enough for a matrix product to be efficient.
 AHEAD_TOKENS = 32
@@ -151,13 +157,16 @@ class Scheduler:
             self._end(request, reason, stop_reason)
         return request is not None
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def schedule(self, now: float, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> StepPlan | None:
         """Decide the next step; None when nothing can run before a commit or a new request.
 
         Each decode gets its one token, set aside from the budget, so that no prompt crowds it out; if it needs
         a block, somebody may be preempted for it. The rest of the budget goes to prompts: the least served
         tenant is next, with its running prefills and then with its waiting requests, by rank. Nobody is
         admitted past one that must wait for room; ``now`` (seconds) becomes the ``scheduled_time``.
+
+        ``drafts``: by request, guesses of the tokens that follow its newest one. They are cut to what there is room
+        for, and left out where the newest token is not known yet, of beams, and under a constraint.
         """
         running = Status.RUNNING  # a member of an enumeration is found more slowly than what is asked of it here
         decodes = [request for request in self._running if _can_decode(request)]
@@ -175,49 +184,60 @@ class Scheduler:
         pausing = self._giving_way(planned) if planned else ()
         # Decodes go first, and with them who came back from a preemption and lacks the newest token alone.
         first = [pair for pair in planned if not pair[1].is_prefill]
-        first += [
+        decoded = [
             (request, self._decode(request))
             for request in decodes
             if request.status is running and request.tenant not in pausing
         ]
-        planned = first + [pair for pair in planned if pair[1].is_prefill]
+        prefills = [pair for pair in planned if pair[1].is_prefill]
+        if drafts:
+            self._add_drafts(decoded, [*first, *prefills], drafts)
+        planned = first + decoded + prefills
         return self._plan(planned) if planned else None
 
-    def commit(self, plan: StepPlan, results: Mapping[str, int]) -> list[RequestUpdate]:
-        """Take the tokens a plan sampled, ``request_id -> token``, and report what became of each request.
+    def commit(self, plan: StepPlan, results: Mapping[str, Sequence[int]]) -> list[RequestUpdate]:
+        """Take the runs of tokens a plan sampled, ``request_id -> tokens``, and report what became of each request.
 
-        Plans are committed in the order they were made. A request that ended since needs no result; one that
-        was preempted since keeps its token. One that is pooled ends, without a token, with its prompt. Raises
-        ``ValueError``, changing nothing, for a plan out of order or a missing result.
+        A run is the beginning of the draft that was right, and the token that follows it; without a draft, one token.
+        Where a token of it ends the request, the rest is dropped. Plans are committed in the order they were made. A
+        request that ended since needs no result; one that was preempted since keeps its tokens. One that is pooled
+        ends, without a token, with its prompt. Raises ``ValueError``, changing nothing, for a plan out of order, a
+        missing result, or a run that is not of the draft.
         """
         if not self._in_flight or self._in_flight[0][0] != plan:
             oldest = f"plan {self._in_flight[0][0].step} is the oldest" if self._in_flight else "no plan is"
             raise ValueError(f"cannot commit plan {plan.step}: {oldest} in flight")
         pairs = list(zip(plan.sequences, self._in_flight[0][1], strict=True))
         for sequence, request in pairs:
-            if sequence.num_sampled and sequence.request_id not in results and not request.is_finished:
-                raise ValueError(f"plan {plan.step} has no result for {sequence.request_id}")
+            if sequence.num_sampled and not request.is_finished:
+                run = results.get(sequence.request_id)
+                if not run:
+                    raise ValueError(f"plan {plan.step} has no result for {sequence.request_id}")
+                more = len(run) - 1
+                if more and (more >= sequence.num_sampled or tuple(run[:-1]) != sequence.draft[:more]):
+                    raise ValueError(f"plan {plan.step}: {tuple(run)} does not follow the draft {sequence.draft}")
         self._in_flight.popleft()
         running, finished, size = Status.RUNNING, Status.FINISHED, self.blocks.block_size
         updates = []
-        tokens: tuple[int, ...]
         for sequence, request in pairs:
+            wanted = sequence.num_sampled
             request.num_plans -= 1
-            request.num_in_flight -= sequence.num_sampled
-            end = sequence.start + len(sequence.token_ids)
+            request.num_in_flight -= wanted
+            if request.status is finished:
+                continue
+            tokens, reason = request.extend(results[request.request_id]) if wanted else ((), None)
+            # Of a draft that much of what was computed is of tokens that came.
+            end = sequence.start + len(sequence.token_ids) - wanted + len(tokens)
             if request.status is running:
                 if end // size > request.num_committed // size:
                     self._publish(request, end)
                 request.num_committed = end
-            if request.status is finished:
-                continue
-            if sequence.num_sampled:
-                tokens = (results[request.request_id],)
-                reason = request.append(*tokens)
-            elif request.is_pooled and end == request.num_prompt:
-                tokens, reason = (), "stop"
-            else:
-                continue
+            if wanted > 1:
+                self._take_back(request, end, accepted=len(tokens) - 1)
+            if not wanted:
+                if not request.is_pooled or end < request.num_prompt:
+                    continue
+                reason = "stop"
             if reason is not None:
                 self._end(request, reason, request.stop_reason)
             updates.append(RequestUpdate(request.request_id, tokens, reason, request.stop_reason))
@@ -242,13 +262,19 @@ class Scheduler:
         assert tables.keys() == {r.request_id for r in self._running}, "who runs holds a table"
         plans: Counter[int] = Counter()
         samples: Counter[int] = Counter()
+        drafted: Counter[int] = Counter()
         for number, (plan, requests) in enumerate(self._in_flight, self._step - len(self._in_flight)):
             assert plan.step == number and 0 < plan.num_tokens <= self.config.max_num_batched_tokens
             assert len({s.request_id for s in plan.sequences}) == len(plan.sequences) == len(requests)
             plans.update(id(r) for r in requests)
-            samples.update(id(r) for s, r in zip(plan.sequences, requests, strict=True) if s.num_sampled)
+            assert sum(s.num_sampled for s in plan.sequences) <= self.config.logits_limit
+            for sequence, request in zip(plan.sequences, requests, strict=True):
+                samples[id(request)] += sequence.num_sampled
+                drafted[id(request)] += len(sequence.draft)
         for request in self._requests.values():
             assert request.num_plans == plans[id(request)] and request.num_in_flight == samples[id(request)]
+            assert request.num_drafted == drafted[id(request)]
+            assert not request.num_drafted or request.num_plans == 1, "it was planned beside its draft"
             assert len(request.output_token_ids) + request.num_in_flight <= request.max_output_tokens
         for request in self._requests.values():
             assert request in request.members and len({member.status for member in request.members}) == 1
@@ -260,6 +286,8 @@ class Scheduler:
             assert 0 <= request.num_committed <= request.num_computed < request.num_tokens + request.is_pooled
             assert request.num_computed <= len(tables[request.request_id]) * self.blocks.block_size
             assert len(tables[request.request_id]) <= self.blocks.blocks_for(request.max_positions)
+            if request.output_token_ids and not request.num_plans:
+                assert len(tables[request.request_id]) <= self.blocks.blocks_for(request.num_tokens), "a draft's blocks"
 
     def _rank(self, request: Request) -> tuple[float, int]:
         return request.priority + request.arrival_time / self.config.priority_aging, request.arrival
@@ -429,6 +457,50 @@ class Scheduler:
         request.num_plans += 1
         return ScheduledSequence(request_id, (newest,), start, self.blocks.table(request_id), 1, False)
 
+    def _add_drafts(
+        self,
+        decoded: list[tuple[Request, ScheduledSequence]],
+        others: list[tuple[Request, ScheduledSequence]],
+        drafts: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Lengthen planned decodes by their drafts, as far as ``others`` leave tokens and rows of the step."""
+        tokens = self.config.max_num_batched_tokens - len(decoded) - sum(len(each.token_ids) for _, each in others)
+        rows = self.config.logits_limit - len(decoded) - sum(each.num_sampled for _, each in others)
+        for index, (request, sequence) in enumerate(decoded):
+            draft = drafts.get(request.request_id)
+            if not draft or request.beams or request.num_in_flight > 1 or request.params.constraint is not None:
+                continue
+            left = request.max_output_tokens - len(request.output_token_ids) - 1
+            count = self._room(request, min(len(draft), tokens, rows, left))
+            if count > 0:
+                request.num_drafted = count
+                request.num_in_flight += count
+                request.num_computed += count
+                tokens, rows = tokens - count, rows - count
+                decoded[index] = request, sequence._replace(
+                    token_ids=(*sequence.token_ids, *draft[:count]),
+                    block_table=self.blocks.table(request.request_id),
+                    num_sampled=1 + count,
+                )
+
+    def _room(self, request: Request, count: int) -> int:
+        """Make up to ``count`` more positions of a planned decode writable, and return how many there is room for. Each
+        that runs keeps a block to spare: else the next decode would preempt somebody for a guess."""
+        name, start, spare = request.request_id, request.num_computed, self.num_running
+        while count > 0 and not self.blocks.can_allocate(name, start + count, write_from=start, spare=spare):
+            count -= 1
+        if count > 0:
+            self._copies += self.blocks.allocate(name, start + count, write_from=start)
+        return count
+
+    def _take_back(self, request: Request, end: int, *, accepted: int) -> None:
+        """Forget what a draft computed past the ``end`` of the run that was taken."""
+        request.num_drafted = 0
+        self._shares.charge(request.tenant, 0, accepted, request.weight)
+        if request.status is Status.RUNNING:
+            request.num_computed = end
+            self.blocks.truncate(request.request_id, end + 1)
+
     def _advance(self, request: Request, budget: int) -> ScheduledSequence:
         """Plan up to ``budget`` further tokens of a running request."""
         start = request.num_computed
@@ -510,4 +582,8 @@ def _can_decode(request: Request) -> bool:
         )
     # ``is_decoding`` and not ``is_fully_sampled``, written out: it is asked of everybody in every step.
     outputs, prompt = len(request.output_token_ids) + request.num_in_flight, len(request.prompt_token_ids)
-    return prompt <= request.num_computed == prompt + outputs - 1 and outputs < request.max_output_tokens
+    return (
+        prompt <= request.num_computed == prompt + outputs - 1
+        and outputs < request.max_output_tokens
+        and not request.num_drafted
+    )

@@ -43,8 +43,10 @@ class StepArrays:
             positions += span
             slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
             starts.append(len(ids))
-            if sequence.num_sampled:
+            if sequence.num_sampled == 1:
                 rows.append(len(ids) - 1)
+            elif sequence.num_sampled:
+                rows += range(len(ids) - sequence.num_sampled, len(ids))
             tables += table
             tables += [0] * (widest - len(table))
         parts = (ids, positions, slots, starts, rows, tables)

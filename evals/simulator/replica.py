@@ -142,7 +142,7 @@ class Replica:
         assert plan is not None
         self._plan = None
         self.usage.step(end - self._start, self._tokens, len(plan.sequences), self.blocks.num_used)
-        results = {sequence.request_id: _TOKEN for sequence in plan.sequences if sequence.num_sampled}
+        results = {sequence.request_id: (_TOKEN,) for sequence in plan.sequences if sequence.num_sampled}
         first = self._first
         for update in self.scheduler.commit(plan, results):
             if update.request_id not in first:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from qserve.runtime import draw
 from qserve.runtime.draw import Draw
 from qserve.runtime.request import Request
-from qserve.runtime.sampler import _draw, sample, sample_there
+from qserve.runtime.sampler import _draw, outputs_before, sample, sample_there
 from qserve.runtime.sampling import SamplingParams
 
 PARAMS = st.fixed_dictionaries(
@@ -129,7 +129,7 @@ def test_what_is_sampled_there_is_what_is_sampled_here(seed: int) -> None:
     masks[-2] = torch.zeros(900, dtype=torch.bool)
     seeds = list(range(seed, seed + len(asked)))
     want = sample(logits, greedy, requests, seeds, masks)
-    assert sample_there(logits, greedy.tolist(), requests, seeds, masks) == want
+    assert sample_there(logits, greedy.tolist(), requests, seeds, masks, outputs_before(requests, None)) == want
     assert [i for i, each in enumerate(want) if each.token_id is None] == [4, len(asked) - 2]
 
 
@@ -144,5 +144,6 @@ def test_only_the_rows_that_are_read_are_fetched(monkeypatch: pytest.MonkeyPatch
         return made(*shape, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    sample_there(logits, logits.argmax(-1).tolist(), requests, [0] * len(asked), [None] * len(asked))
+    nobody, outputs = [None] * len(asked), outputs_before(requests, None)
+    sample_there(logits, logits.argmax(-1).tolist(), requests, [0] * len(asked), nobody, outputs)
     assert shapes[0] == (7, 100)

@@ -58,7 +58,7 @@ def step(s: Scheduler, now: float = 0.0) -> StepPlan | None:
     plan = s.schedule(now)
     s.check()
     if plan is not None:
-        s.commit(plan, {q.request_id: 5 for q in plan.sequences if q.num_sampled})
+        s.commit(plan, {q.request_id: (5,) for q in plan.sequences if q.num_sampled})
         s.check()
     return plan
 
@@ -250,7 +250,7 @@ def ttft_p95(rates: dict[str, float], tenant: str, seconds: float = 120.0) -> fl
         plan = s.schedule(now)
         assert plan is not None
         now += 0.01 + sum(0.001 * len(q.token_ids) if q.is_prefill else 0.002 for q in plan.sequences)
-        for update in s.commit(plan, {q.request_id: 5 for q in plan.sequences if q.num_sampled}):
+        for update in s.commit(plan, {q.request_id: (5,) for q in plan.sequences if q.num_sampled}):
             request = live[update.request_id]
             if request.tenant == tenant and update.request_id not in first:
                 first[update.request_id] = now - request.arrival_time

@@ -47,7 +47,7 @@ def plan_of(s: Scheduler, now: float = 0.0) -> StepPlan:
 
 def commit(s: Scheduler, plan: StepPlan, token: int = 50, **tokens: int) -> list[RequestUpdate]:
     """Commit with ``token`` for every sampling sequence not named."""
-    results = {q.request_id: tokens.get(q.request_id, token) for q in plan.sequences if q.num_sampled}
+    results = {q.request_id: (tokens.get(q.request_id, token),) for q in plan.sequences if q.num_sampled}
     updates = s.commit(plan, results)
     s.check()
     return updates
@@ -455,7 +455,7 @@ def test_commits_out_of_order_or_incomplete_change_nothing() -> None:
     r = add(s, "a", [1, 2])
     first, second = plan_of(s), plan_of(s)
     with pytest.raises(ValueError, match="cannot commit plan 1: plan 0 is the oldest in flight"):
-        s.commit(second, {"a": 1})
+        s.commit(second, {"a": (1,)})
     with pytest.raises(ValueError, match="plan 0 has no result for a"):
         s.commit(first, {})
     s.check()
@@ -463,7 +463,7 @@ def test_commits_out_of_order_or_incomplete_change_nothing() -> None:
     commit(s, first)
     commit(s, second)
     with pytest.raises(ValueError, match="cannot commit plan 1: no plan is in flight"):
-        s.commit(second, {"a": 1})
+        s.commit(second, {"a": (1,)})
 
 
 def test_the_engine_ends_a_request_for_its_own_reason() -> None:
@@ -538,7 +538,7 @@ def test_no_starvation_under_a_stream_of_better_priority() -> None:
                 s.add(request(f"{now}-{i}", range(4), priority=0, max_tokens=2, arrival_time=float(now)))
             plan = s.schedule(float(now))
             assert plan is not None
-            s.commit(plan, {q.request_id: 50 for q in plan.sequences if q.num_sampled})
+            s.commit(plan, {q.request_id: (50,) for q in plan.sequences if q.num_sampled})
             if victim.is_finished:
                 s.check()
                 return now
@@ -562,7 +562,7 @@ def test_a_long_decode_is_never_preempted_by_younger_requests() -> None:
 def test_a_beam_forks_in_mid_sequence() -> None:
     s = scheduler()
     add(s, "a", range(6), max_tokens=9, n=3, use_beam_search=True)
-    s.commit(plan_of(s), {"a": 20})
+    s.commit(plan_of(s), {"a": (20,)})
     child = s.fork("a", "b", 30)
     s.check()
     assert child.output_token_ids == [30] and s.blocks.table("b") == s.blocks.table("a")
@@ -573,7 +573,7 @@ def test_a_beam_forks_in_mid_sequence() -> None:
     for wrong in (lambda: s.fork("a", "c", 1), lambda: s.fork("a", "b", 1)):
         with pytest.raises(ValueError):
             wrong()
-    s.commit(plan, {"a": 21, "b": 31})
+    s.commit(plan, {"a": (21,), "b": (31,)})
     s.finish("a", "stop")
     assert [q.token_ids for q in plan_of(s).sequences] == [(31,)]
     s.check()

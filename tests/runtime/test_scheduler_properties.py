@@ -36,6 +36,7 @@ from qserve.runtime.scheduler import Scheduler
 VOCAB = 11
 EOS = 0
 STOP = 1
+WRONG = -2  # what is in a position that a wrong guess wrote
 # Prompts are heads of two texts, so that prefixes are often shared, with or without a tail of their own.
 TEXTS = tuple(tuple((i * i + text) % VOCAB for i in range(40)) for text in (0, 3))
 
@@ -88,24 +89,32 @@ class FakeRunner:
         self.kv: dict[tuple[int, int], int] = {}
         self.newest: dict[str, int] = {}
 
-    def run(self, plan: StepPlan, oracles: dict[str, Oracle]) -> dict[str, int]:
+    def run(self, plan: StepPlan, oracles: dict[str, Oracle]) -> dict[str, tuple[int, ...]]:
         size = self.block_size
         for source, destination in plan.copies:
             for offset in range(size):
                 self.kv[destination, offset] = self.kv.get((source, offset), -1)
         written: set[tuple[int, int]] = set()
+        runs: dict[str, tuple[int, ...]] = {}
         for sequence in plan.sequences:  # all of a step's writes come before its reads
             oracle, end = oracles[sequence.request_id], sequence.start + len(sequence.token_ids)
             oracle.upto(end)
+            known, right = end - len(sequence.draft), True
             for position, given in enumerate(sequence.token_ids, sequence.start):
                 token = self.newest[sequence.request_id] if given == -1 else given
-                assert token == oracle.tokens[position], "a wrong input token"
+                right = right and token == oracle.tokens[position]
+                assert right or position >= known, "a wrong input token"
                 slot = sequence.block_table[position // size], position % size
                 assert slot not in written, "two requests write one position"
                 written.add(slot)
-                self.kv[slot] = oracle.kv[position]
+                self.kv[slot] = oracle.kv[position] if right else WRONG
         for sequence in plan.sequences:
             oracle, end = oracles[sequence.request_id], sequence.start + len(sequence.token_ids)
+            end -= len(sequence.draft)
+            for guess in sequence.draft:
+                if guess != oracle.tokens[end]:
+                    break
+                end += 1
             for position in range(end):
                 slot = sequence.block_table[position // size], position % size
                 assert self.kv.get(slot) == oracle.kv[position], (
@@ -116,7 +125,9 @@ class FakeRunner:
             assert not (sequence.num_sampled and oracle.request.params.pooling), "nobody wants its logits"
             if sequence.num_sampled:
                 self.newest[sequence.request_id] = oracle.tokens[end]
-        return {s.request_id: self.newest[s.request_id] for s in plan.sequences if s.num_sampled}
+                right = end - sequence.start - len(sequence.token_ids) + len(sequence.draft)
+                runs[sequence.request_id] = tuple(oracle.tokens[end - right : end + 1])
+        return runs
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -128,6 +139,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     copies = 0
     forks = 0
     mixed = 0  # steps with beams and with several tenants
+    accepted = 0  # tokens of drafts
+    refused = 0
 
     @initialize(
         positions=st.integers(8, 44),
@@ -135,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from((True, True, False)),
         max_num_seqs=st.integers(1, 6),
         extra_budget=st.integers(0, 12),
+        extra_rows=st.integers(0, 8),
         depth=st.sampled_from((1, 2, 2, 3)),
     )
     def start(
@@ -144,12 +158,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         max_num_seqs: int,
         extra_budget: int,
+        extra_rows: int,
         depth: int,
     ) -> None:
         config = SchedulerConfig(
             max_model_len=40,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_num_logits=max_num_seqs + extra_rows,
             max_waiting=12,
             max_waiting_tokens=150,
             priority_aging=4.0,
@@ -161,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.oracles: dict[str, Oracle] = {}
         self.live: dict[str, Oracle] = {}
         self.not_run: deque[StepPlan] = deque()
-        self.not_committed: deque[tuple[StepPlan, dict[str, int]]] = deque()
+        self.not_committed: deque[tuple[StepPlan, dict[str, tuple[int, ...]]]] = deque()
 
     @rule(
         text=st.sampled_from(TEXTS),
@@ -249,7 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.0, 0.5, 3.0)))
     def schedule(self, seconds: float) -> None:
         self.now += seconds
-        plan = self.scheduler.schedule(self.now)
+        plan = self.scheduler.schedule(self.now, self.drafts())
         if plan is None:
             # Nothing can run only if there is nothing to run or everything waits for a commit.
             assert not self.live or self.scheduler.num_in_flight
@@ -266,6 +282,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert beams <= sampling, "a beam goes on without the others"
         self.not_run.append(plan)
 
+    def drafts(self) -> dict[str, list[int]]:
+        """For some of those that run, as chance has it: what comes next, as far as it is not led astray."""
+        drafts = {}
+        for name, oracle in self.live.items():
+            request = oracle.request
+            chance = crc32(f"{name} {len(request.output_token_ids)} {self.now}".encode())
+            if not request.output_token_ids or chance % 3 == 0:
+                continue
+            known, length, wrong = request.num_prompt + len(request.output_token_ids), chance % 5, chance // 5 % 6
+            oracle.upto(known + length)
+            drafts[name] = oracle.tokens[known : known + length]
+            if wrong < length:
+                drafts[name][wrong] = (drafts[name][wrong] + 1) % VOCAB
+        return drafts
+
     @precondition(lambda self: self.not_run)
     @rule()
     def run_oldest(self) -> None:
@@ -279,10 +310,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.not_committed:
             self.run_oldest()
         plan, results = self.not_committed.popleft()
+        lengths = {name: len(oracle.request.output_token_ids) for name, oracle in self.live.items()}
         updates = self.scheduler.commit(plan, results)
+        for sequence in plan.sequences:
+            if sequence.draft and sequence.request_id in lengths:
+                SchedulerMachine.accepted += len(results[sequence.request_id]) - 1
+                SchedulerMachine.refused += len(sequence.draft) - len(results[sequence.request_id]) + 1
         for update in updates:
             oracle = self.live[update.request_id]
-            assert update.token_ids == tuple(oracle.request.output_token_ids[-1:])
+            assert update.token_ids == tuple(oracle.request.output_token_ids[lengths[update.request_id] :])
             if update.finish_reason is not None:
                 assert (oracle.request.output_token_ids, update.finish_reason) == oracle.outputs()
                 if oracle.request.is_scored:
@@ -359,6 +395,7 @@ def drive(steps: int, *, derandomize: bool) -> None:
     """Run and check at least ``steps`` operations, and make sure that they were worth it."""
     machine = SchedulerMachine
     machine.count = machine.preemptions = machine.hits = machine.copies = machine.forks = machine.mixed = 0
+    machine.accepted = machine.refused = 0
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -375,6 +412,7 @@ def drive(steps: int, *, derandomize: bool) -> None:
     assert machine.copies > steps // 1000, "siblings hardly shared"
     assert machine.forks > steps // 100, "beams hardly forked"
     assert machine.mixed > steps // 400, "beams hardly ran beside other tenants"
+    assert min(machine.accepted, machine.refused) > steps // 40, "drafts were hardly ever right, or wrong"
 
 
 def test_ten_thousand_random_steps() -> None:

@@ -34,7 +34,7 @@ class World:
         plan = self.scheduler.schedule(self.now)
         assert plan is not None
         self.journal.step(plan, self.now)
-        self.scheduler.commit(plan, {s.request_id: 7 for s in plan.sequences if s.num_sampled})
+        self.scheduler.commit(plan, {s.request_id: (7,) for s in plan.sequences if s.num_sampled})
 
     def look(self) -> EngineSnapshot:
         return take(self.scheduler, self.journal, self.now)

@@ -101,7 +101,7 @@ def engine_loop(arrivals: list[Arrival], one: ReplicaConfig) -> dict[int, tuple[
         plan = scheduler.schedule(now)
         assert plan is not None
         now += COST.seconds(*shape_of(plan))
-        for update in scheduler.commit(plan, {s.request_id: 0 for s in plan.sequences if s.num_sampled}):
+        for update in scheduler.commit(plan, {s.request_id: (0,) for s in plan.sequences if s.num_sampled}):
             first.setdefault(int(update.request_id), now)
             if update.finish_reason:
                 end[int(update.request_id)] = now
