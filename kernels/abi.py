@@ -1,64 +1,93 @@
-"""``csrc/qserve.h`` as ctypes sees it: its structures and the numbers of its enumerations. Knows nothing of torch's
-tensors but their dtypes."""
+"""``csrc/qserve.h`` as ctypes sees it: the structures of operations, which follow from their dataclasses, those of the
+offline kernels, and the numbers of the enumerations.
+
+``tests/kernels/test_abi.py`` compares every offset and size with the C compiler's.
+"""
 
 from __future__ import annotations
 
 import ctypes as C
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any, get_args, get_type_hints
 
 import torch
+from torch import Tensor
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 U8, U4, F8, I8 = 3, 4, 5, 6
-KV_DTYPES = {**DTYPES, torch.float8_e4m3fn: F8, torch.int8: I8}
+FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = {**FLOATS, torch.uint8: U8, torch.float8_e4m3fn: F8, torch.int8: I8}
+
+_C_TYPES: dict[Any, Any] = {
+    Tensor: C.c_void_p, int: C.c_int32, bool: C.c_int32, torch.dtype: C.c_int32, float: C.c_float,
+}  # fmt: skip
+_ORDER = (C.c_void_p, C.c_int32, C.c_float)
+
+
+def name_of(operation: type) -> str:
+    """``RopeKV`` -> ``rope_kv``: the operation in C. What is laid out in tiles there has no other name."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", operation.__name__.removeprefix("Tiled"))
+    return words.lower()
+
+
+@cache
+def structure(declared: type) -> type[C.Structure]:
+    """The C structure of a dataclass: its fields and then its properties, by name. Pointers come first, then integers,
+    then floats, each in the order of declaration. ``rows`` is not among them: ``qs_op`` has it."""
+    hints = get_type_hints(declared)
+    properties = [name for name, value in vars(declared).items() if isinstance(value, property)]
+    hints |= {name: get_type_hints(vars(declared)[name].fget)["return"] for name in properties}
+    names = [field.name for field in fields(declared) if field.name != "rows"] + properties
+    typed = [(name, _c_type(hints[name])) for name in names]
+    typed.sort(key=lambda field: _ORDER.index(field[1]))
+    return type(name_of(declared), (C.Structure,), {"_fields_": typed})
+
+
+def _c_type(hint: Any) -> Any:
+    (kind,) = {arg for arg in get_args(hint) or (hint,) if arg is not type(None)}
+    return _C_TYPES[kind]
+
+
+def describe(declared: object, address: Callable[[Tensor], int]) -> C.Structure:
+    """``declared`` as its structure; ``address`` of each of its tensors.
+
+    Raises ``ValueError`` for a tensor that is not contiguous. The rows of one with a stride among the fields may lie
+    apart (``out_stride`` for ``out``).
+    """
+    kind: Any = type(declared)
+    made = structure(kind)()
+    for name, _ in made._fields_:  # type: ignore[misc]
+        value = getattr(declared, name)
+        if isinstance(value, Tensor):
+            apart = value.stride(-1) == 1 and hasattr(declared, f"{name}_stride")
+            if not apart and not value.is_contiguous():
+                raise ValueError("the C kernels need contiguous tensors")
+            value = address(value)
+        elif isinstance(value, torch.dtype):
+            value = DTYPES[value]
+        setattr(made, name, value)
+    return made
+
+
+def operation(kinds: Mapping[str, int], declared: Mapping[str, type]) -> type[C.Structure]:
+    """``qs_op``: one of the operations that the library names, each with its number. ``declared``: by name."""
+    bodies = [(name, structure(declared[name])) for name in kinds]
+    union = type("body", (C.Union,), {"_fields_": bodies})
+    return type("op", (C.Structure,), {"_fields_": [("kind", C.c_int32), ("rows", C.c_int32), ("body", union)]})
 
 
 def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[C.Structure]:
-    fields: list[tuple[str, Any]] = [(field, C.c_void_p) for field in pointers.split()]
-    fields += [(field, C.c_int32) for field in ints.split()]
-    fields += [(field, C.c_float) for field in floats.split()]
-    return type(name, (C.Structure,), {"_fields_": fields})
+    typed: list[tuple[str, Any]] = [(field, C.c_void_p) for field in pointers.split()]
+    typed += [(field, C.c_int32) for field in ints.split()]
+    typed += [(field, C.c_float) for field in floats.split()]
+    return type(name, (C.Structure,), {"_fields_": typed})
 
 
-Embed = _struct("Embed", "table scales zeros out", "width dtype group zero")
-RMSNorm = _struct("RMSNorm", "x weight out", "width", "eps")
-Linear = _struct(
-    "Linear",
-    "x out weight scales zeros bias norm permutation",
-    "k n x_width out_stride dtype scale_dtype group act_dtype act_span act_group zero accumulate silu",
-    "input_scale eps",
-)
-RopeKV = _struct(
-    "RopeKV",
-    "qkv cosine sine q_norm k_norm k_scale v_scale k_center k_cache v_cache",
-    "heads kv_heads head_dim rotary_dim kv_dtype",
-    "eps",
-)
-Attention = _struct(
-    "Attention", "qkv k_scale v_scale out k_cache v_cache", "heads kv_heads head_dim kv_dtype window", "scale"
-)
-SiluMul = _struct("SiluMul", "gate_up out", "width")
-Gather = _struct("Gather", "x out", "width")
-Argmax = _struct("Argmax", "x out", "width")
-LogSoftmax = _struct("LogSoftmax", "x", "width")
-BODIES = (Embed, RMSNorm, Linear, RopeKV, Attention, SiluMul, Gather, Argmax, LogSoftmax)
-"""In the order of ``qs_op_kind``."""
-
-
-class _Union(C.Union):
-    _fields_ = [(body.__name__, body) for body in BODIES]
-
-
-class Op(C.Structure):
-    _fields_ = [("kind", C.c_int32), ("rows", C.c_int32), ("of", _Union)]
-
-
-Step = _struct(
-    "Step", "token_ids positions slots logit_rows seq_start block_tables", "tokens logits sequences table_stride"
-)
-ScaleSearch = _struct("ScaleSearch", "weight importance ranges scales zeros", "width period steps zero max_code")
-Sweep = _struct("Sweep", "weight upper scales zeros order codes", "inputs outputs width zero max_code")
-Moment = _struct("Moment", "left right out", "height width count dtype upper", "keep gain")
+ScaleSearch = _struct("scale_search", "weight importance ranges scales zeros", "width period steps zero max_code")
+Sweep = _struct("sweep", "weight upper scales zeros order codes", "inputs outputs width zero max_code")
+Moment = _struct("moment", "left right out", "height width count dtype upper", "keep gain")
 
 
 class Pack(C.Structure):
@@ -88,10 +117,3 @@ class Product(C.Structure):
         ("stride", C.c_int64),
         *((field, C.c_int32) for field in ("rows", "inputs", "outputs")),
     ]
-
-
-def operation(body: C.Structure, *, of_logits: bool) -> Op:
-    """``body`` as an operation on the rows of a step, or on its logit rows."""
-    made = Op(kind=BODIES.index(type(body)), rows=int(of_logits))
-    setattr(made.of, type(body).__name__, body)
-    return made

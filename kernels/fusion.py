@@ -1,19 +1,17 @@
 """Which neighbouring operations the C kernels do in one: a norm with the products that read it, and a product of gate
 and up projections with the SiLU that joins them. What passes between them is not written then.
-
-Knows operations and how they are wired; does not know kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from qserve.kernels.ops import Attention, Gather, Linear, Op, RMSNorm, RopeKV, SiluMul
+from qserve.kernels.ops import Linear, Op, RMSNorm, SiluMul
 from qserve.kernels.prepack import LANES
 
 
@@ -27,13 +25,15 @@ class FusedLinear:
     silu: SiluMul | None = None
 
 
-def fuse(ops: Sequence[Op]) -> list[Op | FusedLinear]:
-    """``ops`` with what can be done in one done in one, in order."""
+def fuse(ops: Sequence[Op], has_kernel: Callable[[Op], bool] = lambda op: True) -> list[Op | FusedLinear]:
+    """``ops`` with what can be done in one done in one, in order. What has no kernel stays as it is."""
     fused: list[Op | FusedLinear] = []
     norm: RMSNorm | None = None
     for i, op in enumerate(ops):
         previous = fused[-1] if fused else None
-        if isinstance(op, RMSNorm) and _is_for_products(op, ops[i + 1 :]):
+        if not has_kernel(op):
+            fused.append(op)
+        elif isinstance(op, RMSNorm) and _is_for_products(op, ops[i + 1 :], has_kernel):
             norm = op
         elif isinstance(op, Linear):
             fused.append(FusedLinear(op, norm if norm and norm.out is op.x else None))
@@ -44,26 +44,19 @@ def fuse(ops: Sequence[Op]) -> list[Op | FusedLinear]:
     return fused
 
 
-def _is_for_products(norm: RMSNorm, behind: Sequence[Op]) -> bool:
+def _is_for_products(norm: RMSNorm, behind: Sequence[Op], has_kernel: Callable[[Op], bool]) -> bool:
     """Whether products alone read what ``norm`` writes, next of all, and before its input changes."""
-    products = list(takewhile(lambda op: isinstance(op, Linear) and op.x is norm.out and op.out is not norm.x, behind))
+
+    def is_product(op: Op) -> bool:
+        return isinstance(op, Linear) and op.x is norm.out and op.out is not norm.x and has_kernel(op)
+
+    products = list(takewhile(is_product, behind))
     for op in behind[len(products) :]:
-        if _input(op) is norm.out:
+        if any(getattr(op, field.name) is norm.out for field in fields(op) if field.name != "out"):
             return False
         if getattr(op, "out", None) is norm.out:
             break
     return bool(products)
-
-
-def _input(op: Op) -> Tensor | None:
-    match op:
-        case RMSNorm() | Linear() | Gather():
-            return op.x
-        case RopeKV() | Attention():
-            return op.qkv
-        case SiluMul():
-            return op.gate_up
-    return None
 
 
 def _joins(silu: SiluMul, linear: Linear) -> bool:

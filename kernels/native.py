@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes as C
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,29 +19,18 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear, fuse
-from qserve.kernels.ops import (
-    HOST,
-    SCALED_KV,
-    Argmax,
-    Attention,
-    Embed,
-    Gather,
-    Linear,
-    LogSoftmax,
-    Op,
-    RMSNorm,
-    RopeKV,
-    SiluMul,
-    Step,
-)
+from qserve.kernels.ops import HOST, SCALED_KV, Attention, Embed, Linear, Op, RMSNorm, RopeKV, Step
 from qserve.kernels.pages import Arena
-from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded, tile_bytes
+from qserve.kernels.prepack import is_expanded, tile_bytes
+from qserve.kernels.reference import Fallback
 from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus, share
+from qserve.kernels.tiled import TiledEmbed, TiledLinear, tile_embed, tile_linear
 
 Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
 
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
+_DECLARED = {abi.name_of(op): op for op in (*get_args(Op), TiledEmbed, TiledLinear)}  # the tiled ones come last
 
 
 def library_path() -> Path | None:
@@ -70,9 +61,29 @@ def library() -> C.CDLL:
     products = (loaded.qs_pack_panels, loaded.qs_add_moment, loaded.qs_attend_causal, loaded.qs_multiply)
     for shared in (*rounding, *products):
         shared.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
-    if loaded.qs_op_size() != C.sizeof(abi.Op):
+    loaded.qs_op_name.restype = C.c_char_p
+    named = _named(loaded)
+    if not named.keys() <= _DECLARED.keys() or loaded.qs_op_size() != C.sizeof(abi.operation(named, _DECLARED)):
         raise OSError(f"{path.name} was built from other sources: reinstall qserve")
     return loaded
+
+
+def _named(loaded: C.CDLL) -> dict[str, int]:
+    found: dict[str, int] = {}
+    while name := loaded.qs_op_name(len(found)):
+        found[name.decode()] = len(found)
+    return found
+
+
+@cache
+def kinds() -> dict[str, int]:
+    """The operations that have a C kernel, by name, with their numbers. ``OSError`` where there is no library."""
+    return _named(library())
+
+
+@cache
+def _operation() -> type[C.Structure]:
+    return abi.operation(kinds(), _DECLARED)
 
 
 def missing() -> str | None:
@@ -136,18 +147,7 @@ class _Pool:
     def describe(self, step: Step) -> C.Structure:
         """Mostly two programs run for a step, one after the other."""
         if step is not self._step:
-            self._step, self._described = step, abi.Step(
-                token_ids=step.token_ids.data_ptr(),
-                positions=step.positions.data_ptr(),
-                slots=step.slots.data_ptr(),
-                logit_rows=step.logit_rows.data_ptr(),
-                seq_start=step.seq_start.data_ptr(),
-                block_tables=step.block_tables.data_ptr(),
-                tokens=len(step.token_ids),
-                logits=len(step.logit_rows),
-                sequences=len(step.seq_start) - 1,
-                table_stride=step.block_tables.shape[1],
-            )
+            self._step, self._described = step, abi.describe(step, Tensor.data_ptr)
         return self._described
 
     def __del__(self) -> None:
@@ -156,150 +156,80 @@ class _Pool:
 
 
 class _NativeProgram:
-    """Operations as C structures. Keeps alive every tensor whose address it gave away."""
+    """Operations as C structures, and between them those that have no kernel. Keeps alive every tensor whose address it
+    gave away."""
 
-    def __init__(self, pool: _Pool, max_rows: int, isa: Isa) -> None:
+    def __init__(self, executor: NativeExecutor, max_rows: int) -> None:
         self._library = library()
-        self._pool = pool
+        self._executor = executor
+        self._pool = executor.pool
         self._max_rows = max_rows
-        self._isa = ISAS.index(isa)
+        self._isa = ISAS.index(executor.isa)
         self._keep: list[Tensor] = []
-        self._described: list[abi.Op] = []
+        self._described: list[C.Structure] = []
+        self._fallbacks: list[tuple[int, Fallback]] = []  # each before the operation of C with that number
 
     def add(self, ops: Sequence[Op]) -> None:
-        self._described += [self._describe(op) for op in fuse(ops)]
-        self._count = len(self._described)
-        self._ops = (abi.Op * self._count)(*self._described)
-        needed = self._library.qs_scratch_bytes(self._ops, self._count, self._max_rows, self._pool.threads)
+        for op in fuse(ops, self._has_kernel):
+            if isinstance(op, FusedLinear) or self._has_kernel(op):
+                self._described.append(self._describe(op))
+            else:
+                self._fallbacks.append((len(self._described), Fallback(op, invariant=True)))
+        count, size = len(self._described), C.sizeof(_operation())
+        self._ops = (_operation() * count)(*self._described)
+        needed = self._library.qs_scratch_bytes(self._ops, count, self._max_rows, self._pool.threads)
         self._scratch = torch.empty(needed + 64, dtype=torch.uint8)
         self._aligned = -(-self._scratch.data_ptr() // 64) * 64
+        # Runs of C operations, each (address, number), with what is computed otherwise before it.
+        self._runs: list[tuple[Fallback | None, int, int]] = []
+        breaks = [(0, None), *self._fallbacks, (count, None)]
+        for (begin, fallback), (end, _) in pairwise(breaks):
+            self._runs.append((fallback, C.addressof(self._ops) + begin * size, end - begin))
 
     def run(self, step: Step) -> None:
         described = self._pool.describe(step)
-        status = self._library.qs_run(
-            self._ops, self._count, C.byref(described), self._pool.handle, self._aligned, self._isa
-        )
+        for fallback, ops, count in self._runs:
+            if fallback is not None:
+                fallback.run(step)
+            if count:
+                self._run(described, ops, count)
+
+    def _run(self, step: C.Structure, ops: int, count: int) -> None:
+        status = self._library.qs_run(ops, count, C.byref(step), self._pool.handle, self._aligned, self._isa)
         if status == -2:
             raise MemoryError("no memory for a step of the C kernels")
         if status:
             raise RuntimeError(f"this machine cannot run the {ISAS[self._isa]} kernels")
 
-    def _hold(self, tensor: Tensor | None) -> int | None:
-        if tensor is not None:
-            self._keep.append(tensor)
-        return address(tensor)
+    def _has_kernel(self, op: Op) -> bool:
+        return self._executor.supports(op) is None
 
-    def _keep_weight(self, tensor: Tensor | None) -> int | None:
-        return None if tensor is None else self._hold(self._pool.arena.keep(tensor))
-
-    def _hold_rows(self, tensor: Tensor) -> int:
-        """The address of a matrix whose rows are contiguous, but may lie apart."""
-        if tensor.stride(1) != 1:
-            raise ValueError("the C kernels need contiguous rows")
+    def _hold(self, tensor: Tensor) -> int:
         self._keep.append(tensor)
         return tensor.data_ptr()
 
-    def _describe(self, op: Op | FusedLinear) -> abi.Op:
-        hold = self._hold
+    def _describe(self, op: Op | FusedLinear) -> C.Structure:
+        """``op`` as ``qs_op``."""
+        rows = op.linear.rows if isinstance(op, FusedLinear) else getattr(op, "rows", "tokens")
+        body = abi.describe(self._as_read(op), self._hold)
+        name = type(body).__name__
+        described: Any = _operation()(kind=kinds()[name], rows=int(rows == "logits"))
+        setattr(described.body, name, body)
+        return described  # type: ignore[no-any-return]
+
+    def _as_read(self, op: Op | FusedLinear) -> object:
+        """``op`` with its weights as the kernels read them."""
         match op:
             case FusedLinear():
-                return abi.operation(self._linear(op), of_logits=op.linear.rows == "logits")
+                return tile_linear(op, self._pool.arena.keep)
             case Embed():
-                body: C.Structure = self._embed(op)
+                return tile_embed(op)
             case RMSNorm():
-                weight = hold(op.weight.float().contiguous())
-                body = abi.RMSNorm(hold(op.x), weight, hold(op.out), op.x.shape[1], op.eps)
+                return replace(op, weight=op.weight.float().contiguous())
             case RopeKV():
-                norms = [None if w is None else hold(w.float().contiguous()) for w in (op.q_norm, op.k_norm)]
-                body = abi.RopeKV(
-                    hold(op.qkv), hold(op.cosine), hold(op.sine), *norms, hold(op.k_scale), hold(op.v_scale),
-                    hold(op.k_center), hold(op.k_cache), hold(op.v_cache), op.heads, op.kv_heads, op.head_dim,
-                    2 * op.cosine.shape[1], abi.KV_DTYPES[op.k_cache.dtype], op.eps,
-                )  # fmt: skip
-            case Attention():
-                body = abi.Attention(
-                    hold(op.qkv), hold(op.k_scale), hold(op.v_scale), hold(op.out), hold(op.k_cache), hold(op.v_cache),
-                    op.heads, op.kv_heads, op.head_dim, abi.KV_DTYPES[op.k_cache.dtype], op.window, op.scale,
-                )  # fmt: skip
-            case SiluMul():
-                body = abi.SiluMul(hold(op.gate_up), hold(op.out), op.out.shape[1])
-            case Gather():
-                body = abi.Gather(hold(op.x), hold(op.out), op.x.shape[1])
-            case Argmax():
-                body = abi.Argmax(hold(op.x), hold(op.out), op.x.shape[1])
-            case LogSoftmax():
-                body = abi.LogSoftmax(hold(op.x), op.x.shape[1])
-            case Linear():
-                raise AssertionError("every product is a fused one")
-        return abi.operation(body, of_logits=getattr(op, "rows", "tokens") == "logits")
-
-    def _linear(self, fused: FusedLinear) -> C.Structure:
-        hold, keep, op, norm = self._hold, self._keep_weight, fused.linear, fused.norm
-        x, out = norm.x if norm else op.x, fused.silu.out if fused.silu else op.out
-        common: dict[str, Any] = {
-            "x": hold(x),
-            "out": self._hold_rows(out),
-            "bias": None if op.bias is None else hold(op.bias.float().contiguous()),
-            "n": op.out.shape[1],
-            "x_width": x.shape[1],
-            "out_stride": out.stride(0),
-            "accumulate": int(op.accumulate),
-            "silu": int(fused.silu is not None),
-            "norm": None if norm is None else hold(norm.weight.float().contiguous()),
-            "eps": norm.eps if norm else 0.0,
-        }
-        packed = isinstance(op.weight, QuantizedWeight)
-        shape = (op.weight.out_features, op.weight.in_features) if packed else tuple(op.weight.shape)  # type: ignore[union-attr]
-        if shape != (op.out.shape[1], op.x.shape[1]):  # the C side trusts these numbers
-            raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
-        if not isinstance(op.weight, QuantizedWeight):
-            weight = float_tiles(op.weight)
-            return abi.Linear(weight=keep(weight), k=op.weight.shape[1], dtype=abi.DTYPES[weight.dtype], **common)
-        scheme, activations = op.weight.scheme, op.weight.activations
-        common["input_scale"] = op.weight.input_scale or 0.0
-        if scheme.dtype == "int" and not is_expanded(scheme, activations):
-            tiles = int_tiles(op.weight)
-            return abi.Linear(
-                # In this order: what is fetched ahead at the end of the weights before are these scales.
-                scales=keep(tiles.scales),
-                zeros=keep(tiles.zeros),
-                weight=keep(tiles.weight),
-                permutation=keep(tiles.permutation),
-                scale_dtype=abi.DTYPES[tiles.scales.dtype],
-                k=tiles.k,
-                dtype=abi.U4 if tiles.bits == 4 else abi.U8,
-                group=tiles.group,
-                act_dtype=abi.I8,
-                act_span=tiles.act_span,
-                act_group=tiles.act_group,
-                zero=tiles.zero,
-                **common,
-            )
-        inp = op.weight.in_features
-        if activations is not None:
-            common["act_dtype"] = abi.F8 if activations.dtype == "fp8" else abi.I8
-            common["act_span"] = activations.group_size if activations.granularity == "group" else inp
-        if scheme.dtype == "int":
-            return abi.Linear(weight=keep(float_tiles(op.weight.dequantize())), k=inp, dtype=0, **common)
-        codes, scales = float8_tiles(op.weight)
-        group = scheme.group_width(inp)
-        return abi.Linear(weight=keep(codes), scales=keep(scales), k=inp, dtype=abi.F8, group=group, **common)
-
-    def _embed(self, op: Embed) -> C.Structure:
-        table, width = op.table, op.out.shape[1]
-        if isinstance(table, Tensor):
-            dtype = abi.DTYPES[table.dtype]
-            return abi.Embed(table=self._hold(table), out=self._hold(op.out), width=width, dtype=dtype)
-        return abi.Embed(
-            table=self._hold(table.codes),
-            scales=self._hold(table.scales),
-            zeros=self._hold(table.zeros),
-            out=self._hold(op.out),
-            width=width,
-            dtype=abi.F8 if table.scheme.dtype == "fp8" else abi.U8,
-            group=table.scheme.group_width(width),
-            zero=table.scheme.zero,
-        )
+                norms = [None if w is None else w.float().contiguous() for w in (op.q_norm, op.k_norm)]
+                return replace(op, q_norm=norms[0], k_norm=norms[1])
+        return op
 
 
 def _unsupported(weight: QuantizedWeight) -> str | None:
@@ -340,21 +270,23 @@ class NativeExecutor:
         self.threads = len(cpus) if cpus is not None else threads or default_threads()
         self.cpus = cpus
         self.isa: Isa = isa or best_isa()
-        self._pool = _Pool(self.threads, cpus)
+        self.pool = _Pool(self.threads, cpus)
 
     def supports(self, op: Op) -> str | None:
+        if abi.name_of(type(op)) not in kinds():
+            return f"{abi.name_of(type(op))} has no C kernel"
         if isinstance(op, Attention) and (op.head_dim % 16 or op.head_dim > 256):
             return f"head_dim {op.head_dim} is not a multiple of 16 up to 256"
         if isinstance(op, Embed):
             if isinstance(op.table, QuantizedWeight):
                 return "embeddings with groups out of order have no C kernel" if op.table.g_idx is not None else None
-            return None if op.table.dtype in abi.DTYPES else f"embeddings in {op.table.dtype} have no C kernel"
+            return None if op.table.dtype in abi.FLOATS else f"embeddings in {op.table.dtype} have no C kernel"
         if isinstance(op, Linear):
             if isinstance(op.weight, QuantizedWeight):
                 return _unsupported(op.weight)
-            return None if op.weight.dtype in abi.DTYPES else f"weights in {op.weight.dtype} have no C kernel"
+            return None if op.weight.dtype in abi.FLOATS else f"weights in {op.weight.dtype} have no C kernel"
         if isinstance(op, RopeKV | Attention):
-            if op.k_cache.dtype not in abi.KV_DTYPES:
+            if op.k_cache.dtype not in abi.DTYPES:
                 return f"a KV cache in {op.k_cache.dtype} has no C kernel"
             if op.k_cache.dtype in SCALED_KV and (op.k_scale is None or op.v_scale is None):
                 return f"a KV cache in {op.k_cache.dtype} needs scales"
@@ -364,4 +296,4 @@ class NativeExecutor:
         return tile_bytes(scheme, activations, out, inp)
 
     def program(self, max_rows: int) -> _NativeProgram:
-        return _NativeProgram(self._pool, max_rows, self.isa)
+        return _NativeProgram(self, max_rows)

@@ -2,7 +2,10 @@
 
 A model describes itself once as a list of operations over fixed buffers (a program); an executor prepares that
 list at load and runs it for every step. Every buffer is row-major, lies where the executor's ``Placement`` says, and
-has room for the largest step. Knows tensors; does not know models, files or how an operation is computed.
+has room for the largest step.
+
+An operation is declared here alone. Its fields, and after them its properties, are what the C kernels are told by
+name (``abi.structure``); ``reference.compute`` says in torch what it is; an executor without a kernel for it runs that.
 """
 
 from __future__ import annotations
@@ -72,6 +75,10 @@ class RMSNorm:
     eps: float
     rows: Rows = "tokens"
 
+    @property
+    def width(self) -> int:
+        return self.x.shape[1]
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -120,6 +127,14 @@ class RopeKV:
     v_scale: Tensor | None = None
     k_center: Tensor | None = None
 
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.cosine.shape[1]
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.k_cache.dtype
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -140,6 +155,10 @@ class Attention:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.k_cache.dtype
+
 
 @dataclass(frozen=True)
 class SiluMul:
@@ -147,6 +166,10 @@ class SiluMul:
 
     gate_up: Tensor
     out: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.out.shape[1]
 
 
 @dataclass(frozen=True)
@@ -157,6 +180,10 @@ class Gather:
     out: Tensor
     rows: Rows = "logits"
 
+    @property
+    def width(self) -> int:
+        return self.x.shape[1]
+
 
 @dataclass(frozen=True)
 class Argmax:
@@ -166,6 +193,10 @@ class Argmax:
     out: Tensor
     rows: Rows = "logits"
 
+    @property
+    def width(self) -> int:
+        return self.x.shape[1]
+
 
 @dataclass(frozen=True)
 class LogSoftmax:
@@ -173,6 +204,10 @@ class LogSoftmax:
 
     x: Tensor
     rows: Rows = "logits"
+
+    @property
+    def width(self) -> int:
+        return self.x.shape[1]
 
 
 Op = Embed | RMSNorm | Linear | RopeKV | Attention | SiluMul | Gather | Argmax | LogSoftmax
@@ -195,6 +230,26 @@ class Step:
     block_tables: Tensor
     logit_rows: Tensor
 
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def logits(self) -> int:
+        return len(self.logit_rows)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.seq_start) - 1
+
+    @property
+    def table_stride(self) -> int:
+        return self.block_tables.shape[1]
+
+    def count(self, op: object) -> int:
+        """Rows of an operation."""
+        return self.logits if getattr(op, "rows", "tokens") == "logits" else self.tokens
+
 
 class Program(Protocol):
     """Operations made ready by an executor, in order."""
@@ -208,8 +263,12 @@ class Program(Protocol):
 
 
 class Executor(Protocol):
-    """A way to compute operations. ``supports`` answers None, or the reason why not. ``asynchronous``: a program's run
-    returns before it is computed. ``warm_sizes``: numbers of rows, the first step of which takes long to make ready."""
+    """A way to compute operations.
+
+    ``supports`` answers None, or why there is no kernel for an operation: programs compute it by its reference then.
+    ``asynchronous``: a program's run returns before it is computed. ``warm_sizes``: numbers of rows, the first step of
+    which takes long to make ready.
+    """
 
     name: str
     batch_invariant: bool

@@ -7,8 +7,9 @@ also the measure of what the kernels' own rounding costs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any, TypeVar, assert_never
 
 import torch
 from torch import Tensor
@@ -101,21 +102,21 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([first * c - second * s, second * c + first * s, rest], -1)
 
 
-def _rope_kv(op: RopeKV, step: Step) -> None:
-    tokens = len(step.token_ids)
-    row = op.qkv[:tokens].view(tokens, op.heads + 2 * op.kv_heads, op.head_dim)
-    q, k, v = row.split([op.heads, op.kv_heads, op.kv_heads], 1)
+def _rope_kv(op: RopeKV, step: Step, rows: slice) -> None:
+    qkv = op.qkv[rows]
+    row = qkv.view(len(qkv), op.heads + 2 * op.kv_heads, op.head_dim)
+    q, k, v = row.float().split([op.heads, op.kv_heads, op.kv_heads], 1)
     if op.q_norm is not None:
         q = rms_norm(q, op.q_norm, op.eps)
     if op.k_norm is not None:
         k = rms_norm(k, op.k_norm, op.eps)
-    positions = step.positions.long()
+    positions, slots = step.positions[rows].long(), step.slots[rows].long()
     k = rotate(k, op.cosine[positions], op.sine[positions])
     if op.k_center is not None:
         k = k - op.k_center
     row[:, : op.heads] = rotate(q, op.cosine[positions], op.sine[positions])
     row[:, op.heads : op.heads + op.kv_heads] = k
-    block, offset = step.slots.long() // BLOCK_SIZE, step.slots.long() % BLOCK_SIZE
+    block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     if op.k_cache.dtype in SCALED_KV:
         assert op.k_scale is not None and op.v_scale is not None
         # torch indexes no float8: its bytes are written.
@@ -135,18 +136,20 @@ def _cached(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
     return decode_kv(codes, scale).movedim(-2, 1)
 
 
-def _attention(op: Attention, step: Step) -> None:
+def _attention(op: Attention, step: Step, rows: slice) -> None:
     group = op.heads // op.kv_heads
-    starts = step.seq_start.tolist()
-    for s, (begin, end) in enumerate(pairwise(starts)):
+    for s, (first, last) in enumerate(pairwise(step.seq_start.tolist())):
+        begin, end = max(first, rows.start), min(last, rows.stop)
+        if begin >= end:
+            continue
         positions = step.positions[begin:end].long()
         length = int(positions[-1]) + 1
         blocks = step.block_tables[s, : -(-length // BLOCK_SIZE)].long()
         k = _cached(op.k_cache, blocks, op.k_scale).permute(1, 0, 3, 2)
         v = _cached(op.v_cache, blocks, op.v_scale).permute(1, 0, 2, 3)
         k, v = (x.reshape(op.kv_heads, -1, op.head_dim)[:, :length] for x in (k, v))
-        q = op.qkv[begin:end, : op.heads * op.head_dim].view(-1, op.heads, op.head_dim).transpose(0, 1)
-        keys = torch.arange(length)
+        q = op.qkv[begin:end, : op.heads * op.head_dim].float().view(-1, op.heads, op.head_dim).transpose(0, 1)
+        keys = torch.arange(length, device=positions.device)
         seen = keys <= positions[:, None]
         if op.window > 0:
             seen &= keys > positions[:, None] - op.window
@@ -158,6 +161,8 @@ def _attention(op: Attention, step: Step) -> None:
 
 def _embed(op: Embed, ids: Tensor) -> Tensor:
     table = op.table
+    if op.sampled is not None:
+        ids = torch.where(ids < 0, op.sampled[(-1 - ids).clamp_min(0)].clamp_min(0), ids)
     if isinstance(table, Tensor):
         return table[ids].float()
     zeros = None if table.zeros is None else table.zeros[ids]
@@ -173,17 +178,50 @@ class _Product:
     weight: Tensor
     bias: Tensor | None
 
-    def run(self, n: int) -> None:
-        x, out, packed = self.op.x[:n], self.op.out, self.op.weight
+    def run(self, rows: slice) -> None:
+        x, out, packed = self.op.x[rows].float(), self.op.out, self.op.weight
         if isinstance(packed, QuantizedWeight) and packed.activations is not None:
             x = round_input(x, packed.activations, packed.input_scale)
         y = F.linear(x, self.weight, self.bias)
-        out[:n] = out[:n] + y if self.op.accumulate else y
+        out[rows] = out[rows] + y if self.op.accumulate else y
 
 
-def _product(op: Linear) -> _Product:
+def prepare(op: Op) -> Op | _Product:
+    """``op`` as ``compute`` does it at once: its weight is dequantized."""
+    if not isinstance(op, Linear):
+        return op
     weight = op.weight.dequantize() if isinstance(op.weight, QuantizedWeight) else op.weight.float()
     return _Product(op, op.rows, weight, None if op.bias is None else op.bias.float())
+
+
+def compute(op: Op | _Product, step: Step, rows: slice) -> None:
+    """The ``rows`` of an operation of ``step``: this says what every operation is. Rows that are computed by themselves
+    depend on no other; together their sums may have another order."""
+    match op:
+        case _Product():
+            op.run(rows)
+        case Linear():
+            compute(prepare(op), step, rows)
+        case Embed():
+            op.out[rows] = _embed(op, step.token_ids[rows].long())
+        case RMSNorm():
+            op.out[rows] = rms_norm(op.x[rows], op.weight, op.eps).to(op.out.dtype)
+        case RopeKV():
+            _rope_kv(op, step, rows)
+        case Attention():
+            _attention(op, step, rows)
+        case SiluMul():
+            gate, up = op.gate_up[rows].float().chunk(2, -1)
+            op.out[rows] = (F.silu(gate) * up).to(op.out.dtype)
+        case Gather():
+            op.out[rows] = op.x[step.logit_rows[rows].long()]
+        case Argmax():
+            bad = op.x[rows].isnan().any(-1)
+            op.out[rows] = torch.where(bad, -1, op.x[rows].argmax(-1)).int()
+        case LogSoftmax():
+            op.x[rows] = op.x[rows].log_softmax(-1)
+        case _:
+            assert_never(op)
 
 
 class _ReferenceProgram:
@@ -191,33 +229,35 @@ class _ReferenceProgram:
         self.ops: list[Op | _Product] = []
 
     def add(self, ops: Sequence[Op]) -> None:
-        self.ops += [_product(op) if isinstance(op, Linear) else op for op in ops]
+        self.ops += [prepare(op) for op in ops]
 
     def run(self, step: Step) -> None:
-        tokens, logits = len(step.token_ids), len(step.logit_rows)
         for op in self.ops:
-            n = logits if getattr(op, "rows", "tokens") == "logits" else tokens
-            match op:
-                case _Product():
-                    op.run(n)
-                case Embed():
-                    op.out[:n] = _embed(op, step.token_ids.long())
-                case RMSNorm():
-                    op.out[:n] = rms_norm(op.x[:n], op.weight, op.eps)
-                case RopeKV():
-                    _rope_kv(op, step)
-                case Attention():
-                    _attention(op, step)
-                case SiluMul():
-                    gate, up = op.gate_up[:n].chunk(2, -1)
-                    op.out[:n] = F.silu(gate) * up
-                case Gather():
-                    op.out[:n] = op.x[step.logit_rows.long()]
-                case Argmax():
-                    bad = op.x[:n].isnan().any(-1)
-                    op.out[:n] = torch.where(bad, -1, op.x[:n].argmax(-1)).int()
-                case LogSoftmax():
-                    op.x[:n] = op.x[:n].log_softmax(-1)
+            compute(op, step, slice(0, step.count(op)))
+
+
+D = TypeVar("D", bound="Op | _Product | Step")
+
+
+def on_device(declared: D, device: torch.device) -> D:
+    """``declared`` with all of its tensors on ``device``, those that are there already as they are."""
+    found = {field.name: getattr(declared, field.name) for field in fields(declared)}
+    moved: Any = {name: x.to(device) for name, x in found.items() if isinstance(x, Tensor)}
+    return replace(declared, **moved)
+
+
+class Fallback:
+    """An operation without a kernel, in a program that has kernels for others: computed by its reference, a row at a
+    time where ``invariant``, so that no neighbour changes a row there either. ``device``: of the buffers."""
+
+    def __init__(self, op: Op, *, invariant: bool, device: torch.device = HOST.device) -> None:
+        self._op, self._invariant = on_device(prepare(op), device), invariant
+
+    def run(self, step: Step) -> None:
+        count = step.count(self._op)
+        size = 1 if self._invariant else max(1, count)
+        for row in range(0, count, size):
+            compute(self._op, step, slice(row, row + size))
 
 
 class ReferenceExecutor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import get_args
 
 import torch
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.kernels import native
+from qserve.kernels.abi import name_of
 from qserve.kernels.ops import Executor, Op
 from qserve.kernels.reference import ReferenceExecutor
 
@@ -161,9 +164,13 @@ def make(
     return native.NativeExecutor(threads, cpus=cpus)
 
 
-def require(executor: Executor, ops: Iterable[Op]) -> None:
-    """Raise ``CapacityError`` with the reason where ``executor`` cannot run one of ``ops``."""
-    for op in ops:
-        reason = executor.supports(op)
-        if reason is not None:
-            raise CapacityError(f"the {executor.name} kernels cannot run this model: {reason}; try --kernels reference")
+def without_kernels() -> list[str]:
+    """The operations for which the C library has no kernel, whatever their shapes."""
+    return [name for name in map(name_of, get_args(Op)) if native.missing() or name not in native.kinds()]
+
+
+def fallbacks(executor: Executor, ops: Iterable[Op]) -> Counter[str]:
+    """The operations among ``ops`` that have no kernel and are computed by their torch reference, in words: each with
+    the reason, and how often."""
+    reasons = ((op, executor.supports(op)) for op in ops)
+    return Counter(f"{name_of(type(op))}: {reason}" for op, reason in reasons if reason is not None)

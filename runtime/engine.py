@@ -50,7 +50,7 @@ Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
 class Engine:
     """Serves one model. Not thread-safe: submit, abort and step belong to one thread.
 
-    ``configurations``: how a GPU divides its products, in lines; empty where nothing else does either.
+    ``configurations``: how a GPU divides its products, and what no kernel computes, in lines.
     ``drafter``: asked before each step which tokens come next; nobody's output depends on what it says.
     ``overlaps``: whether a step may begin before the tokens of the last are known; off for who times steps one by one.
 

@@ -31,7 +31,7 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     planned: Callable[[MemoryPlan], None] | None = None,
 ) -> tuple[Decoder, MemoryPlan, list[str]]:
-    """The decoder, how its memory was divided, and what there is to say of how its products are. ``progress`` takes the
+    """The decoder, how its memory was divided, and what there is to say of how it is computed. ``progress`` takes the
     layers that are there, and all of them; then, where products are timed, those that are done.
 
     On a GPU the KV cache gets what is left after the heaviest steps that may come; ``planned`` takes what is expected
@@ -70,7 +70,8 @@ def load(
         source, model_config, executor, limits, kv_dtype=kv_dtype, int8_head=int8_head, progress=loaded
     )
     heap.release()
-    notes = registry.settle(executor, config.autotune, progress)  # which takes memory that the cache must leave
+    notes = [f"without a kernel, computed by the torch reference: {what}" for what in decoder.fallbacks]
+    notes += registry.settle(executor, config.autotune, progress)  # which takes memory that the cache must leave
     if on_gpu:
         memory = grow_cache(decoder, memory, config, executor.warm_sizes, GpuMemory(executor.placement.device))
     return decoder, memory, notes

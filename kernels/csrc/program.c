@@ -343,9 +343,9 @@ static void run_row(const struct job *job, const qs_op *op, int64_t r)
     case QS_EMBED:
         embed_row(&op->embed, step->token_ids[r], op->embed.out + r * op->embed.width);
         break;
-    case QS_RMSNORM:
-        kernels->rmsnorm(op->rmsnorm.x + r * op->rmsnorm.width, op->rmsnorm.weight,
-                         op->rmsnorm.out + r * op->rmsnorm.width, op->rmsnorm.width, op->rmsnorm.eps);
+    case QS_RMS_NORM:
+        kernels->rmsnorm(op->rms_norm.x + r * op->rms_norm.width, op->rms_norm.weight,
+                         op->rms_norm.out + r * op->rms_norm.width, op->rms_norm.width, op->rms_norm.eps);
         break;
     case QS_ROPE_KV: {
         int64_t width = (int64_t)(op->rope_kv.heads + 2 * op->rope_kv.kv_heads) * op->rope_kv.head_dim;
@@ -459,6 +459,16 @@ void qs_pool_destroy(qs_pool *pool)
 int32_t qs_op_size(void)
 {
     return (int32_t)sizeof(qs_op);
+}
+
+const char *qs_op_name(int32_t kind)
+{
+    static const char *const names[] = {
+        [QS_EMBED] = "embed",         [QS_RMS_NORM] = "rms_norm", [QS_LINEAR] = "linear",
+        [QS_ROPE_KV] = "rope_kv",     [QS_ATTENTION] = "attention", [QS_SILU_MUL] = "silu_mul",
+        [QS_GATHER] = "gather",       [QS_ARGMAX] = "argmax",     [QS_LOG_SOFTMAX] = "log_softmax",
+    };
+    return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;
 }
 
 #ifdef QS_X86

@@ -1,5 +1,8 @@
 /* The contract of the CPU kernels: plain C, no torch, loaded with ctypes.
  *
+ * The structure of an operation has the fields of its dataclass in ops.py (tiled.py for embed and linear), and then its
+ * properties: pointers first, then integers, then floats. test_abi.py compares them.
+ *
  * A model step is a list of operations (a program). It is built once at load and run once per engine step
  * with a qs_step that says which tokens run; every buffer belongs to the caller and is sized for the largest
  * step. All matrices are row-major and contiguous; `rows` of an operation is the number of tokens of the step
@@ -20,7 +23,7 @@
 
 enum qs_op_kind {
     QS_EMBED = 0,
-    QS_RMSNORM = 1,
+    QS_RMS_NORM = 1,
     QS_LINEAR = 2,
     QS_ROPE_KV = 3,
     QS_ATTENTION = 4,
@@ -41,14 +44,14 @@ enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
  * either the constant `zero` (zeros NULL) or zeros u8 [vocab, groups]. */
 typedef struct {
     const void *table;
+    float *out;
     const float *scales;
     const uint8_t *zeros;
-    float *out;
     int32_t width, dtype, group, zero;
 } qs_embed;
 
 /* out[r, :] = x[r, :] / sqrt(mean(x[r]^2) + eps) * weight;  x, out f32 [rows, width]. */
-typedef struct { const float *x, *weight; float *out; int32_t width; float eps; } qs_rmsnorm;
+typedef struct { const float *x, *weight; float *out; int32_t width; float eps; } qs_rms_norm;
 
 /* out[r, n] = sum_k x[r, k] W[n, k] + bias[n], or added to out where `accumulate` is set.
  *
@@ -75,7 +78,7 @@ typedef struct { const float *x, *weight; float *out; int32_t width; float eps; 
  * x is [rows, x_width]; row r of the output starts at out + r * out_stride. permutation (i32 [k], NULL for none; u8 and
  * u4 only) names the x column of each input, -1 for padding.
  *
- * norm (f32 [x_width], NULL for none): the input is that of qs_rmsnorm with this weight and `eps`.
+ * norm (f32 [x_width], NULL for none): the input is that of qs_rms_norm with this weight and `eps`.
  *
  * silu: tiles come in pairs, a gate and what it is multiplied with, and out[r, 16 t + i] is silu(gate) * up of lane i of
  * the tiles 2t and 2t + 1, bias included. n is a multiple of 32 then and counts both; accumulate is not set.
@@ -100,8 +103,9 @@ typedef struct {
  * i8 writes as -128. k_center f32 [kv_heads, head_dim] or NULL is taken from each rotated key. */
 typedef struct {
     float *qkv;
-    const float *cosine, *sine, *q_norm, *k_norm, *k_scale, *v_scale, *k_center;
+    const float *cosine, *sine;
     void *k_cache, *v_cache;
+    const float *q_norm, *k_norm, *k_scale, *v_scale, *k_center;
     int32_t heads, kv_heads, head_dim, rotary_dim, kv_dtype;
     float eps;
 } qs_rope_kv;
@@ -111,10 +115,11 @@ typedef struct {
  * Caches and their scales are those of qs_rope_kv; scales are NULL for f32, f16 and bf16.
  * head_dim is a multiple of 16 and at most 256. */
 typedef struct {
-    const float *qkv, *k_scale, *v_scale;
+    const float *qkv;
     float *out;
     const void *k_cache, *v_cache;
-    int32_t heads, kv_heads, head_dim, kv_dtype, window;
+    const float *k_scale, *v_scale;
+    int32_t heads, kv_heads, head_dim, window, kv_dtype;
     float scale;
 } qs_attention;
 
@@ -134,7 +139,7 @@ typedef struct {
     int32_t kind, rows;
     union {
         qs_embed embed;
-        qs_rmsnorm rmsnorm;
+        qs_rms_norm rms_norm;
         qs_linear linear;
         qs_rope_kv rope_kv;
         qs_attention attention;
@@ -148,7 +153,7 @@ typedef struct {
 /* One step. Sequence s owns the tokens seq_start[s] .. seq_start[s + 1] - 1, at consecutive positions;
  * block_tables i32 [sequences, table_stride] names its KV blocks. slots[t] = block * 16 + offset. */
 typedef struct {
-    const int32_t *token_ids, *positions, *slots, *logit_rows, *seq_start, *block_tables;
+    const int32_t *token_ids, *positions, *slots, *seq_start, *block_tables, *logit_rows;
     int32_t tokens, logits, sequences, table_stride;
 } qs_step;
 
@@ -281,5 +286,8 @@ int32_t qs_has_isa(int32_t isa);
 
 /* sizeof(qs_op), so that the caller can prove that its own declaration agrees. */
 int32_t qs_op_size(void);
+
+/* The name of an operation, as it stands in qs_op; NULL behind the last one. */
+const char *qs_op_name(int32_t kind);
 
 #endif

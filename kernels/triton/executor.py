@@ -30,6 +30,7 @@ from qserve.kernels.ops import (
     SiluMul,
     Step,
 )
+from qserve.kernels.reference import Fallback, on_device
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.argmax import argmax
 from qserve.kernels.triton.attention import Shape, attend_decodes, attend_tiles, decode_shape, resident, tile_shape
@@ -83,17 +84,24 @@ class _TritonProgram:
         self._partials = _Partials()
         self._cache_at = 0
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._has_fallbacks = False  # and no graphs then: the reference looks at the step
 
     def add(self, ops: Sequence[Op]) -> None:
         for op in ops:
+            if self._executor.supports(op) is not None:
+                self._launches.append(self._by_reference(op))
+                self._last = None
+                continue
             self._rows.add(getattr(op, "rows", "tokens"))
             self._launches.append(self._prepare(op))
             self._last = op
 
     def run(self, step: Step) -> None:
-        tokens = len(step.token_ids) if "tokens" in self._rows else 0
-        logits = len(step.logit_rows) if "logits" in self._rows else 0
-        captured = self._executor.has_graphs and max(tokens, logits) <= GRAPH_ROWS[-1]
+        tokens = step.tokens if "tokens" in self._rows else 0
+        logits = step.logits if "logits" in self._rows else 0
+        if self._has_fallbacks:
+            self._step = on_device(step, self._executor.placement.device)
+        captured = self._executor.has_graphs and max(tokens, logits) <= GRAPH_ROWS[-1] and not self._has_fallbacks
         captured = captured and (self._attention is None or is_decode(step))
         if captured:
             tokens, logits = (self._padded(rows) for rows in (tokens, logits))
@@ -157,6 +165,11 @@ class _TritonProgram:
                 return lambda batch: argmax(op.x, op.out, batch.logits)
             case LogSoftmax():
                 return lambda batch: log_softmax(op.x, batch.logits)
+
+    def _by_reference(self, op: Op) -> Launch:
+        self._has_fallbacks = True
+        fallback = Fallback(op, invariant=self._executor.batch_invariant, device=self._executor.placement.device)
+        return lambda batch: fallback.run(self._step)
 
     def _row_by_row(self, op: RMSNorm | SiluMul, into: Rounded | None = None) -> Launch:
         if isinstance(op, SiluMul):

@@ -28,6 +28,10 @@ def doctor() -> None:
         console.line(f"{candidate.name:<13}{state}")
         if candidate.reason is not None:
             console.line(f"{'':<13}without it: {candidate.cost}")
+        if candidate.name == "native" and candidate.reason is None:
+            lacking = registry.without_kernels()
+            state = f"computed by the torch reference: {', '.join(lacking)}" if lacking else "each has a kernel"
+            console.line(f"{'':<13}{'operations':<16}{state}")
         if candidate.name == "triton":
             for name, state in registry.triton_kernels():
                 console.line(f"{'':<13}{name:<16}{state}")

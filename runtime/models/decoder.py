@@ -63,8 +63,9 @@ class Decoder:
 
     ``kv_dtype`` float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
 
-    Raises ``CheckpointError`` where a weight or a scale is missing or misshapen, ``CapacityError`` where the executor
-    lacks an operation.
+    ``fallbacks``: the operations for which the executor has no kernel, as ``registry.fallbacks`` says them.
+
+    Raises ``CheckpointError`` where a weight or a scale is missing or misshapen.
     """
 
     def __init__(
@@ -102,18 +103,18 @@ class Decoder:
         table, _ = self._weight("model.embed_tokens", config.vocab_size, config.hidden_size)
         self._body = executor.program(tokens)
         embed = Embed(table, self._x, self.greedy)
-        registry.require(executor, [embed])
         self._body.add([embed])
+        self.fallbacks = registry.fallbacks(executor, [embed])
         for i in range(layers):
             ops = self._layer(i)  # one layer at a time is in memory in both forms
-            registry.require(executor, ops)
             self._body.add(ops)
+            self.fallbacks += registry.fallbacks(executor, ops)
             if progress:
                 progress(i + 1, layers)
         self._head = executor.program(rows)
         head = self._head_ops(table, int8_head)
-        registry.require(executor, head)
         self._head.add(head)
+        self.fallbacks += registry.fallbacks(executor, head)
         self._final_norm = executor.program(rows)
         self._final_norm.add(head[:2])
         self._log_softmax = executor.program(rows)
