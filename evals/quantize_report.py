@@ -20,7 +20,8 @@ from qserve.checkpoint.spec import QuantSpec
 from qserve.evals import plots
 from qserve.evals.page import document, figure, table
 from qserve.evals.quality_report import quality_report
-from qserve.evals.report import Metric, Report, Section, read_report, save
+from qserve.evals.report import Metric, Report, Section
+from qserve.evals.report_files import read_report, save, write_report
 from qserve.evals.worst import WorstToken
 from qserve.quantize.allocate import Tried
 from qserve.quantize.job import QuantizeReport
@@ -28,7 +29,7 @@ from qserve.quantize.job import QuantizeReport
 NAME = "quantization"
 
 
-def write_report(
+def write_quantize_report(
     directory: Path, report: QuantizeReport, *, name: str, command: str, worst: Sequence[WorstToken] = ()
 ) -> tuple[Path, ...]:
     """Write ``quantization.json``, ``.md`` and ``.html`` into ``directory``, which is made; return their paths.
@@ -45,7 +46,7 @@ def write_report(
         NAME, f"Quantization of {name}", command, _data(report, measured, worst),
         _sections(report, name, sizes, worst), metrics=_metrics(report),
     )  # fmt: skip
-    full.write(*paths[:2])
+    write_report(full, *paths[:2])
     save(paths[2], _page(full, report, sizes))
     return paths
 

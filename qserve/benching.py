@@ -26,6 +26,7 @@ from qserve.evals.bench.job import Job, run
 from qserve.evals.bench.summary import bench_report
 from qserve.evals.reliability.server import ServerProcess
 from qserve.evals.report import Report
+from qserve.evals.report_files import write_report
 from qserve.evals.simulator.traffic import Lengths
 from qserve.evals.slo import UNLIMITED, parse_slo
 from qserve.kernels import registry
@@ -220,7 +221,8 @@ def _gpu_kernels(
         if tune is None:
             seconds = of_gpu.LIMIT if limit is None else limit
             return of_gpu.run(
-                command_line(), watch, limit=seconds, update=update, save=lambda report: report.write(json_path, None)
+                command_line(), watch, limit=seconds, update=update,
+                save=lambda report: write_report(report, json_path, None),
             )
         until = math.inf if limit is None else time.monotonic() + limit
         return tuning.run(command_line(), tune, Tuner(watch, default_threads(), until), update=update)

@@ -24,6 +24,7 @@ from qserve.evals.quality_report import metrics as quality_metrics
 from qserve.evals.quality_report import quality_report
 from qserve.evals.reference import Reference, Setting, record, stored_bytes, vocabulary_hash
 from qserve.evals.report import Metric, Report
+from qserve.evals.report_files import write_report
 from qserve.evals.tasks import require_lm_eval, run_tasks
 from qserve.evals.tasks_report import metrics as task_metrics
 from qserve.evals.tasks_report import side_by_side, tasks_report
@@ -73,7 +74,7 @@ def measure_quality(
     steps.show_card(result, reports)  # first: a file that cannot be written must not lose the measurement
     _show_intervals(known)
     worst = worst_tokens(found, pieces, scorer.tokenizer)
-    quality_report(result, model.name, command, reports, found, setting, floor, worst).write(*written)
+    write_report(quality_report(result, model.name, command, reports, found, setting, floor, worst), *written)
     if card and model.spec is not None:
         write_card(model.path, result)
     if partial is not None:
@@ -162,5 +163,5 @@ def _show_intervals(known: Sequence[Metric]) -> None:
 def _tell(report: Report, written: tuple[Path | None, Path | None, Path | None]) -> list[GateReport]:
     for section in report.tables():
         console.table(section.title, section.header, section.rows)
-    report.write(*written)
+    write_report(report, *written)
     return list(report.gates)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from qserve.evals.planner import arithmetic, cost
@@ -112,10 +111,6 @@ class Document:
             (*self.answer(), self.arithmetic(), assumed), environment={"qserve": version("qserve-llm")},
             metrics=tuple(metrics), plots=self._plots(),
         )  # fmt: skip
-
-    def write(self, json_path: Path | None, markdown_path: Path | None, html_path: Path | None = None) -> None:
-        """Any path may be None. Raises ``QServeError`` where a file cannot be written."""
-        self.report().write(json_path, markdown_path, html_path)
 
     def _data(self) -> dict[str, Any]:
         replica = self.plan.replica

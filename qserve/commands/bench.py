@@ -134,6 +134,7 @@ def bench(
     """
     from qserve import benching
     from qserve.evals.gate import enforce, judge_values, read_gates
+    from qserve.evals.report_files import write_report
 
     wanted = [] if gate is None else read_gates(gate)
     load = {
@@ -181,7 +182,7 @@ def bench(
         judged = judge_values(wanted, found, 1, report.environment["machine"])
         report = replace(report, gates=(*report.gates, *judged))
     finally:  # what was measured is kept, also where a gate asks for something else
-        report.write(json_path, markdown_path, html_path)
+        write_report(report, json_path, markdown_path, html_path)
     for section in report.sections:
         console.table(section.title, section.header, section.rows)
     enforce(report.gates)

@@ -70,6 +70,7 @@ def plan(
     from qserve.evals.planner import catalog
     from qserve.evals.planner.document import Document
     from qserve.evals.planner.plan import choose
+    from qserve.evals.report_files import write_report
 
     seconds = parse_duration("--overhead", overhead)
     efficiency = Efficiency(mfu, mbu, link, memory, seconds, utilization)
@@ -80,7 +81,7 @@ def plan(
     shape = catalog.model(model)
     best, tried = choose(shape, gpus, parse_traffic(traffic), parse_slo(slo), efficiency, wish)
     document = Document(best, tried, services, command_line())
-    document.write(json_path, markdown_path, html_path)
+    write_report(document.report(), json_path, markdown_path, html_path)
     for table in document.answer():
         console.table(table.title, table.header, table.rows)
     if explain:

@@ -221,8 +221,8 @@ def quantize(
     if report.card is not None:
         steps.show_card(report.card, verdicts)
     if report_dir is not None:
-        from qserve.evals.quantize_report import write_report  # imports matplotlib
+        from qserve.evals.quantize_report import write_quantize_report  # imports matplotlib
 
         worst = worst_tokens(measured[-1].found, measured[-1].pieces, source.tokenizer())
-        for path in write_report(report_dir, report, name=out.name, command=command_line(), worst=worst):
+        for path in write_quantize_report(report_dir, report, name=out.name, command=command_line(), worst=worst):
             console.line(f"report: {path}")

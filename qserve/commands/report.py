@@ -32,7 +32,7 @@ def report(
     """
     from qserve.evals.comparison import Tolerance, comparison_report, enforce_no_regression
     from qserve.evals.gate import ratio
-    from qserve.evals.report import read_report
+    from qserve.evals.report_files import read_report, write_report
 
     limits = Tolerance(ratio(tolerance, "--tolerance"), ratio(noise, "--noise"))
     found = [read_report(path) for path in files]
@@ -42,7 +42,7 @@ def report(
         shown = found[0]
     else:
         shown = comparison_report(found, _names(files), command_line(), limits)
-    shown.write(json_path, markdown_path, html_path)
+    write_report(shown, json_path, markdown_path, html_path)
     for section in shown.tables():
         console.table(section.title, section.header, section.rows)
     if fail_on_regression:

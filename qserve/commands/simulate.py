@@ -217,7 +217,9 @@ def _measure(
 
 
 def _show(report: Report, written: tuple[Path | None, Path | None, Path | None]) -> None:
-    report.write(*written)
+    from qserve.evals.report_files import write_report
+
+    write_report(report, *written)
     for section in report.sections:
         console.table(section.title, section.header, section.rows)
 

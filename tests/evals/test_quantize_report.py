@@ -14,7 +14,7 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.loaders import LoaderVerdict
 from qserve.checkpoint.spec import KVScheme, QuantSpec, WeightScheme
-from qserve.evals.quantize_report import write_report
+from qserve.evals.quantize_report import write_quantize_report
 from qserve.evals.worst import WorstToken
 from qserve.quantize.allocate import Tried
 from qserve.quantize.job import Forecast, QuantizeReport
@@ -98,7 +98,8 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
     directory = tmp_path_factory.mktemp("reports") / "new"
-    return write_report(directory, a_report(), name=f"w4 {HOSTILE}", command=f"qserve quantize {HOSTILE}", worst=WORST)
+    command = f"qserve quantize {HOSTILE}"
+    return write_quantize_report(directory, a_report(), name=f"w4 {HOSTILE}", command=command, worst=WORST)
 
 
 def test_json_holds_the_numbers_of_the_report(written: tuple[Path, ...]) -> None:
@@ -133,7 +134,7 @@ def test_the_page_is_whole_and_shows_the_plots(written: tuple[Path, ...]) -> Non
 def test_bits_per_layer_are_those_that_the_format_stores(tmp_path: Path) -> None:
     for format, shown in (("gptq", "4.6"), ("compressed-tensors", "4.5")):
         layers = (LayerReport("model.layers.0.mlp.up_proj", WeightScheme(4, 32), 0.1),)
-        paths = write_report(tmp_path, a_report(layers=layers, format=format, tried=()), name="m", command="c")
+        paths = write_quantize_report(tmp_path, a_report(layers=layers, format=format, tried=()), name="m", command="c")
         cells = Page(paths[2].read_text(encoding="utf-8")).text.split("Bits per layer")[-1]
         assert [bits for bits in ("4.5", "4.6") if re.search(rf"\b{re.escape(bits)}\b", cells)] == [shown]
 
@@ -174,7 +175,7 @@ def test_markdown_is_made_of_whole_tables(written: tuple[Path, ...]) -> None:
 
 
 def test_the_same_report_gives_the_same_bytes(written: tuple[Path, ...], tmp_path: Path) -> None:
-    again = write_report(
+    again = write_quantize_report(
         tmp_path, a_report(), name=f"w4 {HOSTILE}", command=f"qserve quantize {HOSTILE}", worst=WORST
     )
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
@@ -188,7 +189,7 @@ def test_without_measurements_or_exact_layers(tmp_path: Path) -> None:
         for expert, rows in enumerate((1, -1, 1))
     )
     report = a_report(layers=layers, card=None, tried=(), notices=(), calibration_sha256=None)
-    page = Page(write_report(tmp_path, report, name="m", command="c")[2].read_text(encoding="utf-8"))
+    page = Page(write_quantize_report(tmp_path, report, name="m", command="c")[2].read_text(encoding="utf-8"))
     assert page.tags.count("svg") == 2 and "experts.*.w1" in page.text
     assert "largest divergence" not in page.text and "Sizes tried" not in page.text
 
@@ -197,7 +198,7 @@ def sizes(directory: Path, name: str, **changes: object) -> list[str]:
     """The rows of "Sizes tried" in the report of a job, of one precision unless said otherwise, and what its plot says;
     the two agree."""
     report = a_report(**{"tried": (), **changes})
-    json_path, _, page_path = write_report(directory, report, name=name, command="c")
+    json_path, _, page_path = write_quantize_report(directory, report, name=name, command="c")
     found = {each["title"]: each["rows"] for each in json.loads(json_path.read_text())["sections"]}["Sizes tried"]
     page = Page(page_path.read_text(encoding="utf-8"))
     plot = page.text.split("Divergence against size")[1].split("Error per layer")[0]
@@ -252,4 +253,4 @@ def test_a_checkpoint_that_lost_nothing_is_shown(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(QServeError, match="cannot write"):
-        write_report(tmp_path / "file" / "reports", a_report(), name="m", command="c")
+        write_quantize_report(tmp_path / "file" / "reports", a_report(), name="m", command="c")

@@ -13,7 +13,8 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import DataError, QServeError
 from qserve.evals.gate import judge, quality_gates
 from qserve.evals.quality_report import quality_report
-from qserve.evals.report import Metric, Plot, Report, Section, Series, read_report
+from qserve.evals.report import Metric, Plot, Report, Section, Series
+from qserve.evals.report_files import read_report, write_report
 
 CARD = QualityCard(
     base_name="base", base_sha256="0" * 64, data_name="text", data_sha256="1" * 64, tokens=1234, window=10,
@@ -26,7 +27,7 @@ def test_json_holds_everything_unrounded(tmp_path: Path) -> None:
     gates = judge(quality_gates(max_kl=0.01, min_top1="80%"), CARD)
     report = quality_report(CARD, "w4", "qserve eval w4", gates)
     path = tmp_path / "new" / "r.json"
-    report.write(path, None)
+    write_report(report, path, None)
     content = json.loads(path.read_text())
     assert QualityCard.from_json(content["data"]["card"]) == CARD
     assert content["schema"] == 2 and content["kind"] == "quality" and content["passed"] is False
@@ -39,7 +40,7 @@ def test_json_holds_everything_unrounded(tmp_path: Path) -> None:
 
 def test_markdown_is_made_of_whole_tables(tmp_path: Path) -> None:
     gates = judge(quality_gates(max_kl=0.01, min_top1="80%"), CARD)
-    quality_report(CARD, "w4", "qserve eval w4", gates).write(None, tmp_path / "r.md")
+    write_report(quality_report(CARD, "w4", "qserve eval w4", gates), None, tmp_path / "r.md")
     text = (tmp_path / "r.md").read_text(encoding="utf-8")
     assert text.startswith("# Quality of w4\n") and "    qserve eval w4\n" in text
     assert "| perplexity | 10.000 | 10.500 (+5.00%) |" in text
@@ -58,7 +59,7 @@ def test_without_gates_a_report_passes() -> None:
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(QServeError, match="cannot write"):
-        quality_report(CARD, "w4", "").write(tmp_path / "file" / "r.json", None)
+        write_report(quality_report(CARD, "w4", ""), tmp_path / "file" / "r.json", None)
 
 
 SERIES = Series("<b>one</b>", (0, 1, 2), (3.0, 1.0, 2.0), (2.5, 0.5, 1.5), (3.5, 1.5, 2.5))
@@ -82,13 +83,13 @@ SCHEMA: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs/report.sc
 def test_the_published_schema_describes_every_report(tmp_path: Path) -> None:
     gates = judge(quality_gates(max_kl=0.01), CARD)
     for report in (FULL, quality_report(CARD, "w4", "c", gates)):
-        report.write(tmp_path / "r.json", None)
+        write_report(report, tmp_path / "r.json", None)
         jsonschema.validate(json.loads((tmp_path / "r.json").read_text()), SCHEMA)
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
-    FULL.write(tmp_path / "r.json", None)
+    write_report(FULL, tmp_path / "r.json", None)
     assert read_report(tmp_path / "r.json") == FULL
     content = json.loads((tmp_path / "r.json").read_text())
     old = {key: value for key, value in content.items() if key not in ("metrics", "plots", "qserve")} | {"schema": 1}
@@ -114,12 +115,12 @@ def test_what_is_no_report(tmp_path: Path, content: str, problem: str) -> None:
 
 
 def test_the_page_shows_metrics_and_plots_and_runs_nothing(tmp_path: Path) -> None:
-    FULL.write(None, None, tmp_path / "r.html")
+    write_report(FULL, None, None, tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert text.count("<svg") == 4 and "<b>" not in text and "<i>" not in text and "<u>" not in text
     for expected in ("ttft mean", "0.12", "0.1 to 0.14", "with a mark", "&lt;u&gt;2&lt;/u&gt;", "tok/s", "limit"):
         assert expected in text, expected
     assert "<script" not in text and "src=" not in text
     first = text
-    FULL.write(None, None, tmp_path / "r.html")
+    write_report(FULL, None, None, tmp_path / "r.html")
     assert (tmp_path / "r.html").read_text(encoding="utf-8") == first

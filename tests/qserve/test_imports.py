@@ -15,6 +15,8 @@ import qserve
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("checkpoint", "kernels", "runtime", "calibration", "quantize", "evals", "qserve")
+STILL_IN_A_CIRCLE = {"qserve/quantize"}
+"""Folders whose modules import each other in a circle: no other may come, and what is mended leaves the list."""
 FILES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 
 
@@ -49,6 +51,55 @@ def test_a_layer_imports_only_itself_and_what_is_left_of_it(path: Path) -> None:
     assert not wrong, f"{path.relative_to(ROOT)} is in {LAYERS[own]} and imports {wrong}"
     bare = [f"line {line}: {module}" for line, module, _ in found if module.split(".")[0] in LAYERS[:-1]]
     assert not bare, f"{path.relative_to(ROOT)} imports {bare} without qserve in front"
+
+
+def test_no_modules_of_a_layer_import_each_other_in_a_circle() -> None:
+    """Imports for types and inside functions are counted, as a reader does."""
+    circles = [sorted(circle) for circle in circles_of(graph())]
+    folders = {os.path.commonpath([name.replace(".", "/") for name in circle]) for circle in circles}
+    assert not folders - STILL_IN_A_CIRCLE, f"these import each other: {circles}"
+    assert not STILL_IN_A_CIRCLE - folders, f"no circle is left in {STILL_IN_A_CIRCLE - folders}: take it off the list"
+
+
+def graph() -> dict[str, set[str]]:
+    """What each module imports of its own layer."""
+    modules = {module_name(path): path for path in FILES}
+
+    def imported(name: str) -> str:
+        """The module, where a name in it was imported."""
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    found = {module: {imported(name) for _, name in imports(path)} for module, path in modules.items()}
+    return {
+        module: {each for each in others if each and each != module and layer_of(each) == layer_of(module)}
+        for module, others in found.items()
+    }
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(["qserve", *(part for part in parts if part not in ("qserve", "__init__"))])
+
+
+def circles_of(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The largest sets of modules each of which reaches all others."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, todo = set[str](), [start]
+        while todo:
+            for each in graph[todo.pop()] - seen:
+                seen.add(each)
+                todo.append(each)
+        reached[start] = seen
+    return {
+        frozenset(each for each in seen if start in reached[each]) for start, seen in reached.items() if start in seen
+    }
+
+
+def test_a_circle_is_found() -> None:
+    assert circles_of({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {frozenset("bc")}
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

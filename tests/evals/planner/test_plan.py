@@ -19,6 +19,7 @@ from qserve.evals.planner.plan import Plan, Wish, choose, consider
 from qserve.evals.planner.quantization import quantization
 from qserve.evals.planner.replica import Replica
 from qserve.evals.planner.roofline import Efficiency, Layout, Roofline
+from qserve.evals.report_files import write_report
 from qserve.evals.slo import Slo, parse_duration, parse_slo
 
 TRAFFIC = Traffic(10, 2048, 256)
@@ -166,7 +167,7 @@ def test_money(tmp_path: Path) -> None:
     monthly = 2.0 * best.gpus * 730
     assert dear[3] == f"{monthly / 0.9:,.0f} M" and "cost less here" in dear[4]
     assert cheap[3] == "never" and "at most" in cheap[4]
-    document.write(tmp_path / "p.json", tmp_path / "p.md")
+    write_report(document.report(), tmp_path / "p.json", tmp_path / "p.md")
     written = json.loads((tmp_path / "p.json").read_text())
     assert written["kind"] == "plan" and written["schema"] == 2 and written["passed"]
     per_million = cost.per_million(2.0 * best.gpus, 10 * 2304)

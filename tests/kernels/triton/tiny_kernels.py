@@ -15,6 +15,7 @@ from qserve.evals.bench.gpu import tuning
 from qserve.evals.bench.gpu.attention import Heads
 from qserve.evals.bench.gpu.kernels import Sizes, run
 from qserve.evals.report import Report
+from qserve.evals.report_files import write_report
 from qserve.kernels.triton.tuning.stopwatch import Stopwatch
 from qserve.kernels.triton.tuning.tune import Tuner
 
@@ -29,7 +30,7 @@ def main() -> None:
         report = tuning.run("tiny", folder, Tuner(WATCH), dtype, ("W4A16 g128",), {"8B o": (128, 256)}, most_rows=4)
     else:
         report = run("tiny", WATCH, dtype, SIZES)
-        report.write(folder / "kernels.json", None, folder / "kernels.html")
+        write_report(report, folder / "kernels.json", None, folder / "kernels.html")
     print(report.to_markdown())
     sys.exit(1 if report.data.get("failures") else 0)
 

@@ -18,7 +18,7 @@ from qserve.evals.bench.gpu.attention import Heads
 from qserve.evals.bench.gpu.report import Timing, figures, report
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.planner.catalog import _table
-from qserve.evals.report import read_report
+from qserve.evals.report_files import read_report, write_report
 from qserve.kernels.triton.target import DEFAULT, is_interpreted
 from qserve.kernels.triton.tuning.stopwatch import COLD_BYTES, Stopwatch
 from qserve.runtime.config import EngineConfig
@@ -95,7 +95,7 @@ def test_the_whole_benchmark_runs_in_the_interpreter(tmp_path: Path) -> None:
     timed = {(t["contestant"], t["scheme"], t["rows"]) for t in made.data["timings"] if not t["context"]}
     here = {(each.name, each.scheme) for each in linears.CONTESTANTS}
     assert timed >= {(*each, rows) for each in here for rows in (1, 17)}
-    made.write(tmp_path / "r.json", None)
+    write_report(made, tmp_path / "r.json", None)
     content = json.loads((tmp_path / "r.json").read_text())
     jsonschema.validate(content, json.loads(SCHEMA.read_text()))
     assert read_report(tmp_path / "r.json").metrics == made.metrics
