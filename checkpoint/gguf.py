@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.files import file_sha256
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.gguf_config import ROPE_FACTORS, config_of, hf_name
@@ -53,7 +54,7 @@ _PRE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaon
 
 
 class GGUFFile:
-    """A ``ModelSource`` over one GGUF file of architecture llama, qwen2 or qwen3; always dense.
+    """A ``ModelSource`` over one GGUF file of an architecture that ``families`` names; always dense.
 
     Raises ``CheckpointError`` where the file is damaged or holds an architecture or a tensor type that is not
     supported.
@@ -116,7 +117,8 @@ class GGUFFile:
     def tensor(self, name: str) -> Tensor:
         self._require(name)
         tensor = self._read(self._gguf_name[name])
-        if self._metadata["general.architecture"] == "llama":
+        gguf = FAMILIES[self.config["model_type"]].gguf
+        if gguf is not None and gguf.permuted:
             if ".q_proj." in name:
                 return unpermute(tensor, self.config["num_attention_heads"])
             if ".k_proj." in name:

@@ -1,7 +1,6 @@
 """From GGUF metadata to the ``config.json`` Hugging Face would have, and from its tensor names to theirs.
 
-Knows llama.cpp's keys for the architectures llama, qwen2 and qwen3; does not know bytes. What transformers'
-model of the architecture cannot express is refused, so nothing runs with a wrong setting.
+What transformers' model of the architecture cannot express is refused, so nothing runs with a wrong setting.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.families import FAMILIES, Family
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
-
-_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-            "qwen3": "Qwen3ForCausalLM"}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -54,10 +50,10 @@ def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str],
     """The content of ``config.json``. ``shapes`` maps GGUF tensor names to shapes (outermost first), ``read``
     gives one tensor. Raises ``CheckpointError`` naming the key or tensor at fault."""
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
+    known = [(name, family, family.gguf) for name, family in FAMILIES.items() if family.gguf is not None]
+    if not (candidates := [row for row in known if row[2].architecture == architecture]):
+        supported = ", ".join(dict.fromkeys(gguf.architecture for _, _, gguf in known))
+        raise CheckpointError(f"GGUF architecture {architecture!r} is not supported; supported: {supported}")
 
     def key(name: str, default: Any = None) -> Any:
         value = metadata.get(f"{architecture}.{name}", default)
@@ -80,9 +76,10 @@ def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str],
     if "token_embd.weight" not in shapes:
         raise CheckpointError("the tensor token_embd.weight is missing")
     window = int(key("attention.sliding_window", 0))
-    model_type = "mistral" if architecture == "llama" and window else architecture
+    alike = [row for row in candidates if bool(row[1].sliding) == bool(window)]
+    model_type, family, gguf = (alike or candidates)[0]
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[model_type]],
+        "architectures": [gguf.class_name],
         "model_type": model_type,
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
@@ -98,32 +95,30 @@ def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str],
         "rope_theta": float(f"{key('rope.freq_base', 10000.0):.7g}"),
         "tie_word_embeddings": "output.weight" not in shapes,
         "torch_dtype": "float16",
-        **_biases(architecture, model_type, shapes),
+        **_biases(family, model_type, shapes),
         **_token_ids(metadata),
     }
     if window:
         config["sliding_window"] = window
-        if architecture != "llama":
+        if family.window_asked:
             config |= {"use_sliding_window": True, "max_window_layers": 0}
     scaling = _rope_scaling(key, shapes, read, config)
     if scaling:
         config["rope_scaling"] = scaling
-    _check_tensors(config, shapes)
+    _check_tensors(config, family, shapes)
     return config
 
 
-def _biases(architecture: str, model_type: str, shapes: Shapes) -> dict[str, bool]:
+def _biases(family: Family, model_type: str, shapes: Shapes) -> dict[str, bool]:
+    """The keys of the configuration that say what its family leaves open."""
     qkv, out = "blk.0.attn_q.bias" in shapes, "blk.0.attn_output.bias" in shapes
     mlp = "blk.0.ffn_gate.bias" in shapes
-    if architecture == "qwen2" and qkv and not out and not mlp:
-        return {}
-    if model_type == "llama" and qkv == out:
-        return {"attention_bias": qkv, "mlp_bias": mlp}
-    if architecture == "qwen3" and qkv == out and not mlp:
-        return {"attention_bias": qkv}
-    if model_type == "mistral" and not (qkv or out or mlp):
-        return {}
-    raise CheckpointError(f"the biases of this {model_type} GGUF model are not those of the architecture")
+    expected = (family.qkv_bias, family.out_bias, family.mlp_bias)
+    fits = all(wanted in (None, found) for wanted, found in zip(expected, (qkv, out, mlp)))
+    if not fits or (family.qkv_bias is None and qkv != out):
+        raise CheckpointError(f"the biases of this {model_type} GGUF model are not those of the architecture")
+    said = {"attention_bias": qkv} if family.qkv_bias is None else {}
+    return said if family.mlp_bias is not None else {**said, "mlp_bias": mlp}
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +184,7 @@ def llama3_scaling(stored: Tensor, config: Mapping[str, Any], original: int) -> 
             "original_max_position_embeddings": original}
 
 
-def _check_tensors(config: Mapping[str, Any], shapes: Shapes) -> None:
+def _check_tensors(config: Mapping[str, Any], family: Family, shapes: Shapes) -> None:
     """Every tensor the model needs is there with its shape, and none that it would ignore."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
@@ -199,10 +194,10 @@ def _check_tensors(config: Mapping[str, Any], shapes: Shapes) -> None:
         "attn_output": (hidden, queries),
         "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
     }
-    if config["model_type"] == "qwen3":
+    if family.qk_norm:
         block |= {"attn_q_norm": (dim,), "attn_k_norm": (dim,)}
     biased = []
-    if config["model_type"] == "qwen2" or config.get("attention_bias"):
+    if family.qkv_bias or config.get("attention_bias"):
         biased += ["attn_q", "attn_k", "attn_v"]
     if config.get("attention_bias"):
         biased.append("attn_output")

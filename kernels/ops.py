@@ -51,7 +51,7 @@ HOST = Placement(torch.device("cpu"), torch.float32)
 
 @dataclass(frozen=True)
 class Embed:
-    """out[r] = table[token_ids[r]]; table [vocab, width] in float32, float16 or bfloat16, or packed.
+    """out[r] = table[token_ids[r]] * scale; table [vocab, width] in float32, float16 or bfloat16, or packed.
 
     A packed one lies a byte to a code, of 6 bits too: a token reads one row, so narrower codes would not be faster,
     only a quarter smaller.
@@ -63,6 +63,7 @@ class Embed:
     table: Tensor | QuantizedWeight
     out: Tensor
     sampled: Tensor | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
         case Linear():
             compute(prepare(op), step, rows)
         case Embed():
-            op.out[rows] = _embed(op, step.token_ids[rows].long())
+            op.out[rows] = _embed(op, step.token_ids[rows].long()) * op.scale
         case RMSNorm():
             op.out[rows] = rms_norm(op.x[rows], op.weight, op.eps).to(op.out.dtype)
         case RopeKV():

@@ -58,6 +58,7 @@ class TiledEmbed:
     zeros: Tensor | None = None
     group: int = 0
     zero: int = 0
+    scale: float = 1.0
 
 
 def tile_linear(fused: FusedLinear, keep: Keep) -> TiledLinear:
@@ -122,7 +123,7 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
 def tile_embed(op: Embed) -> TiledEmbed:
     table, width = op.table, op.out.shape[1]
     if isinstance(table, Tensor):
-        return TiledEmbed(table, op.out, width, abi.FLOATS[table.dtype])
+        return TiledEmbed(table, op.out, width, abi.FLOATS[table.dtype], scale=op.scale)
     return TiledEmbed(
         table.codes,
         op.out,
@@ -132,4 +133,5 @@ def tile_embed(op: Embed) -> TiledEmbed:
         zeros=table.zeros,
         group=table.scheme.group_width(width),
         zero=table.scheme.zero,
+        scale=op.scale,
     )

@@ -12,7 +12,7 @@ from qserve import console
 from qserve.checkpoint import convert as conversion
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import demo_path
-from qserve.checkpoint.errors import QServeError
+from qserve.checkpoint.errors import CheckpointError, QServeError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.evals import quality
 from qserve.evals.gate import GateReport, table
@@ -28,6 +28,25 @@ def open_source(model: str) -> ModelSource:
         with console.progress("download") as update:
             return open_model(model, progress=update)
     return open_model(model)
+
+
+def operations(source: ModelSource) -> str:
+    """By what the operations of ``source`` are computed on this machine."""
+    from qserve.kernels import registry
+    from qserve.runtime.models.config import decoder_config
+    from qserve.runtime.models.decoder import missing_kernels
+    from qserve.runtime.models.kv_scales import cache_dtype
+
+    executor = registry.make()
+    try:
+        config = decoder_config(source.config, source.name)
+        missing = missing_kernels(source, config, executor, cache_dtype("auto", source))
+    except CheckpointError as error:
+        return f"not served: {error}"
+    if not missing:
+        return f"{executor.name}: each has a kernel"
+    slow = "; ".join(f"{count} x {what}" for what, count in missing.items())
+    return f"{executor.name}, but for those computed by the torch reference: {slow}"
 
 
 def plan(source: ModelSource, out: Path, job: QuantizeJob) -> list[str]:

@@ -19,7 +19,7 @@ from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import MemoryPlan, file_bytes, measured, plan_memory, weight_bytes
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
-from qserve.runtime.models.kv_cache import cache_dtype
+from qserve.runtime.models.kv_scales import cache_dtype
 from qserve.runtime.models.rope import context_limit
 
 

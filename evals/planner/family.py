@@ -1,59 +1,20 @@
-"""From a config.json to a ``ModelShape``: which architectures there are, and what their configurations leave out.
+"""From a config.json to a ``ModelShape``, by the description of its family and without transformers.
 
-Knows the keys of Hugging Face configurations, without transformers; does not know weights. An architecture that is
-not here is refused by name: a wrong size is worse than none.
+An architecture that is not known is refused by name: a wrong size is worse than none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.families import FAMILIES, Family
 from qserve.evals.planner.shape import Linear, ModelShape
 
 _MOST = 2**40
 
 
-@dataclass(frozen=True)
-class Family:
-    """What a model type says that its configuration does not.
-
-    Attributes:
-        norms: weights of normalization per layer, in hidden sizes.
-        qk_norm: queries and keys are normalized per head.
-        qkv_bias, out_bias: biases of the attention's linears; None where the configuration says (``attention_bias``).
-        tied: whether the output layer is the embedding where the configuration does not say.
-        sliding: every ``sliding``-th layer looks at everything, the others at a window; 1 where all have the window.
-        window_asked: a window counts only with ``use_sliding_window``.
-    """
-
-    norms: int = 2
-    qk_norm: bool = False
-    qkv_bias: bool | None = False
-    out_bias: bool | None = False
-    tied: bool = False
-    sliding: int = 0
-    window_asked: bool = False
-
-
-FAMILIES = {
-    "llama": Family(qkv_bias=None, out_bias=None),
-    "mistral": Family(sliding=1),
-    "qwen2": Family(qkv_bias=True, sliding=1, window_asked=True),
-    "qwen3": Family(qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True),
-    "phi3": Family(sliding=1),
-    "gemma": Family(tied=True),
-    "gemma2": Family(norms=4, tied=True, sliding=2),
-    "gemma3_text": Family(norms=4, qk_norm=True, tied=True, sliding=6),
-    "mixtral": Family(sliding=1),
-    "qwen2_moe": Family(qkv_bias=True, sliding=1, window_asked=True),
-    "qwen3_moe": Family(qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True),
-    "gpt_oss": Family(qkv_bias=True, out_bias=True, sliding=2),
-    "deepseek_v2": Family(),
-    "deepseek_v3": Family(),
-}
 GPT = ("gpt2", "gpt_bigcode")
 """The older form: LayerNorms and biases everywhere, learned positions, a plain feed-forward of 4 hidden sizes."""
 
@@ -131,7 +92,7 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     hidden, layers, vocab = keys.get("hidden_size"), keys.get("num_hidden_layers"), keys.get("vocab_size")
     heads = keys.get("num_attention_heads")
     head = Linear("head", vocab, hidden, 1)
-    mlp, mlp_other = _feed_forward(keys, kind, hidden, layers)
+    mlp, mlp_other = _feed_forward(keys, kind, family, hidden, layers)
     norms = layers * family.norms * hidden + hidden
     tied = keys.flag("tie_word_embeddings", family.tied)
     context = keys.get("max_position_embeddings", _MOST)
@@ -177,7 +138,7 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     )
 
 
-def _feed_forward(keys: _Keys, kind: str, hidden: int, layers: int) -> tuple[list[Linear], int]:
+def _feed_forward(keys: _Keys, kind: str, family: Family, hidden: int, layers: int) -> tuple[list[Linear], int]:
     """The gated feed-forward, dense or of experts, and its parameters that are no matrices."""
     if kind in ("mixtral", "gpt_oss"):
         experts, inner = keys.get("num_local_experts"), keys.get("intermediate_size")
@@ -204,8 +165,8 @@ def _feed_forward(keys: _Keys, kind: str, hidden: int, layers: int) -> tuple[lis
         # The third version corrects each expert's score by a bias.
         return linears, experts * (layers - plain) if kind == "deepseek_v3" else 0
     inner = keys.get("intermediate_size")
-    bias = 2 * inner + hidden if kind == "llama" and keys.flag("mlp_bias", False) else 0
-    return _dense("mlp", hidden, inner, layers), layers * bias
+    biased = keys.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
+    return _dense("mlp", hidden, inner, layers), layers * (2 * inner + hidden) * biased
 
 
 def _dense(kind: Any, hidden: int, inner: int, layers: int) -> list[Linear]:

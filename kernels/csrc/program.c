@@ -333,6 +333,9 @@ static void embed_row(const qs_embed *op, int32_t token, float *out)
             out[j] = (op->dtype == QS_F8 ? qs_e4m3_to_float(codes[j]) : (float)(codes[j] - zero)) * op->scales[g];
         }
     }
+    if (op->scale != 1.0f)
+        for (int32_t j = 0; j < op->width; j++)
+            out[j] *= op->scale;
 }
 
 static void run_row(const struct job *job, const qs_op *op, int64_t r)

@@ -39,7 +39,7 @@ enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8
 enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3, QS_AVXVNNI = 4 };
 enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
 
-/* out[r, :] = table[token_ids[r], :];  out f32; table [vocab, width] of dtype f32, f16 or bf16, or quantized:
+/* out[r, :] = table[token_ids[r], :] * scale;  out f32; table [vocab, width] of dtype f32, f16 or bf16, or quantized:
  * u8 is (code - zero) * scale and f8 is e4m3 * scale, with scales f32 [vocab, groups], one per `group` columns, and
  * either the constant `zero` (zeros NULL) or zeros u8 [vocab, groups]. */
 typedef struct {
@@ -48,6 +48,7 @@ typedef struct {
     const float *scales;
     const uint8_t *zeros;
     int32_t width, dtype, group, zero;
+    float scale;
 } qs_embed;
 
 /* out[r, :] = x[r, :] / sqrt(mean(x[r]^2) + eps) * weight;  x, out f32 [rows, width]. */

@@ -193,14 +193,14 @@ class _TritonProgram:
     def _embed(self, op: Embed) -> Launch:
         if isinstance(op.table, Tensor):
             table = self._hold(op.table)
-            return lambda batch: gather(table, batch.token_ids, op.out, batch.tokens)
+            return lambda batch: gather(table, batch.token_ids, op.out, batch.tokens, op.scale)
         packed = op.table
         fp8 = packed.scheme.dtype == "fp8"
         codes = self._hold(packed.codes.view(torch.float8_e4m3fn) if fp8 else packed.codes)
         scales = self._hold(packed.scales)
         zeros = None if packed.zeros is None else self._hold(packed.zeros)
         zero, group = 0 if fp8 else packed.scheme.zero, packed.scheme.group_width(packed.in_features)
-        return lambda batch: embed(batch.token_ids, codes, scales, zeros, zero, group, op.out, batch.tokens)
+        return lambda batch: embed(batch.token_ids, codes, scales, zeros, zero, group, op.out, batch.tokens, op.scale)
 
     def _fill(self, sampled: Tensor, embed: Launch, batch: Batch) -> None:
         fill(batch.token_ids, sampled, batch.tokens)

@@ -25,6 +25,7 @@ def inspect(
     summary = summarize(source)
     for text in summary.lines():
         console.line(text)
+    console.line(f"operations      {steps.operations(source)}")
     if layers:
         console.table("", ("linear", "out", "in", "bits", "group"), summary.layer_rows())
     if source.card is not None:

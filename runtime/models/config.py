@@ -1,6 +1,6 @@
-"""``DecoderConfig``: the shape of a Llama-like decoder, read from a Hugging Face configuration.
+"""``DecoderConfig``: the shape of a decoder, read from a Hugging Face configuration by the description of its family.
 
-Knows which families the native decoder computes exactly, and refuses the rest by name; no weights.
+What the native decoder does not compute exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from qserve.checkpoint.errors import CheckpointError
-
-FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
-"""Model type -> whether q and k are normalized per head."""
+from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_families
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """``windows[i]`` is the sliding window of layer i in tokens, 0 for full attention."""
 
-    family: str
+    model_type: str
+    family: Family
+    multipliers: Multipliers
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -31,9 +31,13 @@ class DecoderConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qk_norm: bool
     windows: tuple[int, ...]
     hf: PretrainedConfig
+
+    @property
+    def attention_scale(self) -> float:
+        """Of the scores."""
+        return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
 
     @property
     def q_size(self) -> int:
@@ -50,16 +54,15 @@ class DecoderConfig:
 
 def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
     """Read ``config`` (the content of config.json). Raises ``CheckpointError`` for what is not computed here."""
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise CheckpointError(
-            f"{name} is of type {family!r}; the native decoder serves {', '.join(FAMILIES)}"
-        )
+    kind = config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if kind is None or family is None or not family.native:
+        raise CheckpointError(f"{name} is of type {kind!r}; the native decoder serves {', '.join(native_families())}")
     plain = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type", "auto_map")}
     try:
-        hf = AutoConfig.for_model(family, **plain)
+        hf = AutoConfig.for_model(kind, **plain)
     except Exception as error:  # transformers validates with several kinds of exception
-        raise CheckpointError(f"{name}: config.json is not a valid {family} configuration: {error}") from None
+        raise CheckpointError(f"{name}: config.json is not a valid {kind} configuration: {error}") from None
     if hf.hidden_act != "silu":
         raise CheckpointError(f"{name} uses the activation {hf.hidden_act!r}; only silu is served")
     heads = hf.num_attention_heads
@@ -67,7 +70,9 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
     if kv_heads < 1 or heads % kv_heads:
         raise CheckpointError(f"{name}: {heads} attention heads are not a multiple of {kv_heads} key heads")
     return DecoderConfig(
+        model_type=kind,
         family=family,
+        multipliers=family.multipliers(hf),
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
@@ -78,15 +83,14 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         rms_norm_eps=hf.rms_norm_eps,
         max_position_embeddings=hf.max_position_embeddings,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
-        qk_norm=FAMILIES[family],
-        windows=_windows(hf, name),
+        windows=_windows(hf, family, name),
         hf=hf,
     )
 
 
-def _windows(hf: PretrainedConfig, name: str) -> tuple[int, ...]:
-    # Plain Llama has no window: transformers ignores the key there, and so do we.
-    window = 0 if hf.model_type == "llama" else int(getattr(hf, "sliding_window", None) or 0)
+def _windows(hf: PretrainedConfig, family: Family, name: str) -> tuple[int, ...]:
+    # A family without windows ignores the key in transformers, and so do we.
+    window = int(getattr(hf, "sliding_window", None) or 0) if family.sliding else 0
     kinds = getattr(hf, "layer_types", None)
     if kinds is None:
         return (window,) * int(hf.num_hidden_layers)

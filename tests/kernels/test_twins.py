@@ -303,6 +303,8 @@ def test_embed(kind: WeightScheme | torch.dtype, vocab: int, width: int, data: s
         out = torch.empty(len(ids), width)
         run(executor(isa), [Embed(table, out)], make_step(len(ids), ids))
         torch.testing.assert_close(out, want[ids.long()], rtol=0, atol=0, equal_nan=True)
+        run(executor(isa), [Embed(table, out, scale=0.3)], make_step(len(ids), ids))
+        torch.testing.assert_close(out, want[ids.long()] * 0.3, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("vocab", "width", "group"), [(11, 576, 64), (7, 101, -1), (1, 100, 24)])

@@ -319,7 +319,8 @@ def test_the_plan_counts_what_is_allocated(checkpoints: dict[str, Path], name: s
     engine = Engine(source, EngineConfig(kv_cache_memory=1 << 18, threads=1))
     decoder = engine.runner.decoder  # type: ignore[attr-defined]
     kept = {t.data_ptr(): t for p in (decoder._body, decoder._head) for t in p._keep}
-    buffers = {v.untyped_storage().data_ptr() for v in vars(decoder).values() if isinstance(v, torch.Tensor)}
+    every = [decoder.kv, *vars(decoder._buffers).values()]
+    buffers = {v.untyped_storage().data_ptr() for v in every}
     held = sum(
         t.nbytes
         for t in kept.values()

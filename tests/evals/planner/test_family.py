@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.families import FAMILIES
 from qserve.evals.planner import catalog
-from qserve.evals.planner.family import FAMILIES, GPT, shape_of
+from qserve.evals.planner.family import GPT, shape_of
 
 TINY: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -27,6 +28,7 @@ LATENT: dict[str, Any] = {
 GPT_TINY = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
 OTHERS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "granite": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 32, "head_dim": 24},
     "qwen3": {"head_dim": 32, "attention_bias": True},
     "gemma": {"head_dim": 32, "num_key_value_heads": 1},

@@ -131,7 +131,7 @@ def plain_cases(capability: tuple[int, int]) -> dict[str, Case]:
     """The kernels that have one configuration, at the width of Llama-3-8B."""
     codes = "fp8e4nv" if capability >= FP8 else "i8"
     vocabulary = {"WIDTH": 128256, "BLOCK": 4096}
-    packed = {"ZERO": 8, "GROUP": 64, "GROUPS": 64, "WIDTH": 4096, "BLOCK": embed.BLOCK}
+    packed = {"SCALE": 1.0, "ZERO": 8, "GROUP": 64, "GROUPS": 64, "WIDTH": 4096, "BLOCK": embed.BLOCK}
     return {
         "rms_norm": norm_case(capability),
         "rms_norm rounded": norm_case(capability, codes),
@@ -139,7 +139,7 @@ def plain_cases(capability: tuple[int, int]) -> dict[str, Case]:
         "silu_mul rounded": silu_case(capability, codes),
         "gather": _case(
             gather.gather_kernel, "x_ptr:bf16 rows_ptr:i32 out_ptr:fp32", capability,
-            {"WIDTH": 4096, "BLOCK": gather.BLOCK},
+            {"SCALE": 1.0, "WIDTH": 4096, "BLOCK": gather.BLOCK},
         ),
         "fill": _case(fill.fill_kernel, "ids_ptr:i32 sampled_ptr:i32", capability, {"BLOCK": fill.BLOCK}, "count:i32"),
         "embed": _case(

@@ -78,6 +78,8 @@ def test_silu_mul_gather_and_dense_embeddings() -> None:
     table = torch.randn(9, 1100).half()
     run_on(triton_executor(), [Embed(table, got)], step)
     assert torch.equal(got, table[[8, 0, 8]].float())
+    run_on(triton_executor(), [Embed(table, got, scale=0.3)], step)
+    torch.testing.assert_close(got, table[[8, 0, 8]].float() * 0.3)
     out = torch.zeros(2, 1100, dtype=torch.float16)
     run_on(triton_executor(), [Gather(got, out)], step)
     assert torch.equal(out, got[[2, 0]].half())
@@ -96,8 +98,9 @@ def test_packed_embeddings(bits: int, group: int, symmetric: bool, width: int) -
     zeros = None if symmetric else torch.randint(0, scheme.max_code + 1, (11, groups)).to(torch.uint8)
     table = QuantizedWeight(scheme, codes, torch.rand(11, groups), zeros)
     got = torch.empty(3, width)
-    run_on(triton_executor(), [Embed(table, got)], make_step(3, [10, 0, 4]))
-    torch.testing.assert_close(got, table.dequantize()[[10, 0, 4]])
+    for scale in (1.0, 0.3):
+        run_on(triton_executor(), [Embed(table, got, scale=scale)], make_step(3, [10, 0, 4]))
+        torch.testing.assert_close(got, table.dequantize()[[10, 0, 4]] * scale)
 
 
 @FP8

@@ -10,11 +10,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels import native, registry
 from qserve.kernels.ops import Step
+from qserve.quantize import fp8, rtn
 from qserve.runtime.models.config import decoder_config
-from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.models.decoder import Decoder, DecoderLimits, missing_kernels
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -26,6 +31,18 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 ORIGINAL = {"original_max_position_embeddings": 32}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 6.0,
+}  # fmt: skip
+PHI = {"pad_token_id": 0}
+LONG = {
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    },
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -46,7 +63,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "granite": ("granite", {**MULTIPLIERS, "attention_bias": True, "mlp_bias": True}),
+    "granite-tied": ("granite", {**MULTIPLIERS, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {**PHI, "sliding_window": 9}),
+    "phi3-partial": ("phi3", {**PHI, "partial_rotary_factor": 0.5}),
+    "phi3-long": ("phi3", {**PHI, **LONG, "original_max_position_embeddings": 32}),
+    "phi3-short": ("phi3", {**PHI, **LONG, "original_max_position_embeddings": 64}),
 }  # fmt: skip
+QUANTIZED = {
+    "int4": WeightScheme(4, 16, symmetric=False),
+    "fp8": WeightScheme(8, -1, dtype="fp8"),
+}
 
 
 def save_random(family: str, changes: dict[str, Any], path: Path, seed: int = 0) -> torch.nn.Module:
@@ -98,6 +125,68 @@ def test_logits_are_those_of_transformers(case: str, kernels: str, tmp_path: Pat
     for chunks in ([40], [17, 1, 22], [1] * 40):
         got = run_chunks(decoder, tokens.tolist(), chunks)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+def round_weight(weight: torch.Tensor, scheme: WeightScheme) -> QuantizedWeight:
+    nearest = fp8.nearest if scheme.dtype == "fp8" else rtn.nearest
+    return nearest(weight, torch.ones(weight.shape[1]), scheme)
+
+
+def quantize(model: torch.nn.Module, path: Path, scheme: WeightScheme) -> None:
+    """Round the linears of the layers of ``model``, and write it as a checkpoint."""
+    spec = QuantSpec("rtn", scheme)
+    form = FORMATS["compressed-tensors"]
+    source = HFDirectory(path)
+    linears = {f"{name}.weight": module for name, module in model.named_modules() if name.endswith("_proj")}
+    with CheckpointWriter(path / "quantized", format=form) as writer:
+        for name in source.names():
+            if name in linears:
+                packed = round_weight(source.tensor(name), scheme)
+                linears[name].weight.data = packed.dequantize()
+                writer.put_linear(name.removesuffix(".weight"), packed)
+            else:
+                writer.put(name, source.tensor(name))
+        writer.put_json("config.json", {**source.config, "quantization_config": form.config_of(spec)})
+        writer.finish()
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED)
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "granite", "phi3-long"])
+def test_quantized_logits_are_those_of_transformers(case: str, scheme: str, tmp_path: Path) -> None:
+    """With the weights as they were rounded. The native products of int4 round their inputs too."""
+    model = save_random(*CASES[case], tmp_path)
+    quantize(model, tmp_path, QUANTIZED[scheme])
+    tokens = torch.randint(0, SMALL["vocab_size"], (40,), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        want = model(tokens[None]).logits[0]
+    got = {}
+    for kernels in ("reference",) if native.missing() else ("reference", "native"):
+        source = HFDirectory(tmp_path / "quantized")
+        limits = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_blocks=8)
+        decoder = Decoder(
+            source, decoder_config(source.config, "small"), registry.make(kernels), limits, kv_dtype=torch.float32
+        )
+        got[kernels] = run_chunks(decoder, tokens.tolist(), [40])
+        if kernels == "native":  # batch-invariant
+            for chunks in ([17, 1, 22], [1] * 40):
+                assert torch.equal(run_chunks(decoder, tokens.tolist(), chunks), got[kernels])
+    torch.testing.assert_close(got["reference"], want, rtol=0, atol=1e-4)
+    if "native" in got and scheme == "fp8":
+        torch.testing.assert_close(got["native"], want, rtol=0, atol=1e-4)
+    elif "native" in got:
+        assert (got["native"] - want).norm() < 0.02 * want.norm()
+
+
+def test_headers_say_which_kernels_are_missing(tmp_path: Path) -> None:
+    if native.missing():
+        pytest.skip(str(native.missing()))
+    save_random("llama", {"head_dim": 24}, tmp_path)
+    source = HFDirectory(tmp_path)
+    config, executor = decoder_config(source.config, "small"), registry.make("native")
+    limits = DecoderLimits(max_tokens=8, max_logits=8, max_positions=64, num_blocks=8)
+    found = missing_kernels(source, config, executor, torch.float16)
+    assert found == {"attention: head_dim 24 is not a multiple of 16 up to 256": 3}
+    assert Decoder(source, config, executor, limits).fallbacks == found
 
 
 @pytest.mark.parametrize(

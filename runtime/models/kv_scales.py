@@ -1,7 +1,4 @@
-"""The element type of the KV cache and its scales: what the user asked for, or what the checkpoint was calibrated for.
-
-Knows the options and where scales come from; does not know how they are applied.
-"""
+"""The element type of the KV cache and its scales: what the user asked for, or what the checkpoint says."""
 
 from __future__ import annotations
 

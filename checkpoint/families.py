@@ -1,0 +1,115 @@
+"""``Family``: what a model type is made of that its configuration does not say, and the table of all of them.
+
+One description is read by the native decoder, the GGUF reader and the planner. A family of Llama's kin is a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Constants by which a model scales what it computes.
+
+    Attributes:
+        embedding: of the embeddings.
+        residual: of what each sublayer adds to the residual stream.
+        attention: of the scores; None for one over the square root of the size of a head.
+        logits: of the logits.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    attention: float | None = None
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """A family in files of llama.cpp.
+
+    Attributes:
+        architecture: its name there. Families may share one, and differ in whether they have a window.
+        class_name: of transformers, as ``config.json`` has it.
+        permuted: rows of queries and keys lie in the order of llama.cpp's rotation, of neighbouring pairs.
+    """
+
+    architecture: str
+    class_name: str
+    permuted: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model type says that its configuration does not.
+
+    Attributes:
+        native: the native decoder serves it.
+        norms: weights of normalization per layer, in hidden sizes.
+        qk_norm: queries and keys are normalized per head.
+        qkv_bias, out_bias: biases of the attention's linears; None where the configuration says (``attention_bias``).
+        mlp_bias: biases of the feed-forward; None where the configuration says (``mlp_bias``).
+        tied: whether the output layer is the embedding where the configuration does not say.
+        sliding: every ``sliding``-th layer looks at everything, the others at a window; 1 where all have the window,
+            0 where there is none.
+        window_asked: a window counts only with ``use_sliding_window``.
+        partial_rotary: the first ``partial_rotary_factor`` of each head is rotated; elsewhere all of it is.
+        fused: ``qkv_proj`` and ``gate_up_proj`` are stored as one matrix each.
+        multipliers: from the configuration, as transformers reads it.
+        gguf: None where the GGUF reader does not know it.
+    """
+
+    native: bool = False
+    norms: int = 2
+    qk_norm: bool = False
+    qkv_bias: bool | None = False
+    out_bias: bool | None = False
+    mlp_bias: bool | None = False
+    tied: bool = False
+    sliding: int = 0
+    window_asked: bool = False
+    partial_rotary: bool = False
+    fused: bool = False
+    multipliers: Callable[[Any], Multipliers] = lambda config: Multipliers()
+    gguf: Gguf | None = None
+
+
+def _granite(config: Any) -> Multipliers:
+    return Multipliers(
+        config.embedding_multiplier, config.residual_multiplier, config.attention_multiplier, 1 / config.logits_scaling
+    )
+
+
+FAMILIES = {
+    "llama": Family(
+        native=True, qkv_bias=None, out_bias=None, mlp_bias=None,
+        gguf=Gguf("llama", "LlamaForCausalLM", permuted=True),
+    ),
+    "mistral": Family(native=True, sliding=1, gguf=Gguf("llama", "MistralForCausalLM", permuted=True)),
+    "qwen2": Family(
+        native=True, qkv_bias=True, sliding=1, window_asked=True, gguf=Gguf("qwen2", "Qwen2ForCausalLM")
+    ),
+    "qwen3": Family(
+        native=True, qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True,
+        gguf=Gguf("qwen3", "Qwen3ForCausalLM"),
+    ),
+    "phi3": Family(native=True, sliding=1, partial_rotary=True, fused=True),
+    "granite": Family(native=True, qkv_bias=None, out_bias=None, mlp_bias=None, multipliers=_granite),
+    "gemma": Family(tied=True),
+    "gemma2": Family(norms=4, tied=True, sliding=2),
+    "gemma3_text": Family(norms=4, qk_norm=True, tied=True, sliding=6),
+    "mixtral": Family(sliding=1),
+    "qwen2_moe": Family(qkv_bias=True, sliding=1, window_asked=True),
+    "qwen3_moe": Family(qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True),
+    "gpt_oss": Family(qkv_bias=True, out_bias=True, sliding=2),
+    "deepseek_v2": Family(),
+    "deepseek_v3": Family(),
+}  # fmt: skip
+
+
+def native_families() -> list[str]:
+    """The model types that the native decoder serves."""
+    return [name for name, family in FAMILIES.items() if family.native]
