@@ -26,7 +26,7 @@ typedef struct {
     const float *scales;    /* [tiles][scale_stride], NULL where they are f16 */
     const uint16_t *halves;
     const int32_t *zeros;   /* like scales, or NULL */
-    float *sums;            /* [rows][TILES][16] */
+    float *sums;            /* [rows][tiles][16] */
     int64_t x_stride, parts, stride, scale_stride;
     int64_t ahead;          /* bytes from the weights that are read to those fetched meanwhile; 0 for nothing */
     int64_t scales_ahead;   /* the same of the scales */
@@ -76,7 +76,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, const int
                                   : _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
         _mm_prefetch((at->scales ? (const char *)scales : (const char *)halves) + at->scales_ahead, _MM_HINT_T1);
         UNROLL for (int m = 0; m < MR; m++) {
-            float *sums = at->sums + (m * TILES + v) * QS_LANES;
+            float *sums = at->sums + (m * NV + v) * QS_LANES;
             _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[m][v]), scale),
                                                   _mm512_set1_ps(at->x_scales[m * at->parts]),
                                                   _mm512_load_ps(sums)));
@@ -106,7 +106,8 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         .ahead = ahead,
         .scales_ahead = ahead ? TILES * groups * QS_LANES * (op->scale_dtype == QS_F16 ? 2 : 4) : 0,
     };
-    UNROLL for (int i = 0; i < MR * TILES; i++)
+    fetch_block(op, row, tile, MR, NV);
+    UNROLL for (int i = 0; i < MR * NV; i++)
         _mm512_store_ps(sums + i * QS_LANES, _mm512_setzero_ps());
     for (int64_t p = 0; p < parts; p++) {
         int_group(&at, op->zero, op->act_group, MR, NV, U4);
@@ -120,8 +121,7 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
             at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
         }
     }
-    for (int m = 0; m < MR; m++)
-        store_tiles(op, sums + m * TILES * QS_LANES, row + m, tile, NV);
+    store_block(op, sums, row, tile, MR, NV);
 }
 
 #define INT_CASE(MR, NV, U4)                                                                                       \

@@ -231,9 +231,11 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
         if (atomic_load_explicit(&phase[1].next, memory_order_relaxed) < pieces)
             prepare_row(job, op, memory, normed, 1, 0);
     } else if (is_prepared(op)) {
-        for (int32_t piece; (piece = take(phase)) < row_pieces(rows); mine++)
+        for (int32_t ticket, pieces = row_pieces(rows); (ticket = take(phase)) < pieces; mine++) {
+            int32_t piece = spread(ticket, pieces, pool->threads);
             for (int64_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
                 prepare_row(job, op, memory, normed, rows, r);
+        }
         settle(pool, phase, row_pieces(rows), mine);
     }
     mine = 0;
@@ -391,9 +393,11 @@ static void run_job(qs_pool *pool, int32_t thread)
             run_attention(job, pool, phase, &op->attention,
                           i && is_joined(job, i - 1) ? &op[-1].rope_kv : NULL);
         else {
-            for (int32_t piece; (piece = take(phase)) < row_pieces(rows); mine++)
+            for (int32_t ticket, pieces = row_pieces(rows); (ticket = take(phase)) < pieces; mine++) {
+                int32_t piece = spread(ticket, pieces, pool->threads);
                 for (int32_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
                     run_row(job, op, r);
+            }
             settle(pool, phase, row_pieces(rows), mine);
         }
     }

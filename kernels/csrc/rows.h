@@ -183,27 +183,40 @@ static void quantize(const qs_linear *op, const float *x, int8_t *codes, float *
     }
 }
 
+/* Numbers to int8 codes of a cache: saturated at -127 .. 127, -128 for what is not finite. */
+INLINE vi kv_codes(vf x)
+{
+    vf kept = lower(higher(x, all(-127.0f)), all(127.0f)), zero = all(0.0f);
+    return codes_of(chosen(equal(x - x, zero), kept, all(-128.0f)));
+}
+
 /* Keys lie 16 values apart: only their rounding is worth vectors. */
 static void rope_kv(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head)
 {
-    if (op->kv_dtype != QS_F16) {
+    const int32_t dim = op->head_dim, offset = slot % QS_LANES;
+    const int64_t base = ((int64_t)(slot / QS_LANES) * op->kv_heads + kv_head) * dim * QS_LANES;
+    if (op->kv_dtype != QS_F16 && op->kv_dtype != QS_I8) {
         QS_NAME(rope_kv)(op, row, position, slot, kv_head);
         return;
     }
-    int32_t dim = op->head_dim, offset = slot % QS_LANES;
     const float *k = QS_NAME(rotate_heads)(op, row, position, kv_head), *v = k + (int64_t)op->kv_heads * dim;
-    int64_t base = ((int64_t)(slot / QS_LANES) * op->kv_heads + kv_head) * dim * QS_LANES;
+    if (op->kv_dtype == QS_I8) {
+        int8_t *keys = (int8_t *)op->k_cache + base + offset, *values = (int8_t *)op->v_cache + base + offset * dim;
+        for (int32_t j = 0; j < dim; j += LANES) { /* dim is a multiple of 16 */
+            int8_t codes[LANES];
+            store_codes(codes, kv_codes(load(k + j) / all(op->k_scale[kv_head])));
+            for (int i = 0; i < LANES; i++)
+                keys[(j + i) * QS_LANES] = codes[i];
+            store_codes(values + j, kv_codes(load(v + j) / all(op->v_scale[kv_head])));
+        }
+        return;
+    }
     uint16_t *keys = (uint16_t *)op->k_cache + base + offset, *values = (uint16_t *)op->v_cache + base + offset * dim;
-    int32_t j = 0;
-    for (; j + LANES <= dim; j += LANES) {
+    for (int32_t j = 0; j < dim; j += LANES) {
         uint16_t halves[LANES];
         store_halves(halves, load(k + j));
         for (int i = 0; i < LANES; i++)
             keys[(j + i) * QS_LANES] = halves[i];
         store_halves(values + j, load(v + j));
-    }
-    for (; j < dim; j++) {
-        keys[j * QS_LANES] = qs_float_to_half(k[j]);
-        values[j] = qs_float_to_half(v[j]);
     }
 }

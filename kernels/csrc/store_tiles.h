@@ -36,3 +36,38 @@ static __attribute__((noinline)) void store_tiles(const qs_linear *op, const flo
         }
     }
 }
+
+/* Fetches the lines of a block of the output, of `rows` by `tiles`, while its sums are made: of a long prompt they are in
+ * memory, and the stores would wait (gates of 512 rows: 181 GMAC/s a core instead of 165). */
+INLINE void fetch_block(const qs_linear *op, int32_t row, int32_t tile, const int rows, const int tiles)
+{
+    const int32_t start = tile * QS_LANES, apart = QS_LANES * (1 + op->silu);
+    for (int m = 0; m < rows && op->n < FAR; m++)
+        for (int32_t i = start; i < start + tiles * QS_LANES; i += apart)
+            __builtin_prefetch(op->out + (int64_t)(row + m) * op->out_stride + i / (1 + op->silu), 1);
+}
+
+/* Stores a block of the output, of `rows` by `tiles`, both constants. All rows at once: a SiLU is a long chain of operations
+ * that wait for each other. */
+INLINE void store_block(const qs_linear *op, const float *sums, int32_t row, int32_t tile, const int rows, const int tiles)
+{
+    const int32_t start = tile * QS_LANES;
+    float *out = op->out + (int64_t)row * op->out_stride + (op->silu ? start / 2 : start);
+    if (op->bias || op->n >= FAR || op->n - start < tiles * QS_LANES || (op->silu && tiles % 2)) {
+        for (int m = 0; m < rows; m++)
+            store_tiles(op, sums + m * tiles * QS_LANES, row + m, tile, tiles);
+    } else if (op->silu) {
+        UNROLL for (int m = 0; m < rows; m++)
+            UNROLL for (int i = 0; i < tiles / 2 * QS_LANES; i += LANES) {
+                const float *gate = sums + (m * tiles + i / QS_LANES) * QS_LANES + i;
+                store(out + (int64_t)m * op->out_stride + i, load(gate + QS_LANES) * silu(load(gate)));
+            }
+    } else {
+        UNROLL for (int m = 0; m < rows; m++)
+            UNROLL for (int i = 0; i < tiles * QS_LANES; i += LANES) {
+                float *to = out + (int64_t)m * op->out_stride + i;
+                vf value = load(sums + m * tiles * QS_LANES + i);
+                store(to, op->accumulate ? load(to) + value : value);
+            }
+    }
+}
