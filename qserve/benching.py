@@ -23,8 +23,8 @@ from qserve.evals.bench import batching
 from qserve.evals.bench import kernels as linear_speed
 from qserve.evals.bench.client import Client
 from qserve.evals.bench.job import Job, run
+from qserve.evals.bench.server_process import ServerProcess
 from qserve.evals.bench.summary import bench_report
-from qserve.evals.reliability.server import ServerProcess
 from qserve.evals.report import Report
 from qserve.evals.report_files import write_report
 from qserve.evals.simulator.traffic import Lengths

@@ -19,11 +19,11 @@ if not torch.cuda.is_available() and "EMULATED_SM" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from qserve.checkpoint.source import open_model
-from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.kernels import native
 from qserve.kernels.threads import default_threads
 from qserve.quantize import pipeline
 from qserve.quantize.job import QuantizeJob
+from tests.tiny_model import save_tiny_model
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None)

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import typer
 import yaml
 
 from qserve.cli import app
+from tests.deploy import fresh_machine
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def fresh_machine() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fresh_machine", Path(__file__).with_name("fresh_machine.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def lines(fresh_machine: ModuleType) -> list[str]:
+def lines() -> list[str]:
     """The commands of the section, continued ones on one line."""
     text = (ROOT / "deploy/README.md").read_text(encoding="utf-8")
     return "".join(fresh_machine.commands(text, fresh_machine.SECTION)).replace("\\\n", " ").splitlines()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import counted  # type: ignore[import-not-found]
+import counted
 import pytest
 import torch
-from random_model import PRECISIONS, TINY, RandomModel  # type: ignore[import-not-found]
 from triton.runtime.interpreter import GridExecutor
-from whole_model import step_of  # type: ignore[import-not-found]
 
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.target import is_interpreted
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from tests.kernels.triton.random_model import PRECISIONS, TINY, RandomModel
+from tests.kernels.triton.whole_model import step_of
 
 
 def test_a_launch_takes_its_longest_part() -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SERVER = Path(__file__).with_name("server.py")
+ROOT = Path(__file__).resolve().parents[2]
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -36,8 +36,8 @@ CHECKS = (
 @contextmanager
 def serving(key: str) -> Iterator[str]:
     """The address of a server that is there for a while."""
-    command = [sys.executable, str(SERVER), key]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tests.judges.server", key]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         # Before its address the training of its tokenizer prints empty lines.
         url = next((line.strip() for line in process.stdout if line.startswith("http")), None)

@@ -1,4 +1,4 @@
-"""A small random model behind the real server, for judges: ``python tests/judges/server.py KEY``.
+"""A small random model behind the real server, for judges: ``python -m tests.judges.server KEY``.
 
 Prints the server's address and serves until its standard input ends, so it never outlives the one that started it.
 """
@@ -9,11 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
+from tests.tiny_model import save_tiny_model
 
 MAX_MODEL_LEN = 64  # answers are short: a judge that sends thousands of requests looks at shapes
 

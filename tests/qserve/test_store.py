@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,7 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.pull import choose
 from qserve.checkpoint.source import open_model
 from qserve.cli import app
-
-_spec = spec_from_file_location("qserve_fake_hub", Path(__file__).with_name("fake_hub.py"))
-assert _spec is not None and _spec.loader is not None
-fake_hub = module_from_spec(_spec)
-_spec.loader.exec_module(fake_hub)
+from tests.qserve import fake_hub
 
 Qserve = Callable[..., subprocess.CompletedProcess[str]]
 Cli = Callable[..., Any]

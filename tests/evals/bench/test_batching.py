@@ -12,11 +12,11 @@ from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import open_model
 from qserve.evals.bench.batching import STATIC_BATCHES, batching_report, compare, lengths_of
 from qserve.evals.page import page
-from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.evals.simulator.traffic import Lengths
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.runner import StepOutput
+from tests.tiny_model import save_tiny_model
 
 
 class Nothing:

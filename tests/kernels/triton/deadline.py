@@ -1,4 +1,4 @@
-"""A plugin of pytest for tests on a GPU that may be cut short: ``-p deadline --seconds 100 --begun FILE``.
+"""A plugin of pytest for tests on a GPU that may be cut short: ``--seconds 100 --begun FILE``.
 
 Every test has a turn before any has its second, with other parameters; what has not begun in time is skipped, so that
 there is a summary whatever happens. A test that breaks the GPU's context ends the process, for all that follow would
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_session import ENDED  # type: ignore[import-not-found]
+
+from tests.kernels.triton.gpu_session import ENDED
 
 BEGIN = time.monotonic()
 BROKEN = 75

@@ -25,13 +25,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from random_model import PRECISIONS, RandomModel, forget, shape_of  # type: ignore[import-not-found]
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
+from tests.kernels.triton.random_model import PRECISIONS, RandomModel, forget, shape_of
+from tests.tiny_model import save_tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -61,9 +61,9 @@ def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> di
     gpu = [*CLI, "bench", "kernels", "--device", "cuda"]
     return {
         "tests": ["-m", "pytest", tests, "-m", "gpu", "-v", "-rfEs", "--tb", "short", "--durations", "10",
-                  "--maxfail", "20", "-p", "no:cacheprovider", "-p", "deadline", "--seconds", limit["tests"],
-                  "--begun", str(out / BEGUN), "-p", "no:xdist", "-o", "addopts=--import-mode=importlib",
-                  "--timeout", "120", "--timeout-method", "thread"],
+                  "--maxfail", "20", "-p", "no:cacheprovider", "-p", "tests.kernels.triton.deadline",
+                  "--seconds", limit["tests"], "--begun", str(out / BEGUN), "-p", "no:xdist",
+                  "-o", "addopts=--import-mode=importlib", "--timeout", "120", "--timeout-method", "thread"],
         "sanitize": [str(HERE / "sanitize.py"), *small],
         "tune": [str(HERE / "tiny_kernels.py"), str(out), "--tune"] if tiny
         else [*gpu, "--tune", str(DATA), "--limit", limit["tune"]],
@@ -96,14 +96,15 @@ def prepare(site: Path, wheels: Path | None) -> str:
         found = sorted(map(str, wheels.glob("*.whl")))
         install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
         subprocess.run([sys.executable, *install, *found], check=True)
-    # A link, and not the tree itself, where ``kernels`` and ``evals`` would hide packages of these names.
-    (site / "qserve").symlink_to(ROOT / "qserve")
+    # Links, and not the tree itself, where ``kernels`` and ``evals`` would hide packages of these names.
+    for name in ("qserve", "tests"):
+        (site / name).symlink_to(ROOT / name)
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     name, version = about["name"], about["version"]
     known = site / f"{name.replace('-', '_')}-{version}.dist-info"  # reports say which version made them
     known.mkdir()
     (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    return os.pathsep.join([str(HERE), str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run_tests(command: list[str], log: Path, seconds: float, begun: Path) -> int:

@@ -16,11 +16,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from bounds import floor, lacking, weight_bytes  # type: ignore[import-not-found]
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from qserve.evals.bench.roofline import Roof
 from qserve.runtime.models.config import decoder_config
+from tests.kernels.triton.bounds import floor, lacking, weight_bytes
 
 NAME = "transformers bf16"
 

@@ -148,10 +148,10 @@ def test_another_process_goes_on_where_a_test_breaks_one(pytester: pytest.Pytest
     """)
     program = runpy.run_path(str(PROGRAM))
     log, begun = tmp_path / "log", tmp_path / "begun"
-    command = ["-m", "pytest", "-q", "-p", "deadline", "-p", "no:xdist", "--rootdir", str(pytester.path),
-               "--begun", str(begun), str(pytester.path)]  # fmt: skip
+    command = ["-m", "pytest", "-q", "-p", "tests.kernels.triton.deadline", "-p", "no:xdist",
+               "--rootdir", str(pytester.path), "--begun", str(begun), str(pytester.path)]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(PROGRAM.parents[3]), os.environ.get("PYTHONPATH", "")]))
         code = program["run_tests"](command, log, 200.0, begun)
     names = [line.partition("::")[2] for line in begun.read_text().splitlines()]
     assert names == ["test_one[0]", "test_two", "test_one[1]", "test_one[2]", ""]
@@ -170,9 +170,9 @@ def test_tests_that_are_late_are_skipped_and_all_have_a_turn_first(
         @pytest.mark.parametrize("n", range(2))
         def test_second(n): pass
     """)
-    monkeypatch.setenv("PYTHONPATH", str(PROGRAM.parent))
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAM.parents[3]))
     for seconds, result in (("0", "skipped"), ("1000", "passed")):
-        done = pytester.runpytest_subprocess("-v", "-rs", "-p", "deadline", "--seconds", seconds)
+        done = pytester.runpytest_subprocess("-v", "-rs", "-p", "tests.kernels.triton.deadline", "--seconds", seconds)
         lines = [line.partition("::")[2] for line in done.outlines if "::test" in line]
         assert [line.split()[0][5:] for line in lines] == ["first[0]", "second[0]", "first[1]", "second[1]"]
         assert done.parseoutcomes() == {result: 4} and done.ret == 0

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_linear import (  # type: ignore[import-not-found]
+
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.spec import ActivationScheme
+from qserve.kernels import ops
+from qserve.kernels.triton import dequantize, linear, persistent, target
+from qserve.kernels.triton.eight_bit import EightBit
+from qserve.kernels.triton.prepack import planes
+from qserve.kernels.triton.tuning import tuned
+from qserve.kernels.triton.tuning.configs import Config, bucket_of
+from qserve.kernels.triton.weight_only import WeightOnly
+from tests.kernels.triton.test_linear import (
     DEVICE,
     FP8_TOLERANCE,
     GROUP_FP8,
@@ -23,17 +34,6 @@ from test_linear import (  # type: ignore[import-not-found]
     rounded,
     want,
 )
-
-from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme
-from qserve.kernels import ops
-from qserve.kernels.triton import dequantize, linear, persistent, target
-from qserve.kernels.triton.eight_bit import EightBit
-from qserve.kernels.triton.prepack import planes
-from qserve.kernels.triton.tuning import tuned
-from qserve.kernels.triton.tuning.configs import Config, bucket_of
-from qserve.kernels.triton.weight_only import WeightOnly
 
 pytestmark = pytest.mark.skipif(target.missing() is not None, reason=str(target.missing()))
 has_descriptors = pytest.mark.skipif(

@@ -27,10 +27,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import static_batching  # type: ignore[import-not-found]
-from bounds import floor, lacking, weight_bytes  # type: ignore[import-not-found]
-from random_model import PRECISIONS, RandomModel, forget, shape_of  # type: ignore[import-not-found]
-
 from qserve.checkpoint.errors import QServeError
 from qserve.evals.bench.gpu.kernels import peaks
 from qserve.evals.bench.roofline import Roof
@@ -39,6 +35,9 @@ from qserve.kernels.ops import Step
 from qserve.kernels.triton.tuning.stopwatch import Stopwatch
 from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from tests.kernels.triton import static_batching
+from tests.kernels.triton.bounds import floor, lacking, weight_bytes
+from tests.kernels.triton.random_model import PRECISIONS, RandomModel, forget, shape_of
 
 
 @dataclass(frozen=True)

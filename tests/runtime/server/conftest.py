@@ -12,11 +12,11 @@ import openai
 import pytest
 
 from qserve.checkpoint.demo import demo_path
-from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
+from tests.tiny_model import save_tiny_model
 
 from .scripted import MARKERS, Scripted, Start
 

@@ -9,11 +9,11 @@ import jsonschema
 import openai
 import pytest
 
-from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
+from tests.tiny_model import save_tiny_model
 
 from ..scripted import HERMES, LLAMA, MARKERS, MISTRAL, MISTRAL_NAMED
 

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from qserve.evals.reliability.bad_inputs import bad_inputs, slow_inputs
-from qserve.evals.reliability.client import Client
+from tests.reliability.bad_inputs import bad_inputs, slow_inputs
+from tests.reliability.client import Client
 
 PAUSE = 0.02  # seconds between two bad inputs
 _SPAWN = multiprocessing.get_context("spawn")

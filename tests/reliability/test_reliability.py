@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from qserve.evals.reliability import __main__ as command
-from qserve.evals.reliability.bad_inputs import bad_inputs, slow_inputs
-from qserve.evals.reliability.cases import CASES, Figure, Options
-from qserve.evals.reliability.client import percentile
+from tests.reliability import __main__ as command
+from tests.reliability.bad_inputs import bad_inputs, slow_inputs
+from tests.reliability.cases import CASES, Figure, Options
+from tests.reliability.client import percentile
 
 # Times and memory of so short a run on a busy machine say nothing.
 TIMED = ("seconds to idle", "RSS growth", "p95", "p99", "goodput", "slowest", "light requests not", "server over")

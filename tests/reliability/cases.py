@@ -19,13 +19,13 @@ from pathlib import Path
 
 import psutil
 
-from qserve.evals.reliability.client import Client, Json, Outcome, percentile
-from qserve.evals.reliability.load import Load, asker, closed, count, opened
-from qserve.evals.reliability.misuser import Misuser
-from qserve.evals.reliability.offline import OfflineProcess
-from qserve.evals.reliability.server import ServerProcess
+from qserve.evals.bench.server_process import ServerProcess
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.server.config import ServerConfig
+from tests.reliability.client import Client, Json, Outcome, percentile
+from tests.reliability.load import Load, asker, closed, count, opened
+from tests.reliability.misuser import Misuser
+from tests.reliability.offline import OfflineProcess
 
 HOST = "127.0.0.1"
 ROUNDS = 5  # of ``http``

@@ -11,13 +11,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from qserve.evals.reliability.cases import CASES, Figure, Options
-from qserve.evals.reliability.tiny import save_tiny_model
 from qserve.evals.report import environment
+from tests.reliability.cases import CASES, Figure, Options
+from tests.tiny_model import save_tiny_model
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m qserve.evals.reliability", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability", description=__doc__)
     parser.add_argument("--case", action="append", choices=CASES, help="may be given several times; default: all")
     parser.add_argument("--model", default="tiny", help="tiny (made at random), demo, or what qserve run takes")
     parser.add_argument("--requests", type=int, default=10_000, help="of the case aborts")
@@ -45,7 +45,7 @@ def main() -> int:
     if given.json:
         content = {
             "kind": "reliability",
-            "command": shlex.join(["python", "-m", "qserve.evals.reliability", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "tests.reliability", *sys.argv[1:]]),
             "environment": environment(),
             "model": given.model,
             "passed": passed,

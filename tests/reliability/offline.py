@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 
 import psutil
 
-from qserve.evals.reliability.client import Json
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.llm import LLM
 from qserve.runtime.sampling import SamplingParams
+from tests.reliability.client import Json
 
 _SPAWN = multiprocessing.get_context("spawn")
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from qserve.evals.reliability.client import Client, Json, Outcome
+from tests.reliability.client import Client, Json, Outcome
 
 # About a token each. Prompts of random tokens are answered by random bytes, and halves of characters are not shown.
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog")
