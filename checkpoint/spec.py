@@ -13,7 +13,6 @@ from typing import Literal
 from qserve.checkpoint.errors import UsageError
 
 WeightDtype = Literal["int", "fp8"]
-Method = Literal["rtn", "gptq", "awq", "awq+gptq", "smoothquant", "signround", "mixed", "unknown"]
 BITS = (2, 3, 4, 6, 8)
 FP8_MAX = 448.0
 """The largest value of e4m3 (OCP 8-bit floating point, 2023)."""
@@ -118,12 +117,13 @@ class KVScheme:
 class QuantSpec:
     """The quantization of a whole checkpoint.
 
+    ``method`` is how the codes were chosen, for people: a reader need not know it ("unknown" where no file says).
     ``overrides`` maps a full module name (``model.layers.0.mlp.down_proj``) to its own scheme; ``ignored`` names
     linears that stay in floating point; ``float_inputs`` names packed linears whose input is not rounded although
     ``activations`` says so for the others (an output layer, an embedding).
     """
 
-    method: Method
+    method: str
     weights: WeightScheme
     activations: ActivationScheme | None = None
     kv_cache: KVScheme | None = None

@@ -15,8 +15,8 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.ticker import MaxNLocator
 
 from qserve.evals.svg import COLOURS, MARKERS, logarithmic, svg
-from qserve.quantize.allocate import Tried
 from qserve.quantize.layer import LayerReport
+from qserve.quantize.mixed.allocate import Tried
 
 _LINEAR = re.compile(r"^(?:.*?\.)?(\d+)\.(.+)$")
 

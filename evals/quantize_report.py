@@ -23,8 +23,8 @@ from qserve.evals.quality_report import quality_report
 from qserve.evals.report import Metric, Report, Section
 from qserve.evals.report_files import read_report, save, write_report
 from qserve.evals.worst import WorstToken
-from qserve.quantize.allocate import Tried
-from qserve.quantize.job import QuantizeReport
+from qserve.quantize.mixed.allocate import Tried
+from qserve.quantize.report import QuantizeReport
 
 NAME = "quantization"
 

@@ -16,7 +16,8 @@ from qserve.checkpoint.errors import CheckpointError, QServeError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.evals import quality
 from qserve.evals.gate import GateReport, table
-from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
+from qserve.quantize.job import QuantizeJob
+from qserve.quantize.report import ProgressEvent, QuantizeReport
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.memory import MemoryPlan

@@ -18,7 +18,7 @@ from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize import refit, rtn
 from qserve.quantize.channel_scale import evenly, normalized, shared
-from qserve.quantize.layer import Quantized
+from qserve.quantize.layer import LayerResult
 
 # Rows that the error is measured on: they tell candidates apart whose errors differ by far less than a scale gains.
 _ROWS = 256
@@ -29,7 +29,7 @@ _INPUT_POWERS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
 _WEIGHT_POWERS = (0.0, 0.25, 0.75, 1.0)
 
 
-def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme) -> Quantized:
+def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme) -> LayerResult:
     """Round ``weight`` float32 [out, in] to nearest, then fit its scales to the output where there is a Hessian.
 
     ``weight`` and ``stats`` are those after scaling: columns multiplied, ``stats.divided(scale)``.

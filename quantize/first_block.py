@@ -11,9 +11,9 @@ from qserve.calibration.blocks import walk
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.source import ModelSource
+from qserve.quantize.block import BlockQuantizer
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.prepare import arrange
-from qserve.quantize.rounding import BlockQuantizer
 
 
 def expected_seconds(source: ModelSource, job: QuantizeJob, token_ids: Sequence[int]) -> float:

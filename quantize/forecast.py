@@ -24,11 +24,11 @@ from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize.distill import BATCH, STEPS
-from qserve.quantize.job import Forecast, QuantizeJob
+from qserve.quantize.job import QuantizeJob
+from qserve.quantize.mixed.sensitivity import EXCERPT
+from qserve.quantize.mixed.units import Offered, of_experts, units
 from qserve.quantize.plan import Shapes
-from qserve.quantize.sensitivity import EXCERPT
 from qserve.quantize.signround import ITERATIONS
-from qserve.quantize.units import Offered, of_experts, units
 from qserve.runtime.memory import available_memory
 
 # Measured on a 135M model, in bfloat16 and in float32: what attention and narrow matrices add to the products of
@@ -77,6 +77,21 @@ _MEASURING = 0.4
 _SHARE = 0.8
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """Expected peak memory of the process (bytes), seconds until the checkpoint is written, its size (bytes; the most
+    it may be where mixed precision has yet to choose), and what is done so that the peak stays within what is there:
+    how many samples go through a block together, and whether the best effort ends with the whole model in memory.
+    ``kept_bytes`` of disk are the most it takes beside the checkpoint's own parts to go on after a kill."""
+
+    peak_bytes: int
+    seconds: float
+    checkpoint_bytes: int
+    samples_at_once: int
+    distills: bool = False
+    kept_bytes: int = 0
+
+
 def forecast(
     job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSpec, format: Format, offered: Offered
 ) -> Forecast:
@@ -100,11 +115,11 @@ def forecast(
     if distills:
         peak = max(peak, distilling)
     if job.mixed:
-        rehearsal = _rehearsal_bytes(job, skeleton) if rehearses(job, skeleton) else 0
-        peak = max(peak, rss + _choosing_bytes(job, skeleton) + rehearsal)
+        compensating = _compensating_bytes(job, skeleton) if measures_compensated(job, skeleton) else 0
+        peak = max(peak, rss + _choosing_bytes(job, skeleton) + compensating)
 
     weights = sum(out * inp for out, inp in shapes.linears.values())
-    squares = sum(inp * inp for _, inp in shapes.linears.values()) if "gptq" in job.rounding else 0
+    squares = sum(inp * inp for _, inp in shapes.linears.values()) if job.algorithm.hessian else 0
     forwards = (1.0 if at_once >= job.samples else _STAGES) * (2 if job.float_samples else 1)
     moments = _HESSIAN_SHARE + (_DRIFT_SHARE if job.float_samples else 0.0)
     products = job.tokens * (forwards * weights + moments * squares)
@@ -120,11 +135,11 @@ def forecast(
     outputs = sum(out for out, _ in shapes.linears.values())
     speed = _speed()
     seconds = products * (_OVERHEAD / speed.products + _PASSES * outputs / weights / speed.passes)
-    seconds += (_ROUNDING * rounded + _compensating_products(job, shapes)) / speed.float32
+    seconds += (job.algorithm.cost * rounded + _compensating_products(job, shapes)) / speed.float32
     stored = _checkpoint_bytes(job, skeleton, shapes, spec, format, offered)
     kept = _tuning_bytes(shapes, spec, offered) if distills else 0
     if job.mixed:
-        kept = max(kept, _trial_bytes(skeleton) + _gathered_bytes(job, skeleton))
+        kept = max(kept, _probe_bytes(skeleton) + _gathered_bytes(job, skeleton))
     return Forecast(peak, seconds, stored, at_once, distills, 2 * kept)  # the last, and the next one until it is safe
 
 
@@ -159,13 +174,14 @@ def _checkpoint_bytes(
 
 def _choosing_products(job: QuantizeJob, skeleton: Skeleton, offered: Offered) -> float:
     """Of measuring sensitivities. An excerpt goes through the model with each unit rounded, from the unit's block on
-    (half of the blocks), and through the output layer. Where it is rehearsed, more text goes through the float model,
-    and where GPTQ follows that, through the block again with each unit but the last, which nothing makes up for."""
+    (half of the blocks), and through the output layer. Where GPTQ rounds each unit, more text goes through the float
+    model, and where GPTQ follows that, through the block again with each unit but the last, which nothing makes up
+    for."""
     weights = sum(math.prod(size) for size in skeleton.shapes.values())
     tokens = min(job.samples, EXCERPT[0]) * min(job.sequence_length, EXCERPT[1])
     head: int = skeleton.model.get_input_embeddings().weight.numel()
     products = _SMALL_BATCHES * tokens * ((1 + len(offered) / 2) * weights + (1 + len(offered)) * head)
-    if rehearses(job, skeleton):
+    if measures_compensated(job, skeleton):
         squares = sum(inp * inp for _, inp in skeleton.shapes.values())
         again = len(offered) / len(skeleton.blocks) - 1 if job.float_samples else 0
         passes = max(again, _FLOAT_PASS)
@@ -176,7 +192,7 @@ def _choosing_products(job: QuantizeJob, skeleton: Skeleton, offered: Offered) -
 
 def _compensating_products(job: QuantizeJob, shapes: Shapes) -> float:
     """Of GPTQ itself, in float32: with many inputs far more than those of calibration."""
-    if "gptq" not in job.rounding:
+    if not job.algorithm.compensates:
         return 0.0
     each = _SWEEP + (_FOLLOWING if job.float_samples else 0.0)
     products = 0.0
@@ -194,7 +210,7 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     largest, widest = max(out * inp for out, inp in linears), max(inp for _, inp in linears)
     copying = _copying_bytes(skeleton)
     rounding = _ROUNDED_BYTES * largest
-    if "gptq" in job.rounding or "awq" in job.rounding:
+    if job.algorithm.hessian:
         wide = _WIDE_HESSIAN_BYTES + (1 if job.float_samples else 0)
         rounding += (_HESSIAN_BYTES if widest <= _WIDE else wide) * widest * widest
     if not job.tokens:
@@ -237,23 +253,23 @@ def distillation_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     return weights + 4 * job.tokens * skeleton.hidden_size + tokens * (6 * outputs + 20 * vocabulary)
 
 
-def rehearses(job: QuantizeJob, skeleton: Skeleton) -> bool:
+def measures_compensated(job: QuantizeJob, skeleton: Skeleton) -> bool:
     """Whether mixed precision can go by what error compensation will make of each linear: where GPTQ rounds in the end
     and there is memory for it."""
-    if not job.mixed or "gptq" not in job.rounding:
+    if not job.mixed or not job.algorithm.compensates:
         return False
     rss = psutil.Process().memory_info().rss
     free = available_memory() if job.max_memory is None else job.max_memory - rss
-    return _choosing_bytes(job, skeleton) + _rehearsal_bytes(job, skeleton) <= _SHARE * free
+    return _choosing_bytes(job, skeleton) + _compensating_bytes(job, skeleton) <= _SHARE * free
 
 
 def _choosing_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     """What measuring sensitivities needs on top of the process as it is: a block, and the hidden states of one more
     model for each unit."""
-    return skeleton.block_bytes() + (0 if job.offload else _trial_bytes(skeleton))
+    return skeleton.block_bytes() + (0 if job.offload else _probe_bytes(skeleton))
 
 
-def _trial_bytes(skeleton: Skeleton) -> int:
+def _probe_bytes(skeleton: Skeleton) -> int:
     return 4 * math.prod(EXCERPT) * skeleton.hidden_size * (1 + len(units(skeleton.shapes)))
 
 
@@ -262,7 +278,7 @@ def _gathered_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     return 4 * min(job.samples, GATHERED) * job.sequence_length * skeleton.hidden_size
 
 
-def _rehearsal_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
+def _compensating_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     """On top of that: the Hessian of each input of a block with its factor (counted as if no linears shared one), what
     inverting the widest takes, and hidden states. Where the float model is followed, a copy of the block, and what lies
     between its linears, too."""

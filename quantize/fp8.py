@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import FP8_MAX, WeightScheme
-from qserve.quantize.layer import Quantized, output_error
 
 # Elements per pass of the search.
 _CHUNK = 1 << 20
@@ -22,24 +20,14 @@ _STEPS = 16
 _SMALLEST = 2.0**-100
 
 
-def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> Quantized:
-    """Round ``weight`` float32 [out, in]; blocks at the edges may be short.
-
-    Of the scales from absmax / 448 to twice that, each tensor, output or block takes the one of least error, weighted
-    by the Hessian's diagonal: a few inputs often carry most of it, and their weights then lie near e4m3 numbers.
-    Scales are float32 and positive.
-    """
-    usable = stats is not None and stats.finite()
-    importance = stats.diagonal if stats is not None and usable else torch.ones(weight.shape[1])
-    packed = nearest(weight, importance, scheme)
-    error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
-    dead = int((importance == 0).sum()) if usable else 0
-    return Quantized(packed, error, energy, dead_inputs=dead)
-
-
 def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> QuantizedWeight:
     """``weight`` float32 [out, in] with the scales of least squared error, each input's weighted by ``importance``
-    float32 [in], and the nearest e4m3 numbers. Raises ``ValueError`` for integer schemes."""
+    float32 [in], and the nearest e4m3 numbers; blocks at the edges may be short. Raises ``ValueError`` for integer
+    schemes.
+
+    Of the scales from absmax / 448 to twice that, each tensor, output or block takes the one of least error: a few
+    inputs often carry most of it, and their weights then lie near e4m3 numbers. Scales are float32 and positive.
+    """
     if scheme.dtype != "fp8":
         raise ValueError(f"e4m3 numbers cannot store {scheme}")
     scales = search(weight, importance, scheme)
@@ -50,7 +38,7 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
 
 
 def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
-    """The scales of least error, see ``quantize``: float32 [out, groups], equal in rows that share one."""
+    """The scales of least error, see ``nearest``: float32 [out, groups], equal in rows that share one."""
     if not bool((importance > 0).any()):
         importance = torch.ones_like(importance)
     out, inp = weight.shape

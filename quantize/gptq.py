@@ -16,7 +16,7 @@ from qserve.checkpoint.spec import FP8_MAX, WeightScheme
 from qserve.kernels import native, rounding
 from qserve.quantize import fp8, rtn
 from qserve.quantize import scales as scale_search
-from qserve.quantize.layer import Quantized, output_error, quantized_weight
+from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 
 DAMPING_LADDER = (0.01, 0.1, 1.0)
 # By how much each input's own variance is raised, relative to itself, for what calibration text tells of no other text;
@@ -30,7 +30,7 @@ _NOT_FINITE = "rounded to nearest: NaN or infinity in its calibration input"
 _NOT_INVERTIBLE = "rounded to nearest: no damping made its Hessian invertible"
 
 
-def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_order: bool = True) -> Quantized:
+def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_order: bool = True) -> LayerResult:
     """Quantize ``weight`` float32 [out, in] with ``stats.hessian``. Groups of integers must divide ``in``.
 
     ``act_order`` rounds the inputs of greatest activation first. Groups remain the consecutive inputs of the
@@ -82,7 +82,7 @@ def shrinkage(stats: LayerStats) -> float:
     return _SHRINKAGE + _BY_CHANCE * len(stats.absmax) / max(1, stats.tokens)
 
 
-def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: WeightScheme) -> Quantized:
+def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: WeightScheme) -> LayerResult:
     """``quantize`` with the inverse of ``stats`` that is there already."""
     factor = inverse.factor
     if factor is None:
@@ -91,7 +91,7 @@ def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: W
     codes, scales, zeros = _rounded(inverse, factor.upper, weight, stats.diagonal, scheme)
     packed = quantized_weight(codes, scales, zeros, scheme)
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
-    return Quantized(packed, error, energy, factor.damping, int((stats.diagonal == 0).sum()), factor.note)
+    return LayerResult(packed, error, energy, factor.damping, int((stats.diagonal == 0).sum()), factor.note)
 
 
 def _rounded(
@@ -145,9 +145,8 @@ def _drifted(weight: Tensor, stats: LayerStats) -> Tensor | None:
     return None if stats.drift is None else weight @ stats.drift
 
 
-def _to_nearest(weight: Tensor, stats: LayerStats, scheme: WeightScheme, reason: str) -> Quantized:
-    quantize_nearest = fp8.quantize if scheme.dtype == "fp8" else rtn.quantize
-    return replace(quantize_nearest(weight, stats, scheme), fallback=reason)
+def _to_nearest(weight: Tensor, stats: LayerStats, scheme: WeightScheme, reason: str) -> LayerResult:
+    return replace(rtn.quantize(weight, stats, scheme), fallback=reason)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,14 @@
-"""What the pipeline is asked to do, what it tells on the way, and what it returns.
-
-Knows options and their limits; does not know models.
-"""
+"""``QuantizeJob``: what the pipeline is asked to do. Knows options and their limits; does not know models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, KVScheme, WeightScheme
+from qserve.quantize.methods import METHODS, Method, usual_method
 
-if TYPE_CHECKING:  # these load torch, and the command line asks this module for its defaults
-    from qserve.checkpoint.card import QualityCard
-    from qserve.checkpoint.loaders import LoaderVerdict
-    from qserve.quantize.allocate import Tried
-    from qserve.quantize.layer import LayerReport
-
-METHODS = ("rtn", "gptq", "awq", "awq+gptq", "smoothquant")
 SCHEMES = ("weights", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block")
 
 
@@ -29,10 +20,10 @@ class QuantizeJob:
                      fp8: e4m3 weights per channel, inputs per token; fp8-tensor: one scale for each, inputs dynamic;
                      fp8-static: the same with calibrated input scales; fp8-block: weights in blocks of 128 x 128,
                      inputs in groups of 128
-    method           rtn, gptq, awq, awq+gptq or smoothquant; None takes the one usual for the scheme
-    effort           of gptq: fast rounds each layer for the inputs it gets; normal also follows the float model and
-                     makes up for what earlier layers lost; best learns the rounding after that (SignRound), and in the
-                     end the scales of the whole model
+    method           a name in ``METHODS``; None takes the one usual for the scheme
+    effort           of error compensation: fast rounds each layer for the inputs it gets; normal also follows the
+                     float model and makes up for what earlier layers lost; best learns the rounding after that
+                     (SignRound), and in the end the scales of the whole model
     head_bits        of the output head, 0 keeps it; embedding_bits likewise. A tied head has the bits of the embedding;
                      with bits of its own it becomes a layer of its own
     kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key
@@ -56,7 +47,7 @@ class QuantizeJob:
     embedding_bits: int = 0
     kv_cache: Literal["int8", "fp8"] | None = None
     kv_granularity: Literal["tensor", "head"] = "tensor"
-    method: Literal["rtn", "gptq", "awq", "awq+gptq", "smoothquant"] | None = None
+    method: str | None = None
     effort: Literal["fast", "normal", "best"] = "normal"
     act_order: bool = True
     target_bits: float | None = None
@@ -105,10 +96,10 @@ class QuantizeJob:
                 raise UsageError(f"{flag} must be one of {', '.join(str(k) for k in known if k)}, not {value!r}")
 
     def _check_method(self) -> None:
-        method = self.rounding
+        method = self.algorithm
         if self.calibration is None:
             reasons = {
-                f"the method {method}": method != "rtn",
+                f"the method {method.name}": method.text == "needed",
                 "--effort best": self.effort == "best",
                 "--kv-cache": self.kv_cache is not None,
                 "mixed precision": self.mixed,
@@ -117,19 +108,26 @@ class QuantizeJob:
             for what, needed in reasons.items():
                 if needed:
                     raise UsageError(f"{what} needs calibration text; give --calibration builtin or a file")
-        if method == "smoothquant" and self.activations is None:
-            raise UsageError("smoothquant is for rounded inputs: --scheme w8a8 or fp8; for weights alone use awq")
-        if "awq" in method and self.scheme != "weights":
-            raise UsageError("awq is for weights alone: --scheme weights; for rounded inputs use smoothquant")
+        if method.inputs != "any" and method.inputs != ("float" if self.activations is None else "rounded"):
+            raise UsageError(method.instead)
+        if self.symmetric and not method.symmetric:
+            raise UsageError(f"{method.name} finds zero points: use --asym with it")
         if self.effort == "best" and self.scheme != "weights":
             raise UsageError("--effort best is for weights alone: use it with --scheme weights")
-        if self.effort == "best" and "gptq" not in method:
-            raise UsageError("--effort best learns the rounding of gptq: use it with --method gptq or awq+gptq")
+        if self.effort == "best" and not method.compensates:
+            compensating = " or ".join(f"--method {each.name}" for each in METHODS.values() if each.compensates)
+            raise UsageError(f"--effort best learns the rounding that error compensation began: use {compensating}")
 
     @property
-    def rounding(self) -> str:
-        """``method``, or what is usual for the scheme."""
-        return self.method or {"weights": "gptq", "w8a8": "smoothquant"}.get(self.scheme, "rtn")
+    def algorithm(self) -> Method:
+        """The row of ``method``, or of what is usual for the scheme."""
+        return usual_method(self.scheme) if self.method is None else METHODS[self.method]
+
+    @property
+    def text(self) -> str | None:
+        """The calibration text that is read: None where nothing that was asked for uses it."""
+        used = self.algorithm.text != "unused" or self.kv_cache is not None or self.mixed
+        return self.calibration if used else None
 
     @property
     def mixed(self) -> bool:
@@ -170,61 +168,9 @@ class QuantizeJob:
     def float_samples(self) -> int:
         """Calibration samples for which the float model is followed: all, since with another set of samples than the
         Hessian's the regression on the drift would fit noise."""
-        return self.samples if "gptq" in self.rounding and self.effort != "fast" and self.tokens else 0
+        return self.samples if self.algorithm.compensates and self.effort != "fast" and self.tokens else 0
 
     @property
     def tokens(self) -> int:
         """Calibration tokens, 0 without calibration."""
-        return self.samples * self.sequence_length if self.calibration is not None else 0
-
-
-@dataclass(frozen=True)
-class ProgressEvent:
-    """``done`` of ``total`` steps of ``phase``; ``remaining`` seconds as far as known; a line to show, or ""."""
-
-    phase: Literal["prepare", "sensitivity", "quantize", "distill", "write", "measure"]
-    done: int
-    total: int
-    remaining: float | None = None
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Expected peak memory of the process (bytes), seconds until the checkpoint is written, its size (bytes; the most
-    it may be where mixed precision has yet to choose), and what is done so that the peak stays within what is there:
-    how many samples go through a block together, and whether the best effort ends with the whole model in memory.
-    ``kept_bytes`` of disk are the most it takes beside the checkpoint's own parts to go on after a kill."""
-
-    peak_bytes: int
-    seconds: float
-    checkpoint_bytes: int
-    samples_at_once: int
-    distills: bool = False
-    kept_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class QuantizeReport:
-    """What was done: one ``LayerReport`` per quantized linear, in the order they ran.
-
-    notices          what differs from what was asked, what mixed precision chose, what tuning gained, one line each
-    tried            sizes and divergences that mixed precision weighed
-    verdicts         which loaders accept the checkpoint, and why others do not
-    forecast         made before the start; ``checkpoint_bytes`` is what the weight files came to
-    bits_per_weight  of the linears inside the blocks, scales included, where floats have 16
-    """
-
-    spec: QuantSpec
-    format: str
-    layers: tuple[LayerReport, ...]
-    notices: tuple[str, ...]
-    verdicts: tuple[LoaderVerdict, ...]
-    forecast: Forecast
-    bits_per_weight: float
-    checkpoint_bytes: int
-    seconds: float
-    peak_bytes: int
-    calibration_sha256: str | None
-    card: QualityCard | None
-    tried: tuple[Tried, ...] = ()
+        return self.samples * self.sequence_length if self.text is not None else 0

@@ -1,4 +1,4 @@
-"""``Quantized``: one weight after a method had it, and the line about it in the report.
+"""``LayerResult``: one weight after a method had it, and the line about it in the report.
 
 Knows packed weights, the scale of their input and the error of a layer's output; does not know any method.
 """
@@ -47,7 +47,7 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class LayerResult:
     """A packed weight with the squared error and the energy of each output (float64 [out] each)."""
 
     weight: QuantizedWeight
@@ -57,7 +57,7 @@ class Quantized:
     dead_inputs: int = 0
     fallback: str = ""
 
-    def rows(self, start: int, stop: int) -> Quantized:
+    def rows(self, start: int, stop: int) -> LayerResult:
         """The outputs ``start`` to ``stop`` alone: linears that share an input are quantized as one."""
         zeros, bias = self.weight.zeros, self.weight.bias
         part = replace(
@@ -101,11 +101,11 @@ def output_error(weight: Tensor, change: Tensor, stats: LayerStats | None) -> tu
 
 
 def with_activations(
-    quantized: Quantized,
+    quantized: LayerResult,
     activations: ActivationScheme | None,
     stats: LayerStats | None,
     input_scale: float | None = None,
-) -> Quantized:
+) -> LayerResult:
     """``quantized`` for an input that is rounded as ``activations`` say; its error remains that of the weight alone.
 
     ``input_scale`` is the static scale of an input without ``stats``. Raises ``ValueError`` for a static scale with

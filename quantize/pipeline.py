@@ -36,14 +36,15 @@ from qserve.checkpoint.spec import KVScheme
 from qserve.checkpoint.writer import CheckpointWriter, check_out
 from qserve.kernels import native
 from qserve.quantize import distill, signround
+from qserve.quantize.block import BlockQuantizer, BlockResult, restore
 from qserve.quantize.forecast import peak_bytes, require_memory
-from qserve.quantize.job import ProgressEvent, QuantizeJob, QuantizeReport
+from qserve.quantize.job import QuantizeJob
 from qserve.quantize.kv import recorded
 from qserve.quantize.layer import LayerReport
-from qserve.quantize.mixed import Choice, Mixed
+from qserve.quantize.mixed.precision import Assignment, MixedPrecision
 from qserve.quantize.prepare import Preparation, arrange, check_blocks, narrow, prepare
+from qserve.quantize.report import ProgressEvent, QuantizeReport
 from qserve.quantize.rest import write_rest
-from qserve.quantize.rounding import BlockQuantizer, BlockResult, restore
 from qserve.runtime import heap
 
 Progress = Callable[[ProgressEvent], None]
@@ -81,7 +82,7 @@ def run(
         check_blocks(prepared.skeleton)
     expected = prepared.forecast
     offload = out.parent if job.offload else None
-    mixed = Mixed(prepared, windows, tell, offload) if job.mixed and windows is not None else None
+    mixed = MixedPrecision(prepared, windows, tell, offload) if job.mixed and windows is not None else None
     fingerprint = _fingerprint(source, job, text_hash)
     with CheckpointWriter(
         out,
@@ -93,10 +94,10 @@ def run(
     ) as writer:
         while True:
             if mixed is not None:
-                prepared = arrange(prepared.skeleton, job, prepared.dtype, _choice(mixed, writer).schemes)
+                prepared = arrange(prepared.skeleton, job, prepared.dtype, _assignment(mixed, writer).schemes)
             _announce(prepared, writer, tell)
             reports, written, distills = _quantize(prepared, windows, writer, tell)
-            notices = prepared.notices + (mixed.choice.reasons if mixed else ())
+            notices = prepared.notices + (mixed.assignment.reasons if mixed else ())
             if distills:
                 assert windows is not None
                 notices += (_distill(prepared, windows, writer, tell),)
@@ -165,7 +166,7 @@ def _accept(card: QualityCard, accept: Accept, writer: CheckpointWriter) -> None
         raise
 
 
-def _choice(mixed: Mixed, writer: CheckpointWriter) -> Choice:
+def _assignment(mixed: MixedPrecision, writer: CheckpointWriter) -> Assignment:
     """What mixed precision decided: now, or in the run that is being resumed."""
     if _PLAN in writer.committed():
         mixed.resume(writer.part(_PLAN)[1])
@@ -173,7 +174,7 @@ def _choice(mixed: Mixed, writer: CheckpointWriter) -> Choice:
         mixed.measure(writer.kept(_PLAN), partial(writer.keep, _PLAN))
         mixed.choose()
         writer.commit(_PLAN, mixed.to_json())
-    return mixed.choice
+    return mixed.assignment
 
 
 def _announce(prepared: Preparation, writer: CheckpointWriter, tell: Progress) -> None:
@@ -318,9 +319,9 @@ def _kv_numbers(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[s
 
 
 def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str | None]:
-    if job.calibration is None:
+    if job.text is None:
         return None, None
-    text = load_text(job.calibration, "calibrate")
+    text = load_text(job.text, "calibrate")
     token_ids = source.tokenizer()(text.text, add_special_tokens=False, verbose=False)["input_ids"]
     return calibration_windows(token_ids, job.samples, job.sequence_length, job.seed), text.sha256
 

@@ -101,7 +101,7 @@ def plan(
             + (f"; --embeddings {job.embedding_bits} alone would store the same numbers once" if twice else "")
         )
     spec = QuantSpec(
-        method="signround" if job.effort == "best" else job.rounding,  # type: ignore[arg-type]
+        method="signround" if job.effort == "best" else job.algorithm.name,
         weights=job.weights,
         activations=job.activations,
         kv_cache=job.kv_scheme,

@@ -19,10 +19,10 @@ from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
-from qserve.quantize.forecast import distillation_bytes, forecast
-from qserve.quantize.job import Forecast, QuantizeJob
+from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
+from qserve.quantize.job import QuantizeJob
+from qserve.quantize.mixed.units import Offered, offered
 from qserve.quantize.plan import Shapes, plan
-from qserve.quantize.units import Offered, offered
 from qserve.runtime.models.config import decoder_config
 
 

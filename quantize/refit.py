@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.quantize.layer import Quantized, output_error
+from qserve.quantize.layer import LayerResult, output_error
 from qserve.quantize.scales import storable
 
 # float64 numbers per system of equations that are alive at once.
@@ -20,7 +20,7 @@ _NUMBERS = 1 << 24
 _DAMPING = 1e-4
 
 
-def fit(weight: Tensor, quantized: Quantized, stats: LayerStats) -> Quantized:
+def fit(weight: Tensor, quantized: LayerResult, stats: LayerStats) -> LayerResult:
     """``quantized`` with other scales, where ``stats`` has a finite Hessian; an output whose error would not fall
     keeps its scales.
 

@@ -1,7 +1,4 @@
-"""Round to nearest: every weight on its own, with searched scales.
-
-Knows one weight; does not know the layers around it.
-"""
+"""Round to nearest: every weight by itself, with searched scales. Knows one weight, not the layers around it."""
 
 from __future__ import annotations
 
@@ -11,30 +8,32 @@ from torch import Tensor
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
+from qserve.quantize import fp8
 from qserve.quantize import scales as scale_search
-from qserve.quantize.layer import Quantized, output_error, quantized_weight
+from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 
 
-def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> Quantized:
+def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> LayerResult:
     """Round ``weight`` float32 [out, in] to ``scheme``.
 
-    With ``stats`` the scales minimize the error weighted by the Hessian's diagonal, without the plain error.
-    The group size must divide ``in``.
+    With ``stats`` the scales minimize the error weighted by the Hessian's diagonal, without the plain error. Groups of
+    integers must divide ``in``.
     """
     usable = stats is not None and stats.finite()
     importance = stats.diagonal if stats is not None and usable else torch.ones(weight.shape[1])
     packed = nearest(weight, importance, scheme)
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     dead = int((importance == 0).sum()) if usable else 0
-    return Quantized(packed, error, energy, dead_inputs=dead)
+    return LayerResult(packed, error, energy, dead_inputs=dead)
 
 
 def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> QuantizedWeight:
     """``weight`` float32 [out, in] with the scales of least squared error, each input's weighted by ``importance``
-    float32 [in], and the nearest codes. Raises ``ValueError`` for schemes other than integers with scales of their
-    own for every output."""
-    if scheme.dtype != "int" or scheme.rows != 1:
-        raise ValueError(f"rounding to nearest needs integers and scales for each output, not {scheme}")
+    float32 [in], and the nearest codes. Raises ``ValueError`` for integers that share a scale among outputs."""
+    if scheme.dtype == "fp8":
+        return fp8.nearest(weight, importance, scheme)
+    if scheme.rows != 1:
+        raise ValueError(f"rounding to integers needs scales for each output, not {scheme}")
     out, inp = weight.shape
     width = scheme.group_width(inp)
     scales, zeros = scale_search.search_groups(weight, importance, scheme)

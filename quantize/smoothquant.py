@@ -14,7 +14,7 @@ from torch import Tensor
 from qserve.calibration.stats import LayerStats
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.reference import round_input
-from qserve.quantize import fp8, rtn
+from qserve.quantize import rtn
 from qserve.quantize.channel_scale import evenly, normalized, shared
 from qserve.quantize.layer import static_scales
 
@@ -71,9 +71,8 @@ class _Error:
             fixed = float(static_scales((self.stats.absmax / scale).max(), self.activations.dtype))
         inputs = round_input(self.stats.sample / scale, self.activations, fixed)
         importance = self.stats.diagonal / scale.square()
-        nearest = fp8.nearest if self.scheme.dtype == "fp8" else rtn.nearest
         error = 0.0
         for weight, exact in zip(self.weights, self.exact, strict=True):
-            rounded = nearest(weight * scale, importance, self.scheme).dequantize()
+            rounded = rtn.nearest(weight * scale, importance, self.scheme).dequantize()
             error += float((inputs @ rounded.t()).sub_(exact).square().sum())
         return error

@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import metadata
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, Method, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 Shapes = Mapping[str, tuple[int, int]]
 """Module -> (out, in)."""
@@ -27,6 +27,8 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+# A name, not text of any length that a file may hold: it is printed.
+_METHOD = re.compile(r"[a-z0-9][a-z0-9+_-]{0,31}")
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
 
 
@@ -89,14 +91,11 @@ def meta_of(spec: QuantSpec) -> dict[str, Any]:
     return {"quantizer": [f"qserve:{metadata.version('qserve-llm')}"], "method": spec.method}
 
 
-def method_of(config: Mapping[str, Any], default: Method) -> Method:
+def method_of(config: Mapping[str, Any], default: str) -> str:
     """The method that ``meta_of`` recorded, or ``default`` for files of other writers."""
     meta = config.get("meta")
     found = meta.get("method") if isinstance(meta, dict) else None
-    for method in get_args(Method):
-        if found == method:
-            return method  # type: ignore[no-any-return]
-    return default
+    return found if isinstance(found, str) and _METHOD.fullmatch(found) else default
 
 
 def scheme_from(what: str, **fields: Any) -> WeightScheme:

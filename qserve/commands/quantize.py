@@ -12,6 +12,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.commands.options import Data, Loaders, MaxKl, MaxPpl, MinTop1, Model, Out, Overwrite, Tokens, Window
 from qserve.commands.values import byte_count, command_line, eval_job, gates, names
 from qserve.quantize.job import QuantizeJob
+from qserve.quantize.methods import METHODS
 
 if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard
@@ -53,9 +54,9 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="How codes are chosen. rtn: each weight by itself. gptq: later weights make up for the errors of "
-            "earlier ones. awq: channels with large inputs are enlarged first; awq+gptq: both. smoothquant: outliers "
-            "move from inputs into weights. auto: gptq, smoothquant for w8a8, rtn for fp8."
+            help="How codes are chosen. "
+            + " ".join(f"{method.name}: {method.help}." for method in METHODS.values())
+            + " auto: gptq, smoothquant for w8a8, rtn for fp8."
         ),
     ] = "auto",
     effort: Annotated[
@@ -175,7 +176,7 @@ def quantize(
         embedding_bits=embeddings,
         kv_cache=None if kv_cache == "none" else kv_cache,  # type: ignore[arg-type]
         kv_granularity=kv_scales,  # type: ignore[arg-type]
-        method=None if method == "auto" else method,  # type: ignore[arg-type]
+        method=None if method == "auto" else method,
         effort=effort,  # type: ignore[arg-type]
         act_order=act_order,
         target_bits=target_bits,

@@ -21,7 +21,7 @@ from qserve.calibration.visit import Gather, Replacement
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import open_model
 from qserve.evals.transformers_scorer import TransformersScorer
-from qserve.quantize import pipeline, rounding
+from qserve.quantize import block, pipeline
 from qserve.quantize.job import QuantizeJob
 
 Saved = Callable[[str], Path]
@@ -111,13 +111,13 @@ def test_experts_with_fewer_tokens_than_inputs_are_rounded_and_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fitted: list[int] = []
-    for name, function in (("quantize", rounding.awq.quantize), ("search", rounding.awq.search)):
+    for name, function in (("quantize", block.awq.quantize), ("search", block.awq.search)):
 
         def noted(weight: Tensor | list[Tensor], *args: object, original: Callable[..., object] = function) -> object:
             fitted.append(weight[0].shape[-1])
             return original(weight, *args)
 
-        monkeypatch.setattr(rounding.awq, name, noted)
+        monkeypatch.setattr(block.awq, name, noted)
     job = QuantizeJob(bits=4, group_size=8, samples=1, sequence_length=8, method=method, calibration=calibration_text)
     report = pipeline.run(open_model(saved_model("mixtral")), tmp_path / "out", job)
     experts = [layer for layer in report.layers if ".experts." in layer.module]
@@ -188,7 +188,7 @@ def test_the_best_effort_tunes_every_family(
     family: str, saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few steps only: that every weight is found, and that what is written can be read and run."""
-    monkeypatch.setattr(rounding.signround, "tune", partial(rounding.signround.tune, iterations=2))
+    monkeypatch.setattr(block.signround, "tune", partial(block.signround.tune, iterations=2))
     monkeypatch.setattr(pipeline.distill, "distill", partial(pipeline.distill.distill, steps=6))
     job = QuantizeJob(effort="best", samples=1, sequence_length=16, group_size=16, format="compressed-tensors")
     report = pipeline.run(open_model(saved_model(family)), tmp_path / "out", job)

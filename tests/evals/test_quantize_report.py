@@ -16,9 +16,10 @@ from qserve.checkpoint.loaders import LoaderVerdict
 from qserve.checkpoint.spec import KVScheme, QuantSpec, WeightScheme
 from qserve.evals.quantize_report import write_quantize_report
 from qserve.evals.worst import WorstToken
-from qserve.quantize.allocate import Tried
-from qserve.quantize.job import Forecast, QuantizeReport
+from qserve.quantize.forecast import Forecast
 from qserve.quantize.layer import LayerReport
+from qserve.quantize.mixed.allocate import Tried
+from qserve.quantize.report import QuantizeReport
 
 HOSTILE = "<script>alert('$x$')</script>"
 LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")

@@ -9,8 +9,8 @@ import pytest
 
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize.allocate import Allocation, allocate
-from qserve.quantize.sensitivity import Candidate, Sensitivities, Sensitivity
+from qserve.quantize.mixed.allocate import Allocation, allocate
+from qserve.quantize.mixed.sensitivity import Candidate, Sensitivities, Sensitivity
 
 SCHEMES = [WeightScheme(bits, size) for bits in (3, 4, 8) for size in (64, 32)]
 

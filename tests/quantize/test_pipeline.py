@@ -26,7 +26,7 @@ from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import key_center
 from qserve.checkpoint.parts import read_part
 from qserve.evals.transformers_scorer import TransformersScorer
-from qserve.quantize import forecast, pipeline, rounding
+from qserve.quantize import block, forecast, pipeline
 from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
@@ -53,7 +53,7 @@ def little_text(monkeypatch):
 def installed(monkeypatch):
     """The weights each linear went on with during calibration."""
     seen = {}
-    original = rounding.BlockQuantizer.run
+    original = block.BlockQuantizer.run
 
     def note(self, visit):
         result = original(self, visit)
@@ -62,7 +62,7 @@ def installed(monkeypatch):
             seen[name] = weight
         return result
 
-    monkeypatch.setattr(rounding.BlockQuantizer, "run", note)
+    monkeypatch.setattr(block.BlockQuantizer, "run", note)
     return seen
 
 
@@ -73,7 +73,7 @@ def interrupted(*_, **__):
 @pytest.fixture
 def few_steps(monkeypatch):
     """The descents of the best effort in fewer steps: for what does not depend on how far they go."""
-    monkeypatch.setattr(rounding.signround, "tune", functools.partial(rounding.signround.tune, iterations=40))
+    monkeypatch.setattr(block.signround, "tune", functools.partial(block.signround.tune, iterations=40))
     monkeypatch.setattr(pipeline.distill, "distill", functools.partial(pipeline.distill.distill, steps=40))
     monkeypatch.setattr(pipeline.distill, "_TRAVEL", 0.02)  # as short as those of a full descent
 
@@ -279,7 +279,7 @@ def test_the_space_for_all_that_mixed_precision_may_choose_is_there_or_it_is_ref
 def test_the_space_for_what_a_killed_run_goes_on_from_is_known(llama, tmp_path, monkeypatch, options):
     monkeypatch.setattr(forecast, "EXCERPT", (4, 32))
     monkeypatch.setattr(pipeline.signround, "ITERATIONS", 40)
-    monkeypatch.setattr(rounding.signround, "tune", functools.partial(rounding.signround.tune, iterations=1))
+    monkeypatch.setattr(block.signround, "tune", functools.partial(block.signround.tune, iterations=1))
     kept = []
 
     def interrupt(event):
@@ -315,7 +315,7 @@ def test_a_mixed_job_for_other_loaders_does_not_go_on_from_this_one(wide, tmp_pa
         patch.setattr(pipeline, "write_rest", interrupted)
         pipeline.run(source, tmp_path / "again", dataclasses.replace(other, loaders=("sglang", "qserve")))
     with monkeypatch.context() as patch:
-        patch.setattr(rounding.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
+        patch.setattr(block.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
         pipeline.run(source, tmp_path / "again", dataclasses.replace(other, loaders=("qserve", "sglang")))
 
 
@@ -408,7 +408,8 @@ def test_everything_impossible_is_refused_before_calibration(llama, qwen2, tmp_p
     [
         (dict(bits=5), "bits must be"), (dict(group_size=12), "group size"), (dict(samples=0), "--samples"),
         (dict(sequence_length=0), "--sequence-length"), (dict(calibration=None), "gptq needs calibration"),
-        (dict(method="hqq"), "--method must be"), (dict(method="smoothquant"), "for rounded inputs"),
+        (dict(method="spqr"), "--method must be"), (dict(method="hqq"), "use --asym"),
+        (dict(method="smoothquant"), "for rounded inputs"),
         (dict(method="awq", scheme="w8a8"), "for weights alone"), (dict(seed=-1), "--seed"),
         (dict(effort="best", method="rtn"), "learns the rounding"),
         (dict(effort="best", method="gptq", scheme="fp8"), "--scheme weights"), (dict(max_memory=0), "memory limit"),
@@ -530,7 +531,7 @@ def test_mixed_precision_refuses_what_would_quantize_nothing_and_what_cannot_be_
 
 
 def test_without_memory_for_hessians_mixed_precision_goes_by_rounding_to_nearest(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(forecast, "_rehearsal_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(forecast, "_compensating_bytes", lambda *_: 1 << 60)
     report = pipeline.run(HFDirectory(llama), tmp_path / "out", QuantizeJob(**{**SMALL, "target_bits": 5.0}))
     assert any("does not fit the memory" in line for line in report.notices)
 
@@ -565,7 +566,7 @@ def test_best_effort_tunes_the_scales_of_the_whole_model(model, options, tmp_pat
     before = stopped[0][2]  # what the blocks had
     write_rest = pipeline.write_rest
     with monkeypatch.context() as patch:
-        patch.setattr(rounding.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
+        patch.setattr(block.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
         patch.setattr(pipeline, "write_rest", copy_then_write)
         report = pipeline.run(source, tmp_path / "out", job)
     read = HFDirectory(tmp_path / "out")
@@ -577,7 +578,7 @@ def test_best_effort_tunes_the_scales_of_the_whole_model(model, options, tmp_pat
     found = re.search(r"end to end: divergence on calibration text (\S+), then (\S+)$", report.notices[-1])
     assert float(found[2]) < float(found[1])
     with monkeypatch.context() as patch:  # the scales were safe by then
-        patch.setattr(rounding.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
+        patch.setattr(block.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
         patch.setattr(pipeline.distill, "distill", lambda *_, **__: pytest.fail("the scales were tuned again"))
         pipeline.run(source, tmp_path / "again", job)
     for name in ("model.safetensors", *(["kv_cache.qserve"] if job.kv_cache else [])):
@@ -663,17 +664,18 @@ def test_attempts_go_on_after_an_interruption(llama, tmp_path, monkeypatch, stop
             raise KeyboardInterrupt
         return run_block(*args)
 
-    resumed, run_block = True, rounding.BlockQuantizer.run
+    resumed, run_block = True, block.BlockQuantizer.run
     whole = pipeline.run(source, tmp_path / "whole", job, measure=measure)
     expected = measured.copy()
     measured.clear()
     resumed = False
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         if stop == "a block":
-            patch.setattr(rounding.BlockQuantizer, "run", second_attempt)
+            patch.setattr(block.BlockQuantizer, "run", second_attempt)
         pipeline.run(source, tmp_path / "out", job, measure=measure)
     resumed = True
-    monkeypatch.setattr("qserve.quantize.mixed.measure", lambda *_, **__: pytest.fail("linears were measured again"))
+    again = "linears were measured again"
+    monkeypatch.setattr("qserve.quantize.mixed.precision.measure", lambda *_, **__: pytest.fail(again))
     report = pipeline.run(source, tmp_path / "out", job, measure=measure)
     assert measured == expected and (report.tried, report.notices) == (whole.tried, whole.notices)
     for name in ("model.safetensors", "config.json"):
@@ -683,7 +685,7 @@ def test_attempts_go_on_after_an_interruption(llama, tmp_path, monkeypatch, stop
 def test_what_no_calibration_text_passes_through_goes_on_too(llama, tmp_path, monkeypatch):
     source, job = HFDirectory(llama), QuantizeJob(method="rtn", calibration=None, **SMALL)
     pipeline.run(source, tmp_path / "whole", job)
-    original, seen = rounding.BlockQuantizer.run, []
+    original, seen = block.BlockQuantizer.run, []
 
     def first_only(self, visit):
         if seen:
@@ -692,7 +694,7 @@ def test_what_no_calibration_text_passes_through_goes_on_too(llama, tmp_path, mo
         return original(self, visit)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(rounding.BlockQuantizer, "run", first_only)
+        patch.setattr(block.BlockQuantizer, "run", first_only)
         pipeline.run(source, tmp_path / "out", job)
     pipeline.run(source, tmp_path / "out", job)
     assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
@@ -730,7 +732,8 @@ from qserve.checkpoint.hf import HFDirectory
 from qserve.calibration import visit
 from qserve.checkpoint.parts import PartWriter
 from qserve.checkpoint.writer import CheckpointWriter
-from qserve.quantize import distill, pipeline, signround, trial
+from qserve.quantize import distill, pipeline, signround
+from qserve.quantize.mixed import probe
 from qserve.quantize.job import QuantizeJob
 
 left, places = int(sys.argv[3]), eval(sys.argv[5])
@@ -783,7 +786,7 @@ _STAGES = {
     "sensitivity": (
         dict(target_bits=5.0, head_bits=8, format="compressed-tensors"),
         [
-            (3, ("trial.Trial", "of"), []),  # inside of the first block
+            (3, ("probe.Probe", "of"), []),  # inside of the first block
             (2, ("PartWriter", "commit"), [1]),  # after the second, before its states are safe
             (25, ("PartWriter", "add"), [2, 3]),  # while those after a sample are written
             (2, ("pathlib.Path", "unlink"), [4, 5, 6]),  # with a plan, before the states that led to it are gone

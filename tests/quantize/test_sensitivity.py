@@ -17,11 +17,12 @@ from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
-from qserve.quantize import gptq, rtn, sensitivity
-from qserve.quantize.rehearsal import Compensated
-from qserve.quantize.sensitivity import Compensation, excerpt, measure
-from qserve.quantize.trial import Trial
-from qserve.quantize.units import Unit, candidates, units
+from qserve.quantize import gptq, rtn
+from qserve.quantize.mixed import sensitivity
+from qserve.quantize.mixed.probe import Probe
+from qserve.quantize.mixed.rounders import Compensated
+from qserve.quantize.mixed.sensitivity import Compensation, excerpt, measure
+from qserve.quantize.mixed.units import Unit, candidates, units
 
 SCHEMES = (WeightScheme(3, 32), WeightScheme(4, 32), WeightScheme(6, 32))
 Q, K, V, OUT, GATE, UP, DOWN = (
@@ -165,13 +166,13 @@ def test_what_rounding_cancels_out_by_chance_is_not_counted_on(tokens):
     weight = torch.randn(24, 64, generator=generator)
     stats = LayerStats(64)
     stats.update(inputs)
-    rehearsal = Compensated(stats, act_order=True)
+    rounder = Compensated(stats, act_order=True)
     for scheme in SCHEMES:
-        change = (rehearsal.round(weight, scheme) - weight).double()
+        change = (rounder.round(weight, scheme) - weight).double()
         hessian = 2 / tokens * inputs.double().t() @ inputs.double()
         own = float((change @ hessian).mul(change).sum())
         hessian.diagonal().mul_(1.1 + 1.4 * 64 / tokens)
-        assert own < rehearsal.error(weight, scheme) == pytest.approx(
+        assert own < rounder.error(weight, scheme) == pytest.approx(
             float((change @ hessian).mul(change).sum()), rel=1e-3
         )
 
@@ -180,21 +181,21 @@ def test_what_is_rounded_to_nearest_for_infinite_inputs_has_an_error_of_its_own(
     stats = LayerStats(64)
     stats.update(torch.full((8, 64), torch.inf))
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
-    rehearsal = Compensated(stats, act_order=True)
-    change = rehearsal.round(weight, SCHEMES[1]) - weight
-    assert rehearsal.error(weight, SCHEMES[1]) == pytest.approx(float(change.square().sum()))
+    rounder = Compensated(stats, act_order=True)
+    change = rounder.round(weight, SCHEMES[1]) - weight
+    assert rounder.error(weight, SCHEMES[1]) == pytest.approx(float(change.square().sum()))
 
 
 def test_differences_between_units_are_evened_but_for_experts():
-    def trial(name: str) -> Trial:
-        return Trial((name,), (name,), SCHEMES, (30, 40, 60), (1.0, 0.25, 0.02), 10, 1)
+    def probe(name: str) -> Probe:
+        return Probe((name,), (name,), SCHEMES, (30, 40, 60), (1.0, 0.25, 0.02), 10, 1)
 
-    trials = [trial(f"model.layers.{index}.mlp.up_proj") for index in range(4)]
-    first, most, least, nothing = sensitivity._evened(trials, [1.0, 4.0, 0.25, 0.0], 2.0)
+    probes = [probe(f"model.layers.{index}.mlp.up_proj") for index in range(4)]
+    first, most, least, nothing = sensitivity._evened(probes, [1.0, 4.0, 0.25, 0.0], 2.0)
     assert most / first == pytest.approx(4**0.75) and least / first == pytest.approx(0.25**0.75) and nothing == 0.0
     assert first == pytest.approx(2.0 * (5.25 / 4) ** 0.25)
-    trials.append(trial("model.layers.0.block_sparse_moe.experts.3.w1"))
-    assert sensitivity._evened(trials, [1.0, 4.0, 0.25, 0.0, 1e-3], 2.0) == [first, most, least, nothing, 1e-3]
+    probes.append(probe("model.layers.0.block_sparse_moe.experts.3.w1"))
+    assert sensitivity._evened(probes, [1.0, 4.0, 0.25, 0.0, 1e-3], 2.0) == [first, most, least, nothing, 1e-3]
 
 
 def test_sizes_are_stored_bits_in_order(qwen2):

@@ -1,4 +1,4 @@
-"""``Mixed``: mixed precision over the course of a job: measure once, choose, and choose again where it missed.
+"""``MixedPrecision``: schemes over the course of a job: measure once, choose, and choose again where it missed.
 
 Knows candidates and attempts; does not know how sensitivities are measured, nor how a choice is optimized.
 """
@@ -15,19 +15,19 @@ from torch import Tensor
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize.allocate import Tried, allocate
-from qserve.quantize.forecast import GATHERED, rehearses
-from qserve.quantize.job import ProgressEvent
+from qserve.quantize.forecast import GATHERED, measures_compensated
+from qserve.quantize.mixed.allocate import Tried, allocate
+from qserve.quantize.mixed.probe import scheme_of
+from qserve.quantize.mixed.sensitivity import Compensation, Sensitivities, Sensitivity, excerpt, measure
 from qserve.quantize.prepare import Preparation
-from qserve.quantize.sensitivity import Compensation, Sensitivities, Sensitivity, excerpt, measure
-from qserve.quantize.trial import scheme_of
+from qserve.quantize.report import ProgressEvent
 
 # For the smallest checkpoint within a divergence: runs at most, and what is close enough below the limit to stop.
 _ATTEMPTS, _CLOSE = 4, 0.85
 
 
 @dataclass(frozen=True)
-class Choice:
+class Assignment:
     """A scheme for each linear, why in sentences, and how it came about; it survives the process as JSON.
 
     ``schemes`` holds None for what is kept in 16-bit floats.
@@ -43,7 +43,7 @@ class Choice:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Choice:
+    def from_json(cls, content: dict[str, Any]) -> Assignment:
         return cls(**{
             **content,
             "schemes": {name: scheme_of(each) for name, each in content["schemes"].items()},
@@ -52,10 +52,10 @@ class Choice:
         })  # fmt: skip
 
 
-class Mixed:
+class MixedPrecision:
     """``windows`` int64 [samples, length] is the calibration text, ``offload`` a directory for hidden states.
 
-    ``measure`` and ``choose``, or ``resume`` with what an interrupted run had come to; after each ``choice`` that
+    ``measure`` and ``choose``, or ``resume`` with what an interrupted run had come to; after each ``assignment`` that
     ``wants_another``, ``choose`` again.
     """
 
@@ -66,25 +66,25 @@ class Mixed:
         self._job = prepared.job
         self._sensitivities: Sensitivities = ()
         self._measured: tuple[Tried, ...] = ()
-        self._choice: Choice | None = None
+        self._assignment: Assignment | None = None
         # Attempts count from 1; predictions are corrected by what was measured before.
         self._attempt, self._factor = 1, 1.0
         self._notes: tuple[str, ...] = ()
 
     @property
-    def choice(self) -> Choice:
+    def assignment(self) -> Assignment:
         """The last one."""
-        assert self._choice is not None
-        return self._choice
+        assert self._assignment is not None
+        return self._assignment
 
     @property
     def tried(self) -> tuple[Tried, ...]:
-        return (*self.choice.tried, *self._measured)
+        return (*self.assignment.tried, *self._measured)
 
     def to_json(self) -> dict[str, Any]:
         """For ``resume``."""
         return {
-            "choice": self.choice.to_json(),
+            "assignment": self.assignment.to_json(),
             "sensitivities": [each.to_json() for each in self._sensitivities],
             "measured": [asdict(each) for each in self._measured],
             "attempt": self._attempt,
@@ -94,7 +94,7 @@ class Mixed:
 
     def resume(self, content: dict[str, Any]) -> None:
         """Take over the choice of an interrupted run, and what another would be made from."""
-        self._choice = Choice.from_json(content["choice"])
+        self._assignment = Assignment.from_json(content["assignment"])
         self._sensitivities = tuple(Sensitivity.from_json(each) for each in content["sensitivities"])
         self._measured = tuple(Tried(**each) for each in content["measured"])
         self._attempt, self._factor = content["attempt"], content["factor"]
@@ -107,7 +107,7 @@ class Mixed:
             max_kl=self._job.max_kl,
             calibration_factor=self._factor,
         )
-        self._choice = Choice(
+        self._assignment = Assignment(
             found.schemes,
             (*found.lines(), *self._notes),
             found.predicted_kl,
@@ -121,16 +121,16 @@ class Mixed:
         Where a size was asked for: never. Otherwise the predictions are corrected by the measurement; too much
         divergence is another attempt, and so is, once, much less than allowed.
         """
-        choice, limit = self.choice, self._job.max_kl
+        assignment, limit = self.assignment, self._job.max_kl
         label = f"measured, attempt {self._attempt}" if limit is not None else "measured"
-        self._measured += (Tried(label, choice.bits_per_weight, card.kl_mean, measured=True),)
+        self._measured += (Tried(label, assignment.bits_per_weight, card.kl_mean, measured=True),)
         if limit is None or self._attempt == _ATTEMPTS:
             return False
         if card.kl_mean <= limit and (self._attempt > 1 or card.kl_mean >= _CLOSE * limit):
             return False
-        if choice.predicted_kl > 0:
+        if assignment.predicted_kl > 0:
             # Where the corrected prediction failed again, it is raised a little beyond what was measured.
-            self._factor *= card.kl_mean / choice.predicted_kl * (1.0 if self._attempt == 1 else 1.05)
+            self._factor *= card.kl_mean / assignment.predicted_kl * (1.0 if self._attempt == 1 else 1.05)
         self._attempt += 1
         return True
 
@@ -138,12 +138,12 @@ class Mixed:
         """What to choose by. Goes on from what was ``kept``, as an earlier run could afford it, and hands ``keep`` the
         same for a later one."""
         prepared, job = self._prepared, self._job
-        rehearsed = rehearses(job, prepared.skeleton) if kept is None else kept.extra["rehearsed"]
+        compensated = measures_compensated(job, prepared.skeleton) if kept is None else kept.extra["compensated"]
         follows = bool(job.float_samples)
-        compensation = Compensation(self._windows[:GATHERED], job.act_order, follows) if rehearsed else None
-        if "gptq" in job.rounding and not rehearsed:
+        compensation = Compensation(self._windows[:GATHERED], job.act_order, follows) if compensated else None
+        if job.algorithm.compensates and not compensated:
             self._notes = ("chosen as for rounding to nearest: what gptq needs for a block does not fit the memory",)
-        elif job.rounding == "smoothquant":
+        elif job.activations is not None and job.algorithm.search_scale is not None:
             self._notes = ("chosen as for rounding to nearest: outliers that are moved into weights still count",)
         self._sensitivities = measure(
             prepared.skeleton,
@@ -156,5 +156,5 @@ class Mixed:
             offload=self._offload,
             progress=lambda done, total: self._tell(ProgressEvent("sensitivity", done, total)),
             kept=kept,
-            keep=lambda states, so_far: keep(states, {**so_far, "rehearsed": rehearsed}),
+            keep=lambda states, so_far: keep(states, {**so_far, "compensated": compensated}),
         )

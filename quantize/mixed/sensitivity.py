@@ -1,7 +1,7 @@
 """What each linear's rounding costs in the model's own output: KL divergence, measured one linear at a time.
 
 Knows how to send variants of a model through its blocks; does not know budgets (``allocate``), nor how a linear is
-rounded for it (``trial``, ``rehearsal``).
+rounded for it (``probe``, ``rounder``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from qserve.calibration.head import head
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
-from qserve.quantize.rehearsal import Compensated, Nearest, Rehearsal, make_up
-from qserve.quantize.trial import Trial, scheme_of
-from qserve.quantize.units import Unit, of_experts
+from qserve.quantize.mixed.probe import Probe, scheme_of
+from qserve.quantize.mixed.rounders import Compensated, Nearest, Rounder, compensate
+from qserve.quantize.mixed.units import Unit, of_experts
 from qserve.runtime import heap
 
 EXCERPT = (4, 128)
@@ -119,7 +119,7 @@ def measure(
     calls, _ = skeleton.stem(windows, length, states)
     floats = FloatWalk(skeleton, compensation.windows, offload) if compensation else None
     steps = len(skeleton.blocks) + samples
-    trials: list[Trial] = []  # of the blocks
+    probes: list[Probe] = []  # of the blocks
     passed = scored = 0  # blocks, samples
     sums: list[float] = []  # of divergences over those samples
 
@@ -127,7 +127,7 @@ def measure(
         return states.read(number * samples, (number + 1) * samples)
 
     def every_state() -> Iterator[tuple[str, Tensor]]:
-        for number in range(1 + len(trials)):
+        for number in range(1 + len(probes)):
             yield f"variant.{number}", variant(number)
         if floats:
             yield from floats.states()
@@ -135,15 +135,15 @@ def measure(
     def note() -> None:
         done = passed + scored
         if keep and done < steps:
-            listed = [trial.to_json() for trial in trials]
-            keep(every_state(), {"passed": passed, "scored": scored, "sums": sums, "trials": listed})
+            listed = [probe.to_json() for probe in probes]
+            keep(every_state(), {"passed": passed, "scored": scored, "sums": sums, "probes": listed})
         if progress:
             progress(done, steps)
 
     if kept is not None:
         passed, scored, sums = kept.extra["passed"], kept.extra["scored"], kept.extra["sums"]
-        trials += (Trial.from_json(each) for each in kept.extra["trials"])
-        for number in range(1 + len(trials)):
+        probes += (Probe.from_json(each) for each in kept.extra["probes"])
+        for number in range(1 + len(probes)):
             states.write(number * samples, kept.read(f"variant.{number}"))
         if floats:
             floats.resume(kept)
@@ -152,22 +152,22 @@ def measure(
         run = _runner(skeleton.load(index), calls[index])
         linears = skeleton.linears(index)
         inputs = _inputs(linears, lambda: run(variant(0)))
-        rehearsals: dict[str, Rehearsal] = {name: Nearest(rows) for name, rows in inputs.items()}
+        rounders: dict[str, Rounder] = {name: Nearest(rows) for name, rows in inputs.items()}
         if floats and compensation:
             for names, stats in floats.enter(index):
-                rehearsals |= dict.fromkeys(names, Compensated(stats, act_order=compensation.act_order))
-        before = len(trials)
+                rounders |= dict.fromkeys(names, Compensated(stats, act_order=compensation.act_order))
+        before = len(probes)
         for unit in candidates:
-            if trial := Trial.of(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
-                trials.append(trial)
+            if probe := Probe.of(unit, linears, rounders, candidates[unit], around, symmetric_zeros):
+                probes.append(probe)
                 block = twin(skeleton.block(index))
                 parts = block.named_modules(prefix=skeleton.blocks[index])
                 own = {name: part for name, part in parts if isinstance(part, nn.Linear)}
-                with trial.rounded(own, rehearsals):
+                with probe.rounded(own, rounders):
                     if floats and compensation and compensation.follows:
-                        make_up(floats.visit(index, block, trial.reached))
-                    with trial.rounded_inputs(own, activations):  # noise, for which nothing is made up
-                        states.write(len(trials) * samples, _runner(block, calls[index])(variant(0)))
+                        compensate(floats.visit(index, block, probe.reached))
+                    with probe.rounded_inputs(own, activations):  # noise, for which nothing is made up
+                        states.write(len(probes) * samples, _runner(block, calls[index])(variant(0)))
         for number in range(1 + before):
             states.write(number * samples, run(variant(number)))
         skeleton.unload(index)
@@ -178,23 +178,23 @@ def measure(
         passed += 1
         note()
 
-    tried = list(trials)
+    tried = list(probes)
     with head(skeleton) as (linears, log_probabilities):
         if (unit := tuple(linears)) in candidates:
             inputs = _inputs(linears, lambda: [log_probabilities(each) for each in variant(0).split(1)])
-            rehearsals = {name: Nearest(rows) for name, rows in inputs.items()}
-            if trial := Trial.of(unit, linears, rehearsals, candidates[unit], around, symmetric_zeros):
-                tried.append(trial)
+            rounders = {name: Nearest(rows) for name, rows in inputs.items()}
+            if probe := Probe.of(unit, linears, rounders, candidates[unit], around, symmetric_zeros):
+                tried.append(probe)
                 states.write(len(tried) * samples, variant(0))
         divergence = torch.tensor(sums or [0.0] * len(tried), dtype=torch.float64)
         while scored < samples:
             base = log_probabilities(states.read(scored, scored + 1))
-            for number, trial in enumerate(tried):
+            for number, probe in enumerate(tried):
                 where = (1 + number) * samples + scored
                 with ExitStack() as rounded:
-                    if trial.modules == unit:
-                        rounded.enter_context(trial.rounded(linears, rehearsals))
-                        rounded.enter_context(trial.rounded_inputs(linears, activations))
+                    if probe.modules == unit:
+                        rounded.enter_context(probe.rounded(linears, rounders))
+                        rounded.enter_context(probe.rounded_inputs(linears, activations))
                     changed = log_probabilities(states.read(where, where + 1))
                 divergence[number] += (base.exp() * (base - changed)).sum(dtype=torch.float64)
             scored, sums = scored + 1, divergence.tolist()
@@ -203,31 +203,31 @@ def measure(
     means = (divergence / windows.numel()).clamp_(min=0).tolist()
     if compensation and compensation.follows:
         means = _evened(tried, means, _ALL_AT_ONCE if activations is None else 1.0)
-    return tuple(_predicted(trial, kl) for trial, kl in zip(tried, means, strict=True))
+    return tuple(_predicted(probe, kl) for probe, kl in zip(tried, means, strict=True))
 
 
-def _predicted(trial: Trial, kl: float) -> Sensitivity:
+def _predicted(probe: Probe, kl: float) -> Sensitivity:
     """What the other schemes cost where the one that was tried costs ``kl``."""
-    error = trial.errors[trial.measured]
+    error = probe.errors[probe.measured]
     rate = kl / error if error else 0.0
-    found = zip(trial.schemes, trial.bits, trial.errors, strict=True)
+    found = zip(probe.schemes, probe.bits, probe.errors, strict=True)
     chosen = (Candidate(scheme, bits, rate * error) for scheme, bits, error in found)
-    return Sensitivity(trial.modules, trial.weights, tuple(sorted(chosen, key=lambda each: (each.bits, each.kl))))
+    return Sensitivity(probe.modules, probe.weights, tuple(sorted(chosen, key=lambda each: (each.bits, each.kl))))
 
 
-def _evened(trials: Sequence[Trial], measured: Sequence[float], times: float) -> list[float]:
+def _evened(probes: Sequence[Probe], measured: Sequence[float], times: float) -> list[float]:
     """``times`` the divergences ``measured``, each nearer, per weight, to that of all units together. Not of experts:
     that they cost little is because they seldom run, and nothing is made up for them."""
-    pairs = [(trial.weights, kl) for trial, kl in zip(trials, measured, strict=True) if not of_experts(trial.modules)]
+    pairs = [(probe.weights, kl) for probe, kl in zip(probes, measured, strict=True) if not of_experts(probe.modules)]
     mean = sum(kl for _, kl in pairs) / max(1, sum(weights for weights, _ in pairs))
 
-    def evened(trial: Trial, kl: float) -> float:
-        if not kl or of_experts(trial.modules):
+    def evened(probe: Probe, kl: float) -> float:
+        if not kl or of_experts(probe.modules):
             return kl
-        ratio: float = (kl / trial.weights / mean) ** (_EVENING - 1)
+        ratio: float = (kl / probe.weights / mean) ** (_EVENING - 1)
         return times * kl * ratio
 
-    return [evened(trial, kl) for trial, kl in zip(trials, measured, strict=True)]
+    return [evened(probe, kl) for probe, kl in zip(probes, measured, strict=True)]
 
 
 def _runner(block: nn.Module, call: Call) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""``Trial``: one unit rounded in an otherwise float model, to see what that costs.
+"""``Probe``: one unit rounded in an otherwise float model, to see what that costs.
 
 Knows the schemes that a unit may have and what each does to its outputs; does not know the rest of the model.
 """
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.reference import round_input
-from qserve.quantize.rehearsal import Rehearsal, errors
-from qserve.quantize.units import Unit
+from qserve.quantize.mixed.rounders import Rounder, errors
+from qserve.quantize.mixed.units import Unit
 
 
 @dataclass(frozen=True)
-class Trial:
+class Probe:
     """A unit of ``weights`` weights. For each of its ``schemes`` (None: 16-bit floats) the ``bits`` it stores, scales
     included, and the squared ``errors`` of its output. ``reached`` are those of its modules that some token came to,
     ``measured`` is which scheme the unit has while it is tried."""
@@ -37,14 +37,14 @@ class Trial:
         cls,
         unit: Unit,
         linears: Mapping[str, nn.Linear],
-        rehearsals: Mapping[str, Rehearsal],
+        rounders: Mapping[str, Rounder],
         schemes: Sequence[WeightScheme | None],
         around: float,
         symmetric_zeros: bool,
-    ) -> Trial | None:
+    ) -> Probe | None:
         """With the scheme nearest to ``around`` bits per weight. None where ``linears`` are not those of ``unit``, or
-        no token reached them: then they have no rehearsal."""
-        reached = tuple(module for module in unit if module in rehearsals)
+        no token reached them: then they have no rounder."""
+        reached = tuple(module for module in unit if module in rounders)
         if not reached:
             return None
         shapes = [tuple(linears[module].weight.shape) for module in unit]
@@ -54,10 +54,10 @@ class Trial:
             return scheme.storage_bits(out, inp, symmetric_zeros=symmetric_zeros) if scheme else 16 * out * inp
 
         bits = tuple(sum(stored(scheme, *shape) for shape in shapes) for scheme in schemes)
-        alike: dict[Rehearsal, list[Tensor]] = {}
+        alike: dict[Rounder, list[Tensor]] = {}
         for module in reached:
-            alike.setdefault(rehearsals[module], []).append(linears[module].weight.data)
-        each = [errors(rehearsal, parts, schemes) for rehearsal, parts in alike.items()]
+            alike.setdefault(rounders[module], []).append(linears[module].weight.data)
+        each = [errors(rounder, parts, schemes) for rounder, parts in alike.items()]
         total = tuple(map(sum, zip(*each, strict=True)))
         # What changes nothing tells nothing of the others.
         telling = [index for index, error in enumerate(total) if error > 0] or [0]
@@ -68,19 +68,19 @@ class Trial:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Trial:
+    def from_json(cls, content: dict[str, Any]) -> Probe:
         lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
         return cls(**{**content, **lists, "schemes": tuple(map(scheme_of, content["schemes"]))})
 
     @contextmanager
-    def rounded(self, linears: Mapping[str, nn.Linear], rehearsals: Mapping[str, Rehearsal]) -> Iterator[None]:
+    def rounded(self, linears: Mapping[str, nn.Linear], rounders: Mapping[str, Rounder]) -> Iterator[None]:
         """While the unit has the scheme to be measured."""
         scheme = self.schemes[self.measured]
         changed = {name: linears[name] for name in self.reached if scheme is not None}
         kept = {name: linear.weight.data for name, linear in changed.items()}
         for name, linear in changed.items():
             assert scheme is not None
-            linear.weight.data = rehearsals[name].round(kept[name], scheme)
+            linear.weight.data = rounders[name].round(kept[name], scheme)
         yield
         for name, linear in changed.items():
             linear.weight.data = kept[name]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize.sensitivity import Candidate, Sensitivities, Sensitivity
+from qserve.quantize.mixed.sensitivity import Candidate, Sensitivities, Sensitivity
 
 # Sizes that are told apart, over the whole range.
 _CELLS = 1 << 16

@@ -1,5 +1,5 @@
-"""``Rehearsal``: what rounding a linear will cost its output, for every scheme it may get, before one is chosen; and
-what the linears behind it will make up for.
+"""``Rounder``: what rounding a linear will cost its output, for every scheme it may get, before one is chosen; and
+``compensate``: what the linears behind it will make up for.
 
 Knows one linear's input and the two ways of rounding, to nearest and with error compensation; does not know models.
 """
@@ -17,15 +17,15 @@ from qserve.calibration.stats import LayerStats
 from qserve.calibration.visit import Gather, Inputs, Replacement, Visit
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.threads import torch_threads
-from qserve.quantize import fp8, gptq, rtn
+from qserve.quantize import gptq, rtn
 from qserve.quantize.layer import output_error
 
 # Schemes of one weight are compared on so many of its rows.
 _ROWS = 48
 
 
-class Rehearsal(Protocol):
-    """Of linears that share an input."""
+class Rounder(Protocol):
+    """Rounds linears that share an input."""
 
     def round(self, weight: Tensor, scheme: WeightScheme) -> Tensor:
         """``weight`` float32 [out, in] as ``scheme`` will leave it."""
@@ -44,8 +44,7 @@ class Nearest:
         self._stats.update(inputs)
 
     def round(self, weight: Tensor, scheme: WeightScheme) -> Tensor:
-        to_nearest = fp8.quantize if scheme.dtype == "fp8" else rtn.quantize
-        return to_nearest(weight, self._stats, scheme).weight.dequantize()
+        return rtn.quantize(weight, self._stats, scheme).weight.dequantize()
 
     def error(self, rows: Tensor, scheme: WeightScheme) -> float:
         return float((self._inputs @ (self.round(rows, scheme) - rows).t()).square().sum())
@@ -71,7 +70,7 @@ class Compensated:
             return error + gptq.shrinkage(self._stats) * float((change.square() @ self._stats.diagonal).sum())
 
 
-def make_up(visit: Visit) -> None:
+def compensate(visit: Visit) -> None:
     """Let the linears of ``visit``, unrounded, make up for what was lost before them as far as they can: its block is
     left with their new weights. The walk must follow the float model."""
     if not visit.groups:
@@ -87,14 +86,14 @@ def make_up(visit: Visit) -> None:
 
 
 def errors(
-    rehearsal: Rehearsal, weights: Sequence[Tensor], schemes: Sequence[WeightScheme | None]
+    rounder: Rounder, weights: Sequence[Tensor], schemes: Sequence[WeightScheme | None]
 ) -> list[float]:
     """The squared error of all outputs of ``weights`` float32 [out, in] together under each scheme, from evenly spaced
     rows; None keeps 16-bit floats, which is none."""
     total = sum(len(weight) for weight in weights)
     share = min(1.0, _ROWS / total)
     rows = torch.cat([_spaced(weight, math.ceil(share * len(weight))) for weight in weights])
-    return [0.0 if scheme is None else total / len(rows) * rehearsal.error(rows, scheme) for scheme in schemes]
+    return [0.0 if scheme is None else total / len(rows) * rounder.error(rows, scheme) for scheme in schemes]
 
 
 def _spaced(weight: Tensor, count: int) -> Tensor:

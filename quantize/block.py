@@ -19,15 +19,13 @@ from qserve.calibration.visit import Gather, Inputs, Replacement, Visit
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
-from qserve.quantize import awq, fp8, gptq, rtn, signround, smoothquant
+from qserve.quantize import rtn, signround
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.kv import recorded
-from qserve.quantize.layer import LayerReport, Quantized, with_activations
+from qserve.quantize.layer import LayerReport, LayerResult, with_activations
+from qserve.quantize.mixed.units import of_experts
 from qserve.quantize.scales import storable
-from qserve.quantize.units import of_experts
 
-# Rows of a layer's input that are kept for methods that round inputs.
-_SAMPLE_ROWS = 512
 _UNREACHED = "rounded to nearest: calibration never reached it"
 # Of an input that nobody saw: e4m3 numbers as they are, to 448 and with all their bits from 1/64 on.
 _UNSEEN_SCALE = 1.0
@@ -48,11 +46,10 @@ class BlockQuantizer:
 
     def __init__(self, spec: QuantSpec, job: QuantizeJob, dtype: torch.dtype) -> None:
         self.spec, self.job, self.dtype = spec, job, dtype
-        self._method = job.rounding
+        self._method = job.algorithm
+        self._uses_text = job.text is not None and self._method.text != "unused"
         self._gather = Gather(
-            hessian="gptq" in self._method or "awq" in self._method,
-            sample_rows=_SAMPLE_ROWS if self._method == "smoothquant" else 0,
-            drift="gptq" in self._method,
+            hessian=self._method.hessian, sample_rows=self._method.sample_rows, drift=self._method.compensates
         )
 
     def run(self, visit: Visit) -> BlockResult:
@@ -61,7 +58,7 @@ class BlockQuantizer:
         self._original: dict[str, Tensor] = {}
         self._folds: dict[frozenset[str], Fold] = {}
         learn = self.job.effort == "best" and visit.inputs is not None
-        if visit.inputs is not None and self._method in ("awq", "awq+gptq", "smoothquant"):
+        if visit.inputs is not None and self._method.search_scale is not None:
             assert visit.short_call is not None
             found = find_folds(visit.block, visit.linears, visit.short_inputs(), visit.short_call)
             self._folds = {frozenset(fold.consumers): fold for fold in found}
@@ -104,7 +101,7 @@ class BlockQuantizer:
 
     def _round_together(
         self, weights: Mapping[str, Tensor], members: list[str], stats: LayerStats | None, scheme: WeightScheme
-    ) -> Iterable[tuple[str, Quantized]]:
+    ) -> Iterable[tuple[str, LayerResult]]:
         """They share one Hessian, so they are rounded as one weight: rows do not touch each other. Scales that
         several outputs share may not reach from one linear into the next."""
         if scheme.rows != 1:
@@ -120,8 +117,8 @@ class BlockQuantizer:
 
     def _round(
         self, names: list[str], weight: Tensor, stats: LayerStats | None, scheme: WeightScheme
-    ) -> Quantized:
-        fallback = _UNREACHED if stats is None and self.job.calibration is not None else self._too_few(names, stats)
+    ) -> LayerResult:
+        fallback = _UNREACHED if stats is None and self._uses_text else self._too_few(names, stats)
         activations, input_scale = self.spec.activations, None
         if activations is not None and not activations.dynamic:
             if stats is None:
@@ -132,13 +129,10 @@ class BlockQuantizer:
                     f"{names[0]}: its calibration input is not finite, so it has no static scale: calibrate on other "
                     "text, or use --scheme fp8-tensor"
                 )
-        if stats is not None and not fallback and "gptq" in self._method:
-            result = gptq.quantize(weight, stats, scheme, act_order=self.job.act_order)
-        elif stats is not None and not fallback and self._method == "awq":
-            result = awq.quantize(weight, stats, scheme)
+        if fallback:
+            result = replace(rtn.quantize(weight, stats, scheme), fallback=fallback)
         else:
-            to_nearest = fp8.quantize if scheme.dtype == "fp8" else rtn.quantize
-            result = replace(to_nearest(weight, stats, scheme), fallback=fallback)
+            result = self._method.quantize(weight, stats, scheme, act_order=self.job.act_order)
         return with_activations(result, activations, stats, input_scale)
 
     def _too_few(self, names: Sequence[str], stats: LayerStats | None) -> str:
@@ -172,11 +166,9 @@ class BlockQuantizer:
         if all(self.spec.scheme_of(name) is None for name in weights):
             return None  # mixed precision keeps them all
         schemes = [self.spec.scheme_of(name) or self.spec.weights for name in weights]
-        if self._method == "smoothquant":
-            assert self.spec.activations is not None
-            scale = smoothquant.search(list(weights.values()), stats, schemes[0], self.spec.activations, fold.channels)
-        else:
-            scale = awq.search(list(weights.values()), stats, schemes, fold.channels)
+        assert self._method.search_scale is not None
+        columns = list(weights.values())
+        scale = self._method.search_scale(columns, stats, schemes, self.spec.activations, fold.channels)
         if scale is None:
             return None
         producer = f"{self._visit.name}.{fold.producer}"
