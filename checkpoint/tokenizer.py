@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.extras import require
 from qserve.checkpoint.files import read_json_object
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def load_tokenizer(directory: Path, *, vocab_size: Any = None,
             str(directory), use_fast=True, trust_remote_code=False, local_files_only=True, **extra
         )
     except Exception as error:  # anything from KeyError to the Rust library's bare Exception
+        if (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists():
+            require("sentencepiece", f"{where}: the tokenizer")
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{where}: the tokenizer cannot be loaded ({reason})") from error
     # Added tokens may lie beyond the embedding in good models (a padding token); the base vocabulary may not.

@@ -10,14 +10,16 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
-
 from qserve.checkpoint.errors import QServeError, UsageError
+from qserve.checkpoint.extras import require
 
-_TIMEOUT = httpx.Timeout(30.0, read=600.0)  # a first token may be a long prompt away
+if TYPE_CHECKING:  # a package of the extra chat
+    import httpx
+
+_TIMEOUT, _READ_TIMEOUT = 30.0, 600.0  # seconds; a first token may be a long prompt away
 
 
 def api_url(url: str) -> str:
@@ -69,10 +71,14 @@ class ChatClient:
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None, options: dict[str, Any]) -> None:
+        require("httpx", "a conversation with a server")
+        import httpx
+
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
         # This machine is not behind the proxy that the environment may name.
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT, trust_env=not local)
+        timeout = httpx.Timeout(_TIMEOUT, read=_READ_TIMEOUT)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=not local)
         self._url = url
         self._options = options
         try:
@@ -128,6 +134,8 @@ class ChatClient:
 @contextmanager
 def _failures(url: str) -> Iterator[None]:
     """Turns what may go wrong on the way into one line."""
+    import httpx
+
     try:
         yield
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -10,9 +10,19 @@ from typing import Annotated
 
 import typer
 
+from qserve.checkpoint.extras import require
 from qserve.runtime.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
 
 ENGINE = EngineConfig()  # where the defaults of the engine's options come from
+
+
+def needs_plots(path: Path | None) -> Path | None:
+    """Of an option whose file has plots: refuse it before any work is done where nothing can draw them."""
+    if path is not None:
+        require("matplotlib", "a page with plots")
+    return path
+
+
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a hub id, a .gguf file, or demo.")
@@ -44,7 +54,10 @@ Data = Annotated[
 Tokens = Annotated[int, typer.Option(help="Tokens to evaluate, rounded down to whole windows.")]
 Window = Annotated[int, typer.Option(help="Tokens per evaluation window.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", metavar="PATH")]
-HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write the report as an HTML page.", metavar="PATH")]
+HtmlOut = Annotated[
+    Path | None,
+    typer.Option("--html", help="Write the report as an HTML page.", metavar="PATH", callback=needs_plots),
+]
 MarkdownOut = Annotated[Path | None, typer.Option("--markdown", help="Write the report as Markdown.", metavar="PATH")]
 GateFile = Annotated[
     Path | None,

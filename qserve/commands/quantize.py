@@ -9,7 +9,19 @@ import typer
 
 from qserve import console
 from qserve.checkpoint.errors import UsageError
-from qserve.commands.options import Data, Loaders, MaxKl, MaxPpl, MinTop1, Model, Out, Overwrite, Tokens, Window
+from qserve.commands.options import (
+    Data,
+    Loaders,
+    MaxKl,
+    MaxPpl,
+    MinTop1,
+    Model,
+    Out,
+    Overwrite,
+    Tokens,
+    Window,
+    needs_plots,
+)
 from qserve.commands.values import byte_count, command_line, eval_job, gates, names
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.methods import METHODS
@@ -143,6 +155,7 @@ def quantize(
             help="Write quantization.json, .md and .html with plots there. Where they replace those of another job on "
             "the same model and text, its divergence and size are shown beside.",
             metavar="DIR",
+            callback=needs_plots,
         ),
     ] = None,
     max_kl: MaxKl = None,
