@@ -18,8 +18,8 @@ from qserve.kernels.reference import ReferenceExecutor
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One way to compute, best first. ``reason`` is None where it is available here."""
+class ExecutorStatus:
+    """An executor, and why it is not available here: ``reason`` is None where it is."""
 
     name: str
     detail: str
@@ -40,15 +40,15 @@ def _gpu() -> bool:
     return torch.cuda.is_available() and _triton_missing() is None
 
 
-def candidates() -> list[Candidate]:
+def executors() -> list[ExecutorStatus]:
     """Every executor, best first."""
     missing = native.missing()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "Triton's interpreter, for tests"
     detail = "" if missing else f"best of {', '.join(native.available())} here: {native.best_isa()}"
     return [
-        Candidate("triton", gpu, _triton_missing(), "models are computed on the CPU"),
-        Candidate("native", detail, missing, "about 10 times slower, and results that vary with the batch"),
-        Candidate("reference", "torch, for tests and as a last resort", None, ""),
+        ExecutorStatus("triton", gpu, _triton_missing(), "models are computed on the CPU"),
+        ExecutorStatus("native", detail, missing, "about 10 times slower, and results that vary with the batch"),
+        ExecutorStatus("reference", "torch, for tests and as a last resort", None, ""),
     ]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from qserve.runtime.sampler import Candidate, TokenLogprobs
+from qserve.runtime.sampler import BeamCandidate, TokenLogprobs
 from qserve.runtime.sampling import SamplingParams
 
 
@@ -25,7 +25,7 @@ class Beam:
     logprobs: tuple[TokenLogprobs, ...] = ()
     stop_token: int | None = None
 
-    def then(self, next_token: Candidate) -> Beam:
+    def then(self, next_token: BeamCandidate) -> Beam:
         more = () if next_token.logprobs is None else (next_token.logprobs,)
         tokens = (*self.token_ids, next_token.token_id)
         return Beam(tokens, self.total + next_token.logprob, (*self.logprobs, *more))
@@ -64,7 +64,7 @@ class BeamSearch:
     beams: dict[str, Beam]
     finished: list[Beam] = field(default_factory=list)
 
-    def advance(self, candidates: Mapping[str, Sequence[Candidate]]) -> Round:
+    def advance(self, candidates: Mapping[str, Sequence[BeamCandidate]]) -> Round:
         """Take the likeliest next tokens of every beam, at least ``n`` and one for each ending."""
         first: dict[str, Beam] = {}
         forks: list[tuple[str, Beam]] = []
@@ -77,7 +77,7 @@ class BeamSearch:
         self.beams = first
         return Round({name: beam.token_ids[-1] for name, beam in first.items()}, forks, ended)
 
-    def _choose(self, candidates: Mapping[str, Sequence[Candidate]]) -> list[tuple[str, Beam]]:
+    def _choose(self, candidates: Mapping[str, Sequence[BeamCandidate]]) -> list[tuple[str, Beam]]:
         """What goes on, each with the name of the beam that it continues."""
         ranked = sorted(
             ((name, candidate) for name in self.beams for candidate in candidates[name]),

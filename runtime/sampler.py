@@ -38,7 +38,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BeamCandidate:
     """A token that may continue a beam. ``logprob`` is under what the request makes of the logits; ``logprobs`` what
     is reported."""
 
@@ -55,7 +55,7 @@ class Sampled:
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[BeamCandidate, ...] = ()
 
 
 def sample(
@@ -206,11 +206,11 @@ def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list
     return row
 
 
-def _candidates(row: Tensor, adjusted: Tensor, request: Request) -> tuple[Candidate, ...]:
+def _candidates(row: Tensor, adjusted: Tensor, request: Request) -> tuple[BeamCandidate, ...]:
     count = request.params.logprobs
     values, tokens = adjusted.log_softmax(-1).topk(min(request.params.n + len(request.endings), len(row)))
     return tuple(
-        Candidate(token, value, None if count is None else _logprobs(row, token, count))
+        BeamCandidate(token, value, None if count is None else _logprobs(row, token, count))
         for token, value in zip(tokens.tolist(), values.tolist())
         if value > -torch.inf
     )

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections import Counter
 
 from qserve.evals.planner import cost
-from qserve.evals.planner.plan import Plan
+from qserve.evals.planner.deployment import Deployment
 from qserve.evals.planner.quantization import KV_BYTES
 from qserve.evals.planner.shape import BLOCK
 
 
-def lines(plan: Plan) -> list[tuple[str, str]]:
+def lines(plan: Deployment) -> list[tuple[str, str]]:
     """(what, arithmetic) of a plan that is possible."""
     return [*_model(plan), *_memory(plan), *_decode(plan), *_prefill(plan), *_fleet(plan)]
 
 
-def _model(plan: Plan) -> list[tuple[str, str]]:
+def _model(plan: Deployment) -> list[tuple[str, str]]:
     roofline = plan.roofline
     shape, scheme = roofline.shape, roofline.quantization.scheme
     kinds = " + ".join(f"{count:,} {kind}" for kind, count in shape.parameters_by_kind().items() if count)
@@ -45,7 +45,7 @@ def _model(plan: Plan) -> list[tuple[str, str]]:
     return found
 
 
-def _memory(plan: Plan) -> list[tuple[str, str]]:
+def _memory(plan: Deployment) -> list[tuple[str, str]]:
     roofline, traffic = plan.roofline, plan.replica.traffic
     shape, gpu, layout = roofline.shape, roofline.gpu, roofline.layout
     size, tokens = KV_BYTES[roofline.kv_dtype], traffic.tokens
@@ -86,7 +86,7 @@ def _memory(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _decode(plan: Plan) -> list[tuple[str, str]]:
+def _decode(plan: Deployment) -> list[tuple[str, str]]:
     replica, load = plan.replica, plan.load
     parts = replica.roofline.decode_parts(load.batch, replica.context)
     alone = replica.roofline.decode_parts(1, replica.context)
@@ -101,7 +101,7 @@ def _decode(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _prefill(plan: Plan) -> list[tuple[str, str]]:
+def _prefill(plan: Deployment) -> list[tuple[str, str]]:
     replica, load, roofline = plan.replica, plan.load, plan.roofline
     compute = roofline.quantization.compute
     peak, stages = roofline.gpu.flops[compute], roofline.layout.pp
@@ -124,7 +124,7 @@ def _prefill(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _fleet(plan: Plan) -> list[tuple[str, str]]:
+def _fleet(plan: Deployment) -> list[tuple[str, str]]:
     replica, full = plan.replica, plan.replica.full
     traffic, layout = replica.traffic, plan.roofline.layout
     utilization = plan.roofline.efficiency.utilization

@@ -14,7 +14,7 @@ from typing import Any
 
 from qserve.evals.planner import arithmetic, cost
 from qserve.evals.planner.catalog import ApiPrice
-from qserve.evals.planner.plan import Plan
+from qserve.evals.planner.deployment import Deployment
 from qserve.evals.report import Metric, Plot, Report, Section, Series
 
 _SHOWN = 6  # bars
@@ -24,8 +24,8 @@ _SHOWN = 6  # bars
 class Document:
     """The chosen ``plan``, all that were ``tried``, and the services it is compared with."""
 
-    plan: Plan
-    tried: Sequence[Plan]
+    plan: Deployment
+    tried: Sequence[Deployment]
     services: Sequence[ApiPrice]
     command: str
 
@@ -131,9 +131,9 @@ class Document:
             "services": [self._service(service) for service in self.services],
         }
 
-    def _ranked(self) -> list[Plan]:
+    def _ranked(self) -> list[Deployment]:
         """The best of every GPU and quantization, those that are refused last."""
-        best: dict[tuple[str, str], Plan] = {}
+        best: dict[tuple[str, str], Deployment] = {}
         for plan in self.tried:
             best.setdefault((plan.roofline.gpu.key, plan.roofline.quantization.name), plan)
         return sorted(best.values(), key=lambda plan: (bool(plan.refused), plan.rank))
@@ -178,7 +178,7 @@ class Document:
         return {**asdict(service), **found}
 
 
-def _row(plan: Plan) -> tuple[str, ...]:
+def _row(plan: Deployment) -> tuple[str, ...]:
     roofline = plan.roofline
     name = f"{roofline.gpu.key} {roofline.quantization.name}, KV {roofline.kv_dtype}, {roofline.layout}"
     if plan.refused:
@@ -190,7 +190,7 @@ def _row(plan: Plan) -> tuple[str, ...]:
     return (name, str(plan.gpus), str(load.batch), f"{load.ttft * 1e3:.0f}", f"{load.tpot * 1e3:.1f}", *money)
 
 
-def _figures(plan: Plan) -> dict[str, Any]:
+def _figures(plan: Deployment) -> dict[str, Any]:
     roofline, hourly = plan.roofline, plan.dollars_per_hour
     found: dict[str, Any] = {
         "gpu": roofline.gpu.key,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qserve.evals.planner.demand import Traffic
-from qserve.evals.planner.roofline import Roofline
+from qserve.evals.planner.replica_roofline import ReplicaRoofline
 from qserve.evals.slo import Slo
 
 
@@ -36,7 +36,7 @@ class Load:
 class Replica:
     """``chunk``: tokens of a prompt that are computed in one step."""
 
-    roofline: Roofline
+    roofline: ReplicaRoofline
     traffic: Traffic
     slo: Slo
     chunk: int

@@ -1,6 +1,6 @@
 """``CostModel``: how long one step of a model takes, from what is in it.
 
-Knows shapes of steps and seconds; does not know schedulers or requests. Two kinds: ``Roofline`` from data sheets
+Knows shapes of steps and seconds; does not know schedulers or requests. Two kinds: ``RooflineCost`` from data sheets
 (Williams et al., "Roofline", 2009), and ``FittedCost`` from steps that were measured.
 """
 
@@ -55,7 +55,7 @@ def shape_of(plan: StepPlan) -> StepShape:
 
 
 @dataclass(frozen=True)
-class Roofline:
+class RooflineCost:
     """A step takes as long as its arithmetic or its memory traffic, whichever is more, and the overhead.
 
     Attributes:
@@ -84,7 +84,7 @@ class Roofline:
                 raise UsageError(f"roofline: {each.name} must be a finite number {least}, not {value}")
 
     @classmethod
-    def parse(cls, text: str) -> Roofline:
+    def parse(cls, text: str) -> RooflineCost:
         """``flops=989e12,bandwidth=3.35e12,...``. Raises ``UsageError``."""
         known = {each.name for each in fields(cls)}
         values: dict[str, float] = {}

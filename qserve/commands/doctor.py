@@ -23,16 +23,16 @@ def doctor() -> None:
     cpus = usable_cpus()
     pinning = "threads cannot be pinned here" if cpus is None else f"CPUs {cpu_ranges(cpus)} for --cpu-list"
     console.line(f"{'threads':<13}{default_threads()} unless --threads says otherwise; {pinning}")
-    for candidate in registry.candidates():
-        state = f"available ({candidate.detail})" if candidate.reason is None else f"missing: {candidate.reason}"
-        console.line(f"{candidate.name:<13}{state}")
-        if candidate.reason is not None:
-            console.line(f"{'':<13}without it: {candidate.cost}")
-        if candidate.name == "native" and candidate.reason is None:
+    for executor in registry.executors():
+        state = f"available ({executor.detail})" if executor.reason is None else f"missing: {executor.reason}"
+        console.line(f"{executor.name:<13}{state}")
+        if executor.reason is not None:
+            console.line(f"{'':<13}without it: {executor.cost}")
+        if executor.name == "native" and executor.reason is None:
             lacking = registry.without_kernels()
             state = f"computed by the torch reference: {', '.join(lacking)}" if lacking else "each has a kernel"
             console.line(f"{'':<13}{'operations':<16}{state}")
-        if candidate.name == "triton":
+        if executor.name == "triton":
             for name, state in registry.triton_kernels():
                 console.line(f"{'':<13}{name:<16}{state}")
             for line in registry.configurations():

@@ -10,8 +10,8 @@ from qserve import console
 from qserve.commands.options import HtmlOut, JsonOut, MarkdownOut
 from qserve.commands.values import command_line
 from qserve.evals.planner.demand import Traffic, parse_traffic
-from qserve.evals.planner.plan import Wish
-from qserve.evals.planner.roofline import Efficiency
+from qserve.evals.planner.deployment import Wish
+from qserve.evals.planner.replica_roofline import Efficiency
 from qserve.evals.slo import Slo, parse_duration, parse_slo
 
 _SHARES, _WISH = Efficiency(), Wish()
@@ -68,8 +68,8 @@ def plan(
     equally cheap ones the least compressed. Times are means; what quality a quantization costs qserve eval says.
     """
     from qserve.evals.planner import catalog
+    from qserve.evals.planner.deployment import choose
     from qserve.evals.planner.document import Document
-    from qserve.evals.planner.plan import choose
     from qserve.evals.report_files import write_report
 
     seconds = parse_duration("--overhead", overhead)

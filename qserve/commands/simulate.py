@@ -101,7 +101,7 @@ def simulate(
     The scheduler and the block manager are those of the engine; only the time that a step takes comes from a model:
     of the hardware (--roofline), or of this machine (--fit, then --cost).
     """
-    from qserve.evals.simulator.cost import FittedCost, Roofline
+    from qserve.evals.simulator.cost import FittedCost, RooflineCost
     from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.summary import Price, simulation_report
@@ -131,7 +131,7 @@ def simulate(
         raise UsageError("a model is measured with --fit or --validate; a simulation takes --cost or --roofline")
     if (cost is None) == (roofline is None):
         raise UsageError("give either --cost FILE, which --fit wrote, or --roofline SPEC")
-    steps: CostModel = Roofline.parse(roofline) if roofline is not None else FittedCost.load(cost or Path())
+    steps: CostModel = RooflineCost.parse(roofline) if roofline is not None else FittedCost.load(cost or Path())
     try:
         limits_of_one = SchedulerConfig(
             max_model_len=max_model_len,

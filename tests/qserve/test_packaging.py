@@ -21,7 +21,7 @@ import sys, qserve
 from qserve.kernels import registry
 print(qserve.__file__)
 print(registry.make().name)
-best = next(candidate for candidate in registry.candidates() if candidate.name == "native")
+best = next(each for each in registry.executors() if each.name == "native")
 print(best.name, "|", best.reason, "|", best.cost)
 params = qserve.SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 outputs = qserve.LLM(sys.argv[1]).generate(["the quick brown"], params)

@@ -8,7 +8,7 @@ import pytest
 
 from qserve.evals.planner import catalog, cost
 from qserve.evals.planner.quantization import quantization
-from qserve.evals.planner.roofline import Efficiency, Layout, Roofline
+from qserve.evals.planner.replica_roofline import Efficiency, Layout, ReplicaRoofline
 from qserve.evals.planner.shape import Linear
 
 GB, GIB = 10**9, 2**30
@@ -111,7 +111,7 @@ def test_linears_take_what_the_roofline_of_an_h200_says(
     """4-bit weights in groups of 128, at the 4.3 TB/s and 790 TFLOP/s that were measured."""
     h200 = catalog.gpu("h200")
     reached = Efficiency(mfu=790e12 / h200.flops["bf16"], mbu=4.3e12 / h200.bandwidth)
-    roofline = Roofline(catalog.model("llama-3-8b"), quantization("w4g128"), "fp16", h200, Layout(), reached)
+    roofline = ReplicaRoofline(catalog.model("llama-3-8b"), quantization("w4g128"), "fp16", h200, Layout(), reached)
     for rows, expected in zip((1, 16, 64, 256), microseconds, strict=True):
         seconds = roofline.linear(Linear("mlp", *shape, count=1), rows)
         assert seconds * 1e6 == pytest.approx(expected, rel=0.025), (layer, rows)

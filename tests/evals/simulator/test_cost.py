@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qserve.checkpoint.errors import DataError, UsageError
-from qserve.evals.simulator.cost import FittedCost, Roofline, StepShape, shape_of
+from qserve.evals.simulator.cost import FittedCost, RooflineCost, StepShape, shape_of
 from qserve.evals.simulator.fit import fit
 from qserve.runtime.plan import ScheduledSequence, StepPlan
 
@@ -20,7 +20,7 @@ def test_the_shape_of_a_plan_counts_every_attended_position() -> None:
 
 
 def test_a_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
-    cost = Roofline(flops=1000.0, bandwidth=100.0, parameters=10.0, weights=200.0, kv=1.0, overhead=0.5)
+    cost = RooflineCost(flops=1000.0, bandwidth=100.0, parameters=10.0, weights=200.0, kv=1.0, overhead=0.5)
     assert cost.seconds(1, 1, 0, 99) == (200 + 99 + 1) / 100 + 0.5
     assert cost.seconds(1000, 1, 0, 0) == 20.0 + 0.5
 
@@ -37,7 +37,7 @@ def test_a_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
 )
 def test_a_bad_roofline_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Roofline.parse(text)
+        RooflineCost.parse(text)
 
 
 TRUE = FittedCost(

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import UsageError
-from qserve.evals.simulator.cost import FittedCost, Roofline, shape_of
+from qserve.evals.simulator.cost import FittedCost, RooflineCost, shape_of
 from qserve.evals.simulator.decode_run import LeapingScheduler
 from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig, Outcome
 from qserve.evals.simulator.replica import ReplicaConfig
@@ -158,7 +158,7 @@ def test_a_request_that_never_fits_is_counted_and_nothing_else() -> None:
 
 def test_static_batches_wait_for_their_longest() -> None:
     arrivals = [Arrival(0.0, 4, 50 if index % 4 == 0 else 5) for index in range(16)]
-    cost = Roofline(flops=1e15, bandwidth=1e12, parameters=1e9, weights=1e10, kv=0)
+    cost = RooflineCost(flops=1e15, bandwidth=1e12, parameters=1e9, weights=1e10, kv=0)
     static = Fleet(FleetConfig(replace(config(4, 200), static=True)), cost).run(arrivals)
     continuous = Fleet(FleetConfig(config(4, 200)), cost).run(arrivals)
     assert len(static.records) == len(continuous.records) == 16

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.evals.planner import catalog, cost
 from qserve.evals.planner.demand import Traffic, parse_traffic
+from qserve.evals.planner.deployment import Deployment, Wish, choose, consider
 from qserve.evals.planner.document import Document
-from qserve.evals.planner.plan import Plan, Wish, choose, consider
 from qserve.evals.planner.quantization import quantization
 from qserve.evals.planner.replica import Replica
-from qserve.evals.planner.roofline import Efficiency, Layout, Roofline
+from qserve.evals.planner.replica_roofline import Efficiency, Layout, ReplicaRoofline
 from qserve.evals.report_files import write_report
 from qserve.evals.slo import Slo, parse_duration, parse_slo
 
@@ -33,7 +33,7 @@ def replica(
     traffic: Traffic = TRAFFIC,
     slo: Slo = Slo(),  # noqa: B008
 ) -> Replica:
-    roofline = Roofline(
+    roofline = ReplicaRoofline(
         catalog.model(model), quantization(scheme), "fp16", catalog.gpu(gpu), layout, Efficiency()
     )
     return Replica(roofline, traffic, slo, 2048)
@@ -251,4 +251,4 @@ def test_shares_and_wishes_have_bounds() -> None:
         with pytest.raises(UsageError):
             Wish(**wish)  # type: ignore[arg-type]
     assert dataclasses.replace(Wish(), tp=8).tp == 8
-    assert Plan(replica(), 1, None).dollars_per_month is None
+    assert Deployment(replica(), 1, None).dollars_per_month is None

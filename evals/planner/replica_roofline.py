@@ -64,8 +64,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Roofline:
-    """One replica of one model."""
+class ReplicaRoofline:
+    """What one replica of one model holds, and how long its prefills and decodes take."""
 
     shape: ModelShape
     quantization: Quantization

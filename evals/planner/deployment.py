@@ -1,7 +1,8 @@
-"""``Plan``: which quantization, KV dtype, parallelism and number of replicas serve the traffic for the least money.
+"""``Deployment``: which quantization, KV dtype, parallelism and number of replicas serve a traffic at the least cost.
 
-Knows how to try and to choose; the arithmetic is in the files beside it. Cheapest wins; of equals the least compressed,
-then the one of fewest GPUs: what quality is lost nobody knows before ``qserve quantize`` and ``qserve eval`` said it.
+It is tried and chosen here; the arithmetic is in the files beside it. The cheapest wins; of equals the least
+compressed, then the one of fewest GPUs: what quality is lost nobody knows before ``qserve quantize`` and
+``qserve eval`` said it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from qserve.evals.planner.catalog import Gpu
 from qserve.evals.planner.demand import Traffic
 from qserve.evals.planner.quantization import DEFAULT, KV_BYTES, Quantization, quantization
 from qserve.evals.planner.replica import Load, Replica
-from qserve.evals.planner.roofline import MACHINE, Efficiency, Layout, Roofline
+from qserve.evals.planner.replica_roofline import MACHINE, Efficiency, Layout, ReplicaRoofline
 from qserve.evals.planner.shape import ModelShape
 from qserve.evals.slo import Slo
 
@@ -47,7 +48,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Deployment:
     """One way to serve the traffic. ``refused`` says why it cannot, in which case ``replicas`` is 0."""
 
     replica: Replica
@@ -56,7 +57,7 @@ class Plan:
     refused: str = ""
 
     @property
-    def roofline(self) -> Roofline:
+    def roofline(self) -> ReplicaRoofline:
         return self.replica.roofline
 
     @property
@@ -102,21 +103,21 @@ class Plan:
 
 def consider(
     shape: ModelShape, gpu: Gpu, traffic: Traffic, slo: Slo, efficiency: Efficiency, wish: Wish
-) -> list[Plan]:
+) -> list[Deployment]:
     """Every plan that is tried on ``gpu``, best first, those that cannot be last."""
     price = wish.gpu_price if wish.gpu_price is not None else gpu.price.dollars if gpu.price else None
     plans = []
     for scheme in _quantizations(gpu, wish):
         for kv_dtype in _kv_dtypes(gpu, wish):
             for layout in _layouts(shape, gpu, scheme, kv_dtype, traffic, efficiency, wish):
-                roofline = Roofline(shape, scheme, kv_dtype, gpu, layout, efficiency)
+                roofline = ReplicaRoofline(shape, scheme, kv_dtype, gpu, layout, efficiency)
                 plans.append(_plan(Replica(roofline, traffic, slo, wish.chunk), price))
     return sorted(plans, key=lambda plan: (bool(plan.refused), plan.rank))
 
 
 def choose(
     shape: ModelShape, gpus: Sequence[Gpu], traffic: Traffic, slo: Slo, efficiency: Efficiency, wish: Wish
-) -> tuple[Plan, list[Plan]]:
+) -> tuple[Deployment, list[Deployment]]:
     """The best plan, and all that were tried.
 
     Raises ``CapacityError`` with the nearest miss where none serves the traffic within the limits, ``UsageError``
@@ -141,17 +142,17 @@ def choose(
     return min(possible, key=lambda plan: plan.rank), plans
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Deployment) -> str:
     """``w4g128, KV fp8, TP 2 on h200``."""
     roofline = plan.roofline
     return f"{roofline.quantization.name}, KV {roofline.kv_dtype}, {roofline.layout} on {roofline.gpu.key}"
 
 
-def _plan(replica: Replica, price: float | None) -> Plan:
+def _plan(replica: Replica, price: float | None) -> Deployment:
     if refused := _refusal(replica):
-        return Plan(replica, 0, price, refused)
+        return Deployment(replica, 0, price, refused)
     capacity = replica.full.rate * replica.roofline.efficiency.utilization
-    return Plan(replica, max(1, math.ceil(replica.traffic.rate / capacity)), price)
+    return Deployment(replica, max(1, math.ceil(replica.traffic.rate / capacity)), price)
 
 
 def _refusal(replica: Replica) -> str:
@@ -203,7 +204,7 @@ def _layouts(
     fitting = [
         layout
         for layout in layouts
-        if Roofline(shape, scheme, kv_dtype, gpu, layout, efficiency).largest_batch(traffic.tokens)
+        if ReplicaRoofline(shape, scheme, kv_dtype, gpu, layout, efficiency).largest_batch(traffic.tokens)
     ]
     if fitting or not layouts:
         return layouts
