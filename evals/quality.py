@@ -33,6 +33,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.rope import context_limit
+from qserve.runtime.runner import DecoderRunner
 
 _SCOPE = "next-token distributions on one English text; says nothing of other languages or of long contexts"
 
@@ -224,8 +225,8 @@ def kernel_path(model: Scorer) -> str:
     """Which kernels compute the model, for the card."""
     if not isinstance(model, Engine):
         return "transformers (dequantized; no native decoder)"
-    isa = getattr(model.executor, "isa", "torch")
-    return f"{model.executor.name} ({isa}, KV {model.config.kv_cache_dtype}, head {model.config.head})"
+    isa = getattr(model.runner.decoder.executor, "isa", "torch") if isinstance(model.runner, DecoderRunner) else "torch"
+    return f"{model.kernels} ({isa}, KV {model.config.kv_cache_dtype}, head {model.config.head})"
 
 
 def _cut(setting: Setting) -> str:

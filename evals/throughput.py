@@ -198,10 +198,10 @@ def report(
                 judged.append(
                     GateReport(
                         f"output rate at {s.concurrency} over transformers", value, limit, "at_least",
-                        value >= limit, s.repeats, engine.executor.name, other.output,
+                        value >= limit, s.repeats, engine.kernels, other.output,
                     )
                 )  # fmt: skip
-    title = f"prompts of {load.prompt} and outputs of {load.output} tokens; {engine.executor.name} kernels"
+    title = f"prompts of {load.prompt} and outputs of {load.output} tokens; {engine.kernels} kernels"
     section = Section(title, tuple(header), tuple(map(tuple, rows)))
     metrics = [Metric(f"output_rate/{s.concurrency}", s.output, "tok/s", "higher") for s in speeds]
     metrics += [Metric(f"ttft/{s.concurrency}", s.ttft, "s", "lower") for s in speeds]

@@ -24,6 +24,7 @@ from qserve.quantize.first_block import expected_seconds
 from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.runner import DecoderRunner
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle, claim_socket
 
@@ -125,11 +126,12 @@ def _measure(base: ModelSource, scorer: Scorer, job: EvalJob) -> Pace:
 
 def _share(base: ModelSource, scorer: Scorer) -> float:
     """What a product of the quantized model takes, of what the same takes in its base."""
-    if not isinstance(scorer, Engine) or scorer.executor.asynchronous:
+    if not isinstance(scorer, Engine) or not isinstance(scorer.runner, DecoderRunner) or scorer.overlaps:
         return 1.0
+    executor = scorer.runner.decoder.executor
     weight = base.tensor("model.layers.0.mlp.down_proj.weight")
     packed = rtn.quantize(weight, None, JOB.weights).weight
-    return product.seconds(scorer.executor, packed, _SCORED) / product.seconds(scorer.executor, weight, _SCORED)
+    return product.seconds(executor, packed, _SCORED) / product.seconds(executor, weight, _SCORED)
 
 
 def _explain(recipe: Recipe, pace: Pace) -> None:

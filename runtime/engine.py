@@ -18,9 +18,8 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource, open_model
-from qserve.kernels import registry
-from qserve.kernels.ops import BLOCK_SIZE
 from qserve.kernels.threads import torch_threads
+from qserve.runtime.backend import Backend
 from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.choice import Choice
@@ -30,13 +29,12 @@ from qserve.runtime.grammar import GrammarCompiler, Vocabulary
 from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.loading import activation_dtype, eos_token_ids, load
 from qserve.runtime.memory import MemoryPlan
-from qserve.runtime.models.config import decoder_config
+from qserve.runtime.native_backend import NativeBackend
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.plan import RequestUpdate
 from qserve.runtime.request import Request
-from qserve.runtime.runner import DecoderRunner, ModelRunner
+from qserve.runtime.runner import ModelRunner
 from qserve.runtime.sampler import Sampled
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import NO_DRAFTS, Scheduler
@@ -50,7 +48,8 @@ Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
 class Engine:
     """Serves one model. Not thread-safe: submit, abort and step belong to one thread.
 
-    ``configurations``: how a GPU divides its products, and what no kernel computes, in lines.
+    ``backend``: what computes it, the native decoder by default. ``kernels`` names what it runs on, ``notes`` say how a
+    GPU divides its products and what no kernel computes, in lines.
     ``drafter``: asked before each step which tokens come next; nobody's output depends on what it says.
     ``overlaps``: whether a step may begin before the tokens of the last are known; off for who times steps one by one.
 
@@ -62,6 +61,7 @@ class Engine:
         model: str | ModelSource,
         config: EngineConfig | None = None,
         *,
+        backend: Backend | None = None,
         progress: Callable[[int, int], None] | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -69,29 +69,25 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.source = source = open_model(model) if isinstance(model, str) else model
         self.model_name = source.name
-        self.model_config = decoder_config(source.config, source.name)
-        self.vocab_size = self.model_config.vocab_size
         self.tokenizer = source.tokenizer()
-        self.executor = registry.make(config.kernels, config.threads, activation_dtype(source), config.cpu_list)
-        if config.autotune:
-            registry.require_autotune(self.executor)
-        decoder, memory, self.configurations = load(source, self.model_config, config, self.executor, progress, planned)
-        self.memory: MemoryPlan = memory
-        self.max_model_len = memory.max_model_len
-        self.runner: ModelRunner = DecoderRunner(decoder)
+        loaded = (backend or NativeBackend()).load(source, config, progress, planned)
+        self.runner: ModelRunner = loaded.runner
+        self.limits, self.memory = loaded.limits, loaded.memory
+        self.kernels, self.notes = loaded.kernels, loaded.notes
+        self.vocab_size, self.max_model_len = loaded.limits.vocab_size, loaded.limits.max_model_len
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=self.max_model_len,
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=decoder.limits.max_tokens,
-                max_num_logits=decoder.limits.max_logits,
+                max_num_batched_tokens=loaded.limits.max_num_batched_tokens,
+                max_num_logits=loaded.limits.max_num_logits,
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
             ),
-            BlockManager(memory.num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
+            BlockManager(loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching),
         )
         self.journal = Journal()
-        self._eos = eos_token_ids(source)
+        self._eos = _eos_token_ids(source)
         self.grammars = GrammarCompiler(partial(Vocabulary.of, self.tokenizer, self.vocab_size, self._eos))
         self._masks = MaskPool(self.vocab_size)
         self._clock = clock
@@ -99,7 +95,7 @@ class Engine:
         self._choices: dict[str, Choice] = {}  # by the id of the scheduler's request
         self._next_deadline = math.inf  # no choice is late before
         self._flights: deque[Flight] = deque()  # oldest first; a second one where steps overlap
-        self.overlaps = self.executor.asynchronous
+        self.overlaps = loaded.asynchronous
         self.drafter: Drafter | None = None
 
     def submit(
@@ -366,3 +362,15 @@ class Engine:
 
 def _key(request_id: str, index: int) -> str:
     return f"{request_id}#{index}"
+
+
+def _eos_token_ids(source: ModelSource) -> frozenset[int]:
+    """From the generation configuration, the model's, and the tokenizer: any of them ends an answer."""
+    found: set[int] = set()
+    for value in (
+        source.generation_config().get("eos_token_id"),
+        source.config.get("eos_token_id"),
+        source.tokenizer().eos_token_id,
+    ):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)

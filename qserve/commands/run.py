@@ -142,7 +142,7 @@ def run(
         if autotune:
             say("timing how this GPU divides the products of the model: minutes at the first start, then it is known")
         engine = steps.load(source, config, quiet=log_format == "json")
-        for text in [*engine.memory.lines(), *engine.configurations]:
+        for text in [*engine.memory.lines(), *engine.notes]:
             say(text)
         if config.cpu_list is not None:
             say(f"threads: pinned to the CPUs {cpu_ranges(config.cpu_list)}, one each")

@@ -62,7 +62,7 @@ class Decoder:
         self.config = config
         self.limits = limits
         layers, tokens, rows = config.num_hidden_layers, limits.max_tokens, limits.max_logits
-        self.placement = executor.placement
+        self.executor, self.placement = executor, executor.placement
         self._kv_dtype = kv_dtype
         self._pages: list[tuple[Tensor, Tensor]] = []
         self.resize_cache(limits.num_blocks)

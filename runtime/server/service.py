@@ -46,7 +46,7 @@ class Service:
         self.keys = KeyRing(config.api_keys, config.api_keys_file) if keys is None else keys
         self.model_name = config.model_name or engine.model_name
         self.max_model_len = engine.max_model_len
-        self.embedding_size = engine.model_config.hidden_size
+        self.embedding_size = engine.limits.hidden_size
         self.max_waiting = engine.config.max_waiting
         self.max_commas = MORE_COMMAS + 2 * engine.scheduler.backlog.max_tokens  # as many tokens as may ever wait
         self.source = engine.source
@@ -57,7 +57,7 @@ class Service:
             self.model_name,
             engine.source.card,
             vllm_alias=config.vllm_metrics,
-            kernels=engine.executor.name,
+            kernels=engine.kernels,
             max_waiting=engine.config.max_waiting,
         )
         self.tracer = None if config.otlp_endpoint is None else Tracer(otlp_exporter(config.otlp_endpoint))

@@ -91,7 +91,8 @@ def test_an_engine_pins_its_threads(tiny_packed: Path) -> None:
     engine = Engine(str(tiny_packed), EngineConfig(cpu_list=tuple(CPUS[:2]), kernels="native", kv_cache_memory=1 << 20))
     pinned = [place for task, place in places().items() if task not in before and place == str(CPUS[1])]
     assert len(pinned) == 1
-    assert isinstance(engine.executor, native.NativeExecutor) and engine.executor.threads == 2
+    executor = engine.runner.decoder.executor  # type: ignore[attr-defined]
+    assert isinstance(executor, native.NativeExecutor) and executor.threads == 2
 
 
 def test_a_list_of_cpus_is_read_and_written() -> None:

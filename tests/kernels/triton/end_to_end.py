@@ -100,7 +100,7 @@ def main() -> None:
             )
             engine = Engine(ServedModel(shape_of(model), Path(folder)), config)  # type: ignore[arg-type]
             forget()
-            ways = (False, True) if engine.executor.asynchronous else (False,)
+            ways = (False, True) if engine.overlaps else (False,)
             for count, overlaps in product(counts, ways if kernels == "triton" else ways[-1:]):
                 engine.overlaps = overlaps
                 rates = [batch(engine, count, prompt, output) for _ in range(1 + repeats)][1:]

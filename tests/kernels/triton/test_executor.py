@@ -32,11 +32,11 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.llm import LLM
-from qserve.runtime.loading import activation_dtype, grow_cache
 from qserve.runtime.memory import MemoryPlan, measured
 from qserve.runtime.memory import weight_bytes as planned_bytes
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.native_backend import activation_dtype, grow_cache
 from qserve.runtime.plan import StepPlan
 from qserve.runtime.runner import PromptSink, StepOutput
 from qserve.runtime.sampling import SamplingParams
@@ -229,21 +229,22 @@ def test_a_gpu_computes_as_the_model_was_trained() -> None:
 def test_the_engine_reports_its_plan(tiny_model: Path) -> None:
     config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
     engine = Engine(str(tiny_model), config)
-    assert engine.executor.name == "triton" and "KV cache" in engine.memory.lines()[1]
+    assert engine.kernels == "triton" and "KV cache" in engine.memory.lines()[1]
 
 
 def test_the_plan_counts_the_weights_as_the_kernels_hold_them(tiny_model: Path, tiny_packed: Path) -> None:
     config = EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
     source = open_model(tiny_packed)
     engine = Engine(source, config)
-    held = sum(weight_bytes(product) for product in engine.executor.products)  # type: ignore[attr-defined]
+    own = engine.runner.decoder.executor  # type: ignore[attr-defined]
+    held = sum(weight_bytes(product) for product in own.products)
     held += source.nbytes("model.embed_tokens.weight")
     assert held < engine.memory.weights < 1.25 * held, "norms; q, k and v are padded apart; scales may take two bytes"
     # A dense one in the dtype of its inputs, whatever it is stored in; a table that is looked up as it is.
     dense = open_model(tiny_model)
     names = [name for name in dense.names() if len(dense.shape(name)) == 2 and name != "model.embed_tokens.weight"]
     plans = [planned_bytes(dense, executor, int8_head=False)
-             for executor in (engine.executor, TritonExecutor(torch.device("cpu"), torch.float16))]  # fmt: skip
+             for executor in (own, TritonExecutor(torch.device("cpu"), torch.float16))]  # fmt: skip
     elements = sum(math.prod(dense.shape(name)) for name in names)
     head = 0 if "lm_head.weight" in names else math.prod(dense.shape("model.embed_tokens.weight"))
     assert plans[0] - plans[1] == 2 * (elements + head)

@@ -260,10 +260,12 @@ def test_the_cache_is_of_this_gpu_triton_and_source(tmp_path: Path, monkeypatch:
 
 def test_an_executor_knows_the_products_of_its_programs(tiny_packed: Path) -> None:
     engine = Engine(str(tiny_packed), EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16))
-    assert isinstance(engine.executor, TritonExecutor) and engine.configurations == []
-    layers = engine.model_config.num_hidden_layers
-    keys = autotune.by_key(engine.executor.products)
-    assert len(engine.executor.products) == 4 * layers + 1 and {len(each) for each in keys.values()} >= {layers}
+    decoder = engine.runner.decoder  # type: ignore[attr-defined]
+    executor = decoder.executor
+    assert isinstance(executor, TritonExecutor) and engine.notes == ()
+    layers = decoder.config.num_hidden_layers
+    keys = autotune.by_key(executor.products)
+    assert len(executor.products) == 4 * layers + 1 and {len(each) for each in keys.values()} >= {layers}
 
 
 @pytest.mark.parametrize(

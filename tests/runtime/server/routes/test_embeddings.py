@@ -96,7 +96,7 @@ def test_the_official_client(client: openai.OpenAI, model: str, engine: Engine) 
     assert answer.object == "list" and answer.model == model
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
     vectors = [item.embedding for item in answer.data]
-    assert all(len(vector) == engine.model_config.hidden_size for vector in vectors)
+    assert all(len(vector) == engine.limits.hidden_size for vector in vectors)
     plain = client.embeddings.create(model=model, input=TEXTS, encoding_format="float")
     assert np.array_equal(np.float32([item.embedding for item in plain.data]), np.float32(vectors))
 

@@ -1,7 +1,4 @@
-"""``load``: from a checkpoint to a decoder in memory, which is divided before any weight is read.
-
-Knows what the user allows (``EngineConfig``) and what a decoder needs; does not know requests.
-"""
+"""``NativeBackend``: from a checkpoint to a native decoder in memory, which is divided before any weight is read."""
 
 from __future__ import annotations
 
@@ -14,31 +11,61 @@ from qserve.checkpoint.source import ModelSource
 from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.runtime import heap, heaviest
+from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import MemoryPlan, file_bytes, measured, plan_memory, weight_bytes
-from qserve.runtime.models.config import DecoderConfig
+from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_scales import cache_dtype
 from qserve.runtime.models.rope import context_limit
+from qserve.runtime.runner import DecoderRunner
 
 
-def load(
+class NativeBackend:
+    """Families of the native decoder, on the kernels that ``EngineConfig`` asks for."""
+
+    def load(
+        self,
+        source: ModelSource,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        planned: Callable[[MemoryPlan], None] | None = None,
+    ) -> LoadedModel:
+        """``progress`` counts layers; then, where products are timed, those that are done. On a GPU the KV cache gets
+        what is left after the heaviest steps that may come, and ``planned`` is told what is expected."""
+        model_config = decoder_config(source.config, source.name)
+        executor = registry.make(config.kernels, config.threads, activation_dtype(source), config.cpu_list)
+        if config.autotune:
+            registry.require_autotune(executor)
+        decoder, memory, notes = _load(source, model_config, config, executor, progress, planned)
+        limits = Limits(
+            vocab_size=model_config.vocab_size,
+            hidden_size=model_config.hidden_size,
+            max_model_len=memory.max_model_len,
+            max_num_batched_tokens=decoder.limits.max_tokens,
+            max_num_logits=decoder.limits.max_logits,
+        )
+        return LoadedModel(
+            DecoderRunner(decoder),
+            CacheDescription(memory.num_blocks, BLOCK_SIZE),
+            limits,
+            memory,
+            executor.name,
+            executor.asynchronous,
+            tuple(notes),
+        )
+
+
+def _load(
     source: ModelSource,
     model_config: DecoderConfig,
     config: EngineConfig,
     executor: Executor,
-    progress: Callable[[int, int], None] | None = None,
-    planned: Callable[[MemoryPlan], None] | None = None,
+    progress: Callable[[int, int], None] | None,
+    planned: Callable[[MemoryPlan], None] | None,
 ) -> tuple[Decoder, MemoryPlan, list[str]]:
-    """The decoder, how its memory was divided, and what there is to say of how it is computed. ``progress`` takes the
-    layers that are there, and all of them; then, where products are timed, those that are done.
-
-    On a GPU the KV cache gets what is left after the heaviest steps that may come; ``planned`` takes what is expected
-    before anything is loaded.
-
-    Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
-    """
+    """The decoder, how its memory was divided, and what there is to say of how it is computed."""
     kv_dtype = cache_dtype(config.kv_cache_dtype, source)
     int8_head = source.spec is not None and config.head != "dense"
     on_gpu = executor.placement.device.type == "cuda"
@@ -102,15 +129,3 @@ def _wanted(config: EngineConfig, memory: MemoryPlan) -> int:
 def activation_dtype(source: ModelSource) -> torch.dtype:
     """In which a GPU computes: float16 for a model that was made for it, else bfloat16."""
     return torch.float16 if source.dtype() == torch.float16 else torch.bfloat16
-
-
-def eos_token_ids(source: ModelSource) -> frozenset[int]:
-    """From the generation configuration, the model's, and the tokenizer: any of them ends an answer."""
-    found: set[int] = set()
-    for value in (
-        source.generation_config().get("eos_token_id"),
-        source.config.get("eos_token_id"),
-        source.tokenizer().eos_token_id,
-    ):
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)

@@ -1,0 +1,75 @@
+"""``Backend``: a way to compute a model, and what an engine is told of one that is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from qserve.checkpoint.source import ModelSource
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.memory import MemoryPlan
+from qserve.runtime.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class CacheDescription:
+    """The paged cache of keys and values: ``num_blocks`` of ``block_size`` tokens in every layer."""
+
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a loaded model takes and gives.
+
+    Attributes:
+        vocab_size: logits of a row.
+        hidden_size: numbers of a hidden state.
+        max_model_len: tokens of a request, prompt and output.
+        max_num_batched_tokens: tokens of a step.
+        max_num_logits: rows of logits of a step.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_logits: int
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory.
+
+    Attributes:
+        memory: how it is divided, for people.
+        kernels: what computes, by name.
+        asynchronous: a run of the runner returns before it is computed.
+        notes: what there is to say of how it is computed, in lines.
+    """
+
+    runner: ModelRunner
+    cache: CacheDescription
+    limits: Limits
+    memory: MemoryPlan
+    kernels: str
+    asynchronous: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class Backend(Protocol):
+    def load(
+        self,
+        source: ModelSource,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        planned: Callable[[MemoryPlan], None] | None = None,
+    ) -> LoadedModel:
+        """Load ``source`` as ``config`` asks. ``progress`` counts what is there of all that will be; ``planned`` may be
+        told how memory will be divided before anything is loaded.
+
+        Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
+        """
+        ...
