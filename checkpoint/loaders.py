@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.formats.compressed_tensors_config import layout
 from qserve.checkpoint.formats.format import FUSED, Format, Schemes, Shapes, is_embedding
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 # Group sizes of the Marlin kernels, and the multiples of outputs and inputs they need.
@@ -98,7 +99,7 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool) -> str | None
     for module, scheme, activations in case.kinds():
         if is_embedding(module):
             return f"{module}: an embedding is not loaded packed"
-        weight_only = activations is None and scheme.dtype == "int"
+        weight_only = activations is None and scheme.grid is INTEGERS
         reason = (
             _integers(case, module, scheme, small_inputs=small_inputs) if weight_only
             else _rounded_inputs(scheme, activations, case.shapes[module])
@@ -134,11 +135,11 @@ def _rounded_inputs(scheme: WeightScheme, activations: ActivationScheme | None, 
         return f"{list(shape)}: with blocks both sizes must be multiples of 128"
     if activations is None:
         return None
-    if scheme.dtype == "int" and (scheme.bits != 8 or not scheme.symmetric or activations.dtype != "int8"):
+    if scheme.grid is INTEGERS and (scheme.bits != 8 or not scheme.symmetric or activations.grid is not INTEGERS):
         return f"rounded inputs need symmetric weights of 8 bits, not {scheme}"
     if (activations.granularity == "group") != block:
         return f"inputs per {activations.granularity} do not go with {scheme}"
-    if activations.granularity == "tensor" and activations.dynamic and activations.dtype == "int8":
+    if activations.granularity == "tensor" and activations.dynamic and activations.grid is INTEGERS:
         return "inputs per tensor must have static scales"
     return None
 
@@ -229,7 +230,7 @@ def _no_note(case: _Case) -> str:
 
 def _not_for_marlin(case: _Case) -> str | None:
     for module, scheme, activations in case.kinds():
-        if scheme.dtype == "int" and activations is None and not _fits_marlin(case.shapes[module]):
+        if scheme.grid is INTEGERS and activations is None and not _fits_marlin(case.shapes[module]):
             return (f"{module} {list(case.shapes[module])} runs in a slower kernel, as Marlin takes multiples of "
                     f"{_MARLIN_OUT} x {_MARLIN_IN}")
     return None

@@ -16,9 +16,10 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """W[o, i] = (codes[o, i] - zeros[o, g(i)]) * scales[o, g(i)], or e4m3(codes[o, i]) * scales[o, g(i)].
+    """W[o, i] = (number(codes[o, i]) - zeros[o, g(i)]) * scales[o, g(i)], number being that of the scheme's grid: of
+    integers the code itself, of fp8 the e4m3 number of that byte. Grids without zero points subtract nothing.
 
-    codes        uint8 [out, in]: each in [0, 2**bits), or the bytes of e4m3 numbers where the scheme is fp8
+    codes        uint8 [out, in], each in [0, 2**bits)
     scales       float32 [out, groups]; where the scheme shares a scale among outputs, their rows repeat it
     zeros        uint8 [out, groups], or None for a symmetric scheme (zero = 2**(bits-1))
     g_idx        int32 [in], the group of each input feature, or None for consecutive groups
@@ -50,8 +51,9 @@ class QuantizedWeight:
         groups = self.scheme.groups(inp)
         if self.codes.dtype != torch.uint8:
             raise CheckpointError(f"codes must be uint8, not {self.codes.dtype}")
-        if self.scheme.dtype == "fp8" and bool(((self.codes & 0x7F) == 0x7F).any()):
-            raise CheckpointError("an fp8 weight is NaN")
+        nan = self.scheme.grid.nan
+        if nan is not None and bool(((self.codes & 0x7F) == nan).any()):
+            raise CheckpointError(f"an {self.scheme.dtype} weight is NaN")
         if int(self.codes.max()) > self.scheme.max_code:
             raise CheckpointError(f"a code exceeds the {self.scheme.max_code} of {self.scheme.bits} bits")
         if tuple(self.scales.shape) != (out, groups):
@@ -93,13 +95,13 @@ class QuantizedWeight:
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
         group = self.group_of_input()
-        if self.scheme.dtype == "fp8":
-            return self.codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(self.scales[:, group])
-        zeros: Tensor | float = float(self.scheme.zero)
-        if self.zeros is not None:
-            zeros = self.zeros.to(torch.float32)[:, group]
         # In place: of the largest linears each buffer is a quarter of a gigabyte.
-        return self.codes.to(torch.float32).sub_(zeros).mul_(self.scales[:, group])
+        numbers = self.scheme.grid.numbers(self.codes)
+        if self.zeros is not None:
+            numbers.sub_(self.zeros.to(torch.float32)[:, group])
+        elif self.scheme.grid.zero_points:
+            numbers.sub_(float(self.scheme.zero))
+        return numbers.mul_(self.scales[:, group])
 
 
 def concat_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:

@@ -11,11 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from qserve.checkpoint.errors import UsageError
-
-WeightDtype = Literal["int", "fp8"]
-BITS = (2, 3, 4, 6, 8)
-FP8_MAX = 448.0
-"""The largest value of e4m3 (OCP 8-bit floating point, 2023)."""
+from qserve.checkpoint.grid import INTEGERS, Grid, grid_named, input_grid
 
 
 @dataclass(frozen=True)
@@ -24,25 +20,31 @@ class WeightScheme:
 
     A scale is shared by ``group_size`` inputs (-1: all of them) of ``rows`` outputs (-1: all of them): (64, 1) is
     the usual group, (-1, 1) per channel, (-1, -1) per tensor, (128, 128) a block.
-    An ``int`` weight holds unsigned codes around a zero point, which is ``2 ** (bits - 1)`` where it is symmetric;
-    an ``fp8`` weight holds e4m3 numbers.
+    ``dtype`` names the ``grid`` of its codes: ``int``, unsigned codes around a zero point, which is
+    ``2 ** (bits - 1)`` where it is symmetric; ``fp8``, e4m3 numbers. Raises ``UsageError`` for what is not known.
     """
 
     bits: int
     group_size: int = 64
     symmetric: bool = True
-    dtype: WeightDtype = "int"
+    dtype: str = "int"
     rows: int = 1
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise UsageError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
+        grid = self.grid
+        if self.bits not in INTEGERS.bits:
+            raise UsageError(f"bits must be one of {', '.join(map(str, INTEGERS.bits))}, not {self.bits}")
+        if self.bits not in grid.bits or not (self.symmetric or grid.zero_points):
+            zeros = "" if grid.zero_points else " and no zero points"
+            raise UsageError(f"{grid.name} weights have {' or '.join(map(str, grid.bits))} bits{zeros}")
         if self.group_size != -1 and (self.group_size < 8 or self.group_size % 8):
             raise UsageError(f"group size must be -1 or a multiple of 8, not {self.group_size}")
         if self.rows != -1 and self.rows < 1:
             raise UsageError(f"rows that share a scale must be -1 or at least 1, not {self.rows}")
-        if self.dtype == "fp8" and (self.bits != 8 or not self.symmetric):
-            raise UsageError("fp8 weights have 8 bits and no zero points")
+
+    @property
+    def grid(self) -> Grid:
+        return grid_named(self.dtype)
 
     def groups(self, in_features: int) -> int:
         """Number of groups along an input of ``in_features`` (the last may be short)."""
@@ -69,15 +71,15 @@ class WeightScheme:
         """Bits of a weight [out, in] in a packed format: codes, 16-bit scales, packed zero points, those that are all
         the same only where the format has ``symmetric_zeros``."""
         blocks = self.groups(in_features) * -(-out_features // self.row_height(out_features))
-        zero_bits = self.bits if self.dtype == "int" and (symmetric_zeros or not self.symmetric) else 0
+        zero_bits = self.bits if self.grid.zero_points and (symmetric_zeros or not self.symmetric) else 0
         return out_features * in_features * self.bits + blocks * (16 + zero_bits)
 
     def __str__(self) -> str:
         """For people: ``4 bit g64 symmetric``, ``fp8 per channel``."""
         shared = {(-1, 1): "per channel", (-1, -1): "per tensor"}.get((self.group_size, self.rows))
         shared = shared or (f"g{self.group_size}" if self.rows == 1 else f"{self.rows}x{self.group_size} blocks")
-        if self.dtype == "fp8":
-            return f"fp8 {shared}"
+        if self.grid is not INTEGERS:
+            return f"{self.dtype} {shared}"
         return f"{self.bits} bit {shared} {'symmetric' if self.symmetric else 'asymmetric'}"
 
 
@@ -95,10 +97,15 @@ class ActivationScheme:
     group_size: int = -1
 
     def __post_init__(self) -> None:
+        input_grid(self.dtype)
         if not self.dynamic and self.granularity != "tensor":
             raise UsageError("static activation scales are per tensor")
         if (self.granularity == "group") != (self.group_size != -1):
             raise UsageError("activation groups need a group size, and only they")
+
+    @property
+    def grid(self) -> Grid:
+        return input_grid(self.dtype)
 
     def __str__(self) -> str:
         shared = f"group of {self.group_size}" if self.granularity == "group" else self.granularity
@@ -111,6 +118,10 @@ class KVScheme:
 
     dtype: Literal["int8", "fp8"]
     granularity: Literal["tensor", "head"] = "tensor"
+
+    @property
+    def grid(self) -> Grid:
+        return input_grid(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CapacityError
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
@@ -235,9 +236,11 @@ class _NativeProgram:
 def _unsupported(weight: QuantizedWeight) -> str | None:
     """Why no kernel multiplies ``weight``, or None."""
     scheme, activations = weight.scheme, weight.activations
-    if weight.g_idx is not None and scheme.dtype == "fp8":
+    if scheme.grid not in (INTEGERS, E4M3):
+        return f"{scheme} weights have no C kernel"
+    if weight.g_idx is not None and scheme.grid is E4M3:
         return "fp8 weights with groups out of order have no C kernel"
-    if is_expanded(scheme, activations) or scheme.dtype == "fp8" or activations is None:
+    if is_expanded(scheme, activations) or scheme.grid is E4M3 or activations is None:
         return None
     if activations.granularity == "group":
         if weight.g_idx is not None:
@@ -279,6 +282,8 @@ class NativeExecutor:
             return f"head_dim {op.head_dim} is not a multiple of 16 up to 256"
         if isinstance(op, Embed):
             if isinstance(op.table, QuantizedWeight):
+                if op.table.scheme.grid not in (INTEGERS, E4M3):
+                    return f"embeddings as {op.table.scheme} have no C kernel"
                 return "embeddings with groups out of order have no C kernel" if op.table.g_idx is not None else None
             return None if op.table.dtype in abi.FLOATS else f"embeddings in {op.table.dtype} have no C kernel"
         if isinstance(op, Linear):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
@@ -61,7 +62,7 @@ def float8_tiles(packed: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 def is_expanded(scheme: WeightScheme, activations: ActivationScheme | None) -> bool:
     """Whether no kernel multiplies what is packed, and the weight is held in float32 instead: integers by e4m3."""
-    return scheme.dtype == "int" and activations is not None and activations.dtype == "fp8"
+    return scheme.grid is INTEGERS and activations is not None and activations.grid is E4M3
 
 
 def tile_bytes(
@@ -72,7 +73,7 @@ def tile_bytes(
     if is_expanded(scheme, activations):
         return 4 * out * inp
     codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
-    scale = 2 if half_scales and scheme.dtype == "int" else 4
+    scale = 2 if half_scales and scheme.grid is INTEGERS else 4
     return codes + out * scheme.groups(inp) * (scale + (0 if scheme.symmetric else 4))
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.ops import (
     BLOCK_SIZE,
     HOST,
@@ -42,7 +43,7 @@ _SMALLEST = 1e-30  # below it, 1 / scale would overflow
 
 def round_e4m3(x: Tensor) -> Tensor:
     """float32 -> float8_e4m3fn: to the nearest, ties to even, saturated; NaN stays."""
-    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return x.clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
 
 
 def round_input(x: Tensor, activations: ActivationScheme, input_scale: float | None = None) -> Tensor:
@@ -59,7 +60,7 @@ def round_input(x: Tensor, activations: ActivationScheme, input_scale: float | N
         size = activations.group_size
         spans = F.pad(x.float(), (0, -width % size)).unflatten(-1, (-1, size))
     absmax = spans.abs().amax(-1, keepdim=True)
-    limit = FP8_MAX if activations.dtype == "fp8" else INT8_MAX
+    limit = activations.grid.largest
     if input_scale is None:
         scale = absmax / limit
         # A number over a tensor would be its reciprocal times the number, rounded twice.
@@ -68,7 +69,7 @@ def round_input(x: Tensor, activations: ActivationScheme, input_scale: float | N
         scale = torch.tensor(input_scale, dtype=torch.float32)
         inverse = 1.0 / scale
     scaled = spans * inverse
-    codes = round_e4m3(scaled).float() if activations.dtype == "fp8" else scaled.clamp(-128, 127).round()
+    codes = round_e4m3(scaled).float() if activations.grid is E4M3 else scaled.clamp(-128, 127).round()
     rounded = torch.where(absmax.isfinite(), codes * scale, torch.nan)
     return rounded.flatten(-2)[..., :width]
 

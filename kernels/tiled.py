@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear
@@ -91,7 +92,7 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
         return {"weight": keep(float_tiles(weight)), "k": weight.shape[1], "dtype": abi.FLOATS[weight.dtype]}
     scheme, activations = weight.scheme, weight.activations
     inputs = {"input_scale": weight.input_scale or 0.0}
-    if scheme.dtype == "int" and not is_expanded(scheme, activations):
+    if scheme.grid is INTEGERS and not is_expanded(scheme, activations):
         tiles = int_tiles(weight)
         return {
             # In this order: what is fetched ahead at the end of the weights before are these scales.
@@ -111,9 +112,9 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
         }
     inp = weight.in_features
     if activations is not None:
-        inputs["act_dtype"] = abi.F8 if activations.dtype == "fp8" else abi.I8
+        inputs["act_dtype"] = abi.F8 if activations.grid is E4M3 else abi.I8
         inputs["act_span"] = activations.group_size if activations.granularity == "group" else inp
-    if scheme.dtype == "int":
+    if scheme.grid is INTEGERS:
         return {"weight": keep(float_tiles(weight.dequantize())), "k": inp, "dtype": 0, **inputs}
     codes, scales = (keep(each) for each in float8_tiles(weight))
     group = scheme.group_width(inp)
@@ -128,7 +129,7 @@ def tile_embed(op: Embed) -> TiledEmbed:
         table.codes,
         op.out,
         width,
-        abi.F8 if table.scheme.dtype == "fp8" else abi.U8,
+        abi.F8 if table.scheme.grid is E4M3 else abi.U8,
         scales=table.scales,
         zeros=table.zeros,
         group=table.scheme.group_width(width),

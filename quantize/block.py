@@ -17,6 +17,7 @@ from qserve.calibration.kv import KVRecorder
 from qserve.calibration.stats import LayerStats
 from qserve.calibration.visit import Gather, Inputs, Replacement, Visit
 from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize import rtn, signround
@@ -189,7 +190,7 @@ class BlockQuantizer:
         """A linear that is quantized already keeps its codes: a row is divided by dividing its scales."""
         packed, linear = self._result.packed[name], self._visit.linears[name]
         scales = packed.scales / scale[:, None]
-        packed = replace(packed, scales=storable(scales) if packed.scheme.dtype == "int" else scales)
+        packed = replace(packed, scales=storable(scales) if packed.scheme.grid is INTEGERS else scales)
         self._result.packed[name] = packed
         linear.weight.data = packed.dequantize()
         if name in self._original:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import FP8_MAX, WeightScheme
+from qserve.checkpoint.spec import WeightScheme
 
 # Elements per pass of the search.
 _CHUNK = 1 << 20
@@ -28,7 +29,7 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
     Of the scales from absmax / 448 to twice that, each tensor, output or block takes the one of least error: a few
     inputs often carry most of it, and their weights then lie near e4m3 numbers. Scales are float32 and positive.
     """
-    if scheme.dtype != "fp8":
+    if scheme.grid is not E4M3:
         raise ValueError(f"e4m3 numbers cannot store {scheme}")
     scales = search(weight, importance, scheme)
     codes = torch.empty(weight.shape, dtype=torch.uint8)
@@ -49,7 +50,7 @@ def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
     for part in _parts(weight):
         largest = _by_group(weight[part].abs(), scheme).amax(2)
         peak.scatter_reduce_(0, block[part, None].expand_as(largest), largest, "amax")
-    first = (peak / FP8_MAX).clamp(min=_SMALLEST)
+    first = (peak / E4M3.largest).clamp(min=_SMALLEST)
     factors = torch.exp2(torch.arange(_STEPS) / _STEPS)
     error = torch.zeros(_STEPS, blocks, groups)
     for part in _parts(weight):
@@ -80,4 +81,5 @@ def _spread(scales: Tensor, scheme: WeightScheme, inp: int) -> Tensor:
 
 def _encode(weight: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
     """float8_e4m3fn; the clamp keeps a quotient that rounding carried past 448 from becoming NaN."""
-    return (weight / _spread(scales, scheme, weight.shape[1])).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    steps = weight / _spread(scales, scheme, weight.shape[1])
+    return steps.clamp_(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.spec import FP8_MAX, WeightScheme
+from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
 from qserve.quantize import fp8, rtn
 from qserve.quantize import scales as scale_search
@@ -98,12 +99,14 @@ def _rounded(
     inverse: Inverse, upper: Tensor, weight: Tensor, diagonal: Tensor, scheme: WeightScheme
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes uint8 [out, in], scales and zeros float32 [out, groups]."""
+    if scheme.grid not in (INTEGERS, E4M3):
+        raise ValueError(f"GPTQ rounds to integers or e4m3 numbers, not to {scheme}")
     scales, zeros = None, None
-    if scheme.dtype == "fp8":
+    if scheme.grid is E4M3:
         scales = fp8.search(weight, diagonal, scheme)
     elif inverse.act_order:
         scales, zeros = scale_search.search_groups(weight, diagonal, scheme)
-    if scales is not None and scheme.dtype == "int" and native.missing() is None:
+    if scales is not None and scheme.grid is INTEGERS and native.missing() is None:
         codes = rounding.sweep(
             weight.contiguous(), upper, inverse.order, scales, zeros, zero=scheme.zero, max_code=scheme.max_code
         )
@@ -300,8 +303,8 @@ class _Sweep:
         """Note the codes of ``left``, which become row ``row``, and return what they stand for."""
         scales = self.scales[group]
         codes = torch.div(left, scales)
-        if self.scheme.dtype == "fp8":
-            numbers = codes.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        if self.scheme.grid is E4M3:
+            numbers = codes.clamp_(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
             self.codes[row] = numbers.view(torch.uint8)
             return numbers.to(torch.float32).mul_(scales)
         offset = float(self.scheme.zero) if self.zeros is None else self.zeros[group]

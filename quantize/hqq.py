@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.threads import torch_threads
 from qserve.quantize import scales as scale_search
@@ -32,7 +33,7 @@ def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> 
     ``stats`` decide nothing; the error of the result is measured by them. Raises ``ValueError`` for schemes without
     zero points.
     """
-    if scheme.dtype != "int" or scheme.symmetric or scheme.rows != 1:
+    if scheme.grid is not INTEGERS or scheme.symmetric or scheme.rows != 1:
         raise ValueError(f"HQQ needs integers with a zero point for each group, not {scheme}")
     out, inp = weight.shape
     groups = weight.reshape(-1, scheme.group_width(inp))

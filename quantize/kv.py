@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.kv import KVRecorder
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.kv import KEY_CENTER
 from qserve.checkpoint.spec import KVScheme
 from qserve.quantize.layer import static_scales
@@ -20,7 +21,7 @@ def kv_scale(absmax: Tensor, scheme: KVScheme) -> Tensor:
     absmax: float32 [heads], the largest magnitude of the keys (after their rotation) or values of each KV head.
     Codes are value / scale, rounded to int8 (-127..127) or e4m3.
     """
-    return static_scales(absmax if scheme.granularity == "head" else absmax.amax().reshape(1), scheme.dtype)
+    return static_scales(absmax if scheme.granularity == "head" else absmax.amax().reshape(1), scheme.grid)
 
 
 def recorded(recorder: KVRecorder, block: str, scheme: KVScheme) -> dict[str, Tensor]:
@@ -34,7 +35,7 @@ def recorded(recorder: KVRecorder, block: str, scheme: KVScheme) -> dict[str, Te
     mean, spread = recorder.key_mean(), recorder.key_spread()
     if not bool(spread.isfinite().all()):
         mean = torch.zeros_like(mean)
-    elif scheme.dtype == "int8":
+    elif scheme.grid is INTEGERS:
         keys = spread
     found = {f"{block}.{recorder.attention}.{KEY_CENTER}": mean}
     for letter, absmax in zip("kv", (keys, values), strict=True):

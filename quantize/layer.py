@@ -6,14 +6,15 @@ Knows packed weights, the scale of their input and the error of a layer's output
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
+from qserve.checkpoint.grid import Grid
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import products
 
 # Columns of a Hessian that are in a second precision at once: of 28,672 inputs it would be gigabytes.
@@ -118,12 +119,11 @@ def with_activations(
         elif stats is None or not stats.finite():
             raise ValueError("a static activation scale needs finite statistics of the input")
         else:
-            scale = float(static_scales(stats.absmax.max(), activations.dtype))
+            scale = float(static_scales(stats.absmax.max(), activations.grid))
     return replace(quantized, weight=replace(quantized.weight, activations=activations, input_scale=scale))
 
 
-def static_scales(absmax: Tensor, dtype: Literal["int8", "fp8"]) -> Tensor:
-    """float32, shaped as ``absmax``, positive: the scale that lays ``absmax`` on the largest number of ``dtype``.
+def static_scales(absmax: Tensor, grid: Grid) -> Tensor:
+    """float32, shaped as ``absmax``, positive: the scale that lays ``absmax`` on the largest number of ``grid``.
     What was always zero is taken to reach 1."""
-    largest = 127.0 if dtype == "int8" else FP8_MAX
-    return (torch.where(absmax > 0, absmax.float(), 1.0) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    return (torch.where(absmax > 0, absmax.float(), 1.0) / grid.largest).clamp(min=torch.finfo(torch.float32).tiny)

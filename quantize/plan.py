@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize.job import QuantizeJob
 
@@ -114,8 +115,10 @@ def plan(
 
 def word_values(scheme: WeightScheme) -> int:
     """Both sizes of a weight must be multiples of this: the values that fill whole 32-bit words."""
-    if scheme.dtype == "fp8":
+    if scheme.grid is E4M3:
         return 1
+    if scheme.grid is not INTEGERS:
+        raise UsageError(f"no method rounds weights to {scheme}")
     return {2: 16, 3: 32, 4: 8, 6: 1, 8: 4}[scheme.bits]
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize import fp8
@@ -29,11 +30,12 @@ def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> 
 
 def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> QuantizedWeight:
     """``weight`` float32 [out, in] with the scales of least squared error, each input's weighted by ``importance``
-    float32 [in], and the nearest codes. Raises ``ValueError`` for integers that share a scale among outputs."""
-    if scheme.dtype == "fp8":
+    float32 [in], and the nearest codes. Raises ``ValueError`` for other grids, and for integers
+    that share a scale among outputs."""
+    if scheme.grid is E4M3:
         return fp8.nearest(weight, importance, scheme)
-    if scheme.rows != 1:
-        raise ValueError(f"rounding to integers needs scales for each output, not {scheme}")
+    if scheme.grid is not INTEGERS or scheme.rows != 1:
+        raise ValueError(f"rounding needs e4m3 numbers, or integers with scales for each output, not {scheme}")
     out, inp = weight.shape
     width = scheme.group_width(inp)
     scales, zeros = scale_search.search_groups(weight, importance, scheme)

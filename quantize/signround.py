@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Call
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.quantize import scales as scale_search
 
@@ -104,7 +105,7 @@ def tune(
 
 def learnable(packed: QuantizedWeight) -> bool:
     """Whether it holds integers whose scales are each of one output and of consecutive inputs."""
-    return packed.scheme.dtype == "int" and packed.scheme.rows == 1 and packed.g_idx is None
+    return packed.scheme.grid is INTEGERS and packed.scheme.rows == 1 and packed.g_idx is None
 
 
 class _Objective:

@@ -68,7 +68,7 @@ class _Error:
     def __call__(self, scale: Tensor) -> float:
         fixed = None
         if not self.activations.dynamic:
-            fixed = float(static_scales((self.stats.absmax / scale).max(), self.activations.dtype))
+            fixed = float(static_scales((self.stats.absmax / scale).max(), self.activations.grid))
         inputs = round_input(self.stats.sample / scale, self.activations, fixed)
         importance = self.stats.diagonal / scale.square()
         error = 0.0

@@ -33,6 +33,7 @@ from qserve.checkpoint.formats.format import (
     scheme_from,
 )
 from qserve.checkpoint.formats.words import pack_words, unpack_words
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
@@ -142,7 +143,7 @@ class AWQ:
 
 
 def _unsayable(scheme: WeightScheme) -> str | None:
-    if scheme.dtype != "int" or scheme.bits != 4 or scheme.rows != 1:
+    if scheme.grid is not INTEGERS or scheme.bits != 4 or scheme.rows != 1:
         return f"the AWQ format holds 4-bit integers with scales of their own for every output, not {scheme}"
     return None
 

@@ -39,6 +39,7 @@ from qserve.checkpoint.formats.format import (
     spread,
 )
 from qserve.checkpoint.formats.words import pack_words, unpack_words, words_for
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
@@ -143,7 +144,7 @@ class CompressedTensors:
 def _unpack(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
     """(codes, zeros) of pack-quantized parts."""
     packed = require(parts, "weight_packed", torch.int32, 2)
-    if scheme.dtype != "int":
+    if scheme.grid is not INTEGERS:
         raise CheckpointError(f"weight_packed holds integers, but the configuration says {scheme}")
     out, inp = _stored_shape(require(parts, "weight_shape"), tuple(packed.shape))
     if packed.shape[1] != words_for(inp, scheme.bits):
@@ -164,7 +165,9 @@ def _unpack(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, 
 
 def _read(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
     """(codes, zeros) of a weight stored one value a byte."""
-    if scheme.dtype == "fp8":
+    if reason := configuration.unsayable(scheme, None):
+        raise CheckpointError(reason)
+    if scheme.grid is E4M3:
         return require(parts, "weight", torch.float8_e4m3fn, 2).view(torch.uint8), None
     codes = _unsigned(require(parts, "weight", torch.int8, 2), scheme)
     if scheme.symmetric:

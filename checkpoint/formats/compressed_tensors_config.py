@@ -20,32 +20,38 @@ from qserve.checkpoint.formats.format import (
     pattern_from,
     scheme_from,
 )
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 _WHAT = "compressed-tensors"
 Granularity = Literal["token", "group", "tensor"]
 Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"]
 _LAYOUTS = get_args(Layout)
+_TYPES = {INTEGERS: "int", E4M3: "float"}
 _MIXED = "mixed-precision"
 _PLAIN_ORDER = (None, False, "weight", "static")
 
 
 def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout:
     """What the format calls the layout that a module of this kind is written in."""
-    if scheme.dtype == "fp8":
+    if reason := unsayable(scheme, activations):
+        raise UsageError(reason)
+    if scheme.grid is E4M3:
         return "naive-quantized" if activations is None else "float-quantized"
     return "pack-quantized" if activations is None or scheme.bits != 8 else "int-quantized"
 
 
 def unsayable(scheme: WeightScheme, activations: ActivationScheme | None) -> str | None:
     """Why the configuration has no words for a scheme, or None."""
+    if scheme.grid not in _TYPES:
+        return f"compressed-tensors has no layout for {scheme}"
     if scheme.rows != 1 and (scheme.rows == -1) != (scheme.group_size == -1):
         return f"compressed-tensors cannot say {scheme}"
     if scheme.rows != 1 and not scheme.symmetric:
         return f"compressed-tensors stores zero points per group or channel, not for {scheme}"
-    if activations is not None and activations.dtype == "fp8" and scheme.dtype == "int" and scheme.bits == 8:
+    if activations is not None and activations.grid is E4M3 and scheme.grid is INTEGERS and scheme.bits == 8:
         return "compressed-tensors has no layout for int8 weights with fp8 inputs"
-    if activations is not None and activations.dtype == "int8" and scheme.dtype == "fp8":
+    if activations is not None and activations.grid is INTEGERS and scheme.grid is E4M3:
         return "compressed-tensors has no layout for fp8 weights with int8 inputs"
     return None
 
@@ -77,12 +83,12 @@ def _group(targets: list[str], scheme: WeightScheme, activations: ActivationSche
         raise UsageError(f"{targets[0]}: {reason}")
     inputs = None
     if activations is not None:
-        inputs = _args(8, "int" if activations.dtype == "int8" else "float", activations.granularity,
+        inputs = _args(8, _TYPES[activations.grid], activations.granularity,
                        group_size=None if activations.group_size == -1 else activations.group_size,
                        dynamic=activations.dynamic)
     strategies = {(-1, 1): "channel", (-1, -1): "tensor"}
     strategy = strategies.get((scheme.group_size, scheme.rows), "group" if scheme.rows == 1 else "block")
-    weights = _args(scheme.bits, "int" if scheme.dtype == "int" else "float", strategy, symmetric=scheme.symmetric,
+    weights = _args(scheme.bits, _TYPES[scheme.grid], strategy, symmetric=scheme.symmetric,
                     group_size=scheme.group_size if strategy == "group" else None)
     if strategy == "block":
         weights["block_structure"] = [scheme.rows, scheme.group_size]
@@ -96,8 +102,7 @@ def _group(targets: list[str], scheme: WeightScheme, activations: ActivationSche
 
 
 def _kv_args(kv_cache: KVScheme) -> dict[str, Any]:
-    return _args(8, "int" if kv_cache.dtype == "int8" else "float",
-                 "tensor" if kv_cache.granularity == "tensor" else "attn_head")
+    return _args(8, _TYPES[kv_cache.grid], "tensor" if kv_cache.granularity == "tensor" else "attn_head")
 
 
 def _args(num_bits: int, kind: str, strategy: str, *, symmetric: bool = True, group_size: int | None = None,

@@ -36,6 +36,7 @@ from qserve.checkpoint.formats.format import (
     scheme_from,
     spread,
 )
+from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
@@ -151,9 +152,9 @@ class FP8:
 def _unsayable_weight(scheme: WeightScheme, activations: ActivationScheme | None) -> str | None:
     per_tensor = (scheme.group_size, scheme.rows) == (-1, -1)
     block = scheme.group_size != -1 and scheme.rows not in (1, -1)
-    if scheme.dtype != "fp8" or not (per_tensor or block):
+    if scheme.grid is not E4M3 or not (per_tensor or block):
         return f"the fp8 format holds e4m3 weights with scales per tensor or per block, not {scheme}"
-    if activations is None or activations.dtype != "fp8":
+    if activations is None or activations.grid is not E4M3:
         return f"the fp8 format rounds inputs to fp8, not {activations or 'at all'}"
     if block and (activations.granularity, activations.group_size) != ("group", scheme.group_size):
         return f"the fp8 format rounds inputs in groups of {scheme.group_size} where weights have blocks"

@@ -37,6 +37,7 @@ from qserve.checkpoint.formats.format import (
     scheme_from,
 )
 from qserve.checkpoint.formats.words import pack_words, period, unpack_words
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
@@ -58,7 +59,7 @@ class GPTQ:
             return "the GPTQ format quantizes weights only"
         for module, scheme in schemes.items():
             out, inp = shapes[module]
-            if scheme.dtype != "int" or scheme.bits not in BITS:
+            if scheme.grid is not INTEGERS or scheme.bits not in BITS:
                 return f"{module}: the GPTQ format holds integers of 2, 3, 4 or 8 bits, not {scheme}"
             if scheme.rows != 1:
                 return f"{module}: the GPTQ format has scales of its own for every output, not {scheme}"
@@ -75,7 +76,7 @@ class GPTQ:
         """Scales and bias are rounded to float16. ``CheckpointError`` for sizes that do not fill words, a scale beyond
         float16, or a zero point of 0 in version ``gptq`` (minus one borrows from its neighbour)."""
         scheme = weight.scheme
-        if scheme.dtype != "int" or scheme.bits not in BITS or scheme.rows != 1 or weight.activations is not None:
+        if scheme.grid is not INTEGERS or scheme.bits not in BITS or scheme.rows != 1 or weight.activations is not None:
             raise CheckpointError(f"the GPTQ format cannot hold {scheme}, inputs {weight.activations or 'not rounded'}")
         unit = period(scheme.bits)[0]
         for size in weight.codes.shape:
@@ -130,7 +131,7 @@ class GPTQ:
 
     def config_of(self, spec: QuantSpec) -> dict[str, Any]:
         """``act_order`` is what readers call ``desc_act``: groups that do not follow the order of the input."""
-        if spec.activations is not None or spec.kv_cache is not None or spec.weights.dtype != "int":
+        if spec.activations is not None or spec.kv_cache is not None or spec.weights.grid is not INTEGERS:
             raise UsageError(_SAYS_TOO_LITTLE)
         dynamic: dict[str, dict[str, Any]] = {}
         for pattern in _patterns(module for module in spec.ignored if module != "lm_head"):
@@ -184,7 +185,7 @@ def _whole(packed: Tensor, bits: int) -> Tensor:
 
 
 def _fields(scheme: WeightScheme) -> dict[str, Any]:
-    if scheme.dtype != "int" or scheme.bits not in BITS or scheme.rows != 1:
+    if scheme.grid is not INTEGERS or scheme.bits not in BITS or scheme.rows != 1:
         raise UsageError(f"the GPTQ format cannot hold {scheme}; choose another --format")
     return {"bits": scheme.bits, "group_size": scheme.group_size, "sym": scheme.symmetric}
 

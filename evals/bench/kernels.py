@@ -38,7 +38,7 @@ class Kernel:
     @property
     def of_integers(self) -> bool:
         """Whether bytes are multiplied, which have another peak than floats."""
-        return self.scheme is not None and self.scheme.dtype == "int"
+        return self.scheme is not None and self.scheme.grid.exact
 
     def bytes(self, out: int, inp: int) -> int:
         if self.scheme is None:
@@ -49,7 +49,7 @@ class Kernel:
         if self.scheme is None:
             return torch.ones(out, inp, dtype=torch.float16)
         codes = torch.randint(0, 1 << self.scheme.bits, (out, inp), dtype=torch.uint8)
-        if self.scheme.dtype == "fp8":
+        if self.scheme.grid.nan is not None:
             codes = codes & 0x77  # no NaN
         scales = torch.full((out, self.scheme.groups(inp)), 2.0**-7)
         return QuantizedWeight(self.scheme, codes, scales, activations=self.activations)

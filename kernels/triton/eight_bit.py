@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
@@ -93,13 +94,13 @@ def supports(weight: QuantizedWeight, capability: Capability) -> str | None:
     """None, or why these kernels do not multiply by ``weight``, whose inputs are rounded to 8 bits."""
     scheme, activations = weight.scheme, weight.activations
     assert activations is not None
-    if activations.dtype == "fp8":
+    if activations.grid is E4M3:
         if capability < FP8:
             return f"FP8 products need compute capability 8.9, not {capability[0]}.{capability[1]}"
-        if scheme.dtype == "int" and scheme.bits > 4:
+        if scheme.grid is INTEGERS and scheme.bits > 4:
             return f"{scheme} weights with FP8 inputs: e4m3 holds integers of at most 4 bits"
     else:
-        if scheme.dtype == "fp8":
+        if scheme.grid is E4M3:
             return "FP8 weights with int8 inputs"
         if scheme.bits == 8 and not scheme.symmetric:
             return "asymmetric 8 bit weights with int8 inputs"
@@ -147,7 +148,7 @@ class EightBit:
         weight = op.weight
         assert isinstance(weight, QuantizedWeight) and weight.activations is not None
         self.op, self.activations = op, weight.activations
-        self.dtype = torch.float8_e4m3fn if self.activations.dtype == "fp8" else torch.int8
+        self.dtype = torch.float8_e4m3fn if self.activations.grid is E4M3 else torch.int8
         self.n, self.block_k = weight.out_features, block_k(weight.scheme, self.activations, weight.in_features)
         groups = weight.scheme.groups(weight.in_features)
         self.group = 0 if groups == 1 else weight.scheme.group_size
@@ -254,7 +255,7 @@ class EightBit:
 def _values(weight: QuantizedWeight, dtype: torch.dtype, order: Tensor | None, device: torch.device) -> Tensor:
     """The weight [out, k] without its scales, in ``dtype``, exactly; inputs in ``order``, 0 where it is -1."""
     codes = weight.codes.to(device)
-    if weight.scheme.dtype == "int":
+    if weight.scheme.grid is INTEGERS:
         zeros: Tensor | int = weight.scheme.zero
         if weight.zeros is not None:
             zeros = weight.zeros.to(device, torch.int16)[:, weight.group_of_input().to(device)]

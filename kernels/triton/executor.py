@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.ops import (
     Argmax,
@@ -195,7 +196,7 @@ class _TritonProgram:
             table = self._hold(op.table)
             return lambda batch: gather(table, batch.token_ids, op.out, batch.tokens, op.scale)
         packed = op.table
-        fp8 = packed.scheme.dtype == "fp8"
+        fp8 = packed.scheme.grid is E4M3
         codes = self._hold(packed.codes.view(torch.float8_e4m3fn) if fp8 else packed.codes)
         scales = self._hold(packed.scales)
         zeros = None if packed.zeros is None else self._hold(packed.zeros)

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
@@ -51,9 +52,11 @@ def supports(weight: Tensor | QuantizedWeight, capability: Capability) -> str | 
         return f"Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
     if isinstance(weight, Tensor):
         return None
+    if weight.scheme.grid not in (INTEGERS, E4M3):
+        return f"{weight.scheme} weights"
     if weight.activations is not None:
         return eight_bit.supports(weight, capability)
-    if weight.scheme.dtype == "fp8":
+    if weight.scheme.grid is E4M3:
         return "FP8 weights whose inputs are not rounded to FP8"
     words = weight.out_features * weight.in_features * (4 if weight.scheme.bits <= 4 else 8) // 16
     if words >= MOST_WORDS:

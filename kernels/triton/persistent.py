@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.target import Capability, Target
@@ -120,7 +121,7 @@ def supports(weight: QuantizedWeight, block_k: int, capability: Capability) -> s
         return f"groups of {block_k}: its steps are {BLOCK_K} inputs"
     if scheme.groups(inp) > 1 and scheme.row_height(out) % BLOCK_K:
         return "each output has scales of its own by groups"
-    if weight.activations.dtype == "int8":
+    if weight.activations.grid is INTEGERS:
         if capability >= (10, 0):
             return "integers have no fast matrix unit there"
         if scheme.groups(inp) > 1 or weight.activations.group_size > 0:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.ops import SCALED_KV, Attention, Embed, Linear, Op, RMSNorm, RopeKV
 from qserve.kernels.triton import linear
@@ -56,7 +57,9 @@ def unsupported(op: Op, capability: Capability, compiled: bool) -> str | None:
         case Embed(table=QuantizedWeight() as table):
             if table.g_idx is not None:
                 return "embeddings with groups out of order have no Triton kernel"
-            return _float8(capability) if table.scheme.dtype == "fp8" else None
+            if table.scheme.grid not in (INTEGERS, E4M3):
+                return f"embeddings as {table.scheme} have no Triton kernel"
+            return _float8(capability) if table.scheme.grid is E4M3 else None
         case Embed(table=Tensor() as table) if table.dtype not in _FLOATS:
             return f"embeddings in {table.dtype} have no Triton kernel"
         case RMSNorm() if op.x.shape[1] > _WIDEST_ROW:

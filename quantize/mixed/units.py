@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from qserve.checkpoint.formats.format import FUSED, Format
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.loaders import verdicts
-from qserve.checkpoint.spec import BITS, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.plan import word_values
 
@@ -59,7 +60,7 @@ def candidates(
     for unit in units(shapes):
         own = {module: shapes[module] for module in unit}
         fitting = []
-        for bits in BITS:
+        for bits in INTEGERS.bits:
             sizes = [WeightScheme(bits, size, symmetric) for size in _GROUP_SIZES]
             fit = [scheme for scheme in sizes if _fits(scheme, own, format, loaders)]
             # With many codes small groups cost more than they save, with few the whole input is too much for one scale.

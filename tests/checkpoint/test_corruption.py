@@ -18,10 +18,11 @@ from torch import Tensor
 from qserve.calibration.text import Text, load_text
 from qserve.checkpoint.errors import CheckpointError, GateFailed
 from qserve.checkpoint.formats import format_named
+from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.manifest import write_manifest
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import open_model
-from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.evals import gate, quality
 from qserve.runtime.config import EngineConfig
@@ -71,7 +72,7 @@ def rounded(weight: Tensor, kind: Kind) -> QuantizedWeight:
         out // height, inp // width, -1
     )
     if scheme.symmetric:
-        limit = FP8_MAX if scheme.dtype == "fp8" else scheme.zero - 1
+        limit = E4M3.largest if scheme.dtype == "fp8" else scheme.zero - 1
         scales, least = blocks.abs().amax(-1) / limit, None
     else:
         least = blocks.amin(-1).clamp(max=0)
@@ -80,7 +81,7 @@ def rounded(weight: Tensor, kind: Kind) -> QuantizedWeight:
     spread = scales.repeat_interleave(height, 0)
     each = spread.repeat_interleave(width, 1)
     if scheme.dtype == "fp8":
-        codes = (weight / each).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = (weight / each).clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn).view(torch.uint8)
         return QuantizedWeight(scheme, codes, spread, activations=kind.activations)
     zeros = None if least is None else (-least / scales).round().to(torch.uint8)
     zero = scheme.zero if zeros is None else zeros.repeat_interleave(width, 1)

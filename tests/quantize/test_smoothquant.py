@@ -29,7 +29,7 @@ def product_error(x, weight, scale, scheme, activations):
     scale = torch.ones(x.shape[1]) if scale is None else scale
     nearest = fp8.nearest if scheme.dtype == "fp8" else rtn.nearest
     rounded = nearest(weight * scale, x.square().mean(0) / scale.square(), scheme).dequantize()
-    fixed = None if activations.dynamic else float(static_scales((x / scale).abs().max(), activations.dtype))
+    fixed = None if activations.dynamic else float(static_scales((x / scale).abs().max(), activations.grid))
     exact = x @ weight.t()
     return float((round_input(x / scale, activations, fixed) @ rounded.t() - exact).square().sum()
                  / exact.square().sum())

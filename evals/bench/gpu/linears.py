@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import FP8_MAX, ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.reference import round_input
 from qserve.kernels.triton import linear
@@ -93,13 +94,13 @@ def problem(scheme: str, shape: tuple[int, int], rows: int, device: torch.device
         dense = torch.randn(shape, generator=generator, device=device) * 0.02
         return Problem(scheme, x, dense.to(dtype))
     weights, activations = wanted
-    if activations is not None and activations.dtype == "fp8":
+    if activations is not None and activations.grid is E4M3:
         x = (x.float() / _STEP).to(torch.float8_e4m3fn).to(dtype) * _STEP
-        x[:, ::_WIDEST] = FP8_MAX * _STEP  # so the scale of any group is the step
+        x[:, ::_WIDEST] = E4M3.largest * _STEP  # so the scale of any group is the step
     height, groups = weights.row_height(out), weights.groups(inp)
     scales = torch.rand(-(-out // height), groups, generator=generator, device=device) * 0.008 + 0.001
     scales = scales.half().float().repeat_interleave(height, 0)[:out].contiguous()
-    if weights.dtype == "fp8":
+    if weights.grid is E4M3:
         values = torch.randn(shape, generator=generator, device=device).to(torch.float8_e4m3fn)
         codes = values.view(torch.uint8)
     else:

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import COMPRESSED_TENSORS as FORMAT
+from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import BITS, ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 INT8 = ActivationScheme("int8")
 FP8 = ActivationScheme("fp8")
@@ -20,7 +21,7 @@ MODULES = [f"model.layers.{i}.{leaf}" for i in range(3) for leaf in LEAVES]
 
 @settings(max_examples=80, deadline=None)
 @given(
-    bits=st.sampled_from(BITS),
+    bits=st.sampled_from(INTEGERS.bits),
     symmetric=st.booleans(),
     out=st.integers(1, 70),
     group=st.sampled_from([-1, 8, 24, 32]),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qserve.checkpoint.formats.words import pack_words, period, unpack_words, words_for
-from qserve.checkpoint.spec import BITS
+from qserve.checkpoint.grid import INTEGERS
 
 
 def slow_words(values: list[int], bits: int) -> list[int]:
@@ -16,7 +16,7 @@ def slow_words(values: list[int], bits: int) -> list[int]:
     return [word - (1 << 32) if word >> 31 else word for word in words]
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", INTEGERS.bits)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_words_are_a_little_endian_bit_stream(bits: int, data: st.DataObject) -> None:
@@ -36,4 +36,4 @@ def test_rows_are_independent() -> None:
 
 
 def test_periods() -> None:
-    assert {bits: period(bits) for bits in BITS} == {2: (16, 1), 3: (32, 3), 4: (8, 1), 6: (16, 3), 8: (4, 1)}
+    assert {bits: period(bits) for bits in INTEGERS.bits} == {2: (16, 1), 3: (32, 3), 4: (8, 1), 6: (16, 3), 8: (4, 1)}

@@ -1,0 +1,68 @@
+"""``Grid``: which numbers codes stand for. Knows codes, not scales or formats.
+
+Adding a number format begins with a row in ``GRIDS``: the reference kernel then computes with it, while formats,
+loaders, other kernels and methods refuse it until they name it. Nothing is taken for a grid that it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qserve.checkpoint.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """
+    name         what a scheme's ``dtype`` calls it
+    bits         the sizes of its codes
+    zero_points  whether a group may have a code of its own for zero, which is subtracted from its codes
+    exact        whether products of codes, and sums of them, are exact on integers
+    largest      the largest magnitude of an input that is rounded to it in 8 bits
+    numbers      uint8 codes of any shape -> float32: what they stand for before zero point and scale
+    nan          the code that is no number, but for its sign bit
+    """
+
+    name: str
+    bits: tuple[int, ...]
+    zero_points: bool
+    exact: bool
+    largest: float
+    numbers: Callable[[Tensor], Tensor]
+    nan: int | None = None
+
+
+def _whole(codes: Tensor) -> Tensor:
+    return codes.float()
+
+
+def _e4m3(codes: Tensor) -> Tensor:
+    import torch  # not where a command only asks for names
+
+    return codes.view(torch.float8_e4m3fn).to(torch.float32)
+
+
+INTEGERS = Grid("int", (2, 3, 4, 6, 8), zero_points=True, exact=True, largest=127.0, numbers=_whole)
+E4M3 = Grid("fp8", (8,), zero_points=False, exact=False, largest=448.0, numbers=_e4m3, nan=0x7F)
+"""OCP 8-bit floating point, 2023."""
+GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3)}
+_OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
+
+
+def grid_named(name: str) -> Grid:
+    """Of a weight. Raises ``UsageError`` for a name that is not known."""
+    if name not in GRIDS:
+        raise UsageError(f"unknown numbers {name!r}; known: {', '.join(GRIDS)}")
+    return GRIDS[name]
+
+
+def input_grid(name: str) -> Grid:
+    """Of the input of a product, or of a KV cache: int8 or fp8. Raises ``UsageError`` for another name."""
+    if name not in _OF_INPUTS:
+        raise UsageError(f"inputs are rounded to {' or '.join(_OF_INPUTS)}, not to {name!r}")
+    return _OF_INPUTS[name]
