@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import platform
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
@@ -105,6 +106,13 @@ def best_isa() -> Isa:
 def available() -> tuple[Isa, ...]:
     """The ISAs that this machine has; none where there is no library."""
     return () if missing() else tuple(isa for i, isa in enumerate(ISAS) if library().qs_has_isa(i))
+
+
+def not_run() -> tuple[Isa, ...]:
+    """The ISAs that the library has kernels for and this machine cannot run; none where there is no library."""
+    on_arm = platform.machine() in ("aarch64", "arm64")
+    compiled = ("scalar", "neon") if on_arm else tuple(isa for isa in ISAS if isa != "neon")
+    return () if missing() else tuple(isa for isa in ISAS if isa in compiled and isa not in available())
 
 
 def address(tensor: Tensor | None) -> int | None:

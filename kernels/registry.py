@@ -45,6 +45,8 @@ def executors() -> list[ExecutorStatus]:
     missing = native.missing()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "Triton's interpreter, for tests"
     detail = "" if missing else f"best of {', '.join(native.available())} here: {native.best_isa()}"
+    if not_run := native.not_run():
+        detail += f"; compiled, not run: {', '.join(not_run)}"
     return [
         ExecutorStatus("triton", gpu, _triton_missing(), "models are computed on the CPU"),
         ExecutorStatus("native", detail, missing, "about 10 times slower, and results that vary with the batch"),

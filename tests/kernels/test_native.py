@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qserve.checkpoint.spec import WeightScheme
-from qserve.kernels import native
+from qserve.kernels import native, registry
 from qserve.kernels.ops import Argmax, Attention, Linear, Op, RopeKV, Step
 from tests.kernels.quantized_weights import make_weight
 
@@ -138,3 +138,12 @@ def test_a_weight_of_another_shape_is_refused(isa: native.Isa) -> None:
     for weight in (torch.randn(33, 64), make_weight(32, 64, scheme), make_weight(33, 32, scheme)):
         with pytest.raises(ValueError, match="does not map"):
             run_native(Linear(torch.randn(2, 64), weight, torch.empty(2, 34)), make_step(2), isa)
+
+
+def test_the_list_of_kernels_names_those_that_this_machine_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = native.available()
+    assert not set(native.not_run()) & set(here)
+    monkeypatch.setattr(native, "available", lambda: here[:1])
+    listed = next(each.detail for each in registry.executors() if each.name == "native")
+    assert listed.endswith(f"; compiled, not run: {', '.join(native.not_run())}")
+    assert set(native.not_run()) >= set(here[1:])
