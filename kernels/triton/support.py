@@ -12,7 +12,20 @@ from torch import Tensor
 
 from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.kernels.ops import SCALED_KV, Attention, Embed, Linear, Op, RMSNorm, RopeKV
+from qserve.kernels.abi import name_of
+from qserve.kernels.ops import (
+    SCALED_KV,
+    Argmax,
+    Attention,
+    Embed,
+    Gather,
+    Linear,
+    LogSoftmax,
+    Op,
+    RMSNorm,
+    RopeKV,
+    SiluMul,
+)
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.target import FP8, MINIMUM, Capability
 
@@ -30,6 +43,8 @@ class Kernel:
     since: Capability = MINIMUM
 
 
+COMPUTED = (Embed, RMSNorm, Linear, RopeKV, Attention, SiluMul, Gather, Argmax, LogSoftmax)
+"""The operations that have a kernel at all."""
 KERNELS = (
     Kernel("embed", "packed embeddings, dequantized as they are looked up"),
     Kernel("fill", "tokens that were sampled in the step before, where they are still on the device"),
@@ -53,6 +68,8 @@ KERNELS = (
 
 def unsupported(op: Op, capability: Capability, compiled: bool) -> str | None:
     """None, or why no kernel computes ``op``. ``compiled``: for a GPU, not in the interpreter."""
+    if not isinstance(op, COMPUTED):
+        return f"{name_of(type(op))} has no Triton kernel"
     match op:
         case Embed(table=QuantizedWeight() as table):
             if table.g_idx is not None:

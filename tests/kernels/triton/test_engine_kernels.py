@@ -288,6 +288,26 @@ def test_attention_does_not_depend_on_chunks_or_neighbours(same_sums: None) -> N
         assert torch.equal(run(chunks, neighbour), whole), (chunks, neighbour)
 
 
+def test_what_has_no_kernel_is_computed_by_its_reference() -> None:
+    """A rotation of a part of each head, beside kernels for the rest, also in the 16 bits of a GPU."""
+    torch.manual_seed(8)
+    heads, kv_heads, dim = 4, 2, 32
+    step = sequences((0, 20, [3, 5]), (0, 7, [1]))
+    for activations in (torch.float32, torch.float16):
+        qkv = torch.randn(27, (heads + 2 * kv_heads) * dim).to(activations)
+        mine = Cache(torch.float16, heads, kv_heads, dim, activations=activations)
+        other = Cache(torch.float16, heads, kv_heads, dim)
+        angles = torch.rand(64, dim // 4)
+        outs = []
+        for cache, executor in ((mine, triton_executor()), (other, ReferenceExecutor())):
+            rope, attention, out = cache.ops(qkv.to(cache.activations, copy=True))
+            program = executor.program(27)
+            program.add([replace(rope, cosine=angles.cos(), sine=angles.sin()), attention])
+            program.run(step)
+            outs.append(out.float())
+        torch.testing.assert_close(*outs, rtol=0, atol=5e-3)
+
+
 def test_what_is_not_finite_reaches_all_that_see_it() -> None:
     torch.manual_seed(7)
     heads, kv_heads, dim, bad = 6, 2, 32, 13
