@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from base64 import b64decode, b64encode
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,24 @@ BEGIN = "compiled kernels: "
 
 @dataclass(frozen=True)
 class Compiled:
-    """``spills``: instructions that store to or load from local memory, and the bytes of a stack frame."""
+    """``cubin``: in base64; ``spills``: bytes of the stack frame, where registers go for which there is no room."""
 
     ttgir: str
     ptx: str
-    sass: str
+    cubin: str
     registers: int
     spills: int
     shared_bytes: int
+
+    @cached_property
+    def sass(self) -> str:
+        """The instructions. The disassembler takes half a second to start, so it runs for those that are looked at."""
+        from triton import knobs
+
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(b64decode(self.cubin))
+            file.flush()
+            return _tool(knobs.nvidia.nvdisasm.path, "-c", file.name)
 
 
 @dataclass(frozen=True)
@@ -81,11 +93,10 @@ def compile_kernel(
         cubin.write(made.asm["cubin"])
         cubin.flush()
         usage = _tool(knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name)
-        sass = _tool(knobs.nvidia.nvdisasm.path, "-c", cubin.name)
     registers = int(re.findall(r"REG:(\d+)", usage)[-1])
     stack = int(re.findall(r"STACK:(\d+)", usage)[-1])
-    spills = stack + len(re.findall(r"\b(?:STL|LDL)\b", sass))
-    return Compiled(made.asm["ttgir"], made.asm["ptx"], sass, registers, spills, made.metadata.shared)
+    code = b64encode(made.asm["cubin"]).decode()
+    return Compiled(made.asm["ttgir"], made.asm["ptx"], code, registers, stack, made.metadata.shared)
 
 
 def loops(made: Compiled) -> list[list[str]]:

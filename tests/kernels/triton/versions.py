@@ -41,7 +41,7 @@ def faults(made: dict[str, Compiled]) -> list[str]:
     for name, kernel in made.items():
         major, minor = re.findall(r"sm_(\d+)(\d)", name)[0]
         if kernel.spills:
-            found.append(f"{name}: {kernel.spills} bytes or instructions of spills")
+            found.append(f"{name}: {kernel.spills} bytes of spills")
         if kernel.shared_bytes > shared_bytes((int(major), int(minor))):
             found.append(f"{name}: {kernel.shared_bytes} bytes of shared memory")
     return found
