@@ -57,6 +57,8 @@ class Family:
             0 where there is none.
         window_asked: a window counts only with ``use_sliding_window``.
         partial_rotary: the first ``partial_rotary_factor`` of each head is rotated; elsewhere all of it is.
+        rotated: the key of the configuration that says of each layer whether queries and keys are rotated; None where
+            all are.
         fused: ``qkv_proj`` and ``gate_up_proj`` are stored as one matrix each.
         multipliers: from the configuration, as transformers reads it.
         gguf: None where the GGUF reader does not know it.
@@ -72,6 +74,7 @@ class Family:
     sliding: int = 0
     window_asked: bool = False
     partial_rotary: bool = False
+    rotated: str | None = None
     fused: bool = False
     multipliers: Callable[[Any], Multipliers] = lambda config: Multipliers()
     gguf: Gguf | None = None
@@ -98,6 +101,10 @@ FAMILIES = {
     ),
     "phi3": Family(native=True, sliding=1, partial_rotary=True, fused=True),
     "granite": Family(native=True, qkv_bias=None, out_bias=None, mlp_bias=None, multipliers=_granite),
+    "smollm3": Family(
+        native=True, qkv_bias=None, out_bias=None, mlp_bias=None, tied=True, sliding=1, window_asked=True,
+        rotated="no_rope_layers",
+    ),
     "gemma": Family(tied=True),
     "gemma2": Family(norms=4, tied=True, sliding=2),
     "gemma3_text": Family(norms=4, qk_norm=True, tied=True, sliding=6),

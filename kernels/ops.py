@@ -103,11 +103,13 @@ class Linear:
 class RopeKV:
     """Rotates q and k inside ``qkv`` [tokens, (heads + 2 kv_heads) * head_dim] and stores k and v in the cache.
 
-    The rotation pairs element j with j + rotary_dim / 2; cosine, sine [positions, rotary_dim / 2]. q_norm and
-    k_norm [head_dim] normalize each head first (Qwen3). Caches: k [blocks, kv_heads, head_dim, 16],
-    v [blocks, kv_heads, 16, head_dim], float32, float16, bfloat16, int8 or float8_e4m3fn. The last two hold k / k_scale
-    and v / v_scale (float32 [kv_heads]), rounded to the nearest, ties to even, and saturated: int8 at 127 either way,
-    e4m3 at 448. What is not finite is stored as NaN, which int8 writes as -128.
+    The rotation pairs element j with j + rotary_dim / 2; cosine, sine [positions, rotary_dim / 2]. A rotary_dim of 0
+    rotates nothing. q_norm and k_norm [head_dim] normalize each head first (Qwen3).
+
+    Caches: k [blocks, kv_heads, head_dim, 16], v [blocks, kv_heads, 16, head_dim], float32, float16, bfloat16, int8 or
+    float8_e4m3fn. The last two hold k / k_scale and v / v_scale (float32 [kv_heads]), rounded to the nearest, ties to
+    even, and saturated: int8 at 127 either way, e4m3 at 448. What is not finite is stored as NaN, which int8 writes as
+    -128.
 
     k_center, float32 [kv_heads, head_dim], is taken from each rotated key: all scores of a query move alike, and what
     is common to all keys takes no bits of a coarse cache.

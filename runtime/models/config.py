@@ -16,7 +16,8 @@ from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_fam
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """``windows[i]`` is the sliding window of layer i in tokens, 0 for full attention."""
+    """``windows[i]`` is the sliding window of layer i in tokens, 0 for full attention; ``rotated[i]`` says whether its
+    queries and keys are rotated."""
 
     model_type: str
     family: Family
@@ -32,6 +33,7 @@ class DecoderConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     windows: tuple[int, ...]
+    rotated: tuple[bool, ...]
     hf: PretrainedConfig
 
     @property
@@ -84,8 +86,15 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         max_position_embeddings=hf.max_position_embeddings,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         windows=_windows(hf, family, name),
+        rotated=_rotated(hf, family),
         hf=hf,
     )
+
+
+def _rotated(hf: PretrainedConfig, family: Family) -> tuple[bool, ...]:
+    if family.rotated is None:
+        return (True,) * int(hf.num_hidden_layers)
+    return tuple(map(bool, getattr(hf, family.rotated)))
 
 
 def _windows(hf: PretrainedConfig, family: Family, name: str) -> tuple[int, ...]:

@@ -107,7 +107,7 @@ class LayerBuilder:
         prefix = f"model.layers.{i}"
         return [
             self._norm(f"{prefix}.input_layernorm"),
-            *self._attention(f"{prefix}.self_attn", self._config.windows[i], k_cache, v_cache),
+            *self._attention(i, f"{prefix}.self_attn", k_cache, v_cache),
             self._norm(f"{prefix}.post_attention_layernorm"),
             *self._mlp(f"{prefix}.mlp"),
         ]
@@ -148,12 +148,15 @@ class LayerBuilder:
         weight = self._weights.tensor(f"{module}.weight", self._config.hidden_size)
         return RMSNorm(self._buffers.x, weight, self._buffers.normed, self._eps)
 
-    def _attention(self, module: str, window: int, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
+    def _attention(self, i: int, module: str, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
         config, buffers, weights = self._config, self._buffers, self._weights
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         q_norm = k_norm = None
         if config.family.qk_norm:
             q_norm, k_norm = (weights.tensor(f"{module}.{name}.weight", dim) for name in ("q_norm", "k_norm"))
+        cosine, sine = buffers.cosine, buffers.sine
+        if not config.rotated[i]:
+            cosine = sine = cosine.new_empty(len(cosine), 0)
         k_scale, v_scale = cache_scales(weights.source, module, kv_heads, self._kv_dtype)
         k_center = cache_center(weights.source, module, kv_heads, dim, self._kv_dtype)
         sizes = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
@@ -162,12 +165,12 @@ class LayerBuilder:
         return [
             *self._joined(module, sizes, buffers.normed, buffers.qkv),
             RopeKV(
-                buffers.qkv, buffers.cosine, buffers.sine, k_cache, v_cache, heads, kv_heads, dim,
+                buffers.qkv, cosine, sine, k_cache, v_cache, heads, kv_heads, dim,
                 q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale, k_center,
             ),
             Attention(
-                buffers.qkv, buffers.attended, k_cache, v_cache, heads, kv_heads, dim, config.attention_scale, window,
-                k_scale, v_scale,
+                buffers.qkv, buffers.attended, k_cache, v_cache, heads, kv_heads, dim, config.attention_scale,
+                config.windows[i], k_scale, v_scale,
             ),
             self._to_stream(f"{module}.o_proj", buffers.attended),
         ]  # fmt: skip

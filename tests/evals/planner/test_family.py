@@ -29,6 +29,7 @@ GPT_TINY = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positi
 OTHERS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "granite": {"attention_bias": True, "mlp_bias": True},
+    "smollm3": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 32, "head_dim": 24},
     "qwen3": {"head_dim": 32, "attention_bias": True},
     "gemma": {"head_dim": 32, "num_key_value_heads": 1},

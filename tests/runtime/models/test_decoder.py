@@ -34,7 +34,7 @@ ORIGINAL = {"original_max_position_embeddings": 32}
 MULTIPLIERS = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 6.0,
 }  # fmt: skip
-PHI = {"pad_token_id": 0}
+PAD = {"pad_token_id": 0}
 LONG = {
     "partial_rotary_factor": 0.75,
     "rope_scaling": {
@@ -65,10 +65,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "granite": ("granite", {**MULTIPLIERS, "attention_bias": True, "mlp_bias": True}),
     "granite-tied": ("granite", {**MULTIPLIERS, "tie_word_embeddings": True}),
-    "phi3": ("phi3", {**PHI, "sliding_window": 9}),
-    "phi3-partial": ("phi3", {**PHI, "partial_rotary_factor": 0.5}),
-    "phi3-long": ("phi3", {**PHI, **LONG, "original_max_position_embeddings": 32}),
-    "phi3-short": ("phi3", {**PHI, **LONG, "original_max_position_embeddings": 64}),
+    "smollm3": ("smollm3", {**PAD, "no_rope_layers": [0, 1, 0], "tie_word_embeddings": False}),
+    "smollm3-window": (
+        "smollm3", {**PAD, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "phi3": ("phi3", {**PAD, "sliding_window": 9}),
+    "phi3-partial": ("phi3", {**PAD, "partial_rotary_factor": 0.5}),
+    "phi3-long": ("phi3", {**PAD, **LONG, "original_max_position_embeddings": 32}),
+    "phi3-short": ("phi3", {**PAD, **LONG, "original_max_position_embeddings": 64}),
 }  # fmt: skip
 QUANTIZED = {
     "int4": WeightScheme(4, 16, symmetric=False),
