@@ -1,4 +1,4 @@
-"""Confidence intervals by resampling (Efron 1979). Knows numbers; does not know what they measure."""
+"""Confidence intervals by resampling (Efron 1979)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The plots of a report as SVG text: lines with bands, bars with errors, grids of cells.
-
-Knows ``Plot`` and matplotlib; does not know what the numbers mean.
-"""
+"""The plots of a report as SVG text: lines with bands, bars with errors, grids of cells."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Two reports of the same kind, metric by metric: what became better or worse beyond noise.
 
 Where both runs scored the same windows or documents, their differences are tested in pairs, which sees changes far
-smaller than the intervals of the two runs are wide. Knows reports; runs nothing.
+smaller than the intervals of the two runs are wide.
 """
 
 from __future__ import annotations

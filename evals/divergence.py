@@ -1,7 +1,4 @@
-"""How far a model is from its base at each token, and where: by position, by how sure the base was.
-
-Knows scorers, pieces of text and log-probabilities; does not know files or limits.
-"""
+"""How far a model is from its base at each token, and where: by position, by how sure the base was."""
 
 from __future__ import annotations
 

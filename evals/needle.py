@@ -1,9 +1,8 @@
 """A needle in a haystack: is a sentence far back in the context still found, with a rounded KV cache?
 
-A sentence with a number stands at some depth of an ordinary text; at the end the number is asked for. Small models
-find it only sometimes, so that the share of exact answers says little: the logarithm of the probability that they
-give the number is measured too, beside the same without the sentence in the text. Knows an engine and token ids; does
-not know reports.
+A sentence with a number stands at some depth of an ordinary text; at the end the number is asked for. Small models find
+it only sometimes, so that the share of exact answers says little: the logarithm of the probability that they give the
+number is measured too, beside the same without the sentence in the text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of needles in haystacks, by KV cache. Knows what was found and how to show it; asks nothing."""
+"""The report of needles in haystacks, by KV cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One self-contained HTML page of a report: nothing is fetched and nothing runs.
 
-Knows ``Report`` and HTML; does not know how plots are drawn. Names and texts come from models of strangers: they are
-escaped wherever they are shown.
+Names and texts come from models of strangers: they are escaped wherever they are shown.
 """
 
 from __future__ import annotations

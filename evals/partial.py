@@ -1,4 +1,4 @@
-"""``Partial``: what an interrupted measurement had done, in a file. Knows tensors; does not know what they measure."""
+"""``Partial``: what an interrupted measurement had done, in a file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Pieces of text to score: consecutive or sliding windows of one text, or documents one by one.
-
-Knows token ids; does not know models or metrics.
-"""
+"""Pieces of text to score: consecutive or sliding windows of one text, or documents one by one."""
 
 from __future__ import annotations
 

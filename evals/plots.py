@@ -1,7 +1,4 @@
-"""Plots of a quantization as SVG text, to be put inside a page.
-
-Knows numbers and matplotlib; does not know the report around them.
-"""
+"""Plots of a quantization as SVG text, to be put inside a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long one product takes by the kernels that serve. Knows a clock; does not know models."""
+"""How long one product takes by the kernels that serve."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The report of a comparison with the base: the card's figures with confidence intervals, and where they come from.
-
-Knows what a measurement found and how to show it; measures nothing.
-"""
+"""The report of a comparison with the base: the card's figures with confidence intervals, and where they come from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The report of a quantization: JSON for programs, Markdown for a repository, one HTML page for people.
 
-Knows what a ``QuantizeReport`` holds and how to show it; measures nothing. Names and tokens come from models and
-texts of strangers: they are escaped wherever they are shown.
+Names and tokens come from models and texts of strangers: they are escaped wherever they are shown.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``Reference``: what a base model predicted for a text, in a file, so that the base need not fit beside.
 
-Each scored token has the base's ``top`` likeliest tokens with their log-probabilities, the mass of all others
-together, and the log-probability of the token that follows. Knows its file, which carries its own hash, and the token
-ids of the text; does not know how anything is compared.
+Each scored token has the base's ``top`` likeliest tokens with their log-probabilities, the mass of all others together,
+and the log-probability of the token that follows. The file carries its own hash.
 """
 
 from __future__ import annotations

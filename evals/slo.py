@@ -1,7 +1,4 @@
-"""``Slo``: what counts as fast enough, and how such a thing is written on a command line.
-
-Knows units of time; does not know who is held to it.
-"""
+"""``Slo``: what counts as fast enough, and how such a thing is written on a command line."""
 
 from __future__ import annotations
 

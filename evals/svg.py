@@ -1,7 +1,6 @@
 """How every plot looks: matplotlib's drawing as SVG text, to be put inside a page.
 
-Text and axes take the page's own colour, so a plot reads on light and on dark; text stays text. Knows styles; does
-not know what is drawn.
+Text and axes take the page's own colour, so a plot reads on light and on dark; text stays text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of lm-eval's tasks, base and model side by side. Knows results and how to show them; runs nothing."""
+"""The report of lm-eval's tasks, base and model side by side."""
 
 from __future__ import annotations
 

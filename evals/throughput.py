@@ -1,7 +1,6 @@
 """How fast the engine serves: prefill and decode rates at fixed concurrency, and transformers beside it.
 
-A closed batch: n requests of one prompt length start together and produce one output length. Knows engines and
-clocks; does not know servers.
+A closed batch: n requests of one prompt length start together and produce one output length.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The tokens at which a model is farthest from its base, for people to look at.
-
-Knows what a comparison found and a tokenizer; does not know engines.
-"""
+"""The tokens at which a model is farthest from its base, for people to look at."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
 """``AnswerFile``: the OUT of ``qserve batch``, a line for each answer, appended so that a crash loses next to nothing.
-
-Knows lines, locks and the disk; does not know how answers come about.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What ``qserve bench`` measures: closed batches, static against continuous batching, or a server under load.
 
-Knows options and engines; does not know the terminal's arguments. Every function returns a report.
+Every function returns a report.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """``qserve chat``: a conversation in the terminal, with a model in this process or with any OpenAI-compatible server.
 
-Knows lines of input and slash commands; does not know HTTP. What a model writes is shown with its control characters
-made harmless: an answer must not command the terminal.
+What a model writes is shown with its control characters made harmless: an answer must not command the terminal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``ChatClient``: the chat API of any OpenAI-compatible server, streamed, with the times of each answer.
-
-Knows HTTP, the shape of chunks and what may go wrong with them; does not know terminals or conversations.
-"""
+"""``ChatClient``: the chat API of any OpenAI-compatible server, streamed, with the times of each answer."""
 
 from __future__ import annotations
 

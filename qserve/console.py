@@ -1,4 +1,4 @@
-"""What the command line shows: progress bars, tables, and errors as one line. Knows rich; does not know commands."""
+"""What the command line shows: progress bars, tables, and errors as one line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``Recipe`` and ``Pace``: what the demo may do, how long that takes here, and which recipe ends in time.
-
-Knows arithmetic; does not know models, nor how anything is timed.
-"""
+"""``Recipe`` and ``Pace``: what the demo may do, how long that takes here, and which recipe ends in time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``save_tiny_model``: as small as a model can be, made at random in a second, without a network.
 
-Knows tokenizers and transformers; does not know who asks. The same call writes the same bytes.
+The same call writes the same bytes.
 """
 
 from __future__ import annotations

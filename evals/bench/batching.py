@@ -2,7 +2,7 @@
 
 Static batching is how batches were served before (Yu et al., "Orca", OSDI 2022): the next batch starts when all of the
 last has ended, and the rows of those that ended are computed on to the longest. The engine never does that; here it is
-made to, by requests that go on to the longest output of their batch. Knows engines and clocks; does not know servers.
+made to, by requests that go on to the longest output of their batch.
 """
 
 from __future__ import annotations

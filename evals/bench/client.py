@@ -1,7 +1,4 @@
-"""``Client``: completions and chats of any OpenAI-compatible server, streamed, each with its times and its counts.
-
-Knows the shape of requests and chunks; does not know when something is asked, nor why.
-"""
+"""``Client``: completions and chats of any OpenAI-compatible server, streamed, each with its times and its counts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """``Connection``: one HTTP/1.1 connection, with the time at which each server-sent event came.
 
-Knows framing (lengths, chunks, events); does not know what is in an event. It does in one callback what general clients
-do in many layers: at a thousand tokens a second a load generator must not be what is measured. Responses are read as
-RFC 9112 frames them; connections are direct, without a proxy.
+It does in one callback what general clients do in many layers: at a thousand tokens a second a load generator must not
+be what is measured. Responses are read as RFC 9112 frames them; connections are direct, without a proxy.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Closed loop: so many users, each of whom asks again when he is answered. Open loop: users come when they come, whatever
 the server is doing, and what they wait is counted from when they were due, not from when a busy client got round to
-them. Knows clocks and sessions; does not know what is made of the times.
+them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``qserve bench kernels``: how fast linear products run, beside what the machine does at most in the same run.
 
-Weights are read from memory as a model's are: as many copies take turns as fill 200 MB. Knows kernels and clocks.
+Weights are read from memory as a model's are: as many copies take turns as fill 200 MB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``Level``: one load of a sweep and the figures of its run. Knows records; sends nothing and shows nothing."""
+"""``Level``: one load of a sweep and the figures of its run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The roofline of a machine (Williams, Waterman and Patterson, 2009): what is possible where so much is computed for
-each byte that is read, and the plot of what was measured below it. Knows figures; measures nothing."""
+each byte that is read, and the plot of what was measured below it.
+"""
 
 from __future__ import annotations
 

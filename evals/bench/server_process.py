@@ -1,7 +1,4 @@
-"""``ServerProcess``: a server in a process of its own, which can be asked how it is, signalled and killed.
-
-Knows processes; does not know what is measured.
-"""
+"""``ServerProcess``: a server in a process of its own, which can be asked how it is, signalled and killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench_report``: what a load found, for people and for programs. Knows levels; sends nothing."""
+"""``bench_report``: what a load found, for people and for programs."""
 
 from __future__ import annotations
 

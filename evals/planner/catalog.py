@@ -1,6 +1,4 @@
 """The data files of the planner: GPUs, prices and published shapes; and a model by its name, directory or config.json.
-
-Knows files; does not know what is computed from them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """``Replica``: one copy of a model under steady traffic: what it runs at once, how fast, and how much it can take.
 
-Knows a roofline, the traffic and the limits; does not know money or other replicas. Prompts are computed in chunks
-between the decodes (continuous batching), so both share the time. With ``B`` requests running and prompts taking the
-share ``rho`` of it, a decode of ``T(B)`` seconds is ``T(B) / (1 - rho)`` apart from the next, and Little's law says
-the rest: ``B = rate * output * TPOT``. Waiting for the prompts before one's own is that of a queue with random arrivals
-and equal work, ``rho * S / (2 (1 - rho))``. All are means; ``qserve simulate`` answers for percentiles.
+Prompts are computed in chunks between the decodes (continuous batching), so both share the time. With ``B`` requests
+running and prompts taking the share ``rho`` of it, a decode of ``T(B)`` seconds is ``T(B) / (1 - rho)`` apart from the
+next, and Little's law says the rest: ``B = rate * output * TPOT``. Waiting for the prompts before one's own is that of
+a queue with random arrivals and equal work, ``rho * S / (2 (1 - rho))``. All are means; ``qserve simulate`` answers for
+percentiles.
 """
 
 from __future__ import annotations

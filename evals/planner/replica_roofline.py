@@ -1,8 +1,8 @@
 """Times of prefill and decode by roofline: each matrix product takes as long as its bytes or its operations do.
 
-Knows a shape, a GPU and how the one is spread over several of the other; does not know traffic or money. The model is
-that of Williams et al. (doi 10.1145/1498765.1498785) per linear, scaled by the share of the peaks that real kernels
-reach, which ``Efficiency`` names and nothing hides. All-reduces are counted by their bytes, not by their latency.
+The model is that of Williams et al. (doi 10.1145/1498765.1498785) per linear, scaled by the share of the peaks that
+real kernels reach, which ``Efficiency`` names and nothing hides. All-reduces are counted by their bytes, not by their
+latency.
 """
 
 from __future__ import annotations

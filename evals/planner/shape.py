@@ -1,7 +1,6 @@
 """``ModelShape``: the arithmetic of a decoder: parameters, weight bytes, KV bytes and operations per token.
 
-Knows matrices and heads; does not know where the numbers were read, nor any GPU. Bytes are bytes; GB is 10^9 of them
-and GiB 2^30, in what is printed too.
+Bytes are bytes; GB is 10^9 of them and GiB 2^30, in what is printed too.
 """
 
 from __future__ import annotations

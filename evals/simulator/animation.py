@@ -1,7 +1,7 @@
 """Static beside continuous batching as one HTML page that moves: time on one axis, slots on the other.
 
-What is drawn are two runs of the real scheduler over the same requests, not a sketch. The page needs no network and
-no library. Knows bars and HTML; does not know how they came about.
+What is drawn are two runs of the real scheduler over the same requests, not a sketch. The page needs no network and no
+library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``CostModel``: how long one step of a model takes, from what is in it.
 
-Knows shapes of steps and seconds; does not know schedulers or requests. Two kinds: ``RooflineCost`` from data sheets
-(Williams et al., "Roofline", 2009), and ``FittedCost`` from steps that were measured.
+Two kinds: ``RooflineCost`` from data sheets (Williams et al., "Roofline", 2009), and ``FittedCost`` from steps that
+were measured.
 """
 
 from __future__ import annotations

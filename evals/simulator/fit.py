@@ -2,7 +2,6 @@
 
 A small designed set of batches varies what a step costs apart from each other: tokens, logit rows, positions that
 prompts attend to, positions that decodes attend to. Least squares over relative errors, no coefficient negative.
-Knows engines and clocks; does not know simulations.
 """
 
 from __future__ import annotations

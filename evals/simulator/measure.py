@@ -1,7 +1,6 @@
 """``serve``: the same traffic on the real engine, by the clock; and ``compare``: how near the simulation came.
 
-Requests are submitted when they are due, whatever the engine is doing (open loop). Knows engines, clocks and
-records; does not know how either was made.
+Requests are submitted when they are due, whatever the engine is doing (open loop).
 """
 
 from __future__ import annotations

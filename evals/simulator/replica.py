@@ -1,8 +1,7 @@
 """``Replica``: one engine of the fleet: the real scheduler and block manager, and a cost model for its model.
 
-Knows its own clock; does not know other replicas or where requests come from. The step in progress is planned when
-it begins and committed when it ends, as in the engine; a run of pure decode steps is written down at once when it
-ends, or as far as it got when a request comes that may join it.
+The step in progress is planned when it begins and committed when it ends, as in the engine; a run of pure decode steps
+is written down at once when it ends, or as far as it got when a request comes that may join it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``simulation_report``: what a simulation found, for people and for programs. Knows records; simulates nothing."""
+"""``simulation_report``: what a simulation found, for people and for programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``Arrival``: who comes when, with how many tokens: drawn from distributions, or read from a recorded trace.
 
-Knows times and lengths; does not know engines. The same seed gives the same traffic.
+The same seed gives the same traffic.
 """
 
 from __future__ import annotations

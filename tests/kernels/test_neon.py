@@ -1,4 +1,4 @@
-"""The Arm kernels, on a machine that has them or in an emulator of one: beside their scalar twin, at odd shapes."""
+"""The Arm kernels, on a machine that has them or in an emulator of one: beside the scalar kernels, at odd shapes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def build(compiler: list[str], options: list[str], sources: list[str], out: Path
 
 
 @pytest.fixture(scope="module")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compare_isas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What compares two ISAs."""
     if COMPILER is None or (not ON_ARM and EMULATOR is None):
         pytest.skip("there is no compiler for Arm here, or no emulator of it")
-    program = tmp_path_factory.mktemp("twins") / "twins"
-    build([COMPILER], ["-static"], [str(Path(__file__).with_name("twins.c"))], program)
+    program = tmp_path_factory.mktemp("compare_isas") / "compare_isas"
+    build([COMPILER], ["-static"], [str(Path(__file__).with_name("compare_isas.c"))], program)
     return program
 
 
@@ -46,16 +46,16 @@ def run(program: Path, isa: int, cases: int, cpu: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("cpu", ["max", "neoverse-n1"][: 1 if ON_ARM else 2])
-def test_the_dot_product_kernels_agree_with_their_twin(twins: Path, cpu: str) -> None:
-    done = run(twins, NEON, 200, cpu)
+def test_the_dot_product_kernels_agree_with_the_scalar_ones(compare_isas: Path, cpu: str) -> None:
+    done = run(compare_isas, NEON, 200, cpu)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"best of this machine: {NEON}" in done.stdout
 
 
 @pytest.mark.skipif(ON_ARM, reason="this machine is what it is")
-def test_a_processor_without_the_dot_product_gets_the_scalar_kernels(twins: Path) -> None:
-    assert run(twins, NEON, 1, "cortex-a53").returncode == 2
-    assert f"best of this machine: {SCALAR}" in run(twins, SCALAR, 1, "cortex-a53").stdout
+def test_a_processor_without_the_dot_product_gets_the_scalar_kernels(compare_isas: Path) -> None:
+    assert run(compare_isas, NEON, 1, "cortex-a53").returncode == 2
+    assert f"best of this machine: {SCALAR}" in run(compare_isas, SCALAR, 1, "cortex-a53").stdout
 
 
 def test_the_library_builds_for_apple_silicon(tmp_path: Path) -> None:

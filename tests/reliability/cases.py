@@ -1,7 +1,4 @@
-"""The cases: each puts a server of its own under one kind of strain and returns figures with their limits.
-
-Knows what the server promises; does not know how reports are written.
-"""
+"""The cases: each puts a server of its own under one kind of strain and returns figures with their limits."""
 
 from __future__ import annotations
 

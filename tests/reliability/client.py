@@ -1,7 +1,4 @@
-"""``ask``: one HTTP request and all of its times. A client so small that it is not what is measured.
-
-Knows HTTP/1.1 and server-sent events, as far as the server speaks them; does not know why something is asked.
-"""
+"""``ask``: one HTTP request and all of its times. A client so small that it is not what is measured."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``Load``: what the clients of a measurement ask for, at random but the same each time, and in which rhythm.
-
-Knows request bodies; does not know what is measured of them.
-"""
+"""``Load``: what the clients of a measurement ask for, at random but the same each time, and in which rhythm."""
 
 from __future__ import annotations
 

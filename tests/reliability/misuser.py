@@ -1,7 +1,4 @@
-"""``Misuser``: a process that sends bad inputs, so that the clock of a stream beside them does not feel its work.
-
-Knows processes; does not know what is measured meanwhile.
-"""
+"""``Misuser``: a process that sends bad inputs, so that the clock of a stream beside them does not feel its work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``OfflineProcess``: an ``LLM`` in a process of its own, which says how much of the processor its answers took.
-
-Knows processes; does not know HTTP.
-"""
+"""``OfflineProcess``: an ``LLM`` in a process of its own, which says how much of the processor its answers took."""
 
 from __future__ import annotations
 

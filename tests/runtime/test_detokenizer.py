@@ -159,7 +159,7 @@ def test_stop_is_found_however_the_text_is_cut(text: str, stops: list[str], cuts
     checker = StopChecker(stops, include)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     got = "".join(checker.append(text[a:b]) for a, b in pairwise(edges)) + checker.flush()
-    # The slow twin: add one character at a time until the text so far ends with a stop.
+    # The naive reference: add one character at a time until the text so far ends with a stop.
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -52,7 +52,7 @@ def test_a_row_gets_the_token_that_it_would_get_alone(
     points = [min(max(point, 2.0**-38), 1.0 - 2.0**-38) for _, point in asked]
     draws = [(row, the_draw(p, point)) for row, (p, point) in enumerate(zip(params, points))]
     want = [_draw(row, p, point) for row, p, point in zip(logits, params, points)]
-    # Equal logits are ranked by token id here, and as it happens by the twin: the logit is the same.
+    # Equal logits are ranked by token id here, and as it happens by the reference: the logit is the same.
     got = drawn(logits, draws)
     assert [float(row[t]) for row, t in zip(logits, got)] == [float(row[t]) for row, t in zip(logits, want)]
     assert all(g == w or (row == row[w]).sum() > 1 for row, g, w in zip(logits, got, want))

@@ -1,7 +1,7 @@
 """Paged decode attention that is timed on a GPU: ours over 16-bit and FP8 caches, FlashInfer, and torch without pages.
 
 A ``Decode`` is one step of equally long sequences over one of several parts of a cache, so that a part is out of the
-GPU's cache when its turn comes. Knows kernels and their numerics; does not know clocks or reports.
+GPU's cache when its turn comes.
 """
 
 from __future__ import annotations

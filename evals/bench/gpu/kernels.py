@@ -1,8 +1,7 @@
 """``qserve bench kernels --device cuda``: linear products and decode attention on a GPU, beside those of others and
 what the GPU does at most in the same run.
 
-Every contestant's result is compared with what it must be before it is timed. Knows contestants and the stopwatch; what
-comes of the times is ``report``'s.
+Every contestant's result is compared with what it must be before it is timed.
 """
 
 from __future__ import annotations

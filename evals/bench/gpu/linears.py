@@ -1,7 +1,7 @@
 """Linear products that are timed against each other on a GPU: ours, and those that torch has.
 
-A ``Problem`` is a weight and inputs, a ``Contestant`` a way to hold the weight and to multiply by it. Knows kernels and
-their numerics; does not know clocks or reports. What others' packages bring is in ``peers``.
+A ``Problem`` is a weight and inputs, a ``Contestant`` a way to hold the weight and to multiply by it. What others'
+packages bring is in ``peers``.
 """
 
 from __future__ import annotations

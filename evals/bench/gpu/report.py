@@ -1,6 +1,6 @@
 """The report of ``qserve bench kernels --device cuda``: tables, the figures that goals are set for, and the roofline.
 
-Knows times; measures nothing and needs no GPU, so that recorded times make the same report.
+It is made of times alone and needs no GPU: recorded times make the same report.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``qserve bench kernels --device cuda --tune``: the best configurations of Llama 3's products, as a file to ship.
-
-Knows shapes and schemes; does not know how a configuration is found (``kernels.triton.tune``).
-"""
+"""``qserve bench kernels --device cuda --tune``: the best configurations of Llama 3's products, as a file to ship."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing: against slow twins that try every batch and every plan, and what is refused with the arithmetic."""
+"""Choosing: against a naive reference that tries every batch and plan, and what is refused with the arithmetic."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_store_and_attend(heads: int, kv_heads: int, dim: int, window: int, dtyp
     options: dict[str, Any] = {"norm": dim == 32, "center": dtype in LIMITS and dim != 48}
     mine = Cache(dtype, heads, kv_heads, dim, window, activations, **options)
     other = Cache(dtype, heads, kv_heads, dim, window, **options)
-    executor, twin = triton_executor(), ReferenceExecutor()
+    executor, reference = triton_executor(), ReferenceExecutor()
     tight = activations == torch.float32
     done = 0
     for size in chunks:
@@ -215,7 +215,7 @@ def test_store_and_attend(heads: int, kv_heads: int, dim: int, window: int, dtyp
         first, second = qkv.clone(), qkv.float()
         step = sequences((done, done + size, [7, 2, 9, 0, 4]))
         got = mine.run(executor, first, step)
-        other.run(twin, second, step)
+        other.run(reference, second, step)
         torch.testing.assert_close(first.float(), second, **({} if tight else {"rtol": 2e-3, "atol": 2e-3}))
         for a, b in ((mine.k, other.k), (mine.v, other.v)):
             if dtype in LIMITS:
@@ -226,7 +226,7 @@ def test_store_and_attend(heads: int, kv_heads: int, dim: int, window: int, dtyp
             else:
                 torch.testing.assert_close(a, b, equal_nan=True)
                 b.copy_(a)
-        want = other.run(twin, first.float(), step, store=False)
+        want = other.run(reference, first.float(), step, store=False)
         # Queries and weights become what the matrix unit takes: 11 bits of float16.
         loose = {"rtol": 0, "atol": 4e-3} if activations == torch.float16 or dtype == torch.float16 else {}
         torch.testing.assert_close(got.float(), want, **(loose or {"rtol": 1e-5, "atol": 2e-5}))

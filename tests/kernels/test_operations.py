@@ -1,5 +1,5 @@
 """Every operation of the C kernels at random shapes and with inputs that are hard to get right: each ISA of this
-machine against the torch reference, and against the scalar twin.
+machine against the torch reference, and against the scalar kernels.
 
 A few examples of each, and many in CI.
 """
@@ -422,8 +422,8 @@ def test_rope_and_attention(case: Attending) -> None:
     clean, touched = replace(case, qkv=torch.where(finite, case.qkv, 0.0)), case.touched()
     size = max(1.0, float(clean.qkv.abs().max()))
     rows, keys, values = clean.store(ReferenceExecutor())
-    twin = case.store(executor("scalar"))
-    twin_out = case.attend(executor("scalar"), *twin)
+    scalar = case.store(executor("scalar"))
+    scalar_out = case.attend(executor("scalar"), *scalar)
     for isa in native.available():
         stored = clean.store(executor(isa))
         torch.testing.assert_close(stored[0], rows, rtol=1e-5, atol=size * 1e-5)
@@ -435,9 +435,9 @@ def test_rope_and_attention(case: Attending) -> None:
             want = clean.attend(ReferenceExecutor(), *stored)
             torch.testing.assert_close(out, want, rtol=1e-3, atol=size * 1e-4)
         hard = case.store(executor(isa))
-        for mine, other in zip(hard, twin):
+        for mine, other in zip(hard, scalar):
             torch.testing.assert_close(mine.float(), other.float(), rtol=0, atol=0, equal_nan=True)
         hard_out = case.attend(executor(isa), *hard)
         torch.testing.assert_close(hard_out[~touched], out[~touched], rtol=0, atol=0, equal_nan=True)
         if size < 20:
-            torch.testing.assert_close(hard_out, twin_out, rtol=1e-3, atol=size * 1e-4, equal_nan=True)
+            torch.testing.assert_close(hard_out, scalar_out, rtol=1e-3, atol=size * 1e-4, equal_nan=True)

@@ -1,7 +1,7 @@
 /* Compares the kernels of one ISA with the scalar ones on random operations of odd shapes: for machines that have no
  * Python with torch. They agree but for the last bits of sums, and NaN equals NaN, whatever its bits.
  *
- * twins ISA CASES: exit 0 where all agree, 1 where one does not, 2 where this machine lacks the ISA. */
+ * compare_isas ISA CASES: exit 0 where all agree, 1 where one does not, 2 where this machine lacks the ISA. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
