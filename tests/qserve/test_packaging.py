@@ -136,3 +136,12 @@ def test_a_copy_that_lost_its_links_says_so(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", "import qserve"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
     assert "lost its symbolic links" in done.stderr.splitlines()[-1]
+
+
+def test_a_release_takes_no_wheel_without_kernels(wheels: tuple[Path, Path], tmp_path: Path) -> None:
+    # As they are named after auditwheel has seen them.
+    named = [Path(shutil.copy(wheel, tmp_path / f"{n}_{wheel.name}")) for n, wheel in enumerate(wheels)]
+    command = [sys.executable, str(ROOT / ".ci/check_wheel.py")]
+    good, bad = (subprocess.run([*command, str(path)], capture_output=True, text=True) for path in named)
+    assert good.returncode == 0 and "every instruction set is there" in good.stdout
+    assert bad.returncode == 1 and "built without a compiler" in bad.stdout

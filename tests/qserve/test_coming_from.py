@@ -1,0 +1,39 @@
+"""The pages for who comes from elsewhere name options and fields that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer
+
+from qserve.cli import app
+from qserve.runtime.server.openai.protocol import ChatRequest, CompletionRequest
+
+PAGE = Path(__file__).parents[2] / "docs/coming-from.md"
+
+
+def tables(text: str) -> list[tuple[str, list[str]]]:
+    """Of each table the heading of the second column, and its cells."""
+    found = []
+    for block in re.findall(r"(?m)(?:^\|.*\n)+", text):
+        heading, _, *rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()]
+        found.append((heading[1], [row[1] for row in rows]))
+    return found
+
+
+def test_every_option_and_field_of_the_second_columns_is_there() -> None:
+    run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    options = {option for each in run.params for option in (*each.opts, *each.secondary_opts)}
+    fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    known = {"`qserve run`": options, "field of qserve": fields}
+    seen = tables(PAGE.read_text(encoding="utf-8"))
+    assert [heading for heading, _ in seen] == ["`qserve run`", "field of qserve"] * 3
+    for heading, cells in seen:
+        named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+        assert len(named) > 5 and named <= known[heading], named - known[heading]
+
+
+def test_no_option_of_the_second_columns_is_read_from_prose() -> None:
+    (table,) = tables("| a | `qserve run` | c |\n|---|---|---|\n| `--x` | `--port`, `--nothing` | `--y` |\n")
+    assert table == ("`qserve run`", ["`--port`, `--nothing`"])
