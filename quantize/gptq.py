@@ -21,7 +21,8 @@ from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 
 DAMPING_LADDER = (0.01, 0.1, 1.0)
 # By how much each input's own variance is raised, relative to itself, for what calibration text tells of no other text;
-# and on top of that times inputs / tokens, for what chance puts into correlations (both measured, BENCHMARKS.md).
+# and on top of that times inputs / tokens, for what chance puts into correlations (both measured,
+# docs/notes/quantization.md).
 _SHRINKAGE, _BY_CHANCE = 0.1, 1.4
 # Columns rounded one by one before their error is applied to others by a matrix product.
 _LEAF = 8

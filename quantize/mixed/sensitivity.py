@@ -31,7 +31,8 @@ EXCERPT = (4, 128)
 """Windows, and tokens of each, that are enough to rank linears by."""
 # Where the float model is followed, later blocks make up for more of what costs more, which one block does not show:
 # of the differences in cost per weight this power is left. And rounded all at once, linears make up for less than they
-# do for one: what weights cost together is this many times the sum. Both as seen on a 135M model (BENCHMARKS.md).
+# do for one: what weights cost together is this many times the sum. Both as seen on a 135M model
+# (docs/notes/quantization.md).
 _EVENING, _ALL_AT_ONCE = 0.75, 1.7
 
 

@@ -1,4 +1,4 @@
-"""What is counted towards the goals of the GPU stands as BENCHMARKS.md has it."""
+"""What is counted towards the goals of the GPU stands as docs/notes/gpu.md has it."""
 
 from __future__ import annotations
 
