@@ -14,10 +14,12 @@ from qserve.runtime.runner import ModelRunner
 
 @dataclass(frozen=True)
 class CacheDescription:
-    """The paged cache of keys and values: ``num_blocks`` of ``block_size`` tokens in every layer."""
+    """The paged cache of keys and values: ``num_blocks`` of ``block_size`` tokens, each for one of the groups of layers
+    (``CacheLayout``) whose ``windows`` these are."""
 
     num_blocks: int
     block_size: int
+    windows: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,13 @@
 """``BlockManager``: who holds which fixed-size block of the KV cache, and which blocks can be found again.
 
 Knows block numbers, reference counts, block tables and digests of block contents; does not know requests or
-tensors. A block is in exactly one of three states:
+tensors. A sequence has a table for each group of layers (``CacheLayout``), and a block holds positions of one group.
+
+A group with a window gives a block back as soon as no later query can see it. Such a block can still be found while
+nobody takes it. A cached beginning is used if every full group has all of its blocks, and every group with a window
+those that the next query sees: the rest of them is of no use any more.
+
+A block is in exactly one of three states:
 
     free        nothing worth keeping is in it
     referenced  one or more block tables hold it
@@ -15,6 +21,9 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from qserve.runtime.cache import blocks_needed, tokens_held, window_blocks
 
 
 def chain_digests(
@@ -35,25 +44,46 @@ def chain_digests(
     return digests
 
 
+@dataclass(slots=True)
+class _Table:
+    """Block ``first`` of a sequence and those after it; what lies before was passed by the window."""
+
+    first: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.blocks)
+
+
 class BlockManager:
     """Blocks ``0 .. num_blocks - 1`` of ``block_size`` positions each.
 
-    A request's table lives from ``open`` or ``fork`` until ``free``; ``allocate`` makes it long enough and
-    writable, ``publish`` makes one of its blocks findable.
+    ``windows``: for each group of layers how many keys a query sees, 0 for all. A request's tables live from ``open``
+    or ``fork`` until ``free``; ``allocate`` makes them long enough and writable, ``publish`` makes one of their blocks
+    findable, ``release_passed`` gives back what lies behind the windows.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        windows: Sequence[int] = (0,),
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"need at least one block of one position, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.windows = tuple(windows)
+        self.has_windows = any(windows)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._refs = [0] * num_blocks
-        self._tables: dict[str, list[int]] = {}
-        self._block_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._tables: dict[str, tuple[_Table, ...]] = {}
+        self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in self.windows)
+        self._digest_of: dict[int, tuple[int, bytes]] = {}  # with the group
 
     @property
     def num_free(self) -> int:
@@ -68,131 +98,250 @@ class BlockManager:
     @property
     def num_cached(self) -> int:
         """Blocks that can be found by their digest, in use or not."""
-        return len(self._block_of)
+        return len(self._digest_of)
 
     @property
     def num_table_entries(self) -> int:
-        """Entries of all tables together: a block that several hold counts for each of them."""
-        return sum(map(len, self._tables.values()))
+        """Entries of all tables together, passed ones too: a block that several hold counts for each of them."""
+        return sum(table.end for tables in self._tables.values() for table in tables)
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of one group."""
         return -(-num_tokens // self.block_size)
 
-    def table(self, request_id: str) -> tuple[int, ...]:
-        """The blocks of ``request_id``: position p lies in block ``table[p // block_size]``."""
-        return tuple(self._tables[request_id])
+    def needed(self, num_tokens: int) -> int:
+        """Blocks of all groups without which a sequence of so many tokens cannot be computed."""
+        return blocks_needed(num_tokens, self.block_size, self.windows)
+
+    def capacity(self, num_blocks: int, most: int) -> int:
+        """Tokens of the longest sequence, of ``most`` at most, for which ``num_blocks`` are enough."""
+        return tokens_held(num_blocks, self.block_size, self.windows, most)
+
+    def table(self, request_id: str, group: int = 0) -> tuple[int, ...]:
+        """The blocks of ``request_id`` in one group: position p lies in block ``table[p // block_size]``."""
+        return _filled(self._tables[request_id][group])
+
+    def block_tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+        """The table of each group."""
+        return tuple([_filled(table) for table in self._tables[request_id]])
+
+    def spans(self, request_id: str) -> tuple[tuple[int, int], ...]:
+        """For each group the positions, from and to, that its table has room for."""
+        size = self.block_size
+        return tuple((table.first * size, table.end * size) for table in self._tables[request_id])
 
     def tables(self) -> dict[str, tuple[int, ...]]:
-        return {request_id: tuple(table) for request_id, table in self._tables.items()}
+        """The blocks that each request holds, those of all groups together."""
+        return {
+            request_id: tuple(block for table in tables for block in table.blocks)
+            for request_id, tables in self._tables.items()
+        }
 
     def evictable(self) -> tuple[int, ...]:
         """Blocks that no table holds and that can be found again, the next to be taken first."""
         return tuple(self._evictable)
 
     def open(self, request_id: str, digests: Sequence[bytes] = ()) -> int:
-        """Start a table with the longest cached run of leading ``digests``; returns how many positions."""
-        table = self._new_table(request_id)
-        for digest in digests:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            self._hold(block)
-            table.append(block)
-        return len(table) * self.block_size
+        """Start tables with the longest cached run of leading ``digests``; returns how many positions."""
+        tables, count = self._new_tables(request_id), self._num_cached(digests)
+        for table, window, block_of in zip(tables, self.windows, self._block_of):
+            table.first = self._first(count * self.block_size, window)
+            for digest in digests[table.first : count]:
+                self._hold(block_of[digest])
+                table.blocks.append(block_of[digest])
+        return count * self.block_size
+
+    def can_fork(self, parent_id: str, num_tokens: int) -> bool:
+        """Whether the parent still holds what whoever goes on behind its first ``num_tokens`` positions sees."""
+        return all(
+            table.first <= self._first(num_tokens, window)
+            for table, window in zip(self._tables[parent_id], self.windows)
+        )
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Start a table that shares the parent's blocks of the first ``num_tokens`` positions."""
-        count = self.blocks_for(num_tokens)
-        shared = self._tables[parent_id][:count]
-        if len(shared) < count:
-            raise ValueError(f"{parent_id} holds {len(shared)} of the {count} blocks of {num_tokens} tokens")
-        table = self._new_table(child_id)
-        for block in shared:
-            self._hold(block)
-            table.append(block)
+        """Start tables that share the parent's blocks of the first ``num_tokens`` positions, as far as these are seen
+        from there."""
+        count, parents = self.blocks_for(num_tokens), self._tables[parent_id]
+        held = min(table.end for table in parents)
+        if held < count or not self.can_fork(parent_id, num_tokens):
+            raise ValueError(f"{parent_id} holds {held} of the {count} blocks of {num_tokens} tokens")
+        for table, parent, window in zip(self._new_tables(child_id), parents, self.windows):
+            table.first = self._first(num_tokens, window)
+            for block in parent.blocks[table.first - parent.first : count - parent.first]:
+                self._hold(block)
+                table.blocks.append(block)
 
     def is_writable(self, request_id: str, position: int) -> bool:
-        """Whether the block of ``position`` is there and the table's own: ``allocate`` has nothing to do for it."""
-        table, index = self._tables[request_id], position // self.block_size
-        return index < len(table) and self._refs[block := table[index]] == 1 and block not in self._digest_of
+        """Whether the blocks of ``position`` are there and the tables' own: ``allocate`` has nothing to do for it."""
+        index = position // self.block_size
+        for table in self._tables[request_id]:
+            blocks, at = table.blocks, index - table.first
+            if at >= len(blocks) or self._refs[block := blocks[at]] != 1 or block in self._digest_of:
+                return False
+        return True
 
-    def missing(self, request_id: str, num_tokens: int, *, write_from: int) -> int:
+    def missing(self, request_id: str, num_tokens: int, *, write_from: int, stepwise: bool = False) -> int:
         """Blocks that ``allocate`` would take."""
-        table = self._tables[request_id]
-        return len(self._unwritable(table, num_tokens, write_from)) + max(self.blocks_for(num_tokens) - len(table), 0)
+        return sum(
+            len(self._unwritable(table, stop, write_from)) + max(stop - table.end, 0)
+            for table, stop in self._stops(request_id, num_tokens, stepwise)
+        )
 
     def can_allocate(self, request_id: str, num_tokens: int, *, write_from: int, spare: int = 0) -> bool:
         """Whether ``allocate`` would succeed and leave ``spare`` blocks."""
         return self.missing(request_id, num_tokens, write_from=write_from) + spare <= self.num_free
 
-    def allocate(self, request_id: str, num_tokens: int, *, write_from: int) -> list[tuple[int, int]]:
-        """Make positions ``write_from .. num_tokens - 1`` of a table writable, growing it as needed.
+    def allocate(
+        self, request_id: str, num_tokens: int, *, write_from: int, stepwise: bool = False
+    ) -> list[tuple[int, int]]:
+        """Make positions ``write_from .. num_tokens - 1`` of the tables writable, growing them as needed.
+
+        ``stepwise``: they are computed in several steps, so groups with a window get no more than one window needs; the
+        rest comes with ``extend`` or ``allocate``, when others are passed.
 
         A block there that others hold or can find is replaced by one of its own. Returns the copies
         ``(source, destination)`` that must be made, in order, before anything else touches the cache; a block
         whose every position is about to be written needs none. Raises ``ValueError``, changing nothing, when
         there are too few blocks.
         """
-        table = self._tables[request_id]
-        unwritable, more = self._unwritable(table, num_tokens, write_from), self.blocks_for(num_tokens) - len(table)
-        if len(unwritable) + max(more, 0) > self.num_free:
+        if self.missing(request_id, num_tokens, write_from=write_from, stepwise=stepwise) > self.num_free:
             raise ValueError(
                 f"no room for {num_tokens} tokens of {request_id}, {self.num_free} blocks are free"
             )
         copies = []
-        for index in unwritable:
-            source, table[index] = table[index], self._take()
-            if index * self.block_size < write_from:
-                copies.append((source, table[index]))
-            self._release(source)
-        for _ in range(more):
-            table.append(self._take())
+        for table, stop in self._stops(request_id, num_tokens, stepwise):
+            blocks = table.blocks
+            for index in self._unwritable(table, stop, write_from):
+                source, blocks[index] = blocks[index], self._take()
+                if (table.first + index) * self.block_size < write_from:
+                    copies.append((source, blocks[index]))
+                self._release(source)
+            while table.end < stop:
+                blocks.append(self._take())
         return copies
 
+    def extend(self, request_id: str, num_tokens: int, *, spare: int) -> int:
+        """Let the groups with a window grow towards ``num_tokens`` positions while more than ``spare`` blocks can be
+        taken. Returns how many positions there is room for now, in all groups."""
+        if not self.has_windows:
+            return num_tokens
+        tables, stop = self._tables[request_id], self.blocks_for(num_tokens)
+        while (table := min(tables, key=lambda table: table.end)).end < stop and self.num_free > spare:
+            table.blocks.append(self._take())
+        return min(num_tokens, table.end * self.block_size)
+
     def truncate(self, request_id: str, num_tokens: int) -> None:
-        """Give back what a table holds beyond its first ``num_tokens`` positions."""
-        table = self._tables[request_id]
-        while len(table) > self.blocks_for(num_tokens):
-            self._release(table.pop())
+        """Give back what the tables hold beyond their first ``num_tokens`` positions."""
+        stop = self.blocks_for(num_tokens)
+        for table in self._tables[request_id]:
+            while table.end > stop:
+                self._release(table.blocks.pop())
+
+    def release_passed(self, request_id: str, num_tokens: int) -> None:
+        """Give back what no query behind the first ``num_tokens`` positions sees."""
+        for table, window in zip(self._tables[request_id], self.windows):
+            passed = self._first(num_tokens, window) - table.first
+            if passed > 0:
+                for block in table.blocks[:passed]:
+                    self._release(block)
+                del table.blocks[:passed]
+                table.first += passed
 
     def publish(self, request_id: str, index: int, digest: bytes) -> None:
-        """Block ``index`` of the table is completely written; let others find it under ``digest``.
+        """Block ``index`` of every table is completely written; let others find it under ``digest``.
 
-        A digest that is known already stays with the block it has.
+        A digest that is known already stays with the block it has while somebody holds it. Else that block is the next
+        to be lost, as this one is not.
         """
-        block = self._tables[request_id][index]
-        if self.enable_prefix_caching and digest not in self._block_of and block not in self._digest_of:
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
+        if not self.enable_prefix_caching:
+            return
+        for group, (table, block_of) in enumerate(zip(self._tables[request_id], self._block_of)):
+            block = table.blocks[index - table.first]
+            if block in self._digest_of:
+                continue
+            known = block_of.get(digest)
+            if known is not None:
+                if self._refs[known]:
+                    continue
+                del self._evictable[known], self._digest_of[known]
+                self._free.append(known)
+            block_of[digest] = block
+            self._digest_of[block] = group, digest
 
     def free(self, request_id: str) -> None:
-        """End a table. Its last blocks are evicted first: a chain is useless without its beginning."""
-        for block in reversed(self._tables.pop(request_id)):
-            self._release(block)
+        """End the tables. Their last blocks are evicted first: a chain is useless without its beginning, but a window
+        without its end."""
+        for table, window in zip(self._tables.pop(request_id), self.windows):
+            for block in table.blocks if window else reversed(table.blocks):
+                self._release(block)
 
     def check(self) -> None:
-        """Raise ``AssertionError`` unless no block is lost, shared wrongly or findable wrongly."""
-        held = Counter(block for table in self._tables.values() for block in table)
-        for request_id, table in self._tables.items():
-            assert len(set(table)) == len(table), f"{request_id} holds a block twice: {table}"
+        """Raise ``AssertionError`` unless no block is lost, shared wrongly or findable wrongly, in any group."""
+        groups = [Counter[int]() for _ in self.windows]
+        for tables in self._tables.values():
+            for blocks, table in zip(groups, tables, strict=True):
+                blocks.update(table.blocks)
+        held = sum(groups, Counter[int]())
+        assert len(held) == sum(map(len, groups)), "two groups hold one block"
+        for request_id, tables in self._tables.items():
+            for table, window in zip(tables, self.windows, strict=True):
+                assert len(set(table.blocks)) == len(table.blocks), f"{request_id} holds a block twice: {table}"
+                assert table.first == 0 or window, f"{request_id} has passed what it sees: {table}"
         assert self._refs == [held[block] for block in range(self.num_blocks)], "reference counts are wrong"
         states = Counter([*self._free, *self._evictable, *held])
         assert states == Counter(range(self.num_blocks)), f"not in exactly one state: {states}"
         assert self.num_free + self.num_used == self.num_blocks and self.num_used == len(held)
-        assert self._digest_of == {block: digest for digest, block in self._block_of.items()}
-        assert len(self._digest_of) == len(self._block_of), "two digests name one block"
+        named = {block: (g, digest) for g, known in enumerate(self._block_of) for digest, block in known.items()}
+        assert self._digest_of == named
+        assert len(named) == sum(map(len, self._block_of)), "two digests name one block"
+        for block, (group, _) in named.items():
+            assert block not in held or block in groups[group], "a block is found by a group that does not hold it"
         assert set(self._evictable) == set(self._digest_of) - set(held), "evictable is findable and not held"
 
-    def _new_table(self, request_id: str) -> list[int]:
+    def _new_tables(self, request_id: str) -> tuple[_Table, ...]:
         if request_id in self._tables:
             raise ValueError(f"{request_id} has a table already")
-        self._tables[request_id] = []
+        self._tables[request_id] = tuple(_Table() for _ in self.windows)
         return self._tables[request_id]
 
-    def _unwritable(self, table: list[int], num_tokens: int, write_from: int) -> list[int]:
-        stop = min(self.blocks_for(num_tokens), len(table))
-        written = range(write_from // self.block_size, stop)
-        return [i for i in written if self._refs[table[i]] > 1 or table[i] in self._digest_of]
+    def _first(self, num_tokens: int, window: int) -> int:
+        """The first block that the query behind ``num_tokens`` positions sees."""
+        return max(num_tokens - window + 1, 0) // self.block_size if window else 0
+
+    def _stops(self, request_id: str, num_tokens: int, stepwise: bool) -> list[tuple[_Table, int]]:
+        """Each table with the number of its blocks that ``allocate`` makes for ``num_tokens`` positions."""
+        tables, stop = self._tables[request_id], self.blocks_for(num_tokens)
+        if not (stepwise and self.has_windows):
+            return [(table, stop) for table in tables]
+        return [
+            (table, min(stop, table.first + window_blocks(window, self.block_size)) if window else stop)
+            for table, window in zip(tables, self.windows)
+        ]
+
+    def _num_cached(self, digests: Sequence[bytes]) -> int:
+        """How many leading ``digests`` are cached, in all groups, as far as they are seen."""
+        count = len(digests)
+        for window, block_of in zip(self.windows, self._block_of):
+            if not window:
+                count = next((i for i, digest in enumerate(digests[:count]) if digest not in block_of), count)
+        while self.has_windows and (gap := self._gap(digests, count)) is not None:
+            count = gap
+        return count
+
+    def _gap(self, digests: Sequence[bytes], count: int) -> int | None:
+        """The last block that a window behind ``count`` blocks lacks."""
+        for window, block_of in zip(self.windows, self._block_of):
+            if window:
+                for index in range(count - 1, self._first(count * self.block_size, window) - 1, -1):
+                    if digests[index] not in block_of:
+                        return index
+        return None
+
+    def _unwritable(self, table: _Table, stop: int, write_from: int) -> list[int]:
+        """Of the first ``stop`` blocks, where those lie in the table that are to be written and must not be."""
+        blocks = table.blocks
+        written = range(max(write_from // self.block_size - table.first, 0), min(stop - table.first, len(blocks)))
+        return [i for i in written if self._refs[blocks[i]] > 1 or blocks[i] in self._digest_of]
 
     def _hold(self, block: int) -> None:
         self._evictable.pop(block, None)
@@ -203,7 +352,8 @@ class BlockManager:
             block = self._free.pop()
         else:
             block, _ = self._evictable.popitem(last=False)
-            del self._block_of[self._digest_of.pop(block)]
+            group, digest = self._digest_of.pop(block)
+            del self._block_of[group][digest]
         self._refs[block] = 1
         return block
 
@@ -214,3 +364,8 @@ class BlockManager:
                 self._evictable[block] = None
             else:
                 self._free.append(block)
+
+
+def _filled(table: _Table) -> tuple[int, ...]:
+    """Passed blocks read like the first that is held: kernels that load more than they use find its numbers there."""
+    return tuple(table.blocks[:1] * table.first + table.blocks) if table.first else tuple(table.blocks)

@@ -84,7 +84,9 @@ class Engine:
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
             ),
-            BlockManager(loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching),
+            BlockManager(
+                loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching, loaded.cache.windows
+            ),
         )
         self.journal = Journal()
         self._eos = _eos_token_ids(source)

@@ -63,7 +63,7 @@ def _run(decoder: Decoder, spans: list[tuple[int, int]]) -> None:
         block_tables=table.expand(len(spans), width).contiguous(),
         logit_rows=torch.empty(0, dtype=torch.int32),
     )
-    decoder.run(step)
+    decoder.run(*[step] * len(decoder.layout.groups))
     rows = torch.arange(min(len(positions), decoder.limits.max_logits), dtype=torch.int32)
     decoder.head(step, rows)
     decoder.log_softmax(step, rows)

@@ -82,7 +82,7 @@ def fit(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None
         )
     if request.num_prompt > limit:
         raise RequestError(f"the prompt has {request.num_prompt} tokens, the context {limit}", "prompt")
-    needed = blocks.blocks_for(request.num_prompt)
+    needed = blocks.needed(request.num_prompt)
     if needed > pool:
         raise RequestError(
             f"the prompt of {request.num_prompt} tokens needs {needed} KV blocks of {size}, "
@@ -96,8 +96,8 @@ def fit(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None
             f"{limit} tokens; ask for max_tokens of at most {room}",
             "max_tokens",
         )
-    request.limit(limit if request.params.max_tokens is not None else min(limit, pool // width * size))
-    needed = width * blocks.blocks_for(request.max_positions)
+    request.limit(limit if request.params.max_tokens is not None else blocks.capacity(pool // width, limit))
+    needed = width * blocks.needed(request.max_positions)
     if needed > pool and width > 1:
         raise RequestError(
             f"{width} beams of {request.num_prompt} prompt and {request.max_output_tokens} output tokens need "
@@ -109,6 +109,6 @@ def fit(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None
         raise RequestError(
             f"{request.num_prompt} prompt and {request.max_output_tokens} output tokens need {needed} "
             f"KV blocks of {size}, the pool has {pool}; ask for max_tokens of at most "
-            f"{pool * size - request.num_prompt + 1} or raise --kv-cache-memory",
+            f"{blocks.capacity(pool, limit) - request.num_prompt + 1} or raise --kv-cache-memory",
             "max_tokens",
         )

@@ -17,7 +17,7 @@ from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.kernels.prepack import int8_scheme
-from qserve.runtime.models.config import DecoderConfig
+from qserve.runtime.cache import CacheLayout, blocks_needed, tokens_held
 
 _SHARE = 0.5  # of what is free after weights and workspace; the rest is left to the machine
 _GPU_SHARE = 0.9  # the same of a GPU, which serves nobody else; the rest is for the driver and the kernels
@@ -27,8 +27,8 @@ _GPU_SHARE = 0.9  # the same of a GPU, which serves nobody else; the rest is for
 class MemoryPlan:
     """Bytes, and the KV blocks and context they allow.
 
-    ``process`` is resident before anything is loaded; ``files`` are those of the checkpoint, whose pages stay in memory
-    while nobody else needs it.
+    ``windows``: of each group of layers (``CacheLayout``). ``process`` is resident before anything is loaded; ``files``
+    are those of the checkpoint, whose pages stay in memory while nobody else needs it.
     """
 
     weights: int
@@ -39,6 +39,7 @@ class MemoryPlan:
     max_model_len: int
     process: int = 0
     files: int = 0
+    windows: tuple[int, ...] = (0,)
 
     @property
     def peak(self) -> int:
@@ -95,7 +96,7 @@ def _scheme(source: ModelSource, module: str) -> WeightScheme:
 
 
 def plan_memory(
-    config: DecoderConfig,
+    layout: CacheLayout,
     *,
     weights: int,
     workspace: int,
@@ -112,7 +113,7 @@ def plan_memory(
     the model, cannot be had."""
     on_gpu = device is not None and device.type == "cuda"
     available = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
-    block_bytes = config.kv_bytes_per_token(kv_dtype.itemsize) * BLOCK_SIZE
+    block_bytes, windows = layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
     free = available - weights - workspace
@@ -121,7 +122,7 @@ def plan_memory(
             f"the model does not fit: {_mib(weights)} weights + {_mib(workspace)} workspace + {_mib(block_bytes)} for "
             f"one KV block exceed the {_mib(available)} of memory available"
         )
-    wanted = max_num_seqs * -(-(max_model_len or context) // BLOCK_SIZE)
+    wanted = max_num_seqs * blocks_needed(max_model_len or context, BLOCK_SIZE, windows)
     if kv_cache_memory is None:
         num_blocks = min(wanted, int(free * (_GPU_SHARE if on_gpu else _SHARE)) // block_bytes)
     else:
@@ -131,7 +132,7 @@ def plan_memory(
                 f"{_mib(weights)} weights and {_mib(workspace)} workspace"
             )
         num_blocks = kv_cache_memory // block_bytes
-    needed = 1 if max_model_len is None else -(-max_model_len // BLOCK_SIZE)
+    needed = blocks_needed(max_model_len or 1, BLOCK_SIZE, windows)
     if num_blocks < needed:
         raise CapacityError(
             f"a KV cache of {num_blocks} blocks of {BLOCK_SIZE} tokens ({_mib(block_bytes)} each) cannot hold "
@@ -144,7 +145,8 @@ def plan_memory(
         kv_cache=num_blocks * block_bytes,
         available=available,
         num_blocks=num_blocks,
-        max_model_len=max_model_len or min(context, num_blocks * BLOCK_SIZE),
+        max_model_len=max_model_len or tokens_held(num_blocks, BLOCK_SIZE, windows, context),
+        windows=windows,
         process=int(psutil.Process().memory_info().rss),
         files=files,
     )
@@ -166,7 +168,7 @@ def measured(plan: MemoryPlan, free: int, block_bytes: int, wanted: int, needed:
             f"after the heaviest step {_mib(free)} are left of {_mib(plan.available)}: {num_blocks} KV blocks of "
             f"{_mib(block_bytes)}, and {needed} are needed; lower --max-model-len or --max-num-batched-tokens"
         )
-    length = min(plan.max_model_len, num_blocks * BLOCK_SIZE)
+    length = tokens_held(num_blocks, BLOCK_SIZE, plan.windows, plan.max_model_len)
     return replace(plan, num_blocks=num_blocks, kv_cache=num_blocks * block_bytes, max_model_len=length)
 
 

@@ -12,6 +12,7 @@ from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.runtime import heap, heaviest
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
+from qserve.runtime.cache import blocks_needed
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import MemoryPlan, file_bytes, measured, plan_memory, weight_bytes
@@ -48,7 +49,7 @@ class NativeBackend:
         )
         return LoadedModel(
             DecoderRunner(decoder),
-            CacheDescription(memory.num_blocks, BLOCK_SIZE),
+            CacheDescription(memory.num_blocks, BLOCK_SIZE, memory.windows),
             limits,
             memory,
             executor.name,
@@ -71,7 +72,7 @@ def _load(
     on_gpu = executor.placement.device.type == "cuda"
     limits = DecoderLimits(config.step_tokens(on_gpu), config.max_num_seqs, 0, 0)
     memory = plan_memory(
-        model_config,
+        model_config.cache_layout,
         weights=weight_bytes(source, executor, int8_head=int8_head),
         workspace=limits.workspace_bytes(model_config, executor.placement.activations),
         kv_dtype=kv_dtype,
@@ -112,9 +113,9 @@ def grow_cache(
     memory = measured(
         memory,
         gpu.free() - passing + decoder.kv.nbytes,
-        decoder.config.kv_bytes_per_token(decoder.kv.dtype.itemsize) * BLOCK_SIZE,
+        decoder.layout.block_bytes(BLOCK_SIZE, decoder.kv.dtype.itemsize),
         memory.num_blocks if config.kv_cache_memory is not None else _wanted(config, memory),
-        -(-(config.max_model_len or 1) // BLOCK_SIZE),
+        blocks_needed(config.max_model_len or 1, BLOCK_SIZE, memory.windows),
     )
     decoder.resize_cache(memory.num_blocks)
     heaviest.decode(decoder, memory.num_blocks, sizes)  # again: graphs remember where the cache was
@@ -123,7 +124,7 @@ def grow_cache(
 
 def _wanted(config: EngineConfig, memory: MemoryPlan) -> int:
     """Blocks that all requests at once can fill."""
-    return config.max_num_seqs * -(-memory.max_model_len // BLOCK_SIZE)
+    return config.max_num_seqs * blocks_needed(memory.max_model_len, BLOCK_SIZE, memory.windows)
 
 
 def activation_dtype(source: ModelSource) -> torch.dtype:

@@ -18,7 +18,8 @@ class ScheduledSequence(NamedTuple):
         token_ids: input tokens of this step. -1 stands for the newest token of this request, sampled by an
             earlier plan that was not committed when this one was made.
         start: position of the first of them.
-        block_table: position p lies in ``block_table[p // block_size]``; long enough for every token here.
+        block_tables: for each group of layers (``CacheLayout``) a table: position p lies in its block
+            ``p // block_size``. Long enough for every token here; blocks that no token here sees are any.
         num_sampled: rows of logits that choose a token: those of the last so many tokens here. 0 for the part of a
             prompt that does not end it; more than 1 where the tokens after the first of them are a draft, each of which
             stands if the row before it chooses the same.
@@ -31,7 +32,7 @@ class ScheduledSequence(NamedTuple):
     request_id: str
     token_ids: tuple[int, ...]
     start: int
-    block_table: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     num_sampled: int
     is_prefill: bool
     wants_prompt_logprobs: bool = False

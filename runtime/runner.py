@@ -60,8 +60,9 @@ class DecoderRunner:
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         decoder = self.decoder
         decoder.copy_blocks(plan.copies)
-        step = self._arrays.describe(plan, self._rows)
-        decoder.run(step)
+        steps = self._arrays.describe(plan, self._rows)
+        decoder.run(*steps)
+        step = steps[0]
         first = 0
         for sequence in plan.sequences:
             if sequence.wants_prompt_logprobs or sequence.wants_prompt_states:

@@ -94,7 +94,7 @@ class Scheduler:
     @property
     def num_unused_slots(self) -> int:
         """KV positions that running requests hold and have not filled: ends of blocks, prompts still to compute."""
-        filled = sum(request.num_computed for request in self._running)
+        filled = len(self.blocks.windows) * sum(request.num_computed for request in self._running)
         return self.blocks.num_table_entries * self.blocks.block_size - filled
 
     def running(self) -> tuple[Request, ...]:
@@ -173,6 +173,8 @@ class Scheduler:
         for request in decodes:
             if request.status is running and not self.blocks.is_writable(request.request_id, request.num_computed):
                 self._grow(request)
+        if self.blocks.has_windows:
+            self._grow_prefills()
         decodes = [request for request in decodes if request.status is running]
         # Prompts first: to admit one may preempt a decode, for which nothing must be planned by then.
         planned: list[tuple[Request, ScheduledSequence]] = []
@@ -232,6 +234,8 @@ class Scheduler:
                 if end // size > request.num_committed // size:
                     self._publish(request, end)
                 request.num_committed = end
+                if self.blocks.has_windows:
+                    self.blocks.release_passed(request.request_id, end)
             if wanted > 1:
                 self._take_back(request, end, accepted=len(tokens) - 1)
             if not wanted:
@@ -258,7 +262,7 @@ class Scheduler:
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
         assert len(self._running) <= self.config.max_num_seqs
-        tables = self.blocks.tables()
+        tables, size = self.blocks.tables(), self.blocks.block_size
         assert tables.keys() == {r.request_id for r in self._running}, "who runs holds a table"
         plans: Counter[int] = Counter()
         samples: Counter[int] = Counter()
@@ -284,10 +288,14 @@ class Scheduler:
         for request in self._running:
             assert request.status is Status.RUNNING
             assert 0 <= request.num_committed <= request.num_computed < request.num_tokens + request.is_pooled
-            assert request.num_computed <= len(tables[request.request_id]) * self.blocks.block_size
-            assert len(tables[request.request_id]) <= self.blocks.blocks_for(request.max_positions)
-            if request.output_token_ids and not request.num_plans:
-                assert len(tables[request.request_id]) <= self.blocks.blocks_for(request.num_tokens), "a draft's blocks"
+            for window, (begin, end) in zip(self.blocks.windows, self.blocks.spans(request.request_id), strict=True):
+                seen = max(request.num_committed - window + 1, 0) if window else 0
+                assert begin <= seen, "keys are gone that the next query sees"
+                assert request.num_computed <= end <= self.blocks.blocks_for(request.max_positions) * size
+                if request.output_token_ids and not request.num_plans:
+                    assert end <= self.blocks.blocks_for(request.num_tokens) * size, "blocks of a draft are held"
+                if window and not request.num_plans and request.is_decoding:
+                    assert end - begin <= window + 2 * size, "more is held than a window and the blocks at its ends"
 
     def _rank(self, request: Request) -> tuple[float, int]:
         return request.priority + request.arrival_time / self.config.priority_aging, request.arrival
@@ -331,7 +339,11 @@ class Scheduler:
                         if (running := deque(r for r in islice(queue, most) if r.status is Status.RUNNING))
                     }
                     continue
-            planned.append((request, self._advance(request, min(budget, ahead) if is_ahead else budget)))
+            room = self.blocks.extend(
+                request.request_id, self._stop(request, min(budget, ahead) if is_ahead else budget),
+                spare=self.num_running,
+            )  # fmt: skip
+            planned.append((request, self._advance(request, room)))
             num_tokens = len(planned[-1][1].token_ids)
             budget -= num_tokens
             ahead -= num_tokens
@@ -384,7 +396,7 @@ class Scheduler:
         """Give waiting requests tables for all of their tokens and let them run, if there is room for all."""
         cached = [self._open(request) for request in members]
         missing = sum(
-            self.blocks.missing(request.request_id, request.num_tokens, write_from=start)
+            self.blocks.missing(request.request_id, request.num_tokens, write_from=start, stepwise=True)
             for request, start in zip(members, cached, strict=True)
         )
         # One block to spare for each that runs: else the next decode would preempt what was just admitted.
@@ -393,7 +405,9 @@ class Scheduler:
                 self.blocks.free(request.request_id)
             return False
         for request, start in zip(members, cached, strict=True):
-            self._copies += self.blocks.allocate(request.request_id, request.num_tokens, write_from=start)
+            self._copies += self.blocks.allocate(
+                request.request_id, request.num_tokens, write_from=start, stepwise=True
+            )
             if request.status is Status.WAITING:
                 self.backlog.remove(request.tenant, request.num_queued)
                 request.num_cached, request.scheduled_time = start, now
@@ -411,16 +425,26 @@ class Scheduler:
         """Start the table of a waiting request with what others computed; returns how many positions."""
         if request.is_scored:
             return self.blocks.open(request.request_id)
-        if request.parent:
+        if request.parent and self.blocks.can_fork(request.parent.request_id, request.num_prompt - 1):
             # All but the last token, whose logits choose the first output, and which is written into a copy.
             self.blocks.fork(request.parent.request_id, request.request_id, request.num_prompt - 1)
             return request.num_prompt - 1
         # At least one token is left to be computed at once: the last, whose logits are needed, or one before a beam's.
         return self.blocks.open(request.request_id, self._digests(request, request.num_plannable - 1))
 
+    def _grow_prefills(self) -> None:
+        """Make room for one more position of each prompt; those behind it come where there is room for more."""
+        for request in list(self._running):
+            if request.status is not Status.RUNNING or request.is_decoding:
+                continue
+            if request.num_computed < request.num_plannable and not self.blocks.is_writable(
+                request.request_id, request.num_computed
+            ):
+                self._grow(request)
+
     def _grow(self, request: Request) -> None:
-        """Make room for one more position of a decode, preempting whom it must, itself too."""
-        total, written = request.num_tokens, request.num_computed
+        """Make room for one more position, preempting whom it must, itself too."""
+        total, written = request.num_computed + 1, request.num_computed
         while request.status is Status.RUNNING:
             if self.blocks.can_allocate(request.request_id, total, write_from=written):
                 self._copies += self.blocks.allocate(request.request_id, total, write_from=written)
@@ -455,7 +479,7 @@ class Scheduler:
         request.num_computed = start + 1
         request.num_in_flight += 1
         request.num_plans += 1
-        return ScheduledSequence(request_id, (newest,), start, self.blocks.table(request_id), 1, False)
+        return ScheduledSequence(request_id, (newest,), start, self.blocks.block_tables(request_id), 1, False)
 
     def _add_drafts(
         self,
@@ -479,7 +503,7 @@ class Scheduler:
                 tokens, rows = tokens - count, rows - count
                 decoded[index] = request, sequence._replace(
                     token_ids=(*sequence.token_ids, *draft[:count]),
-                    block_table=self.blocks.table(request.request_id),
+                    block_tables=self.blocks.block_tables(request.request_id),
                     num_sampled=1 + count,
                 )
 
@@ -501,18 +525,23 @@ class Scheduler:
             request.num_computed = end
             self.blocks.truncate(request.request_id, end + 1)
 
-    def _advance(self, request: Request, budget: int) -> ScheduledSequence:
-        """Plan up to ``budget`` further tokens of a running request."""
+    def _stop(self, request: Request, budget: int) -> int:
+        """Where up to ``budget`` further tokens of a running request end."""
         start = request.num_computed
         stop = min(request.num_tokens if request.is_decoding else request.num_plannable, start + budget)
         if request.is_scored and start < request.num_scored:
             stop = min(stop, request.num_scored)  # a chunk is asked for its rows as a whole or not at all
+        return stop
+
+    def _advance(self, request: Request, stop: int) -> ScheduledSequence:
+        """Plan the tokens of a running request before position ``stop``."""
+        start = request.num_computed
         scores = request.is_scored and request.num_scored <= start < request.num_prompt
         sequence = ScheduledSequence(
             request_id=request.request_id,
             token_ids=request.tokens(start, stop),
             start=start,
-            block_table=self.blocks.table(request.request_id),
+            block_tables=self.blocks.block_tables(request.request_id),
             num_sampled=int(stop == request.num_tokens and not request.is_pooled),
             is_prefill=not request.is_decoding,
             wants_prompt_logprobs=scores and request.params.prompt_logprobs,

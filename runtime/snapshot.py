@@ -20,7 +20,7 @@ class RequestState:
     """One sequence. Counts are in tokens, ``age`` is in seconds since it arrived.
 
     ``state`` is waiting, preempted, prefill or decode. ``cached_tokens`` of the prompt were not computed.
-    ``block_table``: position p lies in block ``block_table[p // block_size]``; empty unless it runs.
+    ``blocks``: those that it holds, in all groups of layers; none unless it runs.
     """
 
     request_id: str
@@ -30,7 +30,7 @@ class RequestState:
     cached_tokens: int
     output_tokens: int
     age: float
-    block_table: tuple[int, ...]
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,51 +17,54 @@ _SHAPES = 128
 
 
 class StepArrays:
-    """Plans as the int32 arrays that the kernels read. Steps of one shape share their memory: what was described is
-    valid until the next one is. Behind a step the processor's caches hold weights, and every call into torch is slow.
+    """Plans as the int32 arrays that the kernels read, with slots and tables for each group of layers. Steps of one
+    shape share their memory: what was described is valid until the next one is. Behind a step the processor's caches
+    hold weights, and every call into torch is slow.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], tuple[memoryview, Step]] = {}
+        self._made: dict[tuple[int, ...], tuple[memoryview, tuple[Step, ...]]] = {}
 
-    def describe(self, plan: StepPlan, newest: Mapping[str, int]) -> Step:
-        """The logits wanted are those that are sampled from. ``newest``: where each request's last token lies among
-        the last greedy ones, for those of which the plan knows no more."""
+    def describe(self, plan: StepPlan, newest: Mapping[str, int]) -> tuple[Step, ...]:
+        """The step as each group of layers sees it. The logits wanted are those that are sampled from. ``newest``:
+        where each request's last token lies among the last greedy ones, for those of which the plan knows no more."""
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
         starts = [0]
         rows: list[int] = []
-        tables: list[int] = []
-        widest = max(len(sequence.block_table) for sequence in plan.sequences)
+        groups: list[tuple[list[int], list[int]]] = [([], []) for _ in plan.sequences[0].block_tables]
+        widest = max(len(table) for sequence in plan.sequences for table in sequence.block_tables)
         for sequence in plan.sequences:
             ids += sequence.token_ids
             if ids[-1] == PLACEHOLDER:
                 ids[-1] = -1 - newest[sequence.request_id]
-            table = sequence.block_table
             span = range(sequence.start, sequence.start + len(sequence.token_ids))
             positions += span
-            slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
+            for (slots, tables), table in zip(groups, sequence.block_tables):
+                slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
+                tables += table
+                tables += [0] * (widest - len(table))
             starts.append(len(ids))
             if sequence.num_sampled == 1:
                 rows.append(len(ids) - 1)
             elif sequence.num_sampled:
                 rows += range(len(ids) - sequence.num_sampled, len(ids))
-            tables += table
-            tables += [0] * (widest - len(table))
-        parts = (ids, positions, slots, starts, rows, tables)
+        parts = (ids, positions, starts, rows, *chain.from_iterable(groups))
         shape = tuple(map(len, parts))
         if shape not in self._made:
             if len(self._made) == _SHAPES:
                 self._made.clear()
             self._made[shape] = _arrays(shape, len(plan.sequences))
-        memory, step = self._made[shape]
+        memory, steps = self._made[shape]
         memory[:] = array("i", chain(*parts))
-        return step
+        return steps
 
 
-def _arrays(shape: tuple[int, ...], sequences: int) -> tuple[memoryview, Step]:
+def _arrays(shape: tuple[int, ...], sequences: int) -> tuple[memoryview, tuple[Step, ...]]:
     whole = torch.empty(sum(shape), dtype=torch.int32)
-    token_ids, positions, slots, seq_start, logit_rows, tables = whole.split(list(shape))
-    step = Step(token_ids, positions, slots, seq_start, tables.view(sequences, -1), logit_rows)
-    return whole.numpy().data, step
+    token_ids, positions, seq_start, logit_rows, *groups = whole.split(list(shape))
+    steps = tuple(
+        Step(token_ids, positions, slots, seq_start, tables.view(sequences, -1), logit_rows)
+        for slots, tables in zip(groups[::2], groups[1::2])
+    )
+    return whole.numpy().data, steps

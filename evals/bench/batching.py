@@ -153,7 +153,7 @@ def _count(found: Batching, plan: StepPlan, wanted: Sequence[int], longest: int)
     for sequence in plan.sequences:
         index = int(sequence.request_id.partition("#")[0])
         found.written += min(sequence.start + len(sequence.token_ids), wanted[index])
-        found.paged += len(sequence.block_table) * BLOCK_SIZE
+        found.paged += len(sequence.block_tables[0]) * BLOCK_SIZE
         found.contiguous += longest
 
 

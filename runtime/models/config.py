@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_families
+from qserve.runtime.cache import CacheLayout, CacheSpec
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class DecoderConfig:
     @property
     def kv_size(self) -> int:
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return CacheLayout.of([
+            CacheSpec(self.num_key_value_heads, self.head_dim, window) for window in self.windows
+        ])
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of keys and values that one token leaves in all layers."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import pages, registry
-from qserve.kernels.ops import BLOCK_SIZE, Executor, LogSoftmax, Placement, Step
+from qserve.kernels.ops import BLOCK_SIZE, Executor, LogSoftmax, Placement, Program, Step
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.layers import Buffers, LayerBuilder
 from qserve.runtime.models.weights import Headers, Weights
@@ -39,7 +39,8 @@ class DecoderLimits:
 
 class Decoder:
     """Runs steps. ``logits`` float32 [max_logits, vocab] and ``greedy`` int32 [max_logits] hold the last head run;
-    ``kv`` [layers, 2, blocks, kv_heads * head_dim * 16] is the cache. They are where the executor places them.
+    ``kv`` [places, 2, blocks, kv_heads * head_dim * 16] is the cache. Layers of different groups share a place.
+    They are where the executor places them.
 
     ``kv_dtype`` float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
 
@@ -61,6 +62,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self.limits = limits
+        self.layout = config.cache_layout
         layers, tokens, rows = config.num_hidden_layers, limits.max_tokens, limits.max_logits
         self.executor, self.placement = executor, executor.placement
         self._kv_dtype = kv_dtype
@@ -72,13 +74,18 @@ class Decoder:
         self.logits, self.greedy, self.states = buffers.logits, buffers.greedy, buffers.states
         builder = LayerBuilder(config, Weights(source), buffers, kv_dtype)
 
-        self._body = executor.program(tokens)
+        self._body: list[tuple[int, Program]] = []  # runs of layers of one group, which see the same step
         embed = builder.embed()
-        self._body.add([embed])
         self.fallbacks = registry.fallbacks(executor, [embed])
         for i in range(layers):
-            ops = builder.layer(i, *self._pages[i])
-            self._body.add(ops)
+            group, place = self.layout.place(i)
+            if not self._body or self._body[-1][0] != group:
+                self._body.append((group, executor.program(tokens)))
+            program = self._body[-1][1]
+            if i == 0:
+                program.add([embed])
+            ops = builder.layer(i, *self._pages[place])
+            program.add(ops)
             self.fallbacks += registry.fallbacks(executor, ops)
             if progress:
                 progress(i + 1, layers)
@@ -90,9 +97,11 @@ class Decoder:
         self._log_softmax = executor.program(rows)
         self._log_softmax.add([LogSoftmax(self.logits)])
 
-    def run(self, step: Step) -> None:
-        """Embed the tokens, write their keys and values, and leave the last hidden states for ``head``."""
-        self._body.run(step)
+    def run(self, *steps: Step) -> None:
+        """Embed the tokens, write their keys and values, and leave the last hidden states for ``head``. ``steps``: the
+        step as each group of layers sees it, which differ in their slots and block tables."""
+        for group, program in self._body:
+            program.run(steps[group])
 
     def head(self, step: Step, rows: Tensor) -> None:
         """Logits and greedy tokens of up to ``max_logits`` tokens ``rows`` (int32) of the step just run."""
@@ -111,13 +120,12 @@ class Decoder:
         """A cache of ``num_blocks``, whose content is undefined. After the load only an executor that asks for its
         address in every run sees it: that of a GPU."""
         config = self.config
-        layers, per_block = config.num_hidden_layers, config.kv_size * BLOCK_SIZE
-        shape, device = (layers, 2, num_blocks, per_block), self.placement.device
+        shape, device = (self.layout.places, 2, num_blocks, config.kv_size * BLOCK_SIZE), self.placement.device
         if device.type == "cpu":
             self.kv = pages.empty(shape, self._kv_dtype)
         else:
             self.kv = torch.empty(shape, dtype=self._kv_dtype, device=device)
-        views = [_pages_of(layer, config, self.placement) for layer in self.kv]
+        views = [_pages_of(place, config, self.placement) for place in self.kv]
         for old, new in zip(self._pages, views):
             for tensor, other in zip(old, new):
                 tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
@@ -129,12 +137,12 @@ class Decoder:
             self.kv[:, :, destination] = self.kv[:, :, source]
 
 
-def _pages_of(layer: Tensor, config: DecoderConfig, placement: Placement) -> tuple[Tensor, Tensor]:
-    """The keys and values of a layer [2, blocks, …] as the operations see them."""
+def _pages_of(place: Tensor, config: DecoderConfig, placement: Placement) -> tuple[Tensor, Tensor]:
+    """The keys and values of a layer's place [2, blocks, …] as the operations see them."""
     shape = (-1, config.num_key_value_heads, BLOCK_SIZE, config.head_dim)
     if placement.keys_by_token:
-        return layer[0].view(shape).transpose(2, 3), layer[1].view(shape)
-    return layer[0].view(shape[0], shape[1], shape[3], shape[2]), layer[1].view(shape)
+        return place[0].view(shape).transpose(2, 3), place[1].view(shape)
+    return place[0].view(shape[0], shape[1], shape[3], shape[2]), place[1].view(shape)
 
 
 def missing_kernels(

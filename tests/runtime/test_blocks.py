@@ -243,6 +243,6 @@ def test_check_finds_damage(damage: str) -> None:
     elif damage == "stale":
         blocks._digest_of.pop(blocks.table("a")[0])
     else:
-        blocks._tables["b"][0] = blocks.table("a")[0]
+        blocks._tables["b"][0].blocks[0] = blocks.table("a")[0]
     with pytest.raises(AssertionError):
         blocks.check()

@@ -210,7 +210,7 @@ def test_a_plan_asks_for_the_rows_of_a_draft_and_takes_back_what_was_wrong() -> 
     plan = schedule(s, a=(51, 52, 53, 54))
     (share,) = plan.sequences
     assert (share.token_ids, share.start, share.num_sampled, share.is_prefill) == ((50, 51, 52, 53, 54), 5, 5, False)
-    assert share.draft == (51, 52, 53, 54) and len(share.block_table) == 3 and plan.rows == ("a",) * 5
+    assert share.draft == (51, 52, 53, 54) and len(share.block_tables[0]) == 3 and plan.rows == ("a",) * 5
     assert s.schedule(0.0) is None, "how far the draft is right is not known yet"
     assert commit(s, plan, a=(51, 52, 60)) == [RequestUpdate("a", (51, 52, 60))]
     assert request.output_token_ids == [50, 51, 52, 60]
@@ -222,7 +222,7 @@ def test_a_plan_asks_for_the_rows_of_a_draft_and_takes_back_what_was_wrong() -> 
 def test_the_blocks_of_wrong_guesses_are_free_again() -> None:
     s = scheduler()
     request = decoding(s, length=4)
-    assert len(schedule(s, a=(51, 52, 53, 54, 55)).sequences[0].block_table) == 3
+    assert len(schedule(s, a=(51, 52, 53, 54, 55)).sequences[0].block_tables[0]) == 3
     s.commit(s._in_flight[0][0], {"a": (9,)})
     s.check()
     assert request.num_computed == 5 and len(s.blocks.table("a")) == 2 and s.blocks.num_cached == 1

@@ -26,7 +26,7 @@ def test_the_plan_counts_what_is_allocated(tiny_model: Path, tiny_packed: Path, 
     decoder = engine.runner.decoder  # type: ignore[attr-defined]
     assert decoder.kv.nbytes == engine.memory.kv_cache <= 1 << 20
     cache = decoder.kv.untyped_storage().data_ptr()
-    held = [t for p in (decoder._body, decoder._head) for t in getattr(p, "_keep", [])]
+    held = [t for p in (*(program for _, program in decoder._body), decoder._head) for t in getattr(p, "_keep", [])]
     kept = {t.data_ptr(): t for t in held if t.untyped_storage().data_ptr() != cache}
     if not kept:
         pytest.skip("only the native kernels keep their weights in one place")
@@ -39,14 +39,14 @@ def test_refusals_carry_the_arithmetic(tiny_model: Path) -> None:
     config = decoder_config(open_model(tiny_model).config, "tiny")
     plan = {"weights": 10, "workspace": 10, "kv_dtype": torch.float16, "context": 512, "max_num_seqs": 4}
     block = config.kv_bytes_per_token(2) * 16
-    found = plan_memory(config, **plan, kv_cache_memory=7 * block)  # type: ignore[arg-type]
+    found = plan_memory(config.cache_layout, **plan, kv_cache_memory=7 * block)  # type: ignore[arg-type]
     assert (found.num_blocks, found.max_model_len, found.kv_cache) == (7, 112, 7 * block)
-    unlimited = plan_memory(config, **plan)  # type: ignore[arg-type]
+    unlimited = plan_memory(config.cache_layout, **plan)  # type: ignore[arg-type]
     assert unlimited.num_blocks == 4 * 32 and unlimited.max_model_len == 512
     with pytest.raises(CapacityError, match="weights"):
-        plan_memory(config, **{**plan, "weights": 1 << 60})  # type: ignore[arg-type]
+        plan_memory(config.cache_layout, **{**plan, "weights": 1 << 60})  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="need 20"):
-        plan_memory(config, **plan, max_model_len=320, kv_cache_memory=7 * block)  # type: ignore[arg-type]
+        plan_memory(config.cache_layout, **plan, max_model_len=320, kv_cache_memory=7 * block)  # type: ignore[arg-type]
 
 
 def test_the_peak_is_the_sum_of_its_parts(tiny_packed: Path) -> None:

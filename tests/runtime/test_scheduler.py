@@ -67,15 +67,15 @@ def test_one_request_from_prompt_to_length() -> None:
     s = scheduler()
     r = add(s, "a", range(10, 16), max_tokens=3)
     plan = plan_of(s, now=5.0)
-    expected = ScheduledSequence("a", (10, 11, 12, 13, 14, 15), 0, (0, 1), num_sampled=1, is_prefill=True)
+    expected = ScheduledSequence("a", (10, 11, 12, 13, 14, 15), 0, ((0, 1),), num_sampled=1, is_prefill=True)
     assert plan == StepPlan(0, (expected,), (), ()) and plan.num_tokens == 6
     assert r.scheduled_time == 5.0 and r.status is Status.RUNNING
     assert commit(s, plan, a=20) == [RequestUpdate("a", (20,))]
     plan, updates = step(s, a=21)
-    assert plan == StepPlan(1, (ScheduledSequence("a", (20,), 6, (0, 1), 1, is_prefill=False),), (), ())
+    assert plan == StepPlan(1, (ScheduledSequence("a", (20,), 6, ((0, 1),), 1, is_prefill=False),), (), ())
     assert updates == [RequestUpdate("a", (21,))]
     plan, updates = step(s, a=22)
-    assert plan.sequences == (ScheduledSequence("a", (21,), 7, (0, 1), 1, is_prefill=False),)
+    assert plan.sequences == (ScheduledSequence("a", (21,), 7, ((0, 1),), 1, is_prefill=False),)
     assert updates == [RequestUpdate("a", (22,), "length")]
     assert r.output_token_ids == [20, 21, 22] and r.finish_reason == "length"
     assert s.blocks.num_used == 0 and not s.has_work() and s.schedule(0.0) is None
@@ -93,7 +93,7 @@ def test_plan_is_plain_data() -> None:
                 "request_id": "a",
                 "token_ids": [0, 1, 2],
                 "start": 0,
-                "block_table": [0],
+                "block_tables": [[0]],
                 "num_sampled": 1,
                 "is_prefill": True,
                 "wants_prompt_logprobs": True,
@@ -498,7 +498,7 @@ def test_a_sibling_waits_for_the_prompt_and_shares_it_by_copy_on_write() -> None
     assert shares(step(s)[0]) == {"p": (8, 2), "other": (0, 1)}
     plan, _ = step(s)
     assert shares(plan) == {"p": (10, 1), "other": (1, 1), "c0": (9, 1), "c1": (9, 1)}
-    tables = {q.request_id: q.block_table for q in plan.sequences}
+    tables = {q.request_id: q.block_tables[0] for q in plan.sequences}
     assert tables["c0"][:2] == tables["c1"][:2] == tables["p"][:2]
     assert plan.copies == ((tables["p"][2], tables["c0"][2]), (tables["p"][2], tables["c1"][2]))
     assert len({tables[name][2] for name in ("p", "c0", "c1")}) == 3

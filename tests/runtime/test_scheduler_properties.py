@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.plan import StepPlan
+from qserve.runtime.plan import ScheduledSequence, StepPlan
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import Scheduler
@@ -82,10 +82,14 @@ class Oracle:
 
 
 class FakeRunner:
-    """Runs plans in order on a KV store that remembers what was written, ``(block, offset) -> hash``."""
+    """Runs plans in order on a KV store that remembers what was written, ``(block, offset) -> hash``.
 
-    def __init__(self, block_size: int) -> None:
+    Each group of layers has its own, and reads no more than its window.
+    """
+
+    def __init__(self, block_size: int, windows: tuple[int, ...]) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.kv: dict[tuple[int, int], int] = {}
         self.newest: dict[str, int] = {}
 
@@ -104,10 +108,11 @@ class FakeRunner:
                 token = self.newest[sequence.request_id] if given == -1 else given
                 right = right and token == oracle.tokens[position]
                 assert right or position >= known, "a wrong input token"
-                slot = sequence.block_table[position // size], position % size
-                assert slot not in written, "two requests write one position"
-                written.add(slot)
-                self.kv[slot] = oracle.kv[position] if right else WRONG
+                for group, table in enumerate(sequence.block_tables):
+                    slot = table[position // size], position % size
+                    assert slot not in written, "two requests, or groups, write one position"
+                    written.add(slot)
+                    self.kv[slot] = oracle.kv[position] + group if right else WRONG
         for sequence in plan.sequences:
             oracle, end = oracles[sequence.request_id], sequence.start + len(sequence.token_ids)
             end -= len(sequence.draft)
@@ -115,11 +120,12 @@ class FakeRunner:
                 if guess != oracle.tokens[end]:
                     break
                 end += 1
-            for position in range(end):
-                slot = sequence.block_table[position // size], position % size
-                assert self.kv.get(slot) == oracle.kv[position], (
-                    f"{sequence} reads a foreign position {position}"
-                )
+            for group, (table, window) in enumerate(zip(sequence.block_tables, self.windows, strict=True)):
+                for position in range(max(sequence.start - window + 1, 0) if window else 0, end):
+                    slot = table[position // size], position % size
+                    assert self.kv.get(slot) == oracle.kv[position] + group, (
+                        f"{sequence} reads a foreign position {position} in group {group}"
+                    )
             if sequence.wants_prompt_logprobs or sequence.wants_prompt_states:
                 oracle.rows += range(sequence.start, min(end, oracle.request.num_prompt))
             assert not (sequence.num_sampled and oracle.request.params.pooling), "nobody wants its logits"
@@ -139,6 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     copies = 0
     forks = 0
     mixed = 0  # steps with beams and with several tenants
+    passed = 0  # sequences whose window gave blocks back
     accepted = 0  # tokens of drafts
     refused = 0
 
@@ -150,6 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 12),
         extra_rows=st.integers(0, 8),
         depth=st.sampled_from((1, 2, 2, 3)),
+        windows=st.sampled_from(((0,), (0,), (0, 5), (6,), (0, 1, 9))),
     )
     def start(
         self,
@@ -160,6 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget: int,
         extra_rows: int,
         depth: int,
+        windows: tuple[int, ...],
     ) -> None:
         config = SchedulerConfig(
             max_model_len=40,
@@ -170,8 +179,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting_tokens=150,
             priority_aging=4.0,
         )
-        self.scheduler = Scheduler(config, BlockManager(positions // block_size, block_size, caching))
-        self.runner = FakeRunner(block_size)
+        blocks = BlockManager(len(windows) * (positions // block_size), block_size, caching, windows)
+        self.scheduler = Scheduler(config, blocks)
+        self.runner = FakeRunner(block_size, windows)
         self.depth = depth
         self.now = 0.0
         self.oracles: dict[str, Oracle] = {}
@@ -252,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert scheduler.num_waiting >= 12 or scheduler.backlog.tokens + len(prompt) > 150
                 return
             except RequestError as error:
-                pool = self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
+                pool = self.scheduler.blocks.capacity(self.scheduler.blocks.num_blocks, 1000)
                 room = max(1, self.scheduler.config.max_model_len - len(prompt))
                 assert error.param in ("prompt", "max_tokens", "n")
                 if width == 1:
@@ -274,6 +284,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(plan.sequences) <= self.scheduler.config.max_num_seqs
         assert all(s.request_id in self.live for s in plan.sequences), "a request runs that has ended"
         SchedulerMachine.copies += len(plan.copies)
+        for window, sequence in ((w, s) for s in plan.sequences for w in self.runner.windows if w):
+            self.held(window, sequence)
         planned = [self.live[s.request_id].request for s in plan.sequences]
         SchedulerMachine.mixed += any(len(r.beams) > 1 for r in planned) and len({r.tenant for r in planned}) > 1
         sampling = {s.request_id for s in plan.sequences if s.num_sampled}
@@ -281,6 +293,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             beams = {beam.request_id for beam in self.live[name].request.beams}
             assert beams <= sampling, "a beam goes on without the others"
         self.not_run.append(plan)
+
+    def held(self, window: int, sequence: ScheduledSequence) -> None:
+        """A window, the blocks at its ends, and what is in flight: no more is held."""
+        blocks, request = self.scheduler.blocks, self.live[sequence.request_id].request
+        begin, end = blocks.spans(sequence.request_id)[self.runner.windows.index(window)]
+        flying = request.num_computed - request.num_committed
+        SchedulerMachine.passed += begin > 0
+        assert end - begin <= window + flying + 3 * blocks.block_size
 
     def drafts(self) -> dict[str, list[int]]:
         """For some of those that run, as chance has it: what comes next, as far as it is not led astray."""
@@ -395,7 +415,7 @@ def drive(steps: int, *, derandomize: bool) -> None:
     """Run and check at least ``steps`` operations, and make sure that they were worth it."""
     machine = SchedulerMachine
     machine.count = machine.preemptions = machine.hits = machine.copies = machine.forks = machine.mixed = 0
-    machine.accepted = machine.refused = 0
+    machine.accepted = machine.refused = machine.passed = 0
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -413,6 +433,7 @@ def drive(steps: int, *, derandomize: bool) -> None:
     assert machine.forks > steps // 100, "beams hardly forked"
     assert machine.mixed > steps // 400, "beams hardly ran beside other tenants"
     assert min(machine.accepted, machine.refused) > steps // 40, "drafts were hardly ever right, or wrong"
+    assert machine.passed > steps // 20, "windows hardly passed a block"
 
 
 def test_ten_thousand_random_steps() -> None:

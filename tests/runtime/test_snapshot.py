@@ -56,7 +56,7 @@ def test_states_counts_and_blocks_of_requests() -> None:
     a, b = world.look().running
     assert (a.request_id, a.state, a.prompt_tokens, a.computed_tokens, a.output_tokens) == ("a", "decode", 6, 6, 1)
     assert (b.request_id, b.state, b.prompt_tokens, b.computed_tokens, b.output_tokens) == ("b", "prefill", 12, 2, 0)
-    assert a.block_table == world.scheduler.blocks.table("a") and a.age == 1.0
+    assert a.blocks == world.scheduler.blocks.table("a") and a.age == 1.0
     picture = to_json(world.look())
     assert [request["blocks"] for request in picture["requests"]] == [2, 3]
     assert sum(count for what, count in picture["kv"]["cells"] if what == FIRST_REQUEST) == 2
@@ -104,7 +104,7 @@ def test_a_preempted_request_waits_without_blocks() -> None:
         if world.scheduler.num_preemptions:
             break
     (waiting,) = world.look().waiting
-    assert (waiting.request_id, waiting.state, waiting.block_table) == ("b", "preempted", ())
+    assert (waiting.request_id, waiting.state, waiting.blocks) == ("b", "preempted", ())
 
 
 def test_many_blocks_share_a_cell_and_none_in_use_is_lost() -> None:

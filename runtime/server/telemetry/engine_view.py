@@ -82,7 +82,7 @@ def to_json(snapshot: EngineSnapshot) -> Json:
     """
     held: dict[int, int] = {}
     for number, request in enumerate(snapshot.running, FIRST_REQUEST):
-        for block in request.block_table:
+        for block in request.blocks:
             held[block] = SHARED if block in held else number
     per_cell = -(-snapshot.num_blocks // MAX_CELLS)
     cells = [FREE] * -(-snapshot.num_blocks // per_cell)
@@ -132,6 +132,6 @@ def _request(request: RequestState) -> Json:
         "computed_tokens": request.computed_tokens,
         "cached_tokens": request.cached_tokens,
         "output_tokens": request.output_tokens,
-        "blocks": len(request.block_table),
+        "blocks": len(request.blocks),
         "age": round(request.age, 3),
     }

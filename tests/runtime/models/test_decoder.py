@@ -94,19 +94,23 @@ def save_random(family: str, changes: dict[str, Any], path: Path, seed: int = 0)
 def run_chunks(decoder: Decoder, tokens: list[int], chunks: list[int]) -> torch.Tensor:
     """Logits [tokens, vocab] of one sequence, computed a chunk at a time."""
     rows, done = [], 0
-    table = torch.tensor([[5, 1, 7, 2]], dtype=torch.int32)
+    groups = range(len(decoder.layout.groups))
+    tables = [torch.tensor([[5, 1, 7, 2]], dtype=torch.int32) + 8 * group for group in groups]
     for size in chunks:
         positions = torch.arange(done, done + size, dtype=torch.int32)
-        step = Step(
-            token_ids=torch.tensor(tokens[done : done + size], dtype=torch.int32),
-            positions=positions,
-            slots=table[0][positions.long() // 16] * 16 + positions % 16,
-            seq_start=torch.tensor([0, size], dtype=torch.int32),
-            block_tables=table,
-            logit_rows=positions[:0],
-        )
-        decoder.run(step)
-        decoder.head(step, torch.arange(size, dtype=torch.int32))
+        steps = [
+            Step(
+                token_ids=torch.tensor(tokens[done : done + size], dtype=torch.int32),
+                positions=positions,
+                slots=table[0][positions.long() // 16] * 16 + positions % 16,
+                seq_start=torch.tensor([0, size], dtype=torch.int32),
+                block_tables=table,
+                logit_rows=positions[:0],
+            )
+            for table in tables
+        ]
+        decoder.run(*steps)
+        decoder.head(steps[0], torch.arange(size, dtype=torch.int32))
         rows.append(decoder.logits[:size].clone())
         done += size
     return torch.cat(rows)
@@ -121,7 +125,7 @@ def test_logits_are_those_of_transformers(case: str, kernels: str, tmp_path: Pat
     model = save_random(family, changes, tmp_path)
     source = HFDirectory(tmp_path)
     config = decoder_config(source.config, "small")
-    limits = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_blocks=8)
+    limits = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_blocks=24)
     decoder = Decoder(source, config, registry.make(kernels), limits, kv_dtype=torch.float32)
     tokens = torch.randint(0, SMALL["vocab_size"], (40,), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
