@@ -160,10 +160,11 @@ def draw_of(request: Request, seed: int, index: int) -> Draw:
 
 
 def _adjusts(request: Request) -> bool:
-    """Whether a bias, a penalty or an ending that comes too early changes its next row."""
+    """Whether a bias, a penalty, a cut of its logits or an ending that comes too early changes its next row."""
     params = request.params
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    return bool(params.biases or penalties) or len(request.output_token_ids) < params.min_tokens
+    cut = params.top_n_sigma and not params.greedy
+    return bool(params.biases or penalties or cut) or len(request.output_token_ids) < params.min_tokens
 
 
 def _has_no_token(best: int, allowed: Tensor | None) -> bool:
@@ -186,7 +187,8 @@ def _sample_row(
 
 
 def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list[int]) -> Tensor:
-    """The row with biases, penalties, forbidden endings and forbidden tokens applied; the row itself without any."""
+    """The row with biases, penalties, forbidden endings and tokens, and ``top_n_sigma`` applied, in this order; the row
+    itself without any."""
     params = request.params
     if params.biases:
         tokens, biases = zip(*params.biases)
@@ -200,9 +202,12 @@ def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list
         tokens, counts = torch.tensor(outputs).unique(return_counts=True)
         row = row.index_add(0, tokens, -(params.presence_penalty + params.frequency_penalty * counts))
     if allowed is not None:
-        return row.masked_fill(~_without_endings(allowed, request, len(outputs) < params.min_tokens), -torch.inf)
-    if len(outputs) < params.min_tokens:
+        row = row.masked_fill(~_without_endings(allowed, request, len(outputs) < params.min_tokens), -torch.inf)
+    elif len(outputs) < params.min_tokens:
         row = row.index_fill(0, _indices(request.endings, len(row)), -torch.inf)
+    if params.top_n_sigma and not params.greedy:
+        sigma = row[row > -torch.inf].double().std(correction=0)  # of what can come at all
+        row = row.masked_fill(row < row.max() - params.top_n_sigma * sigma, -torch.inf)
     return row
 
 

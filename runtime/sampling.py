@@ -1,12 +1,14 @@
 """``SamplingParams``: how the tokens of one request are chosen and when it stops; every field checked.
 
-Knows names and bounds; does not know vocabularies, context lengths or tensors.
+Knows names and bounds; does not know vocabularies, context lengths or tensors. A field is declared here once, with its
+bounds. The fields of requests over HTTP and their OpenAPI schemas follow from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from qserve.runtime.constraint import Constraint
 
@@ -20,13 +22,6 @@ MAX_TIMEOUT = 3600.0
 INT31 = 2**31 - 1
 POOLINGS = ("mean", "last")
 GREEDY_BELOW = 1e-5
-_SWITCHES = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-    "use_beam_search",
-    "early_stopping",
-)
 
 
 class RequestError(ValueError):
@@ -35,6 +30,36 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a number may be: ``low`` (if not ``above``) to ``high``."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def hold(self, value: float) -> bool:
+        # Compared before any conversion: NaN fails both comparisons, and a huge int would overflow float().
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        low, high = (f"{bound:g}" if isinstance(bound, float) else str(bound) for bound in (self.low, self.high))
+        return f"above {low} and at most {high}" if self.above else f"between {low} and {high}"
+
+    def schema(self) -> dict[str, float]:
+        """As JSON schemas say it."""
+        return {"exclusiveMinimum" if self.above else "minimum": self.low, "maximum": self.high}
+
+
+def _bounded(default: Any, low: float, high: float, *, above: bool = False, request: bool = True) -> Any:
+    """A number with its bounds. ``request``: requests have a field of this name that means the same."""
+    return field(default=default, metadata={"bounds": Bounds(low, high, above), "request": request})
+
+
+_INTERNAL = {"request": False}
+"""Of a field that no request has, or that means something else there."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +74,9 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 (or -1) is off.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
+        top_n_sigma: keep tokens whose logit lies at most so many standard deviations of all logits below the highest,
+            in [0, 100]; 0 is off. It comes behind biases and penalties and before everything else, so it keeps the same
+            tokens at any temperature (Tang et al., 2024).
         repetition_penalty: divides positive and multiplies negative logits of seen tokens, in [0.01, 10].
         presence_penalty: subtracted from the logit of every token already generated, in [-2, 2].
         frequency_penalty: the same, once per occurrence, in [-2, 2].
@@ -78,60 +106,47 @@ class SamplingParams:
             for clients, so not checked.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: int = _bounded(1, 1, MAX_CHOICES)
+    max_tokens: int | None = _bounded(16, 1, INT31)
+    min_tokens: int = _bounded(0, 0, INT31)
+    temperature: float = _bounded(1.0, 0, 100)
+    top_k: int = _bounded(0, -1, INT31)
+    top_p: float = _bounded(1.0, 0, 1, above=True)
+    min_p: float = _bounded(0.0, 0, 1)
+    top_n_sigma: float = _bounded(0.0, 0, 100)
+    repetition_penalty: float = _bounded(1.0, 0.01, 10)
+    presence_penalty: float = _bounded(0.0, -2, 2)
+    frequency_penalty: float = _bounded(0.0, -2, 2)
     logit_bias: Mapping[str, float] | Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
+    seed: int | None = _bounded(None, -(2**63), 2**63 - 1)
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: bool = False
-    num_prompt_logprobs: int | None = None
-    pooling: str | None = None
-    timeout: float | None = None
+    logprobs: int | None = _bounded(None, 0, MAX_LOGPROBS, request=False)
+    prompt_logprobs: bool = field(default=False, metadata=_INTERNAL)
+    num_prompt_logprobs: int | None = _bounded(None, 0, MAX_LOGPROBS, request=False)
+    pooling: str | None = field(default=None, metadata=_INTERNAL)
+    timeout: float | None = _bounded(None, 0, MAX_TIMEOUT, above=True)
     use_beam_search: bool = False
-    length_penalty: float = 1.0
+    length_penalty: float = _bounded(1.0, -10, 10)
     early_stopping: bool = False
-    constraint: Constraint | None = None
-    visible_tokens: tuple[int, ...] = ()
+    constraint: Constraint | None = field(default=None, metadata=_INTERNAL)
+    visible_tokens: tuple[int, ...] = field(default=(), metadata=_INTERNAL)
 
     def __post_init__(self) -> None:
-        self._integer("n", 1, MAX_CHOICES)
-        self._integer("max_tokens", 1, INT31, optional=True)
-        self._integer("min_tokens", 0, INT31)
+        for each in NUMBERS.values():
+            self._check_number(each)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", "min_tokens"
             )
-        self._number("temperature", 0.0, 100.0)
-        self._integer("top_k", -1, INT31)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
-        self._number("top_p", 0.0, 1.0, above=True)
-        self._number("min_p", 0.0, 1.0)
-        self._number("repetition_penalty", 0.01, 10.0)
-        self._number("presence_penalty", -2.0, 2.0)
-        self._number("frequency_penalty", -2.0, 2.0)
-        self._integer("seed", -(2**63), 2**63 - 1, optional=True)
         self._normalize_stops()
         self._normalize_bias()
-        if self.timeout is not None:
-            self._number("timeout", 0.0, MAX_TIMEOUT, above=True)
-        self._number("length_penalty", -10.0, 10.0)
-        for name in _SWITCHES:
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
-        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
-        self._integer("num_prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         if self.pooling not in (None, *POOLINGS):
             raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, not {_shown(self.pooling)}", "pooling")
         if self.pooling is not None and self.max_tokens != 1:
@@ -150,30 +165,22 @@ class SamplingParams:
         """The most likely token is taken, nothing is drawn."""
         return self.temperature < GREEDY_BELOW
 
-    def _integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
+    def _check_number(self, number: Number) -> None:
+        name, value = number.name, getattr(self, number.name)
+        if value is None and number.optional:
             return
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise RequestError(f"{name} must be an integer, not {_shown(value)}", name)
-        if not low <= value <= high:
-            raise RequestError(f"{name} must be between {low} and {high}, not {_shown(value)}", name)
-
-    def _number(self, name: str, low: float, high: float, *, above: bool = False) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RequestError(f"{name} must be a number, not {_shown(value)}", name)
-        # Compared before any conversion: NaN fails both comparisons, and a huge int would overflow float().
-        if not (low < value if above else low <= value) or not value <= high:
-            bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
-            raise RequestError(f"{name} must be {bounds}, not {_shown(value)}", name)
-        object.__setattr__(self, name, float(value))
+        if isinstance(value, bool) or not isinstance(value, number.kind | int):
+            what = "an integer" if number.kind is int else "a number"
+            raise RequestError(f"{name} must be {what}, not {_shown(value)}", name)
+        if not number.bounds.hold(value):
+            raise RequestError(f"{name} must be {number.bounds}, not {_shown(value)}", name)
+        object.__setattr__(self, name, number.kind(value))
 
     def _check_beam_search(self) -> None:
         """Nothing is drawn in a beam search, and an output is known when all of it is."""
         if self.temperature not in (0.0, 1.0):
             raise RequestError("temperature does nothing in a beam search; leave it out", "temperature")
-        for name in ("top_k", "top_p", "min_p", "seed", "stop", "prompt_logprobs", "pooling"):
+        for name in ("top_k", "top_p", "min_p", "top_n_sigma", "seed", "stop", "prompt_logprobs", "pooling"):
             if getattr(self, name) != getattr(SamplingParams, name):
                 raise RequestError(f"{name} cannot be used with use_beam_search", name)
         if self.constraint is not None:
@@ -219,6 +226,31 @@ class SamplingParams:
                 )
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tokens)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A field of ``SamplingParams`` that is a number."""
+
+    name: str
+    kind: type[int] | type[float]
+    optional: bool
+    bounds: Bounds
+
+
+REQUEST_FIELDS = tuple(each.name for each in fields(SamplingParams) if each.metadata.get("request", True))
+"""What a request says under the same name."""
+NUMBERS = {
+    each.name: Number(
+        each.name,
+        int if str(each.type).startswith("int") else float,
+        "None" in str(each.type),
+        each.metadata["bounds"],
+    )
+    for each in fields(SamplingParams)
+    if "bounds" in each.metadata
+}
+SWITCHES = tuple(each.name for each in fields(SamplingParams) if each.type == "bool")
 
 
 def _tuple_of(name: str, value: object, what: str, limit: int) -> tuple[object, ...]:

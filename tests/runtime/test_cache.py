@@ -279,7 +279,7 @@ def test_drafts_change_nothing_where_there_are_windows(
 def test_a_window_needs_less_memory_than_the_whole(alternating: tuple[Path, torch.nn.Module], tiny_model: Path) -> None:
     path, _ = alternating
     engine = engine_of(path, kv_cache_memory=12 * 4096)
-    layout = engine.model_config.cache_layout
+    layout = engine.runner.decoder.layout  # type: ignore[attr-defined]
     assert engine.memory.kv_cache == engine.memory.num_blocks * layout.block_bytes(BLOCK, 2) <= 12 * 4096
     # Two groups keep three blocks each, the third the rest.
     assert engine.max_model_len == (engine.memory.num_blocks - 2 * 3) * BLOCK

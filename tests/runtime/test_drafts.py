@@ -36,6 +36,7 @@ KINDS: dict[str, SamplingParams] = {
     "greedy": GREEDY,
     "drawn": DRAWN,
     "top": replace(DRAWN, top_k=7, top_p=0.9, min_p=0.01, temperature=1.3),
+    "sigma": replace(DRAWN, top_n_sigma=1.5, temperature=1.6),
     "penalties": replace(DRAWN, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.7),
     "greedy penalties": replace(GREEDY, frequency_penalty=2.0, logit_bias={5: 2.0}),
     "logprobs": replace(DRAWN, logprobs=3, prompt_logprobs=True),

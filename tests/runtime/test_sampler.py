@@ -48,6 +48,11 @@ def test_frequencies_are_the_probabilities() -> None:
         ({"top_p": 1e-9}, {0}),
         ({"min_p": 0.29}, {0, 1, 2}),
         ({"min_p": 1.0}, {0}),
+        ({"top_n_sigma": 0.3}, {0}),
+        ({"top_n_sigma": 1.5}, {0, 1, 2}),
+        ({"top_n_sigma": 1.5, "temperature": 100.0}, {0, 1, 2}),
+        ({"top_n_sigma": 1.5, "top_k": 2}, {0, 1}),
+        ({"top_n_sigma": 100}, {0, 1, 2, 3, 4}),
         ({"top_k": 4, "top_p": 0.6}, {0, 1}),
         ({"temperature": 1e-12}, {0}),
         ({"temperature": 0.01}, {0}),
@@ -111,3 +116,27 @@ def test_biases_come_before_penalties() -> None:
     assert support(logit_bias=dict.fromkeys(range(5), -100)) == {0, 1, 2, 3, 4}
     got = draw(temperature=0.0, logprobs=1, logit_bias={1: 50}).logprobs
     assert got is not None and got.chosen.token_id == 1 and got.chosen.logprob == pytest.approx(math.log(0.25))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_top_n_sigma_keeps_what_its_definition_keeps(seed: int) -> None:
+    """Tang et al., 2024, written out; the temperature changes who is likely, and not who is kept."""
+    torch.manual_seed(seed)
+    logits = (torch.randn(50) * 3).tolist()
+    n, bias = 0.5 + seed / 8, {7: 4.0}
+    biased = [value + bias.get(token, 0.0) for token, value in enumerate(logits)]
+    mean = sum(biased) / len(biased)
+    sigma = math.sqrt(sum((value - mean) ** 2 for value in biased) / len(biased))
+    kept = {token for token, value in enumerate(biased) if value >= max(biased) - n * sigma}
+    for temperature in (0.7, 100.0):
+        params = {"top_n_sigma": n, "temperature": temperature, "logit_bias": bias, "logits": logits}
+        drawn = {draw(seed=number, **params).token_id for number in range(400)}
+        assert drawn <= kept and (temperature < 1 or len(kept) > 30 or drawn == kept)
+    without = draw(seed=1, temperature=0.7, logits=[-math.inf if t not in kept else v for t, v in enumerate(biased)])
+    assert draw(seed=1, **{**params, "temperature": 0.7}).token_id == without.token_id
+    assert draw(temperature=0.0, top_n_sigma=n, logits=logits).token_id == max(range(50), key=logits.__getitem__)
+
+
+def test_top_n_sigma_leaves_out_of_its_deviation_what_cannot_come() -> None:
+    """Forbidden endings would make it infinite, and would then keep everything."""
+    assert support(top_n_sigma=0.5, min_tokens=1) == {1}

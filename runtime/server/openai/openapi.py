@@ -13,15 +13,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
-from qserve.runtime.sampling import (
-    INT31,
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TIMEOUT,
-)
+from qserve.runtime.request import MAX_PRIORITY
+from qserve.runtime.sampling import INT31, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, NUMBERS
 from qserve.runtime.server.http.authentication import OPEN_PATHS
 from qserve.runtime.server.openai.protocol import MAX_PROMPTS
 
@@ -63,23 +56,10 @@ _WITH_BODY = (400, 404, 408, 413, 429)
 
 # Bounds that the models leave to SamplingParams, by field.
 BOUNDS: dict[str, Json] = {
-    "n": {"minimum": 1, "maximum": MAX_CHOICES},
-    "max_tokens": {"minimum": 1, "maximum": INT31},
-    "max_completion_tokens": {"minimum": 1, "maximum": INT31},
-    "min_tokens": {"minimum": 0, "maximum": INT31},
-    "temperature": {"minimum": 0, "maximum": 100},
-    "top_k": {"minimum": -1, "maximum": INT31},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "repetition_penalty": {"minimum": 0.01, "maximum": 10},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "length_penalty": {"minimum": -10, "maximum": 10},
-    "timeout": {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT},
-    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "priority": {"minimum": -1000, "maximum": 1000},
+    **{name: number.bounds.schema() for name, number in NUMBERS.items()},
+    "max_completion_tokens": NUMBERS["max_tokens"].bounds.schema(),
+    "top_logprobs": NUMBERS["logprobs"].bounds.schema(),
+    "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
 }
 
 _TEXT: Json = {"type": "string", "minLength": 1}

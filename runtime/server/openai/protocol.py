@@ -1,17 +1,25 @@
 """The requests of ``/v1/completions`` and ``/v1/chat/completions``, as pydantic models.
 
-Knows field names and types; the bounds of sampling fields are those of ``SamplingParams``. Does not know
+Knows field names and types; sampling fields and their bounds are those of ``SamplingParams``. Does not know
 tokenizers. A field of OpenAI's that this server does not do is refused by name, unless it asks for nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
-from qserve.runtime.sampling import MAX_CHOICES, MAX_LOGPROBS, RequestError, SamplingParams
+from qserve.runtime.sampling import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    NUMBERS,
+    REQUEST_FIELDS,
+    SWITCHES,
+    RequestError,
+    SamplingParams,
+)
 from qserve.runtime.server.chat.tool_use import ToolUse
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.openai.messages import Message
@@ -21,30 +29,6 @@ from qserve.runtime.server.openai.tools import MAX_TOOLS, Tool, chat_choice, too
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
-
-# Fields handed to SamplingParams under their own name; null means its default.
-_SAMPLING = (
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "timeout",
-    "use_beam_search",
-    "length_penalty",
-    "early_stopping",
-)
 
 
 class StreamOptions(Strict):
@@ -61,7 +45,22 @@ class Delivery(TypedDict):
     continuous_usage: bool
 
 
-class _GenerationRequest(Strict, StructuredFields):
+if TYPE_CHECKING:
+
+    class _Sampled(Strict):
+        """Fields handed to ``SamplingParams`` under their own name; null means its default."""
+
+        n: int | None
+        max_tokens: int | None
+        use_beam_search: bool | None
+
+else:
+    _KINDS = {name: number.kind for name, number in NUMBERS.items()} | dict.fromkeys(SWITCHES, bool)
+    _PLAIN = {name: (_KINDS[name] | None, None) for name in REQUEST_FIELDS if name in _KINDS}
+    _Sampled = create_model("_Sampled", __base__=Strict, **_PLAIN)
+
+
+class _GenerationRequest(_Sampled, StructuredFields):
     """What both kinds of request share. ``user`` and ``safety_identifier`` change nothing."""
 
     model: str | None = None
@@ -71,27 +70,10 @@ class _GenerationRequest(Strict, StructuredFields):
     safety_identifier: str | None = None
     priority: int | None = None
 
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     stop: Any = None
     stop_token_ids: Any = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, Any] | None = None
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    timeout: float | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | None = None
 
     def delivery(self) -> Delivery:
         options = self.stream_options or StreamOptions()
@@ -107,7 +89,7 @@ class _GenerationRequest(Strict, StructuredFields):
                 raise RequestError(f"{name} is for requests without stream", name)
         if self.prompt_logprobs is not None:
             more |= {"prompt_logprobs": True, "num_prompt_logprobs": self.prompt_logprobs}
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given = {name: value for name in REQUEST_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(**{"constraint": self.constraint()} | given | more)
 
 

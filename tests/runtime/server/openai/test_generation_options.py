@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from qserve.runtime.engine import Engine
+from qserve.runtime.sampling import NUMBERS, REQUEST_FIELDS
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
 
@@ -205,3 +206,22 @@ def test_penalties_of_a_seen_token_are_finite(server: ServerHandle) -> None:
     penalties = {"presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 10}
     answer = post(server, "/completions", asked | penalties | {"logit_bias": {"7": 100, "8": -100}})["choices"][0]
     assert len(tokens_of(answer)) == 8 and all(map(math.isfinite, answer["logprobs"]["token_logprobs"]))
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+@pytest.mark.parametrize("name", sorted(NUMBERS.keys() & set(REQUEST_FIELDS)))
+def test_numbers_of_the_sampling_parameters_are_fields_with_their_bounds(
+    server: ServerHandle, path: str, name: str
+) -> None:
+    asked = {"max_tokens": 2} | ({"prompt": "the quick"} if path == "/completions" else {"messages": [USER]})
+    bounds, timeout = NUMBERS[name].bounds, 60
+    post(server, path, asked | {name: max(bounds.low, 1)})
+    beyond = asked | {name: bounds.high + 1 if bounds.high < 2**62 else -1.5}
+    refused = httpx.post(f"{server.url}{path}", json=beyond, headers=HEADERS, timeout=timeout)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+
+
+def test_one_sigma_of_nothing_is_the_likeliest_token(server: ServerHandle) -> None:
+    asked = GREEDY | {"prompt": "the quick"}
+    narrow = asked | {"temperature": 100.0, "top_n_sigma": 1e-6}
+    assert post(server, "/completions", narrow)["choices"] == post(server, "/completions", asked)["choices"]
