@@ -11,8 +11,8 @@ import pytest
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 PURE = (
-    "constraint", "sampling", "request", "plan", "blocks", "backlog", "fairness", "limits", "scheduler", "journal",
-    "snapshot", "stats",
+    "constraint", "sampling", "request", "plan", "cache", "blocks", "backlog", "fairness", "limits", "scheduler",
+    "journal", "snapshot", "stats",
 )  # fmt: skip
 
 
