@@ -175,6 +175,7 @@ class Scheduler:
                 self._grow(request)
         if self.blocks.has_windows:
             self._grow_prefills()
+            decodes = [r for r in decodes if r.status is not running or self._can_write(r)]
         decodes = [request for request in decodes if request.status is running]
         # Prompts first: to admit one may preempt a decode, for which nothing must be planned by then.
         planned: list[tuple[Request, ScheduledSequence]] = []
@@ -343,6 +344,8 @@ class Scheduler:
                 request.request_id, self._stop(request, min(budget, ahead) if is_ahead else budget),
                 spare=self.num_running,
             )  # fmt: skip
+            if room <= request.num_computed:
+                continue
             planned.append((request, self._advance(request, room)))
             num_tokens = len(planned[-1][1].token_ids)
             budget -= num_tokens
@@ -432,11 +435,15 @@ class Scheduler:
         # At least one token is left to be computed at once: the last, whose logits are needed, or one before a beam's.
         return self.blocks.open(request.request_id, self._digests(request, request.num_plannable - 1))
 
+    def _can_write(self, request: Request) -> bool:
+        """Whether its next position has room in all groups."""
+        return self.blocks.is_writable(request.request_id, request.num_computed)
+
     def _grow_prefills(self) -> None:
         """Make room for one more position of each prompt; those behind it come where there is room for more."""
         for request in list(self._running):
-            if request.status is not Status.RUNNING or request.is_decoding:
-                continue
+            if request.status is not Status.RUNNING or request.is_decoding or request.num_plans:
+                continue  # the commit of a plan in flight gives blocks back
             if request.num_computed < request.num_plannable and not self.blocks.is_writable(
                 request.request_id, request.num_computed
             ):
@@ -449,6 +456,8 @@ class Scheduler:
             if self.blocks.can_allocate(request.request_id, total, write_from=written):
                 self._copies += self.blocks.allocate(request.request_id, total, write_from=written)
                 return
+            if self.blocks.has_windows and request.num_plans and not self._last_of_tenants():
+                return  # it waits for a commit, which gives back what its windows have passed
             self._preempt_last()
 
     def _last_of_tenants(self) -> list[Request]:
