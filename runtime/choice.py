@@ -19,10 +19,10 @@ from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.detokenizer import Detokenizer, StopChecker
 from qserve.runtime.grammar_state import GrammarState
 from qserve.runtime.output import RequestOutput
-from qserve.runtime.plan import RequestUpdate
 from qserve.runtime.pooling import Pool
 from qserve.runtime.request import Request
 from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs
+from qserve.runtime.step_plan import RequestUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,7 +24,6 @@ from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.choice import Choice
 from qserve.runtime.config import EngineConfig
-from qserve.runtime.flight import Flight
 from qserve.runtime.grammar import GrammarCompiler, Vocabulary
 from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
@@ -32,7 +31,6 @@ from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.native_backend import NativeBackend
 from qserve.runtime.output import RequestOutput
-from qserve.runtime.plan import RequestUpdate
 from qserve.runtime.request import Request
 from qserve.runtime.runner import ModelRunner
 from qserve.runtime.sampler import Sampled
@@ -40,6 +38,8 @@ from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import NO_DRAFTS, Scheduler
 from qserve.runtime.snapshot import EngineSnapshot, take
 from qserve.runtime.stats import EngineStats
+from qserve.runtime.step_in_flight import StepInFlight
+from qserve.runtime.step_plan import RequestUpdate
 
 Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
 """Guesses, by ``request_id``, what follows the tokens of requests that decode; those left out get no draft."""
@@ -96,7 +96,7 @@ class Engine:
         self._arrivals = count()
         self._choices: dict[str, Choice] = {}  # by the id of the scheduler's request
         self._next_deadline = math.inf  # no choice is late before
-        self._flights: deque[Flight] = deque()  # oldest first; a second one where steps overlap
+        self._flights: deque[StepInFlight] = deque()  # oldest first; a second one where steps overlap
         self.overlaps = loaded.asynchronous
         self.drafter: Drafter | None = None
 
@@ -229,7 +229,7 @@ class Engine:
         if plan is None:
             return False
         choices = [self._choices[planned.request_id] for planned in plan.sequences if planned.num_sampled]
-        self._flights.append(flight := Flight(plan, choices, {}))
+        self._flights.append(flight := StepInFlight(plan, choices, {}))
         self.journal.step(plan, now)
         flight.masks = self._masks.start(
             {choice.sequence.request_id: choice.grammar for choice in choices if choice.grammar}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from qserve.runtime.plan import StepPlan
+from qserve.runtime.step_plan import StepPlan
 
 STEPS = 512
 FIRST_TOKENS = 64

@@ -28,7 +28,7 @@ class Completion:
 
 
 @dataclass
-class Generation:
+class PromptCompletions:
     """A prompt with its n answers, in order. ``prompt_logprobs`` where both it and ``logprobs`` were asked for."""
 
     prompt: Prompt
@@ -48,7 +48,7 @@ class LLM:
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Generation]:
+    ) -> list[PromptCompletions]:
         """Answer all prompts, batched. One ``params`` for all, or one for each; the order is kept.
 
         Raises ``RequestError`` where a prompt can never run.
@@ -62,7 +62,7 @@ class LLM:
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", "params")
-        results = [Generation(p, [Completion(i) for i in range(s.n)]) for p, s in zip(batch, each)]
+        results = [PromptCompletions(p, [Completion(i) for i in range(s.n)]) for p, s in zip(batch, each)]
         for output in self.engine.generate(batch, each):
             result = results[int(output.request_id)]
             result.prompt_tokens = output.prompt_tokens

@@ -10,7 +10,7 @@ import torch
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor
-from qserve.runtime import heap, heaviest
+from qserve.runtime import heap, warmup
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed
 from qserve.runtime.config import EngineConfig
@@ -85,7 +85,7 @@ def _load(
     )
     limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
     if on_gpu:
-        limits = replace(limits, num_blocks=heaviest.blocks(limits))
+        limits = replace(limits, num_blocks=warmup.blocks(limits))
         if planned:
             planned(memory)
 
@@ -109,7 +109,7 @@ def grow_cache(
     decoder: Decoder, memory: MemoryPlan, config: EngineConfig, sizes: Sequence[int], gpu: GpuMemory
 ) -> MemoryPlan:
     """Give the KV cache what the heaviest steps leave of ``gpu``, and leave steps of every one of ``sizes`` ready."""
-    passing = gpu.passing(lambda: heaviest.run(decoder, memory.num_blocks, sizes))
+    passing = gpu.passing(lambda: warmup.run(decoder, memory.num_blocks, sizes))
     memory = measured(
         memory,
         gpu.free() - passing + decoder.kv.nbytes,
@@ -118,7 +118,7 @@ def grow_cache(
         blocks_needed(config.max_model_len or 1, BLOCK_SIZE, memory.windows),
     )
     decoder.resize_cache(memory.num_blocks)
-    heaviest.decode(decoder, memory.num_blocks, sizes)  # again: graphs remember where the cache was
+    warmup.decode(decoder, memory.num_blocks, sizes)  # again: graphs remember where the cache was
     return memory
 
 

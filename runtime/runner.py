@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from qserve.kernels.ops import Step
-from qserve.runtime.draw import Draw, drawn, there
+from qserve.runtime.device_sampler import RowSampling, sample_rows, there
 from qserve.runtime.models.decoder import Decoder
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.step_arrays import StepArrays
+from qserve.runtime.step_plan import StepPlan
 
 PromptSink = Callable[[str, int, Tensor], None]
 """Takes a request's id, a position, and float32 [n, vocab]: the log-probabilities of the tokens that follow that
@@ -37,7 +37,7 @@ class StepOutput:
     logits: Tensor
     greedy: Tensor
     wait: Callable[[], None] = lambda: None
-    draw: Callable[[Sequence[tuple[int, Draw]]], StepOutput] | None = None
+    draw: Callable[[Sequence[tuple[int, RowSampling]]], StepOutput] | None = None
 
 
 class ModelRunner(Protocol):
@@ -81,10 +81,10 @@ class DecoderRunner:
             self._outputs[count] = decoder.logits[:count], decoder.greedy[:count]
         return self._fetched(sampling)
 
-    def _drawn(self, sampling: tuple[str, ...], draws: Sequence[tuple[int, Draw]]) -> StepOutput:
+    def _sampled(self, sampling: tuple[str, ...], draws: Sequence[tuple[int, RowSampling]]) -> StepOutput:
         logits, greedy = self._outputs[len(sampling)]
         rows = there([row for row, _ in draws], torch.int64, greedy.device)
-        greedy[rows] = torch.where(greedy[rows] < 0, -1, drawn(logits, draws).int())
+        greedy[rows] = torch.where(greedy[rows] < 0, -1, sample_rows(logits, draws).int())
         return self._fetched(sampling)
 
     def _fetched(self, sampling: tuple[str, ...]) -> StepOutput:
@@ -95,7 +95,7 @@ class DecoderRunner:
         fetched.copy_(greedy, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return StepOutput(sampling, logits, fetched, copied.synchronize, partial(self._drawn, sampling))
+        return StepOutput(sampling, logits, fetched, copied.synchronize, partial(self._sampled, sampling))
 
     def _logprobs(self, step: Step, rows: Tensor) -> Tensor:
         self.decoder.head(step, rows)

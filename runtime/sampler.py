@@ -13,7 +13,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from qserve.runtime.draw import Draw, drawn
+from qserve.runtime.device_sampler import RowSampling, sample_rows
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import SamplingParams
 
@@ -70,13 +70,13 @@ def sample(
 
     ``allowed``: per row bool [vocab], the tokens that may be chosen, or None for all. ``drafts``: per row the tokens
     between the request's newest one and the one that the row chooses. Logits on a GPU stay there, see
-    ``sample_there``.
+    ``sample_on_device``.
     """
     best = greedy.tolist()
     masks = allowed or [None] * len(best)
     outputs = outputs_before(requests, drafts)
     if logits.is_cuda:
-        return sample_there(logits, best, requests, seeds, masks, outputs)
+        return sample_on_device(logits, best, requests, seeds, masks, outputs)
     reads = [mask is not None or reads_logits(request) for request, mask in zip(requests, masks, strict=True)]
     return [
         Sampled(None)
@@ -98,13 +98,13 @@ def outputs_before(requests: Sequence[Request], drafts: Sequence[Sequence[int]] 
     ]
 
 
-def sample_there(
+def sample_on_device(
     logits: Tensor, best: Sequence[int], requests: Sequence[Request], seeds: Sequence[int],
     masks: Sequence[Tensor | None], outputs: Sequence[list[int]],
 ) -> list[Sampled]:  # fmt: skip
     """``sample`` where fetching a row costs more than drawing from it: tokens are drawn where the logits are, and
     fetched are the rows that something is done to before, or that log-probabilities are wanted of."""
-    draws: list[tuple[int, Draw]] = []
+    draws: list[tuple[int, RowSampling]] = []
     wanted: list[int] = []
     for i, (request, mask) in enumerate(zip(requests, masks, strict=True)):
         params = request.params
@@ -114,13 +114,13 @@ def sample_there(
             wanted.append(i)
             continue
         if not params.greedy:
-            draws.append((i, draw_of(request, seeds[i], len(outputs[i]))))
+            draws.append((i, row_sampling(request, seeds[i], len(outputs[i]))))
         if params.logprobs is not None:
             wanted.append(i)
     rows = torch.empty(len(wanted), logits.shape[1], pin_memory=logits.is_cuda)
     for row, i in zip(rows, wanted):
         row.copy_(logits[i], non_blocking=True)
-    there = dict(zip((i for i, _ in draws), drawn(logits, draws).tolist()))
+    there = dict(zip((i for i, _ in draws), sample_rows(logits, draws).tolist()))
     if logits.is_cuda:
         torch.cuda.current_stream(logits.device).synchronize()
     here = dict(zip(wanted, rows))
@@ -153,10 +153,10 @@ def only_chooses(request: Request) -> bool:
     return params.logprobs is None and not params.use_beam_search and not _adjusts(request)
 
 
-def draw_of(request: Request, seed: int, index: int) -> Draw:
+def row_sampling(request: Request, seed: int, index: int) -> RowSampling:
     """The draw of its output number ``index``."""
     params = request.params
-    return Draw(uniform(seed, index), params.temperature, params.top_k, params.top_p, params.min_p)
+    return RowSampling(uniform(seed, index), params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def _adjusts(request: Request) -> bool:

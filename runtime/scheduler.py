@@ -44,9 +44,9 @@ from qserve.runtime.backlog import Backlog
 from qserve.runtime.blocks import BlockManager, chain_digests
 from qserve.runtime.fairness import FairShares
 from qserve.runtime.limits import SchedulerConfig, fit
-from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
 from qserve.runtime.request import PLACEHOLDER, Request, Status
 from qserve.runtime.sampling import RequestError
+from qserve.runtime.step_plan import RequestUpdate, ScheduledSequence, StepPlan
 
 NO_DRAFTS: Mapping[str, Sequence[int]] = {}
 # Prompt tokens in a step of those who were served more than others: a step that is short for whoever comes next, and

@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 
 from qserve.kernels.ops import BLOCK_SIZE, Step
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.request import PLACEHOLDER
+from qserve.runtime.step_plan import StepPlan
 
 _SHAPES = 128
 """Shapes of steps whose arrays are kept."""

@@ -18,8 +18,8 @@ from qserve.evals.simulator.recorder import recording
 from qserve.evals.simulator.traffic import MAX_TOKENS, Lengths
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.runtime.engine import Engine
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.step_plan import StepPlan
 
 Update = Callable[[int, int], None]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from qserve.checkpoint.errors import DataError, UsageError
-from qserve.runtime.plan import StepPlan
+from qserve.runtime.step_plan import StepPlan
 
 
 class StepShape(NamedTuple):

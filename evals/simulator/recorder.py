@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from qserve.runtime.engine import Engine
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.runner import ModelRunner, PromptSink, StepOutput
+from qserve.runtime.step_plan import StepPlan
 
 
 class PlanRecorder:

@@ -16,9 +16,9 @@ from qserve.evals.simulator.records import Records, Usage
 from qserve.evals.simulator.traffic import Arrival, prompt_tokens
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.step_plan import StepPlan
 
 LONGEST_LEAP = 64  # steps: what is computed beyond an interruption is computed in vain
 _TOKEN = 0  # what everybody samples: prompts differ, so histories do

@@ -15,9 +15,9 @@ import torch
 from qserve.checkpoint.source import open_model
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.runner import PromptSink, StepOutput
 from qserve.runtime.server.serve import ServerHandle
+from qserve.runtime.step_plan import StepPlan
 
 from .conftest import Served
 

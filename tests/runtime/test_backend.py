@@ -13,9 +13,9 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.native_backend import NativeBackend
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.runner import DecoderRunner, PromptSink, StepOutput
 from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.step_plan import StepPlan
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 

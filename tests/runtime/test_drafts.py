@@ -16,11 +16,11 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.engine import Engine
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.plan import RequestUpdate, StepPlan
 from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, StepOutput
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.scheduler import Scheduler
+from qserve.runtime.step_plan import RequestUpdate, StepPlan
 
 SIZE = 4
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

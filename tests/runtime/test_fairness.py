@@ -14,10 +14,10 @@ from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.fairness import OUTPUT_COST, REMEMBERED, FairShares
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import AHEAD_TOKENS, SHORT_PROMPT, Scheduler
+from qserve.runtime.step_plan import StepPlan
 
 ARRIVALS = count()
 

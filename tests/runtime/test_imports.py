@@ -11,7 +11,7 @@ import pytest
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 PURE = (
-    "constraint", "sampling", "request", "plan", "cache", "blocks", "backlog", "fairness", "limits", "scheduler",
+    "constraint", "sampling", "request", "step_plan", "cache", "blocks", "backlog", "fairness", "limits", "scheduler",
     "journal", "snapshot", "stats",
 )  # fmt: skip
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from qserve.runtime.config import EngineConfig
-from qserve.runtime.draw import Draw, drawn
+from qserve.runtime.device_sampler import RowSampling, sample_rows
 from qserve.runtime.engine import Engine
 from qserve.runtime.output import RequestOutput
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.runner import DecoderRunner, StepOutput
 from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.step_plan import StepPlan
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -44,7 +44,7 @@ class Ahead:
         return replace(output, draw=partial(self.draw, output))
 
     def draw(self, output: StepOutput, draws: Any) -> StepOutput:
-        output.greedy[[row for row, _ in draws]] = drawn(output.logits, draws).int()
+        output.greedy[[row for row, _ in draws]] = sample_rows(output.logits, draws).int()
         self.last = dict(zip(output.request_ids, output.greedy.tolist()))
         return output
 
@@ -128,9 +128,9 @@ def test_a_runner_leaves_what_was_drawn_where_the_next_step_looks(tiny_model: Pa
     logits, greedy = runner.decoder.logits, runner.decoder.greedy
     logits[2, 3], greedy[2] = torch.nan, -1
     before = greedy[:4].tolist()
-    likeliest = Draw(0.0, top_k=1)
-    last = Draw(1.0 - 2.0**-53, top_k=2)
-    got = runner._drawn(tuple("abcd"), [(3, last), (0, likeliest), (2, likeliest)])
+    likeliest = RowSampling(0.0, top_k=1)
+    last = RowSampling(1.0 - 2.0**-53, top_k=2)
+    got = runner._sampled(tuple("abcd"), [(3, last), (0, likeliest), (2, likeliest)])
     assert got.greedy.tolist() == greedy[:4].tolist() == [*before[:2], -1, int(logits[3].topk(2).indices[1])]
 
 

@@ -9,10 +9,10 @@ import pytest
 from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.plan import RequestUpdate, ScheduledSequence, StepPlan
 from qserve.runtime.request import Request, Status
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import Scheduler
+from qserve.runtime.step_plan import RequestUpdate, ScheduledSequence, StepPlan
 
 SIZE = 4
 ARRIVALS = iter(range(10**9))

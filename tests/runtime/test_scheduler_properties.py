@@ -28,10 +28,10 @@ from hypothesis.stateful import (
 from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.plan import ScheduledSequence, StepPlan
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import Scheduler
+from qserve.runtime.step_plan import ScheduledSequence, StepPlan
 
 VOCAB = 11
 EOS = 0

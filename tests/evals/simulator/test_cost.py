@@ -10,7 +10,7 @@ import pytest
 from qserve.checkpoint.errors import DataError, UsageError
 from qserve.evals.simulator.cost import FittedCost, RooflineCost, StepShape, shape_of
 from qserve.evals.simulator.fit import fit
-from qserve.runtime.plan import ScheduledSequence, StepPlan
+from qserve.runtime.step_plan import ScheduledSequence, StepPlan
 
 
 def test_the_shape_of_a_plan_counts_every_attended_position() -> None:

@@ -27,7 +27,7 @@ from qserve.kernels.triton.staging import Staging
 from qserve.kernels.triton.target import DEFAULT
 from qserve.kernels.triton.tuning import tuned
 from qserve.kernels.triton.tuning.tune import weight_bytes
-from qserve.runtime import heaviest
+from qserve.runtime import warmup
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.gpu_memory import GpuMemory
@@ -37,9 +37,9 @@ from qserve.runtime.memory import weight_bytes as planned_bytes
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.native_backend import activation_dtype, grow_cache
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.runner import PromptSink, StepOutput
 from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.step_plan import StepPlan
 
 pytestmark = pytest.mark.skipif(not target.is_interpreted(), reason="there is a GPU: test_gpu_engine.py runs")
 
@@ -109,9 +109,9 @@ def test_an_engine_answers_alike(tiny_model: Path) -> None:
 def test_the_heaviest_steps_run_in_few_blocks_and_the_cache_grows(tiny_model: Path) -> None:
     decoder = decoder_of(tiny_model, "triton")
     want = logits_of(decoder)
-    decoder.resize_cache(heaviest.blocks(decoder.limits))
+    decoder.resize_cache(warmup.blocks(decoder.limits))
     assert decoder.kv.shape[2] == 2
-    heaviest.run(decoder, num_blocks=20)
+    warmup.run(decoder, num_blocks=20)
     decoder.resize_cache(9)
     assert torch.equal(logits_of(decoder), want)
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.serve import ServerHandle
+from qserve.runtime.step_plan import StepPlan
 
 HEADERS = {"Authorization": "Bearer first-key"}
 TEXTS = ["the quick brown fox", "lazy", "hello world, " * 12, "system user assistant"]

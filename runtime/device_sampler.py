@@ -1,4 +1,4 @@
-"""``Draw``: how the token of a row is drawn, and ``drawn``, which draws those of many rows where their logits are.
+"""``RowSampling``: how the token of a row is drawn; ``sample_rows`` draws those of many rows where their logits are.
 
 The definition is that of ``sampler``, which is its twin on the processor. Here weights are integers: their sums do not
 depend on the order in which a GPU adds them, so a row's token does not depend on its neighbours. The two differ only
@@ -20,7 +20,7 @@ _ROWS = 16
 
 
 @dataclass(frozen=True)
-class Draw:
+class RowSampling:
     """``point`` in [0, 1) picks the token; the rest as ``SamplingParams`` has it, ``top_k`` 0 for all."""
 
     point: float
@@ -35,7 +35,7 @@ class Draw:
         return self.top_k > 0 or self.top_p < 1.0
 
 
-def drawn(logits: Tensor, draws: Sequence[tuple[int, Draw]]) -> Tensor:
+def sample_rows(logits: Tensor, draws: Sequence[tuple[int, RowSampling]]) -> Tensor:
     """int64 [draws], the token of each (row, draw), where the logits are; logits float32 [n, vocab]. Waits for nothing.
     Of a row with a NaN it is any."""
     found: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=logits.device)]
@@ -61,7 +61,7 @@ def _unit(vocab: int) -> int:
     return 1 << min(44, 62 - (vocab - 1).bit_length())
 
 
-def _tokens(rows: Tensor, draws: Sequence[Draw], ranked: bool) -> Tensor:
+def _tokens(rows: Tensor, draws: Sequence[RowSampling], ranked: bool) -> Tensor:
     """int64 [n]. Each step as in ``sampler._draw``."""
     vocab, order = rows.shape[1], None
     unit = _unit(vocab)

@@ -1,4 +1,4 @@
-"""``Flight``: a step between its launch and its landing, when its tokens are known.
+"""``StepInFlight``: a step that was begun and whose tokens are not known yet.
 
 Knows a plan, what runs of it and who gets a token from it; does not know the scheduler.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from qserve.kernels.threads import torch_threads
 from qserve.runtime.choice import Choice
-from qserve.runtime.plan import StepPlan
 from qserve.runtime.runner import StepOutput
-from qserve.runtime.sampler import Sampled, draw_of, only_chooses, sample
+from qserve.runtime.sampler import Sampled, only_chooses, row_sampling, sample
+from qserve.runtime.step_plan import StepPlan
 
 
 @dataclass
-class Flight:
+class StepInFlight:
     """``choices`` get a run of tokens each, in the order of the plan; ``masks``, by request, say which tokens some may
     have.
 
@@ -43,7 +43,7 @@ class Flight:
             sequence = choice.sequence
             if not sequence.params.greedy:
                 sampled = len(sequence.output_token_ids) + sequence.num_in_flight - sequence.num_drafted - 1
-                draws.append((row, draw_of(sequence, choice.seed, sampled + len(draft))))
+                draws.append((row, row_sampling(sequence, choice.seed, sampled + len(draft))))
         if draws:
             if self.output.draw is None:
                 return

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qserve.runtime import draw
-from qserve.runtime.draw import Draw
+from qserve.runtime import device_sampler
+from qserve.runtime.device_sampler import RowSampling
 from qserve.runtime.request import Request
-from qserve.runtime.sampler import _draw, outputs_before, sample, sample_there
+from qserve.runtime.sampler import _draw, outputs_before, sample, sample_on_device
 from qserve.runtime.sampling import SamplingParams
 
 PARAMS = st.fixed_dictionaries(
@@ -29,13 +29,13 @@ BELOW_ONE = 1.0 - 2.0**-53
 POINTS = st.sampled_from([0.0, 0.5, BELOW_ONE]) | st.floats(0.0, BELOW_ONE)
 
 
-def drawn(logits: torch.Tensor, draws: list[tuple[int, Draw]]) -> list[int]:
-    tokens: list[int] = draw.drawn(logits, draws).tolist()
+def sample_rows(logits: torch.Tensor, draws: list[tuple[int, RowSampling]]) -> list[int]:
+    tokens: list[int] = device_sampler.sample_rows(logits, draws).tolist()
     return tokens
 
 
-def the_draw(params: SamplingParams, point: float) -> Draw:
-    return Draw(point, params.temperature, params.top_k, params.top_p, params.min_p)
+def the_draw(params: SamplingParams, point: float) -> RowSampling:
+    return RowSampling(point, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 @settings(max_examples=150, deadline=None)
@@ -53,12 +53,12 @@ def test_a_row_gets_the_token_that_it_would_get_alone(
     draws = [(row, the_draw(p, point)) for row, (p, point) in enumerate(zip(params, points))]
     want = [_draw(row, p, point) for row, p, point in zip(logits, params, points)]
     # Equal logits are ranked by token id here, and as it happens by the reference: the logit is the same.
-    got = drawn(logits, draws)
+    got = sample_rows(logits, draws)
     assert [float(row[t]) for row, t in zip(logits, got)] == [float(row[t]) for row, t in zip(logits, want)]
     assert all(g == w or (row == row[w]).sum() > 1 for row, g, w in zip(logits, got, want))
     # In another order, and alone.
-    assert drawn(logits, draws[::-1]) == got[::-1]
-    assert [drawn(logits, [each])[0] for each in draws] == got
+    assert sample_rows(logits, draws[::-1]) == got[::-1]
+    assert [sample_rows(logits, [each])[0] for each in draws] == got
 
 
 @given(PARAMS, st.integers(0, 2**31))
@@ -66,8 +66,8 @@ def test_a_row_gets_the_token_that_it_would_get_alone(
 def test_the_ends_are_tokens_that_are_kept(asked: dict[str, Any], seed: int) -> None:
     params = SamplingParams(**asked)
     row = torch.randn(1, 300, generator=torch.Generator().manual_seed(seed)) * 4
-    kept = set(drawn(row.expand(512, -1), [(point, the_draw(params, point / 512)) for point in range(512)]))
-    first, last = (drawn(row, [(0, the_draw(params, point))])[0] for point in (0.0, BELOW_ONE))
+    kept = set(sample_rows(row.expand(512, -1), [(point, the_draw(params, point / 512)) for point in range(512)]))
+    first, last = (sample_rows(row, [(0, the_draw(params, point))])[0] for point in (0.0, BELOW_ONE))
     assert first in kept and row[0, last] > row[0, first] - 40 * params.temperature
     if params.top_k:
         assert {first, last} <= set(row[0].topk(min(300, params.top_k)).indices.tolist())
@@ -76,28 +76,28 @@ def test_the_ends_are_tokens_that_are_kept(asked: dict[str, Any], seed: int) -> 
 @pytest.mark.parametrize("vocab", [1, 1 << 18, (1 << 18) + 1, (1 << 20) + 3])
 def test_the_largest_vocabulary_does_not_overflow(vocab: int) -> None:
     point = 0.9
-    assert drawn(torch.zeros(1, vocab), [(0, Draw(point)), (0, Draw(point, top_p=0.95))]) == [
+    assert sample_rows(torch.zeros(1, vocab), [(0, RowSampling(point)), (0, RowSampling(point, top_p=0.95))]) == [
         int(point * vocab), int(point * math.ceil(0.95 * vocab))
     ]  # fmt: skip
 
 
 def test_equal_logits_are_ranked_by_their_token() -> None:
     row = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]])
-    kept = {drawn(row, [(0, Draw(point / 64, top_k=2))])[0] for point in range(64)}
+    kept = {sample_rows(row, [(0, RowSampling(point / 64, top_k=2))])[0] for point in range(64)}
     assert kept == {1, 3}
 
 
 def test_a_large_vocabulary_has_room_for_its_sum() -> None:
     row = torch.zeros(1, 1 << 18)
-    assert drawn(row, [(0, Draw(0.5))]) == [1 << 17]
-    assert drawn(row, [(0, Draw(BELOW_ONE, top_p=0.5))]) == [(1 << 17) - 1]
+    assert sample_rows(row, [(0, RowSampling(0.5))]) == [1 << 17]
+    assert sample_rows(row, [(0, RowSampling(BELOW_ONE, top_p=0.5))]) == [(1 << 17) - 1]
 
 
 def test_impossible_tokens_are_not_drawn() -> None:
     row = torch.full((1, 50), -torch.inf)
     row[0, 17] = -3.0
-    draws = [Draw(p, top_p=top_p) for p in (0.0, BELOW_ONE) for top_p in (1.0, 0.9)]
-    assert drawn(row.expand(4, -1), list(enumerate(draws))) == [17] * 4
+    draws = [RowSampling(p, top_p=top_p) for p in (0.0, BELOW_ONE) for top_p in (1.0, 0.9)]
+    assert sample_rows(row.expand(4, -1), list(enumerate(draws))) == [17] * 4
 
 
 CASES: list[dict[str, Any]] = [
@@ -129,7 +129,7 @@ def test_what_is_sampled_there_is_what_is_sampled_here(seed: int) -> None:
     masks[-2] = torch.zeros(900, dtype=torch.bool)
     seeds = list(range(seed, seed + len(asked)))
     want = sample(logits, greedy, requests, seeds, masks)
-    assert sample_there(logits, greedy.tolist(), requests, seeds, masks, outputs_before(requests, None)) == want
+    assert sample_on_device(logits, greedy.tolist(), requests, seeds, masks, outputs_before(requests, None)) == want
     assert [i for i, each in enumerate(want) if each.token_id is None] == [4, len(asked) - 2]
 
 
@@ -145,5 +145,5 @@ def test_only_the_rows_that_are_read_are_fetched(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "empty", empty)
     nobody, outputs = [None] * len(asked), outputs_before(requests, None)
-    sample_there(logits, logits.argmax(-1).tolist(), requests, [0] * len(asked), nobody, outputs)
+    sample_on_device(logits, logits.argmax(-1).tolist(), requests, [0] * len(asked), nobody, outputs)
     assert shapes[0] == (7, 100)

@@ -1,5 +1,5 @@
-"""The steps of a decoder that take the most memory beside its buffers, and one of every size that is made ready at its
-first use; run after the load on a GPU.
+"""Warm-up: the steps of a decoder that take the most memory beside its buffers, and one of every size that is made
+ready at its first use. They are run after the load on a GPU.
 
 They compile the kernels too, and leave every workspace as large as it will be. Knows decoders; does not know requests.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from qserve.kernels.ops import BLOCK_SIZE, Step
-from qserve.runtime.draw import Draw, drawn
+from qserve.runtime.device_sampler import RowSampling, sample_rows
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 
 
@@ -28,7 +28,7 @@ def run(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
     for tokens in _falling(limits.max_tokens, sizes):
         _run(decoder, [(0, min(prompt, tokens - begin)) for begin in range(0, tokens, prompt)])
     decode(decoder, num_blocks, sizes)
-    drawn(decoder.logits, [(row, Draw(0.5, top_p=0.5)) for row in range(len(decoder.logits))]).cpu()
+    sample_rows(decoder.logits, [(row, RowSampling(0.5, top_p=0.5)) for row in range(len(decoder.logits))]).cpu()
 
 
 def decode(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
