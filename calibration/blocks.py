@@ -55,7 +55,7 @@ def walk(
             for row in range(floats.shape[0]):
                 floats.write(row, inputs.read(row, row + 1))
     total = len(skeleton.blocks)
-    # Lanes use buffers of the same sizes in every block, which are kept; a little more is left behind by each.
+    # Workers use buffers of the same sizes in every block, which are kept; a little more is left behind by each.
     whole = inputs is not None and count >= inputs.shape[0]
     enough = 0
     with heap.kept() if whole else nullcontext():
@@ -67,7 +67,7 @@ def walk(
             else:
                 visit.inputs, visit.samples_at_once = inputs, count
                 visit.call, visit.short_call = calls[index], short[index]
-                visit.floats, visit.twin = floats, twin(block) if floats is not None else None
+                visit.floats, visit.float_block = floats, copy_sharing_weights(block) if floats is not None else None
                 visit.groups = shared_inputs(block, visit.linears, visit.short_inputs(), short[index])
             yield visit
             visit.finish()
@@ -78,7 +78,7 @@ def walk(
                 heap.release()
 
 
-def twin(block: nn.Module) -> nn.Module:
+def copy_sharing_weights(block: nn.Module) -> nn.Module:
     """A copy of a block whose parameters share the memory of ``block``'s until those are replaced."""
     shared: dict[int, Any] = {id(p): nn.Parameter(p.data, False) for p in block.parameters()}
     return copy.deepcopy(block, shared | {id(b): b for b in block.buffers()})

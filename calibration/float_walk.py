@@ -74,5 +74,5 @@ class FloatWalk:
         visit = Visit(index, len(self._skeleton.blocks), name, changed, linears, groups)
         visit.inputs = visit.floats = self._inputs
         visit.call, visit.samples_at_once = self._calls[index], self._inputs.shape[0]
-        visit.twin = self._skeleton.block(index)
+        visit.float_block = self._skeleton.block(index)
         return visit

@@ -16,7 +16,7 @@ from qserve.calibration.skeleton import Call
 from qserve.checkpoint.errors import UsageError
 
 
-class Enough(Exception):
+class StopForward(Exception):
     """Every linear of interest has been seen: the rest of the forward is not needed."""
 
 

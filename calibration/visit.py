@@ -3,8 +3,8 @@ inputs, and what the caller returns takes their place.
 
 Knows a block, its inputs and which linears share one; does not know other blocks, nor how weights are rounded.
 
-The calibration batch goes through the block in one of two ways with the same result. Where memory allows, ONCE, in
-lanes: each part of it stops in front of a linear until the statistics of all parts are gathered and the caller has
+The calibration batch goes through the block in one of two ways with the same result. Where memory allows, ONCE, by
+workers: each part of it pauses in front of a linear until the statistics of all parts are gathered and the caller has
 replaced the weight, then goes on with the new one. Otherwise the samples go through in parts, once for each stage of
 linears that do not feed each other.
 """
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from qserve.calibration.activations import Activations
-from qserve.calibration.groups import Enough, Hooks, stages
-from qserve.calibration.lanes import Lane, halt
+from qserve.calibration.groups import Hooks, StopForward, stages
+from qserve.calibration.pausable import PausableForward, pause
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Call
 from qserve.calibration.stats import LayerStats
 from qserve.kernels import products
 
 DRY_TOKENS = 4
-"""Enough to try things out with."""
+"""StopForward to try things out with."""
 # Bytes of as many numbers as samples go through a block at once: with more, passes come from memory, and buffers are of
 # a size that the allocator does not keep; with fewer, threads wake too often.
 _TOGETHER = 32
@@ -77,8 +77,8 @@ OnInputs = Callable[[Inputs], Replacement]
 class Visit:
     """One block while the walk is at it. ``groups`` are the linears that share an input, in the order they run.
 
-    ``floats`` are the inputs that this block has in the float model, for the first few samples, and ``twin`` is the
-    block with its own weights; both None where the walk does not follow the float model.
+    ``floats`` are the inputs that this block has in the float model, for the first few samples, and ``float_block`` is
+    the block with its own weights; both None where the walk does not follow the float model.
     Without calibration text there are no groups, nothing runs, and each linear is loaded (by ``load``) only while it is
     handed over.
     """
@@ -94,7 +94,7 @@ class Visit:
     short_call: Call | None = None
     samples_at_once: int = 0
     floats: Activations | None = None
-    twin: nn.Module | None = None
+    float_block: nn.Module | None = None
     load: Callable[[str], None] | None = None
     _outputs: list[tuple[int, Tensor]] | None = None
     _float_outputs: list[tuple[int, Tensor]] | None = None
@@ -112,10 +112,10 @@ class Visit:
 
     def float_forward(self) -> Iterator[tuple[int, Tensor]]:
         """The same of the float model: (first sample, output of this block there), for the samples of ``floats``."""
-        assert self.floats is not None and self.twin is not None
+        assert self.floats is not None and self.float_block is not None
         if self._float_outputs is not None:
             return iter(self._float_outputs)
-        return self._run(self.twin, self.floats, min(self.samples_at_once, _at_once()))
+        return self._run(self.float_block, self.floats, min(self.samples_at_once, _at_once()))
 
     def _run(self, block: nn.Module, inputs: Activations, at_once: int) -> Iterator[tuple[int, Tensor]]:
         assert self.call is not None
@@ -132,7 +132,7 @@ class Visit:
             gather = dataclasses.replace(gather, drift=False)
         if self.inputs is not None:
             if self.samples_at_once >= self.inputs.shape[0]:
-                self._in_lanes(on_inputs, gather, reached)
+                self._in_one_pass(on_inputs, gather, reached)
             else:
                 self._in_stages(on_inputs, gather, reached)
         for name in self.linears:
@@ -144,7 +144,7 @@ class Visit:
         if self.inputs is None or self._finished:
             return
         self._finished = True
-        if self.floats is not None and self.twin is not None:
+        if self.floats is not None and self.float_block is not None:
             for start, output in self.float_forward():
                 self.floats.write(start, output)
             self._float_outputs = None
@@ -157,7 +157,7 @@ class Visit:
         self._outputs = None
 
     def _together(self) -> int:
-        """How many samples go through the block at once. Where a router sends tokens to experts a lane would not know
+        """How many samples go through the block at once. Where a router sends tokens to experts a worker would not know
         whether another still comes to a linear: then all do."""
         assert self.inputs is not None
         samples = self.inputs.shape[0]
@@ -166,38 +166,38 @@ class Visit:
         return min(_at_once(), samples) if len(stages(self.groups)) == len(self.groups) else samples
 
     @torch.no_grad()
-    def _in_lanes(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
+    def _in_one_pass(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
         assert self.inputs is not None
         place = {name: index for index, group in enumerate(self.groups) for name in group}
         divisors: dict[str, Tensor] = {}
 
         def before(name: str, inputs: Tensor) -> Tensor | None:
             if name not in reached:
-                halt(name, inputs)
+                pause(name, inputs)
             # The layer before ran already, without the scale that was just moved into it.
             return inputs / divisors[name] if name in divisors else None
 
-        lanes = self._lanes()
+        workers = self._workers()
         floats = self._float_states(gather)
         with ExitStack() as stack:
             stack.enter_context(Hooks(self.linears, before))
-            for lane in lanes:
-                stack.callback(lane.abandon)
-            for lane in lanes:
-                lane.advance()
-            while waiting := [lane for lane in lanes if lane.at is not None]:
-                group = self.groups[min(place[lane.at[0]] for lane in waiting if lane.at)]
-                here = [lane for lane in waiting if lane.at and lane.at[0] in group]
-                stats = self._lane_stats(here, floats.pop(group[0], {}), group, gather)
+            for worker in workers:
+                stack.callback(worker.cancel)
+            for worker in workers:
+                worker.resume()
+            while waiting := [worker for worker in workers if worker.at is not None]:
+                group = self.groups[min(place[worker.at[0]] for worker in waiting if worker.at)]
+                here = [worker for worker in waiting if worker.at and worker.at[0] in group]
+                stats = self._paused_stats(here, floats.pop(group[0], {}), group, gather)
                 divisor = self._hand_over(group, on_inputs, stats)
                 reached.update(group)
                 if divisor is not None:
                     divisors.update(dict.fromkeys(group, divisor))
-                for lane in here:
-                    lane.advance()
-        self._outputs = [(lane.start, lane.output) for lane in lanes if lane.output is not None]
+                for worker in here:
+                    worker.resume()
+        self._outputs = [(worker.start, worker.output) for worker in workers if worker.output is not None]
 
-    def _lanes(self) -> list[Lane]:
+    def _workers(self) -> list[PausableForward]:
         assert self.inputs is not None and self.call is not None
         inputs, call = self.inputs, self.call
 
@@ -205,13 +205,14 @@ class Visit:
             with torch.no_grad(), fast_products():
                 return _output(self.block(inputs.read(start, stop), *call.args, **call.kwargs)).float()
 
-        return [Lane(start, stop, partial(forward, start, stop)) for start, stop in _parts(inputs, self._together())]
+        parts = _parts(inputs, self._together())
+        return [PausableForward(start, stop, partial(forward, start, stop)) for start, stop in parts]
 
     def _float_states(self, gather: Gather) -> dict[str, dict[int, Tensor]]:
         """What the float model has at the first linear of each group, by the first sample of each part: what goes in,
         or where that is less and says as much, what comes out. Not of experts, whose rows could not be matched."""
         seen: dict[str, dict[int, Tensor]] = {}
-        if not gather.drift or self.floats is None or self.twin is None or self.call is None:
+        if not gather.drift or self.floats is None or self.float_block is None or self.call is None:
             return seen
         start = 0
 
@@ -221,14 +222,14 @@ class Visit:
 
         with ExitStack() as stack:
             for group in (stage[0] for stage in stages(self.groups) if len(stage) == 1):
-                linear = self.twin.get_submodule(group[0].removeprefix(f"{self.name}."))
+                linear = self.float_block.get_submodule(group[0].removeprefix(f"{self.name}."))
                 keep = partial(note, group[0], self._by_outputs(group))
                 hook = linear.register_forward_hook(lambda of, args, output, keep=keep: keep(of, args[0], output))
                 stack.callback(hook.remove)
             stack.enter_context(fast_products())
             self._float_outputs = []
             for start, stop in _parts(self.floats, _at_once()):
-                output = self.twin(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
+                output = self.float_block(self.floats.read(start, stop), *self.call.args, **self.call.kwargs)
                 self._float_outputs.append((start, _output(output).float()))
         return seen
 
@@ -238,22 +239,22 @@ class Visit:
         linear = self.linears[group[0]]
         return len(group) == 1 and linear.out_features < linear.in_features and self.floats.shape == self.inputs.shape
 
-    def _lane_stats(
-        self, lanes: list[Lane], floats: dict[int, Tensor], group: list[str], gather: Gather
+    def _paused_stats(
+        self, workers: list[PausableForward], floats: dict[int, Tensor], group: list[str], gather: Gather
     ) -> LayerStats:
-        """Of the inputs of ``group``, which ``lanes`` are stopped with, beside what the float model has there."""
-        assert self.inputs is not None and lanes[0].at is not None
+        """Of the inputs of ``group``, which ``workers`` are stopped with, beside what the float model has there."""
+        assert self.inputs is not None and workers[0].at is not None
         samples, length, _ = self.inputs.shape
         note = LayerStats.update_target if floats and self._by_outputs(group) else LayerStats.update_drift
-        stats = gather.stats(lanes[0].at[1].shape[-1])
-        for lane in lanes:
-            assert lane.at is not None
-            rows = lane.at[1].reshape(-1, lane.at[1].shape[-1])
-            stats.update(rows, (lane.stop - lane.start) / samples)
-            if len(rows) != (lane.stop - lane.start) * length:
+        stats = gather.stats(workers[0].at[1].shape[-1])
+        for worker in workers:
+            assert worker.at is not None
+            rows = worker.at[1].reshape(-1, worker.at[1].shape[-1])
+            stats.update(rows, (worker.stop - worker.start) / samples)
+            if len(rows) != (worker.stop - worker.start) * length:
                 continue  # a router chose which tokens come here
-            for start in [start for start in floats if lane.start <= start < lane.stop]:
-                state, first = floats.pop(start), (start - lane.start) * length
+            for start in [start for start in floats if worker.start <= start < worker.stop]:
+                state, first = floats.pop(start), (start - worker.start) * length
                 if len(state) % length == 0:
                     note(stats, rows[first : first + len(state)], state)
         return stats
@@ -283,7 +284,7 @@ class Visit:
             self._note_drift(stats[name], inputs, floats.get(name), count)
             missing.discard(name)
             if not missing:
-                raise Enough
+                raise StopForward
 
         with Hooks({name: self.linears[name] for name in names}, before):
             for start in range(0, samples, self.samples_at_once):
@@ -292,29 +293,29 @@ class Visit:
                 count = len(part)
                 if gather.drift:
                     floats = self._float_inputs(start, start + count, names)
-                with suppress(Enough), fast_products():
+                with suppress(StopForward), fast_products():
                     self.block(part, *self.call.args, **self.call.kwargs)
         return stats
 
     def _float_inputs(self, start: int, stop: int, names: list[str]) -> dict[str, Tensor]:
         """The float model's inputs of the linears ``names``, for those of the samples that it is followed for."""
-        assert self.floats is not None and self.twin is not None and self.call is not None
+        assert self.floats is not None and self.float_block is not None and self.call is not None
         stop = min(stop, self.floats.shape[0])
         found: dict[str, Tensor] = {}
 
         def before(name: str, inputs: Tensor) -> None:
             found.setdefault(name, inputs)
             if len(found) == len(names):
-                raise Enough
+                raise StopForward
 
-        linears = {name: self.twin.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
+        linears = {name: self.float_block.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
         with Hooks(linears, before), fast_products():
             for first in range(start, stop, _at_once()):
                 found.clear()
                 part = self.floats.read(first, min(first + _at_once(), stop))
-                with suppress(Enough):
-                    self.twin(part, *self.call.args, **self.call.kwargs)
+                with suppress(StopForward):
+                    self.float_block(part, *self.call.args, **self.call.kwargs)
                 for name, inputs in found.items():
                     parts[name].append(inputs)
         return {name: torch.cat(parts.pop(name)) for name in names if parts[name]}

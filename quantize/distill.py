@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qserve.calibration.groups import Enough
+from qserve.calibration.groups import StopForward
 from qserve.calibration.products import fast_products
 from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -44,12 +44,12 @@ def head_inputs(model: nn.Module, windows: Tensor, *, batch: int = 2) -> Tensor:
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         seen.append(args[0].float())
-        raise Enough
+        raise StopForward
 
     handle = _head(model).register_forward_pre_hook(before)
     try:
         for part in windows.split(batch):
-            with fast_products(), suppress(Enough):
+            with fast_products(), suppress(StopForward):
                 model(input_ids=part, use_cache=False)
     finally:
         handle.remove()

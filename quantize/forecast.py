@@ -23,6 +23,7 @@ from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.quantize import fitted
 from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed.sensitivity import EXCERPT
@@ -31,20 +32,8 @@ from qserve.quantize.plan import Shapes
 from qserve.quantize.signround import ITERATIONS
 from qserve.runtime.memory import available_memory
 
-# Measured on a 135M model, in bfloat16 and in float32: what attention and narrow matrices add to the products of
-# calibration, how many passes over what a linear puts out are made beside it, and how many multiplications searching
-# the scales of one weight and rounding it is worth.
-_OVERHEAD, _PASSES = 1.2, 3.0
-_ROUNDING = 3000
-# Products of GPTQ by weight and input: what follows the float model, then the sweep and what is left of the error. By
-# cube of the inputs: factor and inverse of a Hessian, by halves. As seen with 28,672 inputs, where it is most of all.
-_FOLLOWING, _SWEEP, _INVERSE = 3.0, 2.0, 2 / 3
-# A forward and a backward are three products, and take the time of more. Steps of learned rounding, each of two
-# samples, in tokens of a forward.
-_STEP = 4.4
-_LEARNING_TOKENS = ITERATIONS * 2 * 512 * _STEP
-# What variants of an excerpt, a few windows each, take of the time that their products would in one piece.
-_SMALL_BATCHES = 3.0
+# Steps of learned rounding, each of two samples, in tokens of a forward.
+_LEARNING_TOKENS = ITERATIONS * 2 * 512 * fitted.LEARNING_STEP.value
 # A pass of the float model alone, relative to one that follows it, which includes one.
 _FLOAT_PASS = 0.5
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
@@ -64,10 +53,10 @@ _LIBRARY_BYTES = 128 << 20
 # Bytes per squared input of a Hessian, its factor and what inverting takes, in float64 and for the widest in float32;
 # there one more where the float model is followed.
 _HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 13, 8192
-# What a forward holds, relative to the outputs of its linears in float32: in lanes that wait at the widest of them, and
-# in one piece, where samples go through in parts.
-_LANES, _PIECE = 0.8, 1.3
-# Hidden states' worth of what the float model leaves behind for the lanes: what its linears see, and its outputs.
+# What a forward holds, relative to the outputs of its linears in float32: where workers pause at the widest of them,
+# and in one piece, where samples go through in parts.
+_WORKERS, _PIECE = 0.8, 1.3
+# Hidden states' worth of what the float model leaves behind for the workers: what its linears see, and its outputs.
 _FLOAT_STATES = 4
 # Windows that the sensitivities of mixed precision are gathered from, where GPTQ rounds.
 GATHERED = 32
@@ -127,14 +116,16 @@ def forecast(
         products += _LEARNING_TOKENS * weights
     if distills:
         # A forward of the float model, then the steps.
-        products += (job.tokens + _STEP * STEPS * BATCH * job.sequence_length) * skeleton.source.parameters()
+        stepped = fitted.LEARNING_STEP.value * STEPS * BATCH * job.sequence_length
+        products += (job.tokens + stepped) * skeleton.source.parameters()
     rounded = weights
     if offered:
         products += _choosing_products(job, skeleton, offered)
         rounded += weights
     outputs = sum(out for out, _ in shapes.linears.values())
     speed = _speed()
-    seconds = products * (_OVERHEAD / speed.products + _PASSES * outputs / weights / speed.passes)
+    passes = fitted.PASSES.value * outputs / weights
+    seconds = products * (fitted.OVERHEAD.value / speed.products + passes / speed.passes)
     seconds += (job.algorithm.cost * rounded + _compensating_products(job, shapes)) / speed.float32
     stored = _checkpoint_bytes(job, skeleton, shapes, spec, format, offered)
     kept = _tuning_bytes(shapes, spec, offered) if distills else 0
@@ -180,7 +171,7 @@ def _choosing_products(job: QuantizeJob, skeleton: Skeleton, offered: Offered) -
     weights = sum(math.prod(size) for size in skeleton.shapes.values())
     tokens = min(job.samples, EXCERPT[0]) * min(job.sequence_length, EXCERPT[1])
     head: int = skeleton.model.get_input_embeddings().weight.numel()
-    products = _SMALL_BATCHES * tokens * ((1 + len(offered) / 2) * weights + (1 + len(offered)) * head)
+    products = fitted.SMALL_BATCHES.value * tokens * ((1 + len(offered) / 2) * weights + (1 + len(offered)) * head)
     if measures_compensated(job, skeleton):
         squares = sum(inp * inp for _, inp in skeleton.shapes.values())
         again = len(offered) / len(skeleton.blocks) - 1 if job.float_samples else 0
@@ -194,12 +185,13 @@ def _compensating_products(job: QuantizeJob, shapes: Shapes) -> float:
     """Of GPTQ itself, in float32: with many inputs far more than those of calibration."""
     if not job.algorithm.compensates:
         return 0.0
-    each = _SWEEP + (_FOLLOWING if job.float_samples else 0.0)
+    each = fitted.SWEEP.value + (fitted.FOLLOWING.value if job.float_samples else 0.0)
     products = 0.0
     for unit in units(shapes.linears):
         sizes = [shapes.linears[module] for module in unit]
         inputs = [inp for _, inp in (sizes if of_experts(unit) else sizes[:1])]  # others share theirs
-        products += each * sum(out * inp**2 for out, inp in sizes) + _INVERSE * sum(inp**3 for inp in inputs)
+        products += each * sum(out * inp**2 for out, inp in sizes)
+        products += fitted.INVERSE.value * sum(inp**3 for inp in inputs)
     return products
 
 
@@ -221,7 +213,7 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     whole = at_once >= job.samples
     states = 4 * job.tokens * skeleton.hidden_size
     hidden = 0 if job.offload else states * (2 if job.float_samples else 1)
-    forward = _forward_bytes(_LANES if whole else _PIECE, tokens, skeleton)
+    forward = _forward_bytes(_WORKERS if whole else _PIECE, tokens, skeleton)
     if whole and job.float_samples:
         forward += _FLOAT_STATES * states
     # Statistics are rounded while the whole batch waits in front of its layer, or after the last part went through.
@@ -288,12 +280,12 @@ def _compensating_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     states = _gathered_bytes(job, skeleton)
     following = 0
     if job.float_samples:
-        following = skeleton.block_bytes() + _forward_bytes(_LANES, tokens, skeleton) + _FLOAT_STATES * states
+        following = skeleton.block_bytes() + _forward_bytes(_WORKERS, tokens, skeleton) + _FLOAT_STATES * states
     return factored + (0 if job.offload else 2 * states) + following
 
 
 def _forward_bytes(share: float, tokens: int, skeleton: Skeleton) -> int:
-    """What a forward of ``tokens`` holds; ``share`` is ``_LANES`` or ``_PIECE``."""
+    """What a forward of ``tokens`` holds; ``share`` is ``_WORKERS`` or ``_PIECE``."""
     outputs = sum(out for out, _ in skeleton.shapes.values()) // len(skeleton.blocks)
     return int(share * 4 * tokens * (outputs + 4 * skeleton.hidden_size))
 

@@ -17,13 +17,10 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
 from qserve.quantize import fp8, rtn
 from qserve.quantize import scales as scale_search
+from qserve.quantize.fitted import SHRINKAGE, SHRINKAGE_BY_CHANCE
 from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 
 DAMPING_LADDER = (0.01, 0.1, 1.0)
-# By how much each input's own variance is raised, relative to itself, for what calibration text tells of no other text;
-# and on top of that times inputs / tokens, for what chance puts into correlations (both measured,
-# docs/notes/quantization.md).
-_SHRINKAGE, _BY_CHANCE = 0.1, 1.4
 # Columns rounded one by one before their error is applied to others by a matrix product.
 _LEAF = 8
 # Up to this many inputs a Hessian is inverted in float64; leaves of its factorization.
@@ -81,7 +78,7 @@ def inverse_of(stats: LayerStats, *, act_order: bool = True) -> Inverse:
 
 def shrinkage(stats: LayerStats) -> float:
     """What the diagonal of the Hessian is raised by, relative to itself: correlations fall to 1 / (1 + this)."""
-    return _SHRINKAGE + _BY_CHANCE * len(stats.absmax) / max(1, stats.tokens)
+    return SHRINKAGE.value + SHRINKAGE_BY_CHANCE.value * len(stats.absmax) / max(1, stats.tokens)
 
 
 def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: WeightScheme) -> LayerResult:

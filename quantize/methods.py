@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from qserve.quantize.fitted import SCALE_SEARCH
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from qserve.checkpoint.spec import ActivationScheme, WeightScheme
     from qserve.quantize.layer import LayerResult
 
-# Multiplications that searching the scales of one weight and rounding it are worth: fitted to SmolLM2-135M, two cores.
-_SCALE_SEARCH = 3000
 # Rows of a layer's input that are kept for methods that round inputs.
 _SAMPLE_ROWS = 512
 
@@ -79,7 +79,7 @@ class Method:
     sample_rows: int = 0
     compensates: bool = False
     search_scale: SearchScale | None = None
-    cost: int = _SCALE_SEARCH
+    cost: float = SCALE_SEARCH.value
 
 
 def _rtn(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, *, act_order: bool) -> LayerResult:
@@ -153,7 +153,7 @@ METHODS: dict[str, Method] = {
             instead="hqq is for weights alone: --scheme weights",
             text="unused",
             symmetric=False,
-            cost=8 * _SCALE_SEARCH,
+            cost=8 * SCALE_SEARCH.value,
         ),
         Method(
             "gptq",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from qserve.calibration.activations import Activations
-from qserve.calibration.blocks import twin
+from qserve.calibration.blocks import copy_sharing_weights
 from qserve.calibration.float_walk import FloatWalk
 from qserve.calibration.head import head
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.quantize import fitted
 from qserve.quantize.mixed.probe import Probe, scheme_of
 from qserve.quantize.mixed.rounders import Compensated, Nearest, Rounder, compensate
 from qserve.quantize.mixed.units import Unit, of_experts
@@ -29,11 +30,6 @@ from qserve.runtime import heap
 
 EXCERPT = (4, 128)
 """Windows, and tokens of each, that are enough to rank linears by."""
-# Where the float model is followed, later blocks make up for more of what costs more, which one block does not show:
-# of the differences in cost per weight this power is left. And rounded all at once, linears make up for less than they
-# do for one: what weights cost together is this many times the sum. Both as seen on a 135M model
-# (docs/notes/quantization.md).
-_EVENING, _ALL_AT_ONCE = 0.75, 1.7
 
 
 @dataclass(frozen=True)
@@ -115,96 +111,144 @@ def measure(
     again would be a good part of the work, as there are more with every block. ``kept`` is what the same measurement
     gave it last, and goes on from there.
     """
-    samples, length = windows.shape
-    states = Activations((1 + len(candidates)) * samples, length, skeleton.hidden_size, offload)
-    calls, _ = skeleton.stem(windows, length, states)
-    floats = FloatWalk(skeleton, compensation.windows, offload) if compensation else None
-    steps = len(skeleton.blocks) + samples
-    probes: list[Probe] = []  # of the blocks
-    passed = scored = 0  # blocks, samples
-    sums: list[float] = []  # of divergences over those samples
-
-    def variant(number: int) -> Tensor:
-        return states.read(number * samples, (number + 1) * samples)
-
-    def every_state() -> Iterator[tuple[str, Tensor]]:
-        for number in range(1 + len(probes)):
-            yield f"variant.{number}", variant(number)
-        if floats:
-            yield from floats.states()
-
-    def note() -> None:
-        done = passed + scored
-        if keep and done < steps:
-            listed = [probe.to_json() for probe in probes]
-            keep(every_state(), {"passed": passed, "scored": scored, "sums": sums, "probes": listed})
-        if progress:
-            progress(done, steps)
-
+    walk = _Walk(
+        skeleton, windows, candidates, around, symmetric_zeros, activations, compensation, offload, progress, keep
+    )
     if kept is not None:
-        passed, scored, sums = kept.extra["passed"], kept.extra["scored"], kept.extra["sums"]
-        probes += (Probe.from_json(each) for each in kept.extra["probes"])
-        for number in range(1 + len(probes)):
-            states.write(number * samples, kept.read(f"variant.{number}"))
-        if floats:
-            floats.resume(kept)
-
-    def pass_block(index: int) -> None:
-        run = _runner(skeleton.load(index), calls[index])
-        linears = skeleton.linears(index)
-        inputs = _inputs(linears, lambda: run(variant(0)))
-        rounders: dict[str, Rounder] = {name: Nearest(rows) for name, rows in inputs.items()}
-        if floats and compensation:
-            for names, stats in floats.enter(index):
-                rounders |= dict.fromkeys(names, Compensated(stats, act_order=compensation.act_order))
-        before = len(probes)
-        for unit in candidates:
-            if probe := Probe.of(unit, linears, rounders, candidates[unit], around, symmetric_zeros):
-                probes.append(probe)
-                block = twin(skeleton.block(index))
-                parts = block.named_modules(prefix=skeleton.blocks[index])
-                own = {name: part for name, part in parts if isinstance(part, nn.Linear)}
-                with probe.rounded(own, rounders):
-                    if floats and compensation and compensation.follows:
-                        compensate(floats.visit(index, block, probe.reached))
-                    with probe.rounded_inputs(own, activations):  # noise, for which nothing is made up
-                        states.write(len(probes) * samples, _runner(block, calls[index])(variant(0)))
-        for number in range(1 + before):
-            states.write(number * samples, run(variant(number)))
-        skeleton.unload(index)
-
-    while passed < len(skeleton.blocks):
-        pass_block(passed)
-        heap.release()
-        passed += 1
-        note()
-
-    tried = list(probes)
-    with head(skeleton) as (linears, log_probabilities):
-        if (unit := tuple(linears)) in candidates:
-            inputs = _inputs(linears, lambda: [log_probabilities(each) for each in variant(0).split(1)])
-            rounders = {name: Nearest(rows) for name, rows in inputs.items()}
-            if probe := Probe.of(unit, linears, rounders, candidates[unit], around, symmetric_zeros):
-                tried.append(probe)
-                states.write(len(tried) * samples, variant(0))
-        divergence = torch.tensor(sums or [0.0] * len(tried), dtype=torch.float64)
-        while scored < samples:
-            base = log_probabilities(states.read(scored, scored + 1))
-            for number, probe in enumerate(tried):
-                where = (1 + number) * samples + scored
-                with ExitStack() as rounded:
-                    if probe.modules == unit:
-                        rounded.enter_context(probe.rounded(linears, rounders))
-                        rounded.enter_context(probe.rounded_inputs(linears, activations))
-                    changed = log_probabilities(states.read(where, where + 1))
-                divergence[number] += (base.exp() * (base - changed)).sum(dtype=torch.float64)
-            scored, sums = scored + 1, divergence.tolist()
-            note()
-    heap.release()
-    means = (divergence / windows.numel()).clamp_(min=0).tolist()
+        walk.resume(kept)
+    walk.pass_blocks()
+    probes, means = walk.score()
     if compensation and compensation.follows:
-        means = _evened(tried, means, _ALL_AT_ONCE if activations is None else 1.0)
-    return tuple(_predicted(probe, kl) for probe, kl in zip(tried, means, strict=True))
+        means = _evened(probes, means, fitted.ALL_AT_ONCE.value if activations is None else 1.0)
+    return tuple(_predicted(probe, kl) for probe, kl in zip(probes, means, strict=True))
+
+
+@dataclass
+class _Walk:
+    """One measurement on its way: ``passed`` blocks, then ``scored`` samples, of ``probes`` of the blocks' units; their
+    divergences over those samples add up to ``sums``. The fields before are the arguments of ``measure``."""
+
+    skeleton: Skeleton
+    windows: Tensor
+    candidates: Mapping[Unit, Sequence[WeightScheme | None]]
+    around: float
+    symmetric_zeros: bool
+    activations: ActivationScheme | None
+    compensation: Compensation | None
+    offload: Path | None
+    progress: Callable[[int, int], None] | None
+    keep: Keep | None
+    probes: list[Probe] = field(default_factory=list)
+    passed: int = 0
+    scored: int = 0
+    sums: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._samples, length = self.windows.shape
+        variants = 1 + len(self.candidates)
+        self._states = Activations(variants * self._samples, length, self.skeleton.hidden_size, self.offload)
+        self._calls, _ = self.skeleton.stem(self.windows, length, self._states)
+        text = self.compensation
+        self._floats = FloatWalk(self.skeleton, text.windows, self.offload) if text else None
+
+    def resume(self, kept: Part) -> None:
+        """Go on from what ``keep`` of another measurement was given."""
+        self.passed, self.scored, self.sums = kept.extra["passed"], kept.extra["scored"], kept.extra["sums"]
+        self.probes += (Probe.from_json(each) for each in kept.extra["probes"])
+        for number in range(1 + len(self.probes)):
+            self._write(number, kept.read(f"variant.{number}"))
+        if self._floats:
+            self._floats.resume(kept)
+
+    def pass_blocks(self) -> None:
+        """Every variant through the blocks that are left, with a new one for each unit that a block has."""
+        while self.passed < len(self.skeleton.blocks):
+            self._pass_block(self.passed)
+            heap.release()
+            self.passed += 1
+            self._note()
+
+    def score(self) -> tuple[list[Probe], list[float]]:
+        """Every probe, that of the output layer last, and its mean divergence from the float model (nats)."""
+        tried = list(self.probes)
+        with head(self.skeleton) as (linears, log_probabilities):
+            rounders: dict[str, Rounder] = {}
+            if (unit := tuple(linears)) in self.candidates:
+                inputs = _inputs(linears, lambda: [log_probabilities(each) for each in self._variant(0).split(1)])
+                rounders |= {name: Nearest(rows) for name, rows in inputs.items()}
+                if probe := self._probe(unit, linears, rounders):
+                    tried.append(probe)
+                    self._write(len(tried), self._variant(0))
+            divergence = torch.tensor(self.sums or [0.0] * len(tried), dtype=torch.float64)
+            while self.scored < self._samples:
+                base = log_probabilities(self._states.read(self.scored, self.scored + 1))
+                for number, probe in enumerate(tried):
+                    where = (1 + number) * self._samples + self.scored
+                    with ExitStack() as rounded:
+                        if probe.modules == unit:
+                            rounded.enter_context(probe.rounded(linears, rounders))
+                            rounded.enter_context(probe.rounded_inputs(linears, self.activations))
+                        changed = log_probabilities(self._states.read(where, where + 1))
+                    divergence[number] += (base.exp() * (base - changed)).sum(dtype=torch.float64)
+                self.scored, self.sums = self.scored + 1, divergence.tolist()
+                self._note()
+        heap.release()
+        return tried, (divergence / self.windows.numel()).clamp_(min=0).tolist()
+
+    def _pass_block(self, index: int) -> None:
+        run = _runner(self.skeleton.load(index), self._calls[index])
+        linears = self.skeleton.linears(index)
+        inputs = _inputs(linears, lambda: run(self._variant(0)))
+        rounders: dict[str, Rounder] = {name: Nearest(rows) for name, rows in inputs.items()}
+        if self._floats and self.compensation:
+            for names, stats in self._floats.enter(index):
+                rounders |= dict.fromkeys(names, Compensated(stats, act_order=self.compensation.act_order))
+        before = len(self.probes)
+        for unit in self.candidates:
+            if probe := self._probe(unit, linears, rounders):
+                self.probes.append(probe)
+                self._write(len(self.probes), self._output_with(probe, index, rounders))
+        for number in range(1 + before):
+            self._write(number, run(self._variant(number)))
+        self.skeleton.unload(index)
+
+    def _output_with(self, probe: Probe, index: int, rounders: Mapping[str, Rounder]) -> Tensor:
+        """What block ``index`` makes of the float model's states with the unit of ``probe`` rounded."""
+        block = copy_sharing_weights(self.skeleton.block(index))
+        parts = block.named_modules(prefix=self.skeleton.blocks[index])
+        linears = {name: part for name, part in parts if isinstance(part, nn.Linear)}
+        with probe.rounded(linears, rounders):
+            if self._floats and self.compensation and self.compensation.follows:
+                compensate(self._floats.visit(index, block, probe.reached))
+            with probe.rounded_inputs(linears, self.activations):  # noise, for which nothing is made up
+                return _runner(block, self._calls[index])(self._variant(0))
+
+    def _probe(
+        self, unit: Unit, linears: Mapping[str, nn.Linear], rounders: Mapping[str, Rounder]
+    ) -> Probe | None:
+        return Probe.of(unit, linears, rounders, self.candidates[unit], self.around, self.symmetric_zeros)
+
+    def _variant(self, number: int) -> Tensor:
+        """The hidden states of one model: the float one's are 0."""
+        return self._states.read(number * self._samples, (number + 1) * self._samples)
+
+    def _write(self, number: int, states: Tensor) -> None:
+        self._states.write(number * self._samples, states)
+
+    def _every_state(self) -> Iterator[tuple[str, Tensor]]:
+        for number in range(1 + len(self.probes)):
+            yield f"variant.{number}", self._variant(number)
+        if self._floats:
+            yield from self._floats.states()
+
+    def _note(self) -> None:
+        done, steps = self.passed + self.scored, len(self.skeleton.blocks) + self._samples
+        if self.keep and done < steps:
+            listed = [probe.to_json() for probe in self.probes]
+            so_far = {"passed": self.passed, "scored": self.scored, "sums": self.sums, "probes": listed}
+            self.keep(self._every_state(), so_far)
+        if self.progress:
+            self.progress(done, steps)
 
 
 def _predicted(probe: Probe, kl: float) -> Sensitivity:
@@ -225,7 +269,7 @@ def _evened(probes: Sequence[Probe], measured: Sequence[float], times: float) ->
     def evened(probe: Probe, kl: float) -> float:
         if not kl or of_experts(probe.modules):
             return kl
-        ratio: float = (kl / probe.weights / mean) ** (_EVENING - 1)
+        ratio: float = (kl / probe.weights / mean) ** (fitted.EVENING.value - 1)
         return times * kl * ratio
 
     return [evened(probe, kl) for probe, kl in zip(probes, measured, strict=True)]

@@ -46,13 +46,13 @@ def coarse(weight):
     return (weight * 4).round() / 4
 
 
-WAYS = {"whole": {}, "lanes": {}, "parts": {"samples_at_once": 2}}
+WAYS = {"whole": {}, "workers": {}, "parts": {"samples_at_once": 2}}
 
 
 @pytest.fixture(autouse=True)
-def lanes(request, monkeypatch):
+def workers(request, monkeypatch):
     """Three of them for five samples, where the test walks that way."""
-    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("way") == "lanes":
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("way") == "workers":
         monkeypatch.setattr(visiting, "_at_once", lambda: 2)
 
 
@@ -189,7 +189,7 @@ def test_drift_compares_with_the_float_model(saved, windows, way, monkeypatch):
                 reference.get_submodule(name).weight.data = coarse(reference.get_submodule(name).weight.data)
 
 
-@pytest.mark.parametrize("way", ["whole", "lanes"])
+@pytest.mark.parametrize("way", ["whole", "workers"])
 def test_where_every_sample_is_followed_outputs_say_how_far_inputs_drifted(saved, windows, way, monkeypatch):
     monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
 
@@ -213,7 +213,7 @@ def test_where_every_sample_is_followed_outputs_say_how_far_inputs_drifted(saved
         torch.testing.assert_close(drifted, by_inputs[names], atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("way", ["lanes"])
+@pytest.mark.parametrize("way", ["workers"])
 @pytest.mark.parametrize("where", ["forward", "caller"])
 def test_an_error_ends_every_lane(saved, windows, way, where, monkeypatch):
     skeleton = Skeleton(HFDirectory(saved[0]))
@@ -226,7 +226,7 @@ def test_an_error_ends_every_lane(saved, windows, way, where, monkeypatch):
             if where == "forward":
                 monkeypatch.setattr(visit.block.mlp, "forward", fail)
             visit.replace(fail if where == "caller" else unchanged, Gather())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("forward")]
 
 
 def test_fast_products_are_close_and_end_before_the_statistics(saved, windows, monkeypatch):

@@ -17,7 +17,8 @@ from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
-from qserve.quantize import gptq, rtn
+from qserve.quantize import fitted, gptq, rtn
+from qserve.quantize.fitted import Fitted
 from qserve.quantize.mixed import sensitivity
 from qserve.quantize.mixed.probe import Probe
 from qserve.quantize.mixed.rounders import Compensated
@@ -143,8 +144,8 @@ def test_with_error_compensation_what_gptq_costs_is_measured(model, request, mon
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(model, request, monkeypatch):
     monkeypatch.setattr("qserve.kernels.products.multiplied", lambda: torch.float32)
-    monkeypatch.setattr(sensitivity, "_EVENING", 1.0)
-    monkeypatch.setattr(sensitivity, "_ALL_AT_ONCE", 1.0)
+    monkeypatch.setattr(fitted, "EVENING", Fitted(1.0, "nothing"))
+    monkeypatch.setattr(fitted, "ALL_AT_ONCE", Fitted(1.0, "nothing"))
     path = request.getfixturevalue(model)
     skeleton = Skeleton(HFDirectory(path))
     text = torch.cat([windows(), torch.randint(0, 256, (9, 24), generator=torch.Generator().manual_seed(2))])
