@@ -139,7 +139,7 @@ class _Run:
         model_name: str | None,
         update: Callable[[int, int], None],
     ) -> None:
-        self._service = Service(engine, ServerConfig(model_name=model_name))
+        self._service = Service.beside(engine, ServerConfig(model_name=model_name))
         self._app = create_app(self._service)
         self._path = path
         self._out = out
@@ -151,7 +151,7 @@ class _Run:
 
     async def run(self) -> BatchReport:
         began = time.perf_counter()
-        self._service.thread.start()
+        self._service.engine.start()
         try:
             workers = min(self._service.max_waiting, self._report.lines)
             async with asyncio.TaskGroup() as group:
@@ -160,7 +160,7 @@ class _Run:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
-            await asyncio.to_thread(self._service.thread.stop)
+            await asyncio.to_thread(self._service.engine.stop)
         self._report.seconds = time.perf_counter() - began
         return self._report
 
@@ -186,7 +186,7 @@ class _Run:
                 status, content = await post(self._app, line.url, line.body)
             finally:
                 self._in_flight -= 1
-            if not self._service.thread.alive:
+            if not self._service.engine.alive:
                 raise QServeError("the engine has stopped; its log says why. Run this again to go on")
             if status not in (429, 503) or not self._in_flight:
                 break

@@ -6,6 +6,7 @@ Knows counts and limits; does not know requests, order or time.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from qserve.runtime.sampling import RequestError
 
@@ -22,6 +23,18 @@ class Backlog:
         self.max_tokens = max_tokens
         self._requests: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, max_requests: int, max_tokens: int, counts: Mapping[str, tuple[int, int]]) -> Backlog:
+        """One with the ``counts`` of another."""
+        backlog = cls(max_requests, max_tokens)
+        for tenant, (requests, tokens) in counts.items():
+            backlog.add(tenant, tokens, requests)
+        return backlog
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """By tenant, its requests and prompt tokens."""
+        return {tenant: (requests, self._tokens[tenant]) for tenant, requests in self._requests.items()}
 
     @property
     def requests(self) -> int:

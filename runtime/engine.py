@@ -89,8 +89,8 @@ class Engine:
             ),
         )
         self.journal = Journal()
-        self._eos = _eos_token_ids(source)
-        self.grammars = GrammarCompiler(partial(Vocabulary.of, self.tokenizer, self.vocab_size, self._eos))
+        self.eos_token_ids = _eos_token_ids(source)
+        self.grammars = GrammarCompiler(partial(Vocabulary.of, self.tokenizer, self.vocab_size, self.eos_token_ids))
         self._masks = MaskPool(self.vocab_size)
         self._clock = clock
         self._arrivals = count()
@@ -130,7 +130,6 @@ class Engine:
             raise RequestError(
                 f"n {params.n} exceeds the {self.config.max_waiting} that may wait; raise --max-waiting", "n"
             )
-        self.scheduler.backlog.require_room(tenant, params.n, len(tokens))
         constraint = params.constraint
         if constraint is not None:
             matcher = matcher or self.grammars.matcher(constraint)
@@ -142,7 +141,7 @@ class Engine:
                 _key(request_id, index),
                 tuple(tokens),
                 params,
-                eos_token_ids=self._eos,
+                eos_token_ids=self.eos_token_ids,
                 priority=priority,
                 cache_salt=cache_salt,
                 tenant=tenant,
@@ -172,6 +171,11 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End every choice of a request at once; its blocks are free. Nothing is output for it any more."""
         for key in [key for key, choice in self._choices.items() if choice.request_id == request_id]:
+            self._end(key, "abort")
+
+    def abort_all(self) -> None:
+        """End every choice of every request at once."""
+        for key in list(self._choices):
             self._end(key, "abort")
 
     def step(self) -> list[RequestOutput]:
@@ -265,8 +269,7 @@ class Engine:
                     self.submit(*todo.pop())
                 yield from self.step()
         finally:
-            for request_id in {choice.request_id for choice in self._choices.values()}:
-                self.abort(request_id)
+            self.abort_all()
 
     def score(self, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
         """The log-probabilities that follow each token of a prompt, a chunk at a time.
@@ -358,7 +361,7 @@ class Engine:
                 raise RequestError(
                     f"logit_bias holds token {token}, the ids are 0..{self.vocab_size - 1}", "logit_bias"
                 )
-        if params.use_beam_search and params.n + len(self._eos) + len(params.stop_token_ids) > self.vocab_size:
+        if params.use_beam_search and params.n + len(self.eos_token_ids) + len(params.stop_token_ids) > self.vocab_size:
             raise RequestError(f"a beam search of width {params.n} needs a larger vocabulary", "n")
 
 

@@ -120,7 +120,9 @@ class Scheduler:
         parent = request.parent
         if parent and not parent.is_finished and self._requests.get(parent.request_id) is not parent:
             raise RequestError(f"parent {parent.request_id} was not added to this scheduler", "parent")
-        self.backlog.require_room(request.tenant, 1, request.num_queued)
+        # The first of several choices is refused where any of them would be; beams wait as one.
+        choices = 1 if parent or request.params.use_beam_search else request.params.n
+        self.backlog.require_room(request.tenant, choices, request.num_queued)
         fit(request, self.config, self.blocks)
         if request.params.use_beam_search:
             request.beams = [request]

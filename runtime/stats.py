@@ -11,7 +11,7 @@ from qserve.runtime.scheduler import Scheduler
 class EngineStats:
     """Gauges of one moment between two steps; ``prefix_queries``, ``prefix_hits`` (prompt tokens) and
     ``num_preemptions`` count since the start. ``kv_fragmentation``: the share of the allocated KV positions that hold
-    nothing, 0 to 1."""
+    nothing, 0 to 1. ``waiting``: by tenant, its requests and prompt tokens that wait for their first step."""
 
     num_running: int
     num_waiting: int
@@ -22,6 +22,7 @@ class EngineStats:
     num_preemptions: int
     waiting_tokens: int
     kv_fragmentation: float
+    waiting: dict[str, tuple[int, int]]
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineStats:
@@ -37,4 +38,5 @@ class EngineStats:
             num_preemptions=scheduler.num_preemptions,
             waiting_tokens=scheduler.backlog.tokens,
             kv_fragmentation=min(1.0, scheduler.num_unused_slots / max(1, blocks.num_used * blocks.block_size)),
+            waiting=scheduler.backlog.counts(),
         )

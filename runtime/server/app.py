@@ -9,9 +9,9 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from qserve.runtime.client.generation import EngineFailure
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.engine_thread import EngineFailure
-from qserve.runtime.server.errors import APIError, ClientGone
+from qserve.runtime.server.errors import APIError, ClientGone, failure_error, request_error
 from qserve.runtime.server.http.authentication import AuthenticationMiddleware
 from qserve.runtime.server.http.lingering_close import LingeringClose
 from qserve.runtime.server.routes import (
@@ -32,7 +32,7 @@ from qserve.runtime.server.telemetry.access_log import AccessLog
 
 
 def create_app(service: Service) -> FastAPI:
-    """The ASGI application. The caller starts and stops ``service.thread``."""
+    """The ASGI application. The caller starts and stops ``service.engine``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(AuthenticationMiddleware, keys=service.keys)
     if service.config.cors_origins:  # outside of the guard: a browser asks without a key whether it may
@@ -63,12 +63,12 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error.response()
 
     @app.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError) -> Response:
-        return APIError(400, str(error), param=error.param, code="invalid_value").response()
+    async def invalid_request(_: Request, error: RequestError) -> Response:
+        return request_error(error).response()
 
     @app.exception_handler(EngineFailure)
     async def engine_failure(_: Request, error: EngineFailure) -> Response:
-        return error.as_api_error().response()
+        return failure_error(error).response()
 
     @app.exception_handler(ClientGone)
     async def client_gone(_: Request, error: ClientGone) -> Response:

@@ -9,6 +9,9 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from qserve.runtime.client.generation import DeadlineExceeded, EngineFailure
+from qserve.runtime.sampling import RequestError
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -43,6 +46,18 @@ class APIError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def failure_error(error: EngineFailure) -> APIError:
+    """What a client is told of a generation that the engine could not go on with."""
+    if isinstance(error, DeadlineExceeded):
+        # Clients send a failed request again by default; its time is over.
+        return APIError(408, str(error), param="timeout", code="timeout", headers={"x-should-retry": "false"})
+    return APIError(500, str(error))
+
+
+def request_error(error: RequestError) -> APIError:
+    return APIError(400, str(error), param=error.param, code="invalid_value")
 
 
 class ClientGone(Exception):

@@ -102,11 +102,11 @@ class _Server(uvicorn.Server):
     @property
     def failure(self) -> str | None:
         """Why the engine ended, if it did."""
-        return self._service.thread.failure if self._service else None
+        return self._service.engine.failure if self._service else None
 
     def open(self, service: Service) -> None:
         """The engine is there: start its thread and let requests in."""
-        service.thread.start()
+        service.engine.start()
         self._service = service
         self._entrance.app = create_app(service)
         address, port = self._sock.getsockname()[:2]
@@ -127,7 +127,7 @@ class _Server(uvicorn.Server):
         if self._deadline is not None:
             late = time.monotonic() >= self._deadline
             if late and self._service is not None:
-                self._service.thread.abort_all()
+                self._service.engine.abort_all()
             lingers = self.failure is not None and not late
             self.should_exit = late or not (self.server_state.tasks or lingers)
         return await super().on_tick(counter)
@@ -137,13 +137,13 @@ class _Server(uvicorn.Server):
         service, limit = self._service, self._options.step_timeout
         if service is None:
             return
-        if limit and not self.stuck and (seconds := service.thread.step_seconds()) > limit:
+        if limit and not self.stuck and (seconds := service.engine.step_seconds()) > limit:
             self.stuck = True
             logger.critical("a step of the engine has been running for %.0f s; the server ends", seconds)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr that is a file
                 faulthandler.dump_traceback(all_threads=True)
-            service.thread.give_up(f"a step of the engine did not end in {limit:g} seconds")
-        if service.thread.failure is not None and not service.draining:
+            service.engine.give_up(f"a step of the engine did not end in {limit:g} seconds")
+        if service.engine.failure is not None and not service.draining:
             self.drain(FAILURE_GRACE)
 
     def serve_until_stopped(self) -> None:
@@ -151,7 +151,7 @@ class _Server(uvicorn.Server):
             self.run(sockets=[self._sock])
         finally:
             if self._service is not None:
-                self._service.thread.stop(0.0 if self.stuck else 10.0)
+                self._service.engine.stop(0.0 if self.stuck else 10.0)
                 self._service.constraints.close()
                 if self._service.tracer is not None:
                     self._service.tracer.close()
@@ -182,10 +182,11 @@ def serve(
         # What is loaded stays. To look through half a million objects for garbage would stop every stream for 0.2 s.
         gc.collect()
         gc.freeze()
-        service = Service(loaded, config, server.keys)
+        service = Service.beside(loaded, config, server.keys)
         service.constraints.start()
         with _signals(server):
             server.open(service)
+            service.engine.prepare_grammars()
             if opened is not None:
                 opened(loaded)
             thread.join()
@@ -248,7 +249,7 @@ class ServerHandle:
         self.host, self.port = sock.getsockname()[:2]
         self._server = _Server(config, sock)
         self._scheme = "http" if config.tls_cert is None else "https"
-        self.service = Service(engine, config, self._server.keys)
+        self.service = Service.beside(engine, config, self._server.keys)
 
     @property
     def url(self) -> str:

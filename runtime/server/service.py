@@ -1,11 +1,9 @@
-"""``Service``: what the routes share, and the way of every request to the engine and back.
-
-Knows the engine's thread and what is made once per model; does not know routes.
-"""
+"""``Service``: what the routes share, and the way of every request to the engine and back."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +12,16 @@ from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection
 
 from qserve.runtime.backlog import QueueFullError
+from qserve.runtime.client.engine_client import SHUTTING_DOWN, EngineClient
+from qserve.runtime.client.generation import Generation
+from qserve.runtime.client.host import EngineHost
+from qserve.runtime.client.thread_host import ThreadHost
+from qserve.runtime.grammar import Vocabulary
 from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.server.accounting import Accounting
 from qserve.runtime.server.chat.dialect import Dialect
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.engine_thread import MAX_RETRY_AFTER, EngineThread, Generation
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.http.body import read_json
 from qserve.runtime.server.http.streaming import EventStream, after_first, while_connected
@@ -33,43 +36,61 @@ from qserve.runtime.server.telemetry.request_record import RequestRecord
 from qserve.runtime.server.telemetry.tracing import Tracer, otlp_exporter
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qserve.checkpoint.source import ModelSource
     from qserve.runtime.engine import Engine
 
 MORE_COMMAS = 20_000  # in a body, beside those between tokens
+MAX_RETRY_AFTER = 120  # seconds; clients give up on longer ones
 
 
 class Service:
-    """What the routes share: the engine's thread and everything made once per model."""
+    """What the routes share: a client of the engine and everything made once per model."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, keys: KeyRing | None = None) -> None:
+    def __init__(
+        self,
+        host: EngineHost,
+        source: ModelSource,
+        tokenizer: PreTrainedTokenizerBase,
+        config: ServerConfig,
+        keys: KeyRing | None = None,
+    ) -> None:
+        info = host.info
         self.config = config
         self.keys = KeyRing(config.api_keys, config.api_keys_file) if keys is None else keys
-        self.model_name = config.model_name or engine.model_name
-        self.max_model_len = engine.max_model_len
-        self.embedding_size = engine.limits.hidden_size
-        self.max_waiting = engine.config.max_waiting
-        self.max_commas = MORE_COMMAS + 2 * engine.scheduler.backlog.max_tokens  # as many tokens as may ever wait
-        self.source = engine.source
-        self.stored_bytes = engine.source.stored_bytes()
+        self.model_name = config.model_name or info.model_name
+        self.max_model_len = info.max_model_len
+        self.embedding_size = info.hidden_size
+        self.max_waiting = info.max_waiting
+        self.max_commas = MORE_COMMAS + 2 * info.max_waiting_tokens  # as many tokens as may ever wait
+        self.source = source
+        self.stored_bytes = source.stored_bytes()
         self.created = int(time.time())
         self.draining = False
         self.metrics = Metrics(
             self.model_name,
-            engine.source.card,
+            source.card,
             vllm_alias=config.vllm_metrics,
-            kernels=engine.kernels,
-            max_waiting=engine.config.max_waiting,
+            kernels=info.kernels,
+            max_waiting=info.max_waiting,
         )
+        self.accounting = Accounting(self.metrics)
         self.tracer = None if config.otlp_endpoint is None else Tracer(otlp_exporter(config.otlp_endpoint))
-        self.thread = EngineThread(engine, self.metrics, config.stream_interval)
-        self.constraints = ConstraintChecker(engine.grammars)
-        self.encoder = PromptEncoder(engine.tokenizer, engine.max_model_len, engine.vocab_size)
-        self.texts = TokenTexts(engine.tokenizer)
-        self.dialect = Dialect(engine.tokenizer, config.tool_format, config.reasoning)
+        self.engine = EngineClient(host, self.metrics, config.stream_interval)
+        self.constraints = ConstraintChecker(partial(Vocabulary.of, tokenizer, info.vocab_size, info.eos_token_ids))
+        self.encoder = PromptEncoder(tokenizer, info.max_model_len, info.vocab_size)
+        self.texts = TokenTexts(tokenizer)
+        self.dialect = Dialect(tokenizer, config.tool_format, config.reasoning)
+
+    @classmethod
+    def beside(cls, engine: Engine, config: ServerConfig, keys: KeyRing | None = None) -> Service:
+        """In the process of ``engine``, which then belongs to it."""
+        return cls(ThreadHost(engine), engine.source, engine.tokenizer, config, keys)
 
     @property
     def ready(self) -> bool:
-        return self.thread.alive and not self.draining
+        return self.engine.alive and not self.draining
 
     def model(self) -> dict[str, Any]:
         """The model's entry in ``/v1/models``."""
@@ -105,28 +126,32 @@ class Service:
     async def submit(
         self, request: Request, prompts: list[list[int]], params: SamplingParams, priority: int | None
     ) -> Generation:
-        self.admit(request)
-        if len(prompts) * params.n > self.max_waiting:
+        self._require_ready()
+        choices = len(prompts) * params.n
+        if choices > self.max_waiting:
             raise RequestError(
                 f"{len(prompts)} prompts with n {params.n} are more than the {self.max_waiting} that may wait here", "n"
             )
         key: ApiKey | None = request.scope["qserve.key"]
-        if key and key.max_requests is not None and len(prompts) * params.n > key.max_requests:
+        if key and key.max_requests is not None and choices > key.max_requests:
             raise RequestError(
                 f"{len(prompts)} prompts with n {params.n} are more than the {key.max_requests} requests that this API "
                 "key may have at once",
                 "n",
             )
+        priority = _priority(key, priority)
         try:
             tenant, constraint = request.scope["qserve.tenant"], params.constraint
-            matcher = None if constraint is None else await self.constraints.matcher(constraint, tenant)
-            generation = await self.thread.submit(
+            grammar = None if constraint is None else await self.constraints.grammar(constraint, tenant)
+            generation = await self.engine.submit(
                 prompts,
                 params,
-                priority=_priority(key, priority),
+                grammar=grammar,
+                priority=priority,
                 cache_salt=tenant,
-                key=key,
-                matcher=matcher,
+                tenant=key.name if key else "",
+                weight=key.weight if key else 1.0,
+                observer=self.accounting.open(key, choices, sum(map(len, prompts)), self._backlog_seconds()),
             )
         except QueueFullError as error:
             raise self._busy(str(error)) from None
@@ -137,22 +162,34 @@ class Service:
         return generation
 
     def admit(self, request: HTTPConnection) -> None:
-        """Refuse at once, before a prompt is read, what would be refused later: nothing is kept for it.
+        """The door: refuse at once, before a body is read, whoever could not have even one more request.
 
-        Raises ``APIError`` 503 for the whole server's sake and 429 for the key's.
+        What more a request asks for is checked where it is kept: by the quotas of its key and by the scheduler. Raises
+        ``APIError`` 503 for the whole server's sake and 429 for the key's.
         """
-        if not self.ready:
-            reason = "the engine has failed" if self.thread.failure else "the server is shutting down"
-            raise APIError(503, reason, headers={"Retry-After": "5"})
+        self._require_ready()
+        key: ApiKey | None = request.scope["qserve.key"]
         try:
-            self.thread.check_room(request.scope["qserve.key"])
+            self.engine.require_room(key.name if key else "")
+            if key is not None:
+                self.accounting.quotas.check(key, 1, time.monotonic(), self._backlog_seconds())
         except QueueFullError as error:
             raise self._busy(str(error)) from None
         except QuotaError as error:
             raise _limited(error) from None
 
+    def _require_ready(self) -> None:
+        if not self.ready:
+            reason = "the engine has failed" if self.engine.failure else SHUTTING_DOWN
+            raise APIError(503, reason, headers={"Retry-After": "5"})
+
+    def _backlog_seconds(self) -> float:
+        """Until what waits now is done, at the rate of the last minute."""
+        stats = self.engine.stats
+        return self.accounting.rate.backlog_seconds(stats.num_waiting, stats.waiting_tokens, time.monotonic())
+
     def _busy(self, message: str) -> APIError:
-        return APIError(503, message, code="queue_full", headers={"Retry-After": str(self.thread.retry_after())})
+        return APIError(503, message, code="queue_full", headers=_retry_after(self._backlog_seconds()))
 
     async def answer(
         self,
@@ -174,19 +211,22 @@ class Service:
             )
             response = EventStream(
                 await while_connected(request, after_first(chunks)),
-                lambda: self.thread.abort(generation),
+                lambda: self.engine.abort(generation),
                 named=answer.named_events,
             )
             streaming = True
             return response
         finally:
             if not streaming:
-                self.thread.abort(generation)
+                self.engine.abort(generation)
 
 
 def _limited(error: QuotaError) -> APIError:
-    wait = max(1, min(MAX_RETRY_AFTER, ceil(error.retry_after)))
-    return APIError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": str(wait)})
+    return APIError(429, str(error), code="rate_limit_exceeded", headers=_retry_after(error.retry_after))
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, min(MAX_RETRY_AFTER, ceil(seconds))))}
 
 
 def _priority(key: ApiKey | None, asked: int | None) -> int:

@@ -115,7 +115,7 @@ def front(server: ServerHandle, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_tokens_come_while_the_rest_is_being_computed(front: httpx.Client, server: ServerHandle) -> None:
-    engine = server.service.thread._engine
+    engine = server.service.engine.host.engine
     gate = engine.runner = Gate(engine.runner, 3)  # type: ignore[assignment]
     body = {"prompt": "the", "max_tokens": 20, "ignore_eos": True, "stream": True, "logprobs": 0}
     try:

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from qserve.runtime.client.generation import EngineFailure
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.engine_thread import EngineFailure
-from qserve.runtime.server.errors import APIError, ClientGone
+from qserve.runtime.server.errors import APIError, ClientGone, failure_error, request_error
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], named: bool) -> AsyncIt
         async for chunk in chunks:
             yield (f"event: {chunk['type']}\n".encode() if named else b"") + _event(chunk)
     except EngineFailure as error:  # the status was sent long ago: the error is the last event
-        yield _event(error.as_api_error().body())
+        yield _event(failure_error(error).body())
         return
     except RequestError as error:
-        yield _event(APIError(400, str(error), param=error.param, code="invalid_value").body())
+        yield _event(request_error(error).body())
         return
     except Exception:  # a defect; the client still learns that this is the end
         logger.exception("a stream failed")

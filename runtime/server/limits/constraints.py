@@ -24,13 +24,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from llguidance import LLMatcher
-
 from qserve.runtime.backlog import QueueFullError
+from qserve.runtime.client.generation import EngineFailure
 from qserve.runtime.constraint import Constraint
-from qserve.runtime.grammar import GrammarCompiler
+from qserve.runtime.grammar import Vocabulary
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.limits.fair_lock import FairLock
 
 logger = logging.getLogger(__name__)
@@ -60,17 +58,15 @@ class _Verdict:
 
 
 class ConstraintChecker:
-    """Awaiting ``matcher`` leaves both the event loop and the engine's thread free. All who await share one loop."""
+    """All who await share one event loop, which stays free. ``vocabulary`` is asked for with the first constraint."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
-        self._worker = Worker(compiler)
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._worker = Worker(vocabulary)
         self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
         self._trials: dict[_Key, asyncio.Task[_Verdict | None]] = {}
         self._turns = FairLock()
         self._starting: asyncio.Future[None] | None = None
         self._trying = ThreadPoolExecutor(1, "qserve-constraints")
-        self._compiling = ThreadPoolExecutor(2, "qserve-compile")  # what is known to be good waits for no trial
 
     def start(self) -> None:
         """Return when a constraint can be tried out at once, or after ``START_SECONDS``.
@@ -79,28 +75,26 @@ class ConstraintChecker:
         for structured output needs none of it.
         """
         try:
-            starting = self._trying.submit(self._worker.start)
-            _ = self._compiler.tokenizer  # this process has one of its own
-            starting.result()
+            self._trying.submit(self._worker.start).result()
         except Exception:
             logger.warning("constraints cannot be tried out yet; the first of them tries again", exc_info=True)
 
-    async def matcher(self, constraint: Constraint, tenant: str = "") -> LLMatcher:
-        """The constraint, compiled. Raises ``RequestError`` naming its ``param``, or ``QueueFullError``.
+    async def grammar(self, constraint: Constraint, tenant: str = "") -> str:
+        """The constraint in llguidance's format, known to compile in time.
+
+        Raises ``RequestError`` naming its ``param``, or ``QueueFullError``.
 
         ``tenant``: who asks. Those who wait have their turns one tenant after another.
         """
         verdict = await self._verdict(constraint, tenant)
         if verdict.error:
             raise RequestError(verdict.error, constraint.param)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._compiling, self._compiler.matcher, constraint, verdict.grammar)
+        return verdict.grammar
 
     def close(self) -> None:
         """End the worker, also if it is in the middle of something."""
         self._worker.close()
         self._trying.shutdown()
-        self._compiling.shutdown()
 
     async def _verdict(self, constraint: Constraint, tenant: str) -> _Verdict:
         key = constraint.kind, constraint.text
@@ -156,8 +150,8 @@ class Worker:
     Questions come from one thread; ``close`` may come from another.
     """
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._closed = False
@@ -207,7 +201,7 @@ class Worker:
     def _running(self) -> subprocess.Popen[bytes]:
         process = self._process or self._spawn()
         if not self._ready:
-            if _exchange(process, asdict(self._compiler.vocabulary), START_SECONDS) is None:
+            if _exchange(process, asdict(self._vocabulary()), START_SECONDS) is None:
                 self._end(process)
                 raise EngineFailure("the worker that compiles constraints does not start")
             self._ready = True

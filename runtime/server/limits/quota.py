@@ -1,6 +1,6 @@
 """``Quotas``: what each API key has running, waiting and spent, and whether it may have more.
 
-Knows limits and counts; does not know clocks (times are given, in seconds), HTTP or the engine. One thread writes.
+Knows limits and counts; does not know clocks (times are given, in seconds), HTTP or the engine.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, ClassVar
 
+from qserve.runtime.client.generation import EngineFailure
 from qserve.runtime.server.chat.dialect import OutputParser
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text, Thought
-from qserve.runtime.server.engine_thread import EngineFailure
 from qserve.runtime.server.openai.answers import Json, Outputs, Usage
 
 # What holds the text of an item, the names of its events, and the beginning of its id.

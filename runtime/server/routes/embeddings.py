@@ -15,8 +15,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, WithJsonSchema, field_validator
 
+from qserve.runtime.client.generation import Generation
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.server.engine_thread import Generation
 from qserve.runtime.server.http.streaming import while_connected
 from qserve.runtime.server.openai.openapi import PROMPT, described
 from qserve.runtime.server.openai.protocol import parse, prompt_list
@@ -64,7 +64,7 @@ def router(service: Service) -> APIRouter:
         try:
             vectors = await while_connected(request, _vectors(generation))
         finally:
-            service.thread.abort(generation)
+            service.engine.abort(generation)
         shaped = (_shape(vector, body.dimensions, body.encoding_format == "base64") for vector in vectors)
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(shaped)]
         tokens = generation.prompt_tokens

@@ -15,7 +15,7 @@ from qserve.runtime.server.telemetry.engine_view import EngineView
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
-    watch = EngineView(service.thread)
+    watch = EngineView(service.engine)
 
     @routes.get("/v1/engine")
     async def engine() -> Response:

@@ -13,7 +13,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Response:
-        alive = service.thread.alive
+        alive = service.engine.alive
         return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 503)
 
     @routes.get("/ready")
@@ -23,9 +23,9 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        thread = service.thread
+        engine = service.engine
         content = service.metrics.render(
-            thread.stats, up=thread.alive, ready=service.ready, step_age=thread.step_seconds()
+            engine.stats, up=engine.alive, ready=service.ready, step_age=engine.step_seconds()
         )
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 

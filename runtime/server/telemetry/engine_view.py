@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from qserve.runtime.server.engine_thread import EngineThread
+from qserve.runtime.client.engine_client import EngineClient
 from qserve.runtime.server.errors import APIError
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ FREE, CACHED, SHARED, FIRST_REQUEST = range(4)  # what a cell of the grid of blo
 class EngineView:
     """All methods belong to one event loop."""
 
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread = thread
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
         self._watchers = 0
         self._taken = float("-inf")
         self._picture: asyncio.Task[Json] | None = None
@@ -69,7 +69,7 @@ class EngineView:
             await asyncio.sleep(INTERVAL)
 
     async def _take(self) -> Json:
-        snapshot = await self._thread.snapshot()
+        snapshot = await self._engine.snapshot()
         return await asyncio.to_thread(to_json, snapshot)
 
 

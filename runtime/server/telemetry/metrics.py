@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from qserve.runtime.server.telemetry.timeline import Timeline
+from qserve.runtime.client.timeline import Timeline
 
 if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from qserve.runtime.client.generation import Generation
+    from qserve.runtime.client.timeline import Timeline
     from qserve.runtime.sampling import SamplingParams
-    from qserve.runtime.server.engine_thread import Generation
-    from qserve.runtime.server.telemetry.timeline import Timeline
 
 
 @dataclass

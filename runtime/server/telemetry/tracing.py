@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from qserve.checkpoint.errors import QServeError, UsageError
-from qserve.runtime.server.telemetry.timeline import Timeline
+from qserve.runtime.client.timeline import Timeline
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

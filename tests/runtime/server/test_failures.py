@@ -123,7 +123,7 @@ def test_a_stuck_step_ends_its_streams_and_the_server(engine: Engine, monkeypatc
         assert server._server.stuck
     finally:
         release.set()
-        server.service.thread._thread.join(60)
+        server.service.engine.stop(60)
     engine.check()
     assert engine.stats().kv_blocks_used == 0
 

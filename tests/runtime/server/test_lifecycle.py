@@ -45,7 +45,7 @@ def test_leaving_a_stream_frees_its_blocks(own: ServerHandle, slow: None) -> Non
     with httpx.stream("POST", f"{own.url}/completions", json=LONG | {"stream": True, "n": 3}, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
-        wait_until(lambda: own.service.thread.stats.kv_blocks_used > 0)
+        wait_until(lambda: own.service.engine.stats.kv_blocks_used > 0)
     wait_until(lambda: idle(own), 3)
 
 
@@ -79,7 +79,7 @@ def test_a_thousand_aborts_at_once(own: ServerHandle, slow: None, thousands_of_f
         sock = socket.create_connection((own.host, own.port))
         sock.sendall(head + body)
         sockets.append(sock)
-    wait_until(lambda: own.service.thread.stats.num_running > 0)
+    wait_until(lambda: own.service.engine.stats.num_running > 0)
     for sock in sockets:
         sock.close()
     wait_until(lambda: not own._server.server_state.tasks and idle(own))
@@ -146,7 +146,7 @@ def test_a_full_queue_refuses_while_a_step_runs(
         assert begun.wait(10)  # from here on the engine looks at nothing
         waiting = [pool.submit(post, own, half) for _ in range(2)]
         try:
-            wait_until(lambda: own.service.thread.num_arriving == limit)
+            wait_until(lambda: own.service.engine.num_arriving == limit)
             refused = httpx.post(f"{own.url}/completions", json={"prompt": "the"}, timeout=5)
         finally:
             end.set()
@@ -175,7 +175,7 @@ def test_draining_lets_streams_end_and_refuses_new_ones(engine: Engine, slow: No
         base = server.url.removesuffix("/v1")
         assert httpx.get(f"{base}/ready").json() == {"status": "ready"}
         running = pool.submit(post, server, LONG | {"max_tokens": 40})
-        wait_until(lambda: server.service.thread.stats.num_running == 1)
+        wait_until(lambda: server.service.engine.stats.num_running == 1)
         server.drain(30)
         assert httpx.get(f"{base}/ready").status_code == 503
         assert httpx.get(f"{base}/health").status_code == 200
@@ -192,7 +192,7 @@ def test_draining_lets_streams_end_and_refuses_new_ones(engine: Engine, slow: No
 def test_a_drain_that_takes_too_long_tells_the_client(engine: Engine, slow: None) -> None:
     with ServerHandle(engine) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(post, server, LONG)
-        wait_until(lambda: server.service.thread.stats.num_running == 1)
+        wait_until(lambda: server.service.engine.stats.num_running == 1)
         server.drain(0.3)
         assert running.result().status_code == 500
         assert "shutting down" in running.result().json()["error"]["message"]

@@ -17,5 +17,5 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 def idle(server: ServerHandle) -> bool:
     """Whether nothing runs, waits or holds a block."""
-    stats = server.service.thread.stats
+    stats = server.service.engine.stats
     return stats.num_running == stats.num_waiting == stats.kv_blocks_used == 0

@@ -75,7 +75,7 @@ def test_best_of_keeps_the_likeliest(server: ServerHandle) -> None:
 
 
 def test_min_tokens_holds_the_end_back(server: ServerHandle, engine: Engine) -> None:
-    eos = {str(token): 100 for token in engine._eos}
+    eos = {str(token): 100 for token in engine.eos_token_ids}
     asked = {"prompt": "the", "max_tokens": 9, "temperature": 0.0, "logit_bias": eos}
     assert post(server, "/completions", asked)["usage"]["completion_tokens"] == 1
     assert post(server, "/completions", asked | {"min_tokens": 5})["usage"]["completion_tokens"] == 6

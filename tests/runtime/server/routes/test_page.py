@@ -81,13 +81,13 @@ class Page:
         self["message"].send_keys(message + "\n")
 
     def idle(self) -> bool:
-        stats = self.server.service.thread.stats
+        stats = self.server.service.engine.stats
         return stats.num_running == stats.num_waiting == stats.kv_blocks_used == 0
 
 
 @pytest.fixture
 def page(driver: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
-    monkeypatch.setattr(engine, "_eos", frozenset())  # answers end by their length: nothing here hangs on the model
+    monkeypatch.setattr(engine, "eos_token_ids", frozenset())  # answers end by their length alone
     config = ServerConfig(api_keys=(KEY,), model_name="fox")
     with ServerHandle(engine, config=config) as server:
         driver.get_log("browser")  # what others left there

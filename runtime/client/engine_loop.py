@@ -1,0 +1,204 @@
+"""``EngineLoop``: takes commands, runs the engine's steps, tells what came of them. It owns the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from qserve.runtime.backlog import QueueFullError
+from qserve.runtime.client.messages import (
+    Abort,
+    Accepted,
+    Command,
+    Ended,
+    Event,
+    PrepareGrammars,
+    RefusalKind,
+    Refused,
+    SnapshotTaken,
+    StepDone,
+    StepFailed,
+    Stop,
+    Submit,
+    TakeSnapshot,
+)
+from qserve.runtime.sampling import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from qserve.runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 10  # in a row; an engine that fails so often will not recover by itself
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A command whose constraint another thread has compiled, or why it could not."""
+
+    command: Submit
+    result: LLMatcher | Exception
+
+
+class EngineLoop:
+    """Runs ``engine.step()`` while there is work and waits for commands while there is none.
+
+    ``emit`` is called with the events of each turn, in order, by the thread that is in ``run``. A step that raises ends
+    every request, and the loop goes on. After ``MAX_FAILED_STEPS`` such steps in a row, or if the engine cannot even
+    step without requests, the loop ends.
+    """
+
+    def __init__(self, engine: Engine, emit: Callable[[Sequence[Event]], None]) -> None:
+        self._engine = engine
+        self._emit = emit
+        self._commands: SimpleQueue[Command | _Compiled] = SimpleQueue()
+        self._events: list[Event] = []
+        self._compilers = ThreadPoolExecutor(2, "qserve-compile")  # a step waits for no grammar
+        self._compiling: set[str] = set()  # the first ids of commands
+        self._failed_steps = 0
+        self._step_began: float | None = None
+
+    def put(self, command: Command) -> None:
+        """Hand in a command, from any thread."""
+        self._commands.put(command)
+
+    def step_seconds(self) -> float:
+        """For how long the step that runs now has been running; 0 between steps. From any thread."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def run(self) -> None:
+        """Until it is told to stop or the engine has failed for good."""
+        failure = None
+        try:
+            while self._take_commands():
+                if self._events:  # who waits for an answer does not wait for the step
+                    self._tell()
+                if self._engine.has_work():
+                    failure = self._step()
+                self._tell()
+                if failure is not None:
+                    break
+        except Exception as error:
+            logger.exception("the engine ends")
+            failure = f"the engine cannot go on: {type(error).__name__}"
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(Exception):  # who cannot go on may not be able to say how it is
+            self._engine.abort_all()
+            self._events.append(self._engine.stats())
+        self._emit([*self._events, Ended(failure)])
+
+    def _tell(self) -> None:
+        events, self._events = self._events, []
+        self._emit([self._engine.stats(), *events])
+
+    def _take_commands(self) -> bool:
+        """Take all commands there are; wait for one if there is nothing else to do. False ends the loop."""
+        wait = not self._engine.has_work()
+        with contextlib.suppress(Empty):
+            while True:
+                command = self._commands.get(block=wait)
+                wait = False
+                match command:
+                    case Stop():
+                        return False
+                    case Submit():
+                        self._submit(command)
+                    case _Compiled():
+                        self._compiled(command)
+                    case Abort():
+                        for request_id in command.request_ids:
+                            self._compiling.discard(request_id)
+                            self._engine.abort(request_id)
+                    case TakeSnapshot():
+                        self._events.append(SnapshotTaken(self._engine.snapshot()))
+                    case PrepareGrammars():
+                        self._compilers.submit(lambda: self._engine.grammars.tokenizer)
+        return True
+
+    def _submit(self, command: Submit) -> None:
+        if command.params.constraint is None:
+            self._queue(command)
+        else:
+            self._compiling.add(command.request_ids[0])
+            self._compilers.submit(self._compile, command)
+
+    def _compile(self, command: Submit) -> None:
+        assert command.params.constraint is not None
+        try:
+            result: LLMatcher | Exception = self._engine.grammars.matcher(command.params.constraint, command.grammar)
+        except Exception as error:
+            result = error
+        self._commands.put(_Compiled(command, result))
+
+    def _compiled(self, compiled: _Compiled) -> None:
+        command, result = compiled.command, compiled.result
+        if command.request_ids[0] not in self._compiling:
+            return  # it was aborted
+        self._compiling.remove(command.request_ids[0])
+        if isinstance(result, Exception):
+            self._refuse(command, result)
+        else:
+            self._queue(command, result)
+
+    def _queue(self, command: Submit, matcher: LLMatcher | None = None) -> None:
+        queued = []
+        try:
+            for request_id, prompt in zip(command.request_ids, command.prompts, strict=True):
+                self._engine.submit(
+                    request_id,
+                    prompt,
+                    command.params,
+                    priority=command.priority,
+                    cache_salt=command.cache_salt,
+                    tenant=command.tenant,
+                    weight=command.weight,
+                    matcher=matcher,
+                )
+                queued.append(request_id)
+        except Exception as error:  # a RequestError, or a defect that must not end the loop
+            for request_id in queued:
+                self._engine.abort(request_id)
+            self._refuse(command, error)
+        else:
+            self._events.append(Accepted(command.request_ids[0]))
+
+    def _refuse(self, command: Submit, error: Exception) -> None:
+        request_id = command.request_ids[0]
+        if isinstance(error, RequestError):
+            kind: RefusalKind = "queue_full" if isinstance(error, QueueFullError) else "request"
+            self._events.append(Refused(request_id, kind, str(error), error.param))
+        else:
+            logger.error("a request could not be queued", exc_info=error)
+            self._events.append(Refused(request_id, "failure", "the engine failed on this request; its log says why"))
+
+    def _step(self) -> str | None:
+        """Returns why the engine cannot go on, if it cannot."""
+        working, newest = bool(self._engine.scheduler.request_ids()), self._engine.journal.newest
+        self._step_began = began = time.monotonic()
+        try:
+            outputs = self._engine.step()
+        except Exception:
+            logger.exception("a step of the engine failed; its requests are ended")
+            self._events.append(StepFailed())
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                return f"{self._failed_steps} steps of the engine in a row failed; the log says why"
+            if not working:
+                raise
+            return None
+        finally:
+            self._step_began = None
+        self._failed_steps = 0
+        record = self._engine.journal.newest
+        new = record is not None and record is not newest
+        self._events.append(StepDone(outputs, record if new else None, time.monotonic() - began))
+        return None

@@ -1,0 +1,73 @@
+"""``Generation``: what a coroutine holds of the requests that it has in an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from qserve.runtime.client.timeline import Timeline
+from qserve.runtime.output import RequestOutput
+from qserve.runtime.sampling import RequestError, SamplingParams
+
+
+class EngineFailure(Exception):
+    """The engine could not go on with a generation. ``str(error)`` may be shown to the client."""
+
+
+class DeadlineExceeded(EngineFailure):
+    """The request was not done within its ``timeout``."""
+
+
+class Observer:
+    """Hears, on the event loop, what becomes of a generation: each choice ends with an output, dropped or refused.
+
+    This one keeps the timelines; others may do more.
+    """
+
+    def output(self, timeline: Timeline, output: RequestOutput, now: float) -> None:
+        """A step added to a prompt's choice; ``now`` as ``time.monotonic()``."""
+        timeline.add(output, now)
+
+    def dropped(self, choices: int, reason: str) -> None:
+        """So many choices of a prompt ended without an output: ``abort`` or ``error``."""
+
+    def refused(self, choices: int) -> None:
+        """The engine did not take the generation, which has so many choices."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """Prompts that were submitted together. Iterating yields ``(choice, output)`` until all ended.
+
+    Choice ``prompt * n + index`` is answer number ``index`` to that prompt. Raises ``EngineFailure``, or
+    ``RequestError`` where the request itself is why it cannot go on.
+    """
+
+    request_ids: list[str]
+    params: SamplingParams
+    timelines: list[Timeline]  # one for each prompt
+    observer: Observer
+    unfinished: int = 0
+    events: asyncio.Queue[list[RequestOutput] | EngineFailure] = field(default_factory=asyncio.Queue)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(timeline.prompt_tokens for timeline in self.timelines)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        places = {request_id: i for i, request_id in enumerate(self.request_ids)}
+        while self.unfinished:
+            event = await self.events.get()
+            if isinstance(event, EngineFailure):
+                self.unfinished = 0
+                raise event
+            for output in event:
+                if output.error_param is not None:
+                    raise RequestError(output.error or "", output.error_param)
+                if output.finish_reason == "timeout":
+                    raise DeadlineExceeded(output.error)
+                if output.finish_reason in ("abort", "error"):
+                    raise EngineFailure(output.error or "the request was aborted")
+                self.unfinished -= output.finish_reason is not None
+                yield places[output.request_id] * self.params.n + output.index, output

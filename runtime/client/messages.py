@@ -1,0 +1,140 @@
+"""What an engine is told and what it answers: plain data, so that it may run in another process or on another machine.
+
+Both directions keep their order. Every ``Submit`` is answered by ``Accepted`` or ``Refused``; outputs of a request come
+after it was accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from qserve.runtime.journal import StepRecord
+from qserve.runtime.output import RequestOutput
+from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.snapshot import EngineSnapshot
+from qserve.runtime.stats import EngineStats
+
+if TYPE_CHECKING:
+    from qserve.runtime.engine import Engine
+
+
+RefusalKind = Literal["request", "queue_full", "failure"]
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What does not change while an engine runs. ``kernels``: the name of its executor."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int
+    eos_token_ids: tuple[int, ...]
+    max_waiting: int
+    max_waiting_tokens: int
+    kernels: str
+    stats: EngineStats  # before the first request
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineInfo:
+        return cls(
+            model_name=engine.model_name,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            hidden_size=engine.limits.hidden_size,
+            eos_token_ids=tuple(sorted(engine.eos_token_ids)),
+            max_waiting=engine.config.max_waiting,
+            max_waiting_tokens=engine.scheduler.backlog.max_tokens,
+            kernels=engine.kernels,
+            stats=engine.stats(),
+        )
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Prompts that belong together: all are queued or none.
+
+    ``request_ids``: one for each prompt, never used before. ``grammar``: ``params.constraint`` in llguidance's format,
+    where it is known to compile in time.
+    """
+
+    request_ids: list[str]
+    prompts: list[list[int]]
+    params: SamplingParams
+    grammar: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End these requests, those that have ended excepted. It has no answer."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """Answered by ``SnapshotTaken``."""
+
+
+@dataclass(frozen=True)
+class PrepareGrammars:
+    """Do what the first constraint would have to wait for. It has no answer."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End every request and the engine; answered by ``Ended``."""
+
+
+Command = Submit | Abort | TakeSnapshot | PrepareGrammars | Stop
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """``request_id``: the first of the ``Submit``."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """``kind``: it is the request's fault, the queue is full, or the engine's fault."""
+
+    request_id: str
+    kind: RefusalKind
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """``outputs``: what a step added to requests. ``record`` is of a step that was begun within ``seconds``."""
+
+    outputs: list[RequestOutput]
+    record: StepRecord | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepFailed:
+    """Every request that was accepted has ended with it; the engine goes on."""
+
+
+@dataclass(frozen=True)
+class SnapshotTaken:
+    snapshot: EngineSnapshot
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last event. ``failure``: why the engine cannot go on, None where it was told to stop."""
+
+    failure: str | None
+
+
+Event = Accepted | Refused | StepDone | StepFailed | SnapshotTaken | EngineStats | Ended

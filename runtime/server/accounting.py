@@ -1,0 +1,58 @@
+"""``Account``: what one request costs, told to the metrics, to the quota of its key and to the rate of the server."""
+
+from __future__ import annotations
+
+import time
+
+from qserve.runtime.client.generation import Observer
+from qserve.runtime.client.timeline import Timeline
+from qserve.runtime.output import RequestOutput
+from qserve.runtime.server.limits.keys import ApiKey
+from qserve.runtime.server.limits.quota import Quotas
+from qserve.runtime.server.limits.rate import ServiceRate
+from qserve.runtime.server.telemetry.metrics import Metrics
+
+
+class Accounting:
+    """What is counted for a whole server."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.quotas = Quotas()
+        self.rate = ServiceRate(time.monotonic())
+
+    def open(self, key: ApiKey | None, choices: int, prompt_tokens: int, wait: float) -> Account:
+        """The account of a request that is about to be submitted. Raises ``QuotaError``; ``wait`` is as there."""
+        if key is not None:
+            now = time.monotonic()
+            self.quotas.check(key, choices, now, wait)
+            self.quotas.began(key, choices)
+            self.quotas.spend(key, prompt_tokens, now)
+        return Account(self, key)
+
+
+class Account(Observer):
+    def __init__(self, accounting: Accounting, key: ApiKey | None) -> None:
+        self._metrics, self._quotas, self._rate = accounting.metrics, accounting.quotas, accounting.rate
+        self._key = key
+
+    def output(self, timeline: Timeline, output: RequestOutput, now: float) -> None:
+        self._metrics.observe(timeline, output, now)
+        tokens = len(output.token_ids)
+        if self._key is not None:
+            self._quotas.spend(self._key, tokens, now)
+        first = output.output_tokens == tokens and output.error is None  # an embedding has no token at all
+        if first and output.index == 0:  # its prompt was computed
+            tokens += output.prompt_tokens - output.cached_tokens
+        self._rate.computed(tokens, now)
+        if output.finish_reason is not None:
+            self._rate.finished(output.output_tokens, now)
+            self.refused(1)
+
+    def dropped(self, choices: int, reason: str) -> None:
+        self._metrics.ended(reason)
+        self.refused(choices)
+
+    def refused(self, choices: int) -> None:
+        if self._key is not None:
+            self._quotas.ended(self._key, choices)

@@ -1,0 +1,190 @@
+"""An engine behind messages: what comes out is what the engine gives, and every choice ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qserve.runtime.backlog import QueueFullError
+from qserve.runtime.client.engine_client import EngineClient
+from qserve.runtime.client.generation import EngineFailure, Generation, Observer
+from qserve.runtime.client.messages import Command, Event
+from qserve.runtime.client.thread_host import ThreadHost
+from qserve.runtime.client.timeline import Timeline
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.constraint import Constraint
+from qserve.runtime.engine import Engine
+from qserve.runtime.output import RequestOutput
+from qserve.runtime.sampling import RequestError, SamplingParams
+
+PROMPTS = [[5, 6, 7], [8, 9]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+class CopyingHost(ThreadHost):
+    """Hands over copies made from bytes, as a host would whose engine is elsewhere."""
+
+    def start(self, receive: Callable[[Sequence[Event]], None]) -> None:
+        super().start(lambda events: receive(pickle.loads(pickle.dumps(events))))
+
+    def send(self, command: Command) -> None:
+        super().send(pickle.loads(pickle.dumps(command)))
+
+
+class Counts(Observer):
+    def __init__(self) -> None:
+        self.ended = self.aborted = self.failed = self.not_taken = 0
+
+    def output(self, timeline: Timeline, output: RequestOutput, now: float) -> None:
+        super().output(timeline, output, now)
+        self.ended += output.finish_reason is not None
+
+    def dropped(self, choices: int, reason: str) -> None:
+        self.aborted += choices if reason == "abort" else 0
+        self.failed += choices if reason == "error" else 0
+
+    def refused(self, choices: int) -> None:
+        self.not_taken += choices
+
+    @property
+    def all(self) -> tuple[int, int, int, int]:
+        return self.ended, self.aborted, self.failed, self.not_taken
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Engine:
+    return Engine(str(tiny_model), EngineConfig(max_model_len=256, kv_cache_memory=16 << 20, max_waiting=8))
+
+
+@pytest.fixture
+def client(engine: Engine) -> Iterator[EngineClient]:
+    client = EngineClient(CopyingHost(engine))
+    client.start()
+    yield client
+    client.stop()
+    assert not client.alive and client.failure is None
+    engine.check()
+    assert engine.stats().kv_blocks_used == 0
+
+
+async def texts(generation: Generation) -> dict[int, tuple[str, list[int]]]:
+    found: dict[int, tuple[str, list[int]]] = {}
+    async for choice, output in generation:
+        text, tokens = found.get(choice, ("", []))
+        found[choice] = text + output.text, tokens + output.token_ids
+    return found
+
+
+def test_outputs_are_those_of_the_engine(engine: Engine, client: EngineClient) -> None:
+    expected: dict[int, list[int]] = {0: [], 1: []}
+    for output in Engine(engine.source, engine.config).generate([*PROMPTS], [GREEDY, GREEDY]):
+        expected[int(output.request_id)] += output.token_ids
+
+    async def ask() -> dict[int, tuple[str, list[int]]]:
+        return await texts(await client.submit(PROMPTS, GREEDY))
+
+    found = asyncio.run(ask())
+    assert {choice: tokens for choice, (_, tokens) in found.items()} == expected
+
+
+def test_choices_logprobs_and_a_grammar_pass_through(client: EngineClient) -> None:
+    choice = Constraint("choice", '["one", "two"]')
+    params = SamplingParams(n=3, max_tokens=8, seed=1, logprobs=2, constraint=choice)
+
+    async def ask() -> list[RequestOutput]:
+        return [output async for _, output in await client.submit(PROMPTS[:1], params)]
+
+    outputs = asyncio.run(ask())
+    whole = {index: "".join(o.text for o in outputs if o.index == index) for index in range(3)}
+    assert set(whole.values()) <= {"one", "two"} and len(whole) == 3
+    assert all(len(token.top) == 2 for output in outputs for token in output.logprobs or ())
+
+
+def test_refusals_keep_their_kind_and_field(client: EngineClient) -> None:
+    async def ask(prompts: list[list[int]], params: SamplingParams) -> tuple[BaseException, Counts]:
+        counts = Counts()
+        with pytest.raises(RequestError) as caught:
+            await client.submit(prompts, params, observer=counts)
+        return caught.value, counts
+
+    error, counts = asyncio.run(ask([[10**6]], GREEDY))
+    assert type(error) is RequestError and error.param == "prompt" and counts.all == (0, 0, 0, 1)
+    error, _ = asyncio.run(ask([[1]], SamplingParams(constraint=Constraint("regex", "(", "guided_regex"))))
+    assert error.param == "guided_regex"
+    error, counts = asyncio.run(ask([[1]] * 30, GREEDY))
+    assert type(error) is QueueFullError and counts.all == (0, 0, 0, 30)
+    assert client.num_arriving == 0
+
+
+def test_every_choice_ends_once(client: EngineClient, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [Counts() for _ in range(4)]
+    params = SamplingParams(n=2, max_tokens=200, ignore_eos=True)
+    run, broken = engine.runner.run, False
+
+    def sometimes(*arguments: Any) -> Any:
+        if broken:
+            raise ValueError("a broken kernel")
+        return run(*arguments)
+
+    monkeypatch.setattr(engine.runner, "run", sometimes)
+
+    async def ask() -> None:
+        nonlocal broken
+        left = await client.submit(PROMPTS, params, observer=counts[0])
+        await anext(aiter(left))
+        client.abort(left)
+        client.abort(left)
+        hurried = asyncio.create_task(client.submit(PROMPTS, params, observer=counts[1]))
+        await asyncio.sleep(0)
+        hurried.cancel()
+        await asyncio.gather(hurried, return_exceptions=True)
+        whole = await client.submit(PROMPTS[:1], GREEDY, observer=counts[2])
+        assert len((await texts(whole))[0][1]) == 12
+        failing = await client.submit(PROMPTS, params, observer=counts[3])
+        broken = True
+        with pytest.raises(EngineFailure, match="the engine failed"):
+            await texts(failing)
+        broken = False
+        assert len(await texts(await client.submit(PROMPTS, GREEDY))) == 2, "it goes on"
+
+    asyncio.run(ask())
+    assert [each.all for each in counts] == [(0, 4, 0, 0), (0, 4, 0, 0), (1, 0, 0, 0), (0, 0, 4, 0)]
+
+
+def test_a_snapshot_and_the_stats_are_of_now(client: EngineClient) -> None:
+    async def ask() -> None:
+        generation = await client.submit(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
+        await anext(aiter(generation))
+        snapshot = await client.snapshot()
+        assert {request.request_id.partition("#")[0] for request in snapshot.running} == set(generation.request_ids)
+        assert client.stats.num_running == 2 and client.stats.kv_blocks_used > 0
+        client.abort(generation)
+        assert (await client.snapshot()).running == ()
+        assert client.stats.num_running == 0
+
+    asyncio.run(ask())
+
+
+def test_a_client_that_gives_up_ends_everything(engine: Engine) -> None:
+    client, counts = EngineClient(CopyingHost(engine)), Counts()
+    client.start()
+
+    async def ask() -> None:
+        generation = await client.submit(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True), observer=counts)
+        client.give_up("no reason")
+        with pytest.raises(EngineFailure, match="stuck"):
+            await texts(generation)
+        with pytest.raises(EngineFailure):
+            await client.submit(PROMPTS, GREEDY)
+        with pytest.raises(EngineFailure):
+            await client.snapshot()
+
+    asyncio.run(ask())
+    assert counts.failed == 2 and client.failure == "no reason" and not client.alive
+    client.stop()
+    engine.check()
