@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -95,42 +96,26 @@ def run(
         while True:
             if mixed is not None:
                 prepared = arrange(prepared.skeleton, job, prepared.dtype, _assignment(mixed, writer).schemes)
-            _announce(prepared, writer, tell)
-            reports, written, distills = _quantize(prepared, windows, writer, tell)
-            notices = prepared.notices + (mixed.assignment.reasons if mixed else ())
-            if distills:
-                assert windows is not None
-                notices += (_distill(prepared, windows, writer, tell),)
-                heap.release()
-            tell(ProgressEvent("write", 0, 1))
-            reports += write_rest(prepared, written, writer)
-            staged = writer.seal()
-            stored_bytes = HFDirectory(staged).stored_bytes()
-            tell(ProgressEvent("write", 1, 1))
-            card = None
-            if measure is not None:
-                tell(ProgressEvent("measure", 0, 1))
-                card = measure(staged, writer.unfinished)
-                tell(ProgressEvent("measure", 1, 1))
-            if card is not None:
-                if mixed is not None and mixed.wants_another(card):
-                    mixed.choose()
-                    writer.begin_again(_PLAN, mixed.to_json())
-                    continue
-                if accept is not None:
-                    _accept(card, accept, writer)
-                write_card(staged, card)
-            writer.finish()
-            break
+            made = _write(prepared, windows, writer, tell)
+            card = None if measure is None else _measure(measure, made, writer, tell)
+            if card is None or mixed is None or not mixed.wants_another(card):
+                break
+            mixed.choose()
+            writer.begin_again(_PLAN, mixed.to_json())
+        if card is not None:
+            if accept is not None:
+                _accept(card, accept, writer)
+            write_card(made.directory, card)
+        writer.finish()
     return QuantizeReport(
         spec=prepared.spec,
         format=prepared.format.name,
-        layers=tuple(reports),
-        notices=notices,
+        layers=tuple(made.layers),
+        notices=prepared.notices + (mixed.assignment.reasons if mixed else ()) + made.notices,
         verdicts=prepared.verdicts,
         forecast=expected,
         bits_per_weight=prepared.bits_per_weight,
-        checkpoint_bytes=stored_bytes,
+        checkpoint_bytes=made.stored_bytes,
         seconds=time.perf_counter() - started,
         peak_bytes=peak_bytes(),
         calibration_sha256=text_hash,
@@ -156,6 +141,40 @@ def _prepare(source: ModelSource, out: Path, job: QuantizeJob) -> tuple[Preparat
     windows, text_hash = _windows(source, job)
     require_memory(prepared.forecast, job)
     return prepared, windows, text_hash
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A checkpoint that is complete and not yet published: what became of each linear, and what tuning gained."""
+
+    directory: Path
+    layers: list[LayerReport]
+    notices: tuple[str, ...]
+    stored_bytes: int
+
+
+def _write(prepared: Preparation, windows: Tensor | None, writer: CheckpointWriter, tell: Progress) -> _Written:
+    """The blocks, then the scales of all where the job wants that, then what is outside the blocks."""
+    _announce(prepared, writer, tell)
+    layers, written, distills = _quantize(prepared, windows, writer, tell)
+    notices: tuple[str, ...] = ()
+    if distills:
+        assert windows is not None
+        notices = (_distill(prepared, windows, writer, tell),)
+        heap.release()
+    tell(ProgressEvent("write", 0, 1))
+    layers += write_rest(prepared, written, writer)
+    staged = writer.seal()
+    stored_bytes = HFDirectory(staged).stored_bytes()
+    tell(ProgressEvent("write", 1, 1))
+    return _Written(staged, layers, notices, stored_bytes)
+
+
+def _measure(measure: Measure, made: _Written, writer: CheckpointWriter, tell: Progress) -> QualityCard | None:
+    tell(ProgressEvent("measure", 0, 1))
+    card = measure(made.directory, writer.unfinished)
+    tell(ProgressEvent("measure", 1, 1))
+    return card
 
 
 def _accept(card: QualityCard, accept: Accept, writer: CheckpointWriter) -> None:

@@ -28,7 +28,9 @@ from qserve.quantize.methods import METHODS
 
 if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard
-    from qserve.evals.gate import GateReport
+    from qserve.checkpoint.source import ModelSource
+    from qserve.evals.gate import Gate, GateReport
+    from qserve.evals.quality import EvalJob
 
 _JOB = QuantizeJob()
 _LOADERS = ",".join(_JOB.loaders)
@@ -171,9 +173,6 @@ def quantize(
     was interrupted or killed goes on where it stopped when it is called again.
     """
     from qserve import steps
-    from qserve.evals import quality
-    from qserve.evals.gate import enforce, judge
-    from qserve.evals.worst import worst_tokens
 
     if minimize not in (None, "size"):
         raise UsageError(f"--minimize knows size, not {minimize!r}")
@@ -210,6 +209,23 @@ def quantize(
             console.line(text)
         return
     evaluation = eval_job(data, tokens, window) if wanted or report_dir else None
+    _publish(source, out, job, evaluation, wanted, report_dir)
+
+
+def _publish(
+    source: ModelSource,
+    out: Path,
+    job: QuantizeJob,
+    evaluation: EvalJob | None,
+    wanted: list[Gate],
+    report_dir: Path | None,
+) -> None:
+    """Quantize, measure where there is an ``evaluation``, judge by the gates ``wanted``, and tell what came of it."""
+    from qserve import steps
+    from qserve.evals import quality
+    from qserve.evals.gate import enforce, judge
+    from qserve.evals.worst import worst_tokens
+
     if evaluation is not None:
         quality.check(evaluation, source)
     verdicts: list[GateReport] = []
