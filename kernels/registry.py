@@ -15,6 +15,7 @@ from qserve.kernels import native
 from qserve.kernels.abi import name_of
 from qserve.kernels.ops import Executor, Op
 from qserve.kernels.reference import ReferenceExecutor
+from qserve.kernels.threads import default_threads
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,14 @@ def triton_kernels() -> list[tuple[str, str]]:
         return []
     from qserve.kernels.triton import support, target
 
-    missing, found = target.missing(), None if not torch.cuda.is_available() else torch.cuda.get_device_capability()
+    missing, found = target.missing(), target.described(target.architecture()) if torch.cuda.is_available() else None
     listed = []
     for kernel in support.KERNELS:
         reason = missing
         if missing is None and found is None:
             reason = "Triton's interpreter, for tests"
-        elif found is not None and found < kernel.since:
-            since = "{}.{}".format(*kernel.since)
-            reason = f"it needs compute capability {since}, the GPU has {found[0]}.{found[1]}"
+        elif found is not None and kernel.needs is not None and kernel.needs not in found.features:
+            reason = f"it needs {target.NEEDED[kernel.needs]}, the GPU is {found.architecture}"
         listed.append((kernel.name, kernel.computes if reason is None else f"{kernel.computes}; not used: {reason}"))
     return listed
 
@@ -122,6 +122,17 @@ def settle(executor: Executor, autotune: bool = False, progress: Callable[[int, 
     tuner = tuning.tuner(executor.placement.device)
     found = tuning.autotune(executor.products, executor.target, tuner, tuning.cache_file(executor.target), progress)
     return [f"configurations of products: {line}" for line in found.lines()]
+
+
+def compile_kernels(executor: Executor, work: Callable[[], None]) -> None:
+    """Have the kernels of ``work`` compiled, as many at a time as there are threads, where ``executor`` compiles them
+    at their first launch: one after another they take a minute. What ``work`` computes here is rubbish."""
+    if executor.name != "triton" or executor.placement.device.type != "cuda":
+        return
+    from qserve.kernels.triton.launch import compiling
+
+    with compiling(default_threads()):
+        work()
 
 
 def names() -> list[str]:

@@ -101,7 +101,9 @@ def _load(
     notes = [f"without a kernel, computed by the torch reference: {what}" for what in decoder.fallbacks]
     notes += registry.settle(executor, config.autotune, progress)  # which takes memory that the cache must leave
     if on_gpu:
-        memory = grow_cache(decoder, memory, config, executor.warm_sizes, GpuMemory(executor.placement.device))
+        warm = executor.warm_sizes
+        registry.compile_kernels(executor, lambda: warmup.run(decoder, memory.num_blocks, warm))
+        memory = grow_cache(decoder, memory, config, warm, GpuMemory(executor.placement.device))
     return decoder, memory, notes
 
 

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qserve.kernels.triton.launch import at
+
 BLOCK = 4096
 
 
@@ -30,4 +32,4 @@ def argmax_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def argmax(x: Tensor, out: Tensor, rows: int) -> None:
     """out[r] (int32) = the first index of the largest of x[r], or -1 where the row holds a NaN."""
     width = x.shape[1]
-    argmax_kernel[(rows,)](x, out, width, min(BLOCK, triton.next_power_of_2(width)), num_warps=8)
+    at(argmax_kernel, (rows,))(x, out, width, min(BLOCK, triton.next_power_of_2(width)), num_warps=8)

@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qserve.kernels.ops import BLOCK_SIZE, Attention
-from qserve.kernels.triton.target import is_interpreted
+from qserve.kernels.triton.launch import at
+from qserve.kernels.triton.target import takes_ptx
 
 CHUNK = 256
 """Keys of one unit of work: about 2 us of one multiprocessor, and a partial result a thirtieth of the keys' bytes."""
@@ -43,12 +44,12 @@ class Shape:
     pairs: bool = False
 
 
-def tile_shape(op: Attention) -> Shape:
+def tile_shape(op: Attention, warp: int) -> Shape:
     """For prompts: queries of a sequence side by side. 64 rows are what the matrix units of Hopper start at; two sums
-    of a row are in registers, its chunk's and its own, which takes 8 warps."""
+    of a row are in registers, its chunk's and its own, which takes 256 threads, in warps of ``warp``."""
     wide = op.head_dim > 128
     rows = max(32 if wide else 64, triton.next_power_of_2(op.heads // op.kv_heads))
-    return Shape(rows, 32 if wide else 64, 8, 2)
+    return Shape(rows, 32 if wide else 64, 256 // warp, 2)
 
 
 def decode_shape(op: Attention) -> Shape:
@@ -112,13 +113,13 @@ def _with_nan(values, INTEGERS: tl.constexpr):
 
 
 @triton.jit
-def _pair(words, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, COMPILED: tl.constexpr):
+def _pair(words, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PTX: tl.constexpr):
     """The codes in the lower and in the upper halves of 16-bit words, as numbers.
 
     Two words are a register: their lower bytes are one pair of float16, the upper another. The interpreter knows no
     assembly.
     """
-    if COMPILED and tl.float16 == COMPUTE:
+    if PTX and tl.float16 == COMPUTE:
         ASM: tl.constexpr = _INT8_PAIR if INTEGERS else _E4M3_PAIR
         return tl.inline_asm_elementwise(
             ASM, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -131,9 +132,9 @@ def _pair(words, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, COMPILED: tl.con
 
 
 @triton.jit
-def _decoded(codes, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, COMPILED: tl.constexpr):
+def _decoded(codes, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PTX: tl.constexpr):
     """Codes, or numbers, as numbers. Four integers are a register."""
-    if COMPILED and INTEGERS and tl.float16 == COMPUTE:
+    if PTX and INTEGERS and tl.float16 == COMPUTE:
         return tl.inline_asm_elementwise(_INT8_ROW, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     return _with_nan(codes.to(COMPUTE), INTEGERS)
 
@@ -142,7 +143,7 @@ def _decoded(codes, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, COMPILED: tl.
 def _chunk(
     q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, COMPILED: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The partial softmax of queries q [ROWS, BLOCK_DIM] at positions ``at`` over keys from ``begin`` to ``end``."""
     dims = tl.arange(0, BLOCK_DIM)
@@ -176,7 +177,7 @@ def _chunk(
             k = tl.load(k_ptr + cells)
         else:
             k = tl.load(k_ptr + cells, mask=(dims < DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, INTEGERS, COMPILED)), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, INTEGERS, PTX)), input_precision="ieee") * scale
         seen = keys[None, :] <= at[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > at[:, None] - WINDOW)
@@ -188,7 +189,7 @@ def _chunk(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         if PAIRS:
-            v_even, v_odd = _pair(v, q.dtype, INTEGERS, COMPILED)
+            v_even, v_odd = _pair(v, q.dtype, INTEGERS, PTX)
             acc = tl.dot(weights.to(q.dtype), v_even, acc, input_precision="ieee")
             odd = tl.dot(weights.to(q.dtype), v_odd, odd * shrink[:, None], input_precision="ieee")
         else:
@@ -213,7 +214,7 @@ def tile_kernel(
     qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tiles_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, COMPUTE: tl.constexpr,
-    INTEGERS: tl.constexpr, PAIRS: tl.constexpr, COMPILED: tl.constexpr,
+    INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """A tile: (first row, queries, where its block table begins among the staged numbers)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -239,7 +240,7 @@ def tile_kernel(
         next_top, next_total, next_acc = _chunk(
             q, at, k_ptr, v_ptr, table_ptr, head,
             tl.maximum(begin, chunk * CHUNK), tl.minimum(end, (chunk + 1) * CHUNK), scale,
-            KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, INTEGERS, PAIRS, COMPILED,
+            KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, INTEGERS, PAIRS, PTX,
         )  # fmt: skip
         top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
     weight = 1.0
@@ -255,7 +256,7 @@ def decode_kernel(
     units_ptr, count_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, COMPUTE: tl.constexpr,
-    INTEGERS: tl.constexpr, PAIRS: tl.constexpr, COMPILED: tl.constexpr,
+    INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """A unit: (row, chunk, where its block table begins among the staged numbers); each for every key head."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -278,7 +279,7 @@ def decode_kernel(
             top, total, acc = _chunk(
                 q, position + rows * 0, k_ptr, v_ptr, table_ptr, head,
                 tl.maximum(first // KEYS * KEYS, chunk * CHUNK), tl.minimum(position + 1, (chunk + 1) * CHUNK), k_scale,
-                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, INTEGERS, PAIRS, COMPILED,
+                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, INTEGERS, PAIRS, PTX,
             )  # fmt: skip
             if first // CHUNK == position // CHUNK:  # all of its keys
                 weight = 1.0
@@ -315,7 +316,7 @@ def merge_kernel(
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-            for chunk in range(first, last + 1):
+            for chunk in tl.range(first, last + 1, num_stages=4):  # each waits for memory, not for the one before
                 heads = (unit + chunk) * HEADS + head * GROUP + rows
                 next_top = tl.load(softmax_ptr + heads * 2, mask=mine, other=0.0)
                 next_total = tl.load(softmax_ptr + heads * 2 + 1, mask=mine, other=1.0)
@@ -344,13 +345,13 @@ def constants(op: Attention, shape: Shape) -> dict[str, object]:
         "BLOCK_DIM": triton.next_power_of_2(op.head_dim), "ROWS": shape.rows, "KEYS": shape.keys, "CHUNK": CHUNK,
         "WINDOW": op.window, "PAGE": BLOCK_SIZE, "COMPUTE": names[compute_dtype(op)],
         "INTEGERS": op.k_cache.dtype == torch.int8, "PAIRS": shape.pairs,
-        "COMPILED": not is_interpreted(),
+        "PTX": takes_ptx(op.qkv.device),
     }  # fmt: skip
 
 
 def attend_tiles(op: Attention, shape: Shape, tiles: Tensor, positions: Tensor, staged: Tensor) -> None:
     """The queries of ``tiles`` int32 [n, 3], see ``tile_kernel``; each at most ``shape.rows`` rows of a key head."""
-    tile_kernel[(len(tiles), op.kv_heads)](
+    at(tile_kernel, (len(tiles), op.kv_heads))(
         op.qkv, op.out, op.k_cache, op.v_cache, op.k_scale, op.v_scale, tiles, positions, staged, op.scale * LOG2E,
         **constants(op, shape), num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
@@ -367,12 +368,12 @@ def attend_decodes(
     """
     known = constants(op, shape)
     values = op.v_cache.view(torch.int16) if shape.pairs else op.v_cache
-    decode_kernel[(programs,)](
+    at(decode_kernel, (programs,))(
         op.qkv, op.out, partial, softmax, op.k_cache, values, op.k_scale, op.v_scale, units, count, positions,
         staged, op.scale * LOG2E, **known, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     folded = {name: known[name] for name in ("HEADS", "KV_HEADS", "DIM", "BLOCK_DIM", "CHUNK", "WINDOW")}
     rows = triton.next_power_of_2(op.heads // op.kv_heads)
-    merge_kernel[(len(decodes), op.kv_heads)](
+    at(merge_kernel, (len(decodes), op.kv_heads))(
         op.out, partial, softmax, op.v_scale, decodes, positions, **folded, ROWS=rows, num_warps=4, num_stages=4
     )

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
     """out [rows, n] = x [rows, k] times weight [n, k] transposed, plus bias [n], plus ``out`` where it accumulates.
 
-    x and weight are of one type, bias and out of another or the same. Written in place where nothing is added.
+    x and weight are of one type, bias and out of another or the same: what is float32 is never rounded to fewer bits.
+    The product itself stores its sums, or adds them to what is there.
     """
-    if bias is None and not accumulate and out.dtype == x.dtype:
+    if out.dtype == x.dtype and accumulate:
+        torch.addmm(out, x, weight.t(), out=out)
+    elif out.dtype == x.dtype:
         torch.mm(x, weight.t(), out=out)
-        return
-    y = F.linear(x, weight).to(out.dtype)
-    if bias is not None:
-        y += bias
-    if accumulate:
-        out += y
+    elif not x.is_cuda:  # the processor's products give the type of what they take
+        y = torch.mm(x.to(out.dtype), weight.t().to(out.dtype))
+        out.copy_(out + y if accumulate else y)
+    elif accumulate:
+        torch.addmm(out, x, weight.t(), out_dtype=out.dtype, out=out)
     else:
-        out.copy_(y)
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    if bias is not None:
+        out += bias

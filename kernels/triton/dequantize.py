@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import Planes
-from qserve.kernels.triton.target import is_interpreted
+from qserve.kernels.triton.target import takes_ptx
 from qserve.kernels.triton.tuning.configs import Config
 from qserve.kernels.triton.unpack import half, unit, unpack
 
@@ -32,7 +32,7 @@ of a 70B one."""
 def dequantize_kernel(
     weight, scales, zeros, out, padded_n, first, last, stride_out,
     ZERO: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_N: tl.constexpr, COMPILED: tl.constexpr,
+    BLOCK_N: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [last - first, stride_out] = outputs ``first`` to ``last``; the other arguments as ``weight_only_kernel`` has
     them, k padded. A weight is its integer times its scale, rounded once."""
@@ -61,7 +61,7 @@ def dequantize_kernel(
                 zero = tl.load(zeros + group * padded_n + ns, mask=mine, other=0.0).to(DTYPE)[:, None]
         if ZERO != -1:
             zero = tl.full((1, 1), ZERO, DTYPE)
-        value = unpack(word, zero, plane, BITS, DTYPE, COMPILED).to(tl.float32) * (unit(DTYPE) * scale)[:, None]
+        value = unpack(word, zero, plane, BITS, DTYPE, PTX).to(tl.float32) * (unit(DTYPE) * scale)[:, None]
         place = rows[:, None].to(tl.int64) * stride_out + (column + ks)[None, :]
         tl.store(out + place, value.to(DTYPE), mask=mine[:, None])
 
@@ -81,6 +81,6 @@ def dequantize(planes: Planes, memory: Tensor, first: int, last: int) -> Tensor:
         planes.words, planes.scales, planes.scales if planes.zeros is None else planes.zeros, out,
         planes.padded_n, first, last, width,
         ZERO=planes.zero, BITS=planes.bits, SLICE=planes.slice, GROUP=planes.group, SCALES=planes.scales_kind,
-        BLOCK_N=CONFIG.block_n, COMPILED=not is_interpreted(), num_warps=CONFIG.warps,
+        BLOCK_N=CONFIG.block_n, PTX=takes_ptx(memory.device), num_warps=CONFIG.warps,
     )  # fmt: skip
     return out[:, : planes.k]

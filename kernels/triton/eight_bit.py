@@ -24,10 +24,10 @@ from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import PAD_N, by_group, slots
-from qserve.kernels.triton.target import FP8, Capability, Target, target
+from qserve.kernels.triton.target import NEEDED, Target, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.tuning.tuned import choose, left_out
-from qserve.kernels.triton.workspace import workspace
+from qserve.kernels.triton.workspace import Workspace
 
 WIDEST_BLOCK = 128
 """Inputs to a step: the most that e4m3 products of sm_90 may sum before float32 takes over."""
@@ -90,13 +90,13 @@ def eight_bit_kernel(
            splits, HAS_BIAS, ACCUMULATE, SPLIT)  # fmt: skip
 
 
-def supports(weight: QuantizedWeight, capability: Capability) -> str | None:
+def supports(weight: QuantizedWeight, gpu: Target) -> str | None:
     """None, or why these kernels do not multiply by ``weight``, whose inputs are rounded to 8 bits."""
     scheme, activations = weight.scheme, weight.activations
     assert activations is not None
     if activations.grid is E4M3:
-        if capability < FP8:
-            return f"FP8 products need compute capability 8.9, not {capability[0]}.{capability[1]}"
+        if "fp8" not in gpu.features:
+            return f"FP8 products need {NEEDED['fp8']}, not {gpu.architecture}"
         if scheme.grid is INTEGERS and scheme.bits > 4:
             return f"{scheme} weights with FP8 inputs: e4m3 holds integers of at most 4 bits"
     else:
@@ -128,13 +128,13 @@ def held_bytes(scheme: WeightScheme, activations: ActivationScheme, out: int, in
     return -(-out // PAD_N) * PAD_N * (-(-inp // step) * step + 4 * scheme.groups(inp))
 
 
-def default(rows: int, grouped: bool, capability: Capability) -> Config:
+def default(rows: int, grouped: bool, gpu: Target) -> Config:
     """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``grouped``: with scales by groups."""
     if rows <= 16:
         return Config(16, 128, warps=4, stages=4)
     if rows <= 32:
         return Config(32, 128, warps=4, stages=4)
-    if rows <= SPLIT_ROWS and grouped and capability >= (10, 0):
+    if rows <= SPLIT_ROWS and grouped and "tcgen05" in gpu.features:
         return Config(64, 64, warps=4, stages=3)  # groups are added up apart, and pass through registers there
     if rows <= 128:
         return Config(64, 128, warps=8, stages=3)
@@ -144,10 +144,11 @@ def default(rows: int, grouped: bool, capability: Capability) -> Config:
 class EightBit:
     """A product of 8-bit weights and inputs, made ready. Weights of fewer bits are held in 8."""
 
-    def __init__(self, op: ops.Linear, device: torch.device, batch_invariant: bool) -> None:
+    def __init__(self, op: ops.Linear, memory: Workspace, batch_invariant: bool) -> None:
         weight = op.weight
         assert isinstance(weight, QuantizedWeight) and weight.activations is not None
-        self.op, self.activations = op, weight.activations
+        device = memory.device
+        self.op, self.memory, self.activations = op, memory, weight.activations
         self.dtype = torch.float8_e4m3fn if self.activations.grid is E4M3 else torch.int8
         self.n, self.block_k = weight.out_features, block_k(weight.scheme, self.activations, weight.in_features)
         groups = weight.scheme.groups(weight.in_features)
@@ -165,10 +166,9 @@ class EightBit:
         self.bias = None if op.bias is None else op.bias.to(device)
         gpu = target(device)
         self.gpu = gpu
-        self.persistent = persistent.supports(weight, self.block_k, gpu.capability) is None
+        self.persistent = persistent.supports(weight, self.block_k, gpu) is None
         self.persistent &= "persistent" not in left_out(gpu)
         self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
-        memory = workspace(device)
         self.x_groups = -(-width // self.x_group) if self.x_group else 1
         rows = len(op.x)
         codes = memory.take("codes", rows * width, self.dtype)[: rows * width].view(rows, width)
@@ -181,8 +181,7 @@ class EightBit:
     def configure(self, configs: dict[int, Config]) -> None:
         """Use ``configs`` for these buckets of rows instead of what was chosen."""
         self.configs |= configs
-        memory = workspace(self.weight.device)
-        self.partial, self.arrived = memory.splits(self.configs, len(self.op.x), self.padded_n)
+        self.partial, self.arrived = self.memory.splits(self.configs, len(self.op.x), self.padded_n)
 
     def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
@@ -191,7 +190,7 @@ class EightBit:
         def usual(rows: int) -> Config:
             if self.persistent and rows >= persistent.FEWEST_ROWS and not batch_invariant:
                 return persistent.default(rows, self.padded_n, grouped)
-            return default(rows, grouped, gpu.capability)
+            return default(rows, grouped, gpu)
 
         if batch_invariant:
             least = resolve(usual(1), 1, self.padded_n, self.blocks, gpu.sms)

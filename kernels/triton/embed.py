@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qserve.kernels.triton.launch import at
+
 BLOCK = 512
 
 
@@ -38,6 +40,6 @@ def embed(ids: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, zero
     0; scales float32 and zeros uint8 per ``group`` columns."""
     width = out.shape[1]
     assert codes.dtype in (torch.uint8, torch.float8_e4m3fn)
-    embed_kernel[(rows, triton.cdiv(width, BLOCK))](
+    at(embed_kernel, (rows, triton.cdiv(width, BLOCK)))(
         ids, codes, scales, zeros, out, scale, zero, group, scales.shape[1], width, BLOCK, num_warps=4
     )

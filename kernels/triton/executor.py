@@ -7,6 +7,7 @@ from then on; whatever else comes is launched kernel by kernel. In Triton's inte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,12 +35,21 @@ from qserve.kernels.ops import (
 from qserve.kernels.reference import Fallback, on_device
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.argmax import argmax
-from qserve.kernels.triton.attention import Shape, attend_decodes, attend_tiles, decode_shape, resident, tile_shape
+from qserve.kernels.triton.attention import (
+    CHUNK,
+    Shape,
+    attend_decodes,
+    attend_tiles,
+    decode_shape,
+    resident,
+    tile_shape,
+)
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.embed import embed
 from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.gather import gather
 from qserve.kernels.triton.inputs import Rounded
+from qserve.kernels.triton.launch import only_compiles
 from qserve.kernels.triton.log_softmax import log_softmax
 from qserve.kernels.triton.rms_norm import rms_norm
 from qserve.kernels.triton.rope_kv import rope_kv
@@ -50,6 +60,7 @@ from qserve.kernels.triton.support import unsupported
 from qserve.kernels.triton.target import Target, target
 from qserve.kernels.triton.tuning.configs import BUCKETS
 from qserve.kernels.triton.tuning.tune import Tunable
+from qserve.kernels.triton.workspace import Workspace
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The padded numbers of rows of a captured step; larger ones gain nothing from a graph."""
@@ -57,19 +68,35 @@ GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 Launch = Callable[[Batch], None]
 
 
+PARTIAL_BYTES = 256 << 20
+"""What decodes leave between their two kernels, at most. Of an 8B model it is enough for four million keys; a step
+that reads more of them, from prefixes that its sequences share, is computed in parts."""
+
+
 class _Partials:
-    """What decodes leave between their two kernels; all layers use the same memory, one after another."""
+    """What decodes leave between their two kernels; all layers use the same memory, one after another.
+
+    As large as it will ever be from the first decode on: what is free for the cache is counted with it.
+    """
 
     def __init__(self) -> None:
         self.values = self.softmax = torch.empty(0)
 
-    def reserve(self, units: int, op: Attention) -> bool:
-        """Whether it moved."""
+    @staticmethod
+    def most(op: Attention, decodes: int, positions: int) -> int:
+        """Units of as many ``decodes`` of so many ``positions``, or as many as ``PARTIAL_BYTES`` hold."""
+        held = PARTIAL_BYTES // (op.heads * (op.head_dim + 2) * 4)
+        return max(1, min(held, decodes * -(-positions // CHUNK)))
+
+    def reserve(self, units: int, op: Attention, memory: Workspace) -> bool:
+        """Whether it moved. All programs share ``memory``."""
         if units <= len(self.values):
             return False
-        device = op.out.device
-        self.values = torch.empty(2 * units, op.heads, op.head_dim, dtype=torch.float32, device=device)
-        self.softmax = torch.empty(2 * units, op.heads, 2, dtype=torch.float32, device=device)
+        shapes = (units, op.heads, op.head_dim), (units, op.heads, 2)
+        self.values, self.softmax = (
+            memory.take(name, math.prod(shape), torch.float32)[: math.prod(shape)].view(shape)
+            for name, shape in zip(("attention values", "attention softmax"), shapes)
+        )
         return True
 
 
@@ -80,6 +107,8 @@ class _TritonProgram:
         self._launches: list[Launch] = []
         self._last: Op | None = None
         self._attention: Attention | None = None
+        self._positions = 1 << 31  # of a sequence; fewer where a rotation knows fewer
+        self._pool: Any = None  # of the memory that its graphs share
         self._rows: set[str] = set()
         self._staging = Staging(executor.placement.device)
         self._partials = _Partials()
@@ -102,20 +131,27 @@ class _TritonProgram:
         logits = step.logits if "logits" in self._rows else 0
         if self._has_fallbacks:
             self._step = on_device(step, self._executor.placement.device)
-        captured = self._executor.has_graphs and max(tokens, logits) <= GRAPH_ROWS[-1] and not self._has_fallbacks
-        captured = captured and (self._attention is None or is_decode(step))
+        captured = self._executor.has_graphs and max(tokens, logits) <= GRAPH_ROWS[-1]
+        captured = captured and not self._has_fallbacks and not only_compiles()
+        work, most = None, 0
+        if self._attention is not None:
+            most = self._partials.most(self._attention, self._max_rows, self._positions)
+            work = divide(step, self._executor.queries(self._attention), most)
+            captured = captured and is_decode(step) and len(work.parts) == 1
         if captured:
             tokens, logits = (self._padded(rows) for rows in (tokens, logits))
-        work = None if self._attention is None else divide(step, self._executor.queries(self._attention))
         batch, moved = self._staging.load(step, work, tokens, logits)
         if self._attention is not None:
-            moved |= self._partials.reserve(len(batch.units), self._attention)
+            if batch.parts:
+                most = max(most, *(units for _, units in batch.parts))
+                moved |= self._partials.reserve(most, self._attention, self._executor.memory)
             place = self._attention.k_cache.data_ptr()
             moved |= place != self._cache_at
             self._cache_at = place
         if moved and self._graphs:
             torch.cuda.synchronize()  # one of them may still be running
             self._graphs.clear()
+            self._pool = None  # its memory ends with its graphs; nothing may be captured into it any more
         if not captured:
             self._launch(batch)
         elif graph := self._graphs.get((tokens, logits)):
@@ -133,7 +169,8 @@ class _TritonProgram:
 
     def _capture(self, batch: Batch) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._executor.graph_pool, capture_error_mode="thread_local"):
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._launch(batch)
         return graph
 
@@ -147,7 +184,7 @@ class _TritonProgram:
             case RMSNorm() | SiluMul():
                 return self._row_by_row(op)
             case Linear():
-                product = linear.prepare(op, self._executor.placement.device, self._executor.batch_invariant)
+                product = linear.prepare(op, self._executor.memory, self._executor.batch_invariant)
                 self._round_at_once(op, product)
                 if isinstance(product, Tunable):
                     self._executor.products.append(product)
@@ -155,6 +192,7 @@ class _TritonProgram:
                 return lambda batch: product.run(_count(batch, rows))
             case RopeKV():
                 ready = self._rope_kv(op)
+                self._positions = len(op.cosine)
                 return lambda batch: rope_kv(ready, batch.positions, batch.slots, batch.tokens)
             case Attention():
                 k_scale, v_scale = (None if x is None else self._hold(x) for x in (op.k_scale, op.v_scale))
@@ -211,14 +249,17 @@ class _TritonProgram:
 
     def _attend(self, op: Attention, batch: Batch) -> None:
         if len(batch.tiles):
-            attend_tiles(op, tile_shape(op), batch.tiles, batch.positions, batch.staged)
-        if len(batch.units):
-            values, softmax = self._partials.values, self._partials.softmax
-            programs = min(self._executor.programs(op), len(values) * op.kv_heads)
+            attend_tiles(op, self._executor.tile_shape(op), batch.tiles, batch.positions, batch.staged)
+        values, softmax = self._partials.values, self._partials.softmax
+        programs = min(self._executor.programs(op), len(values) * op.kv_heads)
+        units, decodes = batch.units, batch.decodes
+        for index, (count, used) in enumerate(batch.parts):
+            mine = decodes if index + 1 == len(batch.parts) else decodes[:count]  # padding is behind the last
             attend_decodes(
-                op, self._executor.decode_shape(op), values, softmax, batch.units, batch.count, batch.decodes,
+                op, self._executor.decode_shape(op), values, softmax, units, batch.counts[index:], mine,
                 batch.positions, batch.staged, programs,
             )  # fmt: skip
+            units, decodes = units[used:], decodes[count:]
 
 
 def _count(batch: Batch, rows: str) -> int:
@@ -243,18 +284,21 @@ class TritonExecutor:
         self.has_graphs = self.asynchronous = device.type == "cuda"
         self.warm_sizes: Sequence[int] = (*GRAPH_ROWS, BUCKETS[-2])  # that are captured, and compiled for
         self.products: list[Tunable] = []  # of all programs
-        self.graph_pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
+        self.memory = Workspace(device)
 
     def supports(self, op: Op) -> str | None:
         if self.batch_invariant and self.has_graphs and isinstance(op, Linear) and isinstance(op.weight, Tensor):
             return "dense products are those of cuBLAS, which vary with the batch"
-        return unsupported(op, self.target.capability, self.has_graphs)
+        return unsupported(op, self.target, self.has_graphs)
 
     def packed_bytes(self, scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
         return linear.packed_bytes(scheme, activations, out, inp)
 
+    def tile_shape(self, op: Attention) -> Shape:
+        return tile_shape(op, self.target.warp)
+
     def decode_shape(self, op: Attention) -> Shape:
-        return tile_shape(op) if self.batch_invariant else decode_shape(op)
+        return self.tile_shape(op) if self.batch_invariant else decode_shape(op)
 
     def programs(self, op: Attention) -> int:
         """That share out the units of decodes: as many as run at a time."""
@@ -262,7 +306,7 @@ class TritonExecutor:
 
     def queries(self, op: Attention) -> int:
         """Of a sequence in a tile."""
-        return tile_shape(op).rows // (op.heads // op.kv_heads)
+        return self.tile_shape(op).rows // (op.heads // op.kv_heads)
 
     def program(self, max_rows: int) -> _TritonProgram:
         return _TritonProgram(self, max_rows)

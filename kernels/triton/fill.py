@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qserve.kernels.triton.launch import at
+
 BLOCK = 1024
 
 
@@ -20,4 +22,4 @@ def fill_kernel(ids_ptr, sampled_ptr, count, BLOCK: tl.constexpr):
 def fill(ids: Tensor, sampled: Tensor, count: int) -> None:
     """In place: each of the first ``count`` ids that is -1 - i becomes ``sampled[i]``, or 0 where that is negative, as
     after a NaN. Both int32."""
-    fill_kernel[(triton.cdiv(count, BLOCK),)](ids, sampled, count, BLOCK, num_warps=4)
+    at(fill_kernel, (triton.cdiv(count, BLOCK),))(ids, sampled, count, BLOCK, num_warps=4)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qserve.kernels.triton.launch import at
+
 BLOCK = 1024
 
 
@@ -24,4 +26,4 @@ def gather_kernel(x_ptr, rows_ptr, out_ptr, SCALE: tl.constexpr, WIDTH: tl.const
 def gather(x: Tensor, numbers: Tensor, out: Tensor, rows: int, scale: float = 1.0) -> None:
     """out[i] = x[numbers[i]] * scale for i < rows; numbers int32. Dense embeddings are looked up by it too."""
     width = out.shape[1]
-    gather_kernel[(rows, triton.cdiv(width, BLOCK))](x, numbers, out, scale, width, BLOCK, num_warps=4)
+    at(gather_kernel, (rows, triton.cdiv(width, BLOCK)))(x, numbers, out, scale, width, BLOCK, num_warps=4)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qserve.kernels.triton.launch import at
+
 _WIDTH = 1024
 
 
@@ -123,7 +125,7 @@ def gather_columns(x: Tensor, order: Tensor, out: Tensor, rows: int) -> None:
     """out [rows, k] from the columns of x that ``order`` int32 [k] names; -1 is a column of zeros."""
     k = len(order)
     grid = (rows, -(-k // _WIDTH))
-    gather_columns_kernel[grid](x, order, out, k, x.stride(0), out.stride(0), WIDTH=_WIDTH, num_warps=4)
+    at(gather_columns_kernel, grid)(x, order, out, k, x.stride(0), out.stride(0), WIDTH=_WIDTH, num_warps=4)
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def round_rows(x: Tensor, into: Rounded, rows: int) -> None:
     """x [rows, k] in 8 bits, as ``reference.round_input`` rounds."""
     width = triton.next_power_of_2(into.codes.shape[1])
     block = row_block(width)
-    round_rows_kernel[rows, 1](
+    at(round_rows_kernel, (rows, 1))(
         x, x.shape[1], x.stride(0), *into.arguments, width, block, num_warps=row_warps(block)
     )
 
@@ -177,7 +179,7 @@ def round_groups(x: Tensor, codes: Tensor, scales: Tensor, rows: int, group: int
     """The same with scales [rows, groups], one for ``group`` inputs."""
     groups = scales.shape[1]
     count = max(1, 2048 // triton.next_power_of_2(group))
-    round_groups_kernel[rows, -(-groups // count)](
+    at(round_groups_kernel, (rows, -(-groups // count)))(
         x, codes, scales, x.shape[1], groups, x.stride(0), codes.stride(0),
         LIMIT=_limit(codes), GROUP=group, COUNT=count, num_warps=4,
     )  # fmt: skip

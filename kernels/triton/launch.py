@@ -1,6 +1,6 @@
-"""How a product launches its kernel: to run it, or (``compiling``) only to have it compiled, many at a time.
+"""How a kernel is launched: to run it, or (``compiling``) only to have it compiled, many at a time.
 
-Compiling is most of what tuning takes. Knows Triton; does not know kernels.
+Compiling is most of what the first start and tuning take. Knows Triton; does not know kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ def at(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """``kernel[grid]``, which inside of ``compiling`` computes nothing."""
     launched: Callable[..., object] = partial(kernel.warmup, grid=grid) if _only_compiled.get() else kernel[grid]
     return launched
+
+
+def only_compiles() -> bool:
+    """Whether what is launched now computes nothing."""
+    return _only_compiled.get()
 
 
 @contextmanager

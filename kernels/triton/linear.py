@@ -18,8 +18,9 @@ from qserve.kernels import ops
 from qserve.kernels.triton import eight_bit
 from qserve.kernels.triton.dense import multiply
 from qserve.kernels.triton.prepack import plane_bytes
-from qserve.kernels.triton.target import MINIMUM, Capability
+from qserve.kernels.triton.target import Target
 from qserve.kernels.triton.weight_only import WeightOnly
+from qserve.kernels.triton.workspace import Workspace
 
 MOST_WORDS = 2**31 - 2**24  # places are counted in 32 bits, padding included
 
@@ -46,16 +47,14 @@ class DensePrepared:
         multiply(self.op.x[:rows], self.weight, self.bias, self.op.out[:rows], self.op.accumulate)
 
 
-def supports(weight: Tensor | QuantizedWeight, capability: Capability) -> str | None:
-    """None, or why no kernel here multiplies by ``weight`` on a GPU of ``capability``."""
-    if capability < MINIMUM:
-        return f"Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
+def supports(weight: Tensor | QuantizedWeight, gpu: Target) -> str | None:
+    """None, or why no kernel here multiplies by ``weight`` on ``gpu``."""
     if isinstance(weight, Tensor):
         return None
     if weight.scheme.grid not in (INTEGERS, E4M3):
         return f"{weight.scheme} weights"
     if weight.activations is not None:
-        return eight_bit.supports(weight, capability)
+        return eight_bit.supports(weight, gpu)
     if weight.scheme.grid is E4M3:
         return "FP8 weights whose inputs are not rounded to FP8"
     words = weight.out_features * weight.in_features * (4 if weight.scheme.bits <= 4 else 8) // 16
@@ -71,16 +70,17 @@ def packed_bytes(scheme: WeightScheme, activations: ActivationScheme | None, out
     return eight_bit.held_bytes(scheme, activations, out, inp)
 
 
-def prepare(op: ops.Linear, device: torch.device, batch_invariant: bool = False) -> Product:
-    """``op`` made ready on ``device``, where ``op.x`` and ``op.out`` already live; every workspace is allocated now.
+def prepare(op: ops.Linear, memory: Workspace, batch_invariant: bool = False) -> Product:
+    """``op`` made ready on the device of ``memory``, where ``op.x`` and ``op.out`` already live. All of ``memory`` that
+    it needs is taken now, and is shared with what else is made ready with it: such products must not overlap.
 
     ``batch_invariant``: a row's result is bitwise the same in every batch, which costs speed at many rows.
     """
     made: WeightOnly | eight_bit.EightBit | DensePrepared
     if isinstance(op.weight, QuantizedWeight):
         kernel = WeightOnly if op.weight.activations is None else eight_bit.EightBit
-        made = kernel(op, device, batch_invariant)
+        made = kernel(op, memory, batch_invariant)
     else:
-        made = DensePrepared(op, device)
+        made = DensePrepared(op, memory.device)
     made.op = replace(op, weight=torch.empty(0))  # or what it was made of would stay in memory beside it
     return made

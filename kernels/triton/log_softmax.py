@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qserve.kernels.triton.launch import at
+
 BLOCK = 4096
 
 
@@ -31,4 +33,4 @@ def log_softmax_kernel(x_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def log_softmax(x: Tensor, rows: int) -> None:
     """x[:rows] (float32) becomes its log-softmax."""
     width = x.shape[1]
-    log_softmax_kernel[(rows,)](x, width, min(BLOCK, triton.next_power_of_2(width)), num_warps=8)
+    at(log_softmax_kernel, (rows,))(x, width, min(BLOCK, triton.next_power_of_2(width)), num_warps=8)

@@ -17,13 +17,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.triton.launch import at
-from qserve.kernels.triton.target import Capability, Target
+from qserve.kernels.triton.target import Target
 from qserve.kernels.triton.tuning.configs import Config
 
 BLOCK_K = 128
 """Inputs to a step: a line of 128 bytes, and the most that e4m3 products of sm_90 may sum before float32 takes over."""
-CAPABILITIES: tuple[Capability, ...] = ((9, 0), (10, 0))
-"""Architectures with TMA and a matrix unit that reads both sides from shared memory."""
 COLUMN = 8
 """Tiles of rows that are computed beside each other before the next tile of outputs."""
 FEWEST_ROWS = 257
@@ -111,18 +109,23 @@ def _store(
     tl.store(at, total.to(out.dtype.element_ty), mask=mine)
 
 
-def supports(weight: QuantizedWeight, block_k: int, capability: Capability) -> str | None:
+def runs(gpu: Target) -> bool:
+    """Whether it has TMA, and a matrix unit that reads both sides from shared memory."""
+    return "tma" in gpu.features and bool({"wgmma", "tcgen05"} & gpu.features)
+
+
+def supports(weight: QuantizedWeight, block_k: int, gpu: Target) -> str | None:
     """None, or why this kernel does not multiply by ``weight`` in steps of ``block_k`` inputs."""
     assert weight.activations is not None
     scheme, (out, inp) = weight.scheme, weight.codes.shape
-    if capability not in CAPABILITIES:
-        return f"it is for sm_90 and sm_100, not sm_{capability[0]}{capability[1]}"
+    if not runs(gpu):
+        return f"it is for sm_90, sm_100 and sm_103, not {gpu.architecture}"
     if block_k != BLOCK_K:
         return f"groups of {block_k}: its steps are {BLOCK_K} inputs"
     if scheme.groups(inp) > 1 and scheme.row_height(out) % BLOCK_K:
         return "each output has scales of its own by groups"
     if weight.activations.grid is INTEGERS:
-        if capability >= (10, 0):
+        if "tcgen05" in gpu.features:
             return "integers have no fast matrix unit there"
         if scheme.groups(inp) > 1 or weight.activations.group_size > 0:
             return "sums of integers by groups pass through a slow conversion"
@@ -148,9 +151,9 @@ def part_n(config: Config, grouped: bool) -> int:
     return config.block_n if grouped and config.block_n <= 128 else config.block_n // 2
 
 
-def exact(integers: bool, capability: Capability) -> bool:
+def exact(integers: bool, gpu: Target) -> bool:
     """Whether the matrix unit adds as many products as come with all the places of float32, or of int32."""
-    return integers or capability >= (10, 0)
+    return integers or "tcgen05" in gpu.features
 
 
 def residents(config: Config, grouped: bool) -> int:
@@ -180,7 +183,7 @@ def multiply(
         x_scales, scales, out if bias is None else bias, out,
         rows, n, padded_n, k // BLOCK_K, out.stride(0), x_scales.shape[1], programs,
         GROUP=group, X_GROUP=x_group, HAS_BIAS=bias is not None, ACCUMULATE=accumulate,
-        EXACT=exact(codes.dtype == torch.int8, gpu.capability),
+        EXACT=exact(codes.dtype == torch.int8, gpu),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, PART_N=part, COLUMN=COLUMN,
         num_warps=config.warps, num_stages=config.stages, maxnreg=most_registers(config, group + x_group > 0),
     )  # fmt: skip

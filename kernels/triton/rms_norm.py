@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qserve.kernels.triton.inputs import NOT_ROUNDED, Rounded, round_row, row_warps
+from qserve.kernels.triton.launch import at
 
 _NARROWEST = 128
 """Columns of a program: codes, which are padded to at most a multiple of it, need no more than the row does."""
@@ -43,4 +44,4 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, rows: int, into
     width = x.shape[1]
     block = max(_NARROWEST, triton.next_power_of_2(width))
     rounding = NOT_ROUNDED if into is None else into.arguments
-    rms_norm_kernel[(rows,)](x, weight, out, eps, *rounding, width, block, num_warps=row_warps(block))
+    at(rms_norm_kernel, (rows,))(x, weight, out, eps, *rounding, width, block, num_warps=row_warps(block))

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qserve.kernels.ops import BLOCK_SIZE, RopeKV
+from qserve.kernels.triton.launch import at
 
 TOKENS = 4
 """Tokens of one program: always as many, so that the sums of a norm have one order."""
@@ -105,7 +106,7 @@ def rope_kv_kernel(
 
 def rope_kv(op: RopeKV, positions: Tensor, slots: Tensor, tokens: int) -> None:
     """``op`` for the first ``tokens`` rows. A slot below 0 is not written: the row is padding."""
-    rope_kv_kernel[(triton.cdiv(tokens, TOKENS), op.heads + 2 * op.kv_heads)](
+    at(rope_kv_kernel, (triton.cdiv(tokens, TOKENS), op.heads + 2 * op.kv_heads))(
         op.qkv, op.cosine, op.sine, op.q_norm, op.k_norm, op.k_center, op.k_scale, op.v_scale,
         op.k_cache, op.v_cache, positions, slots, tokens, op.eps,
         op.heads, op.kv_heads, op.head_dim, triton.next_power_of_2(op.head_dim // 2),

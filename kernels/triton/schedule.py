@@ -22,13 +22,15 @@ class Work:
     """All int32; ``table`` is where a sequence's block table begins among the step's.
 
     tiles    [tiles, 3]: first row, queries, table; those with the most keys first
-    decodes  [decodes, 2]: row, its first unit
+    decodes  [decodes, 2]: row, its first unit within its part
+    parts    [parts, 2]: decodes, and units of theirs; one part after another has room in the memory for partial results
     units    [units, 3]: row, chunk, table; those of a row together and in order, from chunk 0
     """
 
     tiles: Numbers
     decodes: Numbers
     units: Numbers
+    parts: Numbers
 
 
 def is_decode(step: Step) -> bool:
@@ -36,8 +38,8 @@ def is_decode(step: Step) -> bool:
     return len(step.token_ids) == len(step.seq_start) - 1
 
 
-def divide(step: Step, queries: int) -> Work:
-    """``queries`` of a sequence make a tile at most."""
+def divide(step: Step, queries: int, most_units: int = 1 << 30) -> Work:
+    """``queries`` of a sequence make a tile at most, and ``most_units`` a part, or those of one decode."""
     starts, positions = step.seq_start.numpy(), step.positions.numpy()
     lengths = np.diff(starts)
     width = step.block_tables.shape[1]
@@ -47,9 +49,13 @@ def divide(step: Step, queries: int) -> Work:
     ends = np.cumsum(chunks)
     firsts = ends - chunks
     total = int(ends[-1]) if len(ends) else 0
+    part = _parts(chunks, most_units)
+    counts = np.array([[np.sum(part == each), chunks[part == each].sum()] for each in range(part.max(initial=-1) + 1)])
+    counts = counts.astype(np.int32).reshape(-1, 2)
     units = np.empty((total, 3), np.int32)
     units[:, 0] = np.repeat(rows, chunks)
     units[:, 1] = np.arange(total) - np.repeat(firsts, chunks)
+    firsts -= np.concatenate([[0], counts[:-1, 1].cumsum()])[part] if len(counts) > 1 else 0
     units[:, 2] = np.repeat(single * width, chunks)
     tiles = [
         (row, min(queries, starts[sequence + 1] - row), sequence * width)
@@ -61,4 +67,18 @@ def divide(step: Step, queries: int) -> Work:
         np.array(tiles, np.int32).reshape(-1, 3),
         np.stack([rows, firsts], 1).astype(np.int32),
         units,
+        counts,
     )
+
+
+def _parts(chunks: NDArray[np.int_], most_units: int) -> NDArray[np.int_]:
+    """Of every decode, by its chunks, the number of its part."""
+    part = np.zeros(len(chunks), np.int64)
+    if chunks.sum() > most_units:
+        index = used = 0
+        for decode, units in enumerate(chunks.tolist()):
+            if used and used + units > most_units:
+                index, used = index + 1, 0
+            part[decode] = index
+            used += units
+    return part

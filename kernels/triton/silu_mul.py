@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qserve.kernels.triton.inputs import NOT_ROUNDED, Rounded, round_row, row_warps
+from qserve.kernels.triton.launch import at
 
 BLOCK = 1024
 
@@ -37,7 +38,7 @@ def silu_mul(gate_up: Tensor, out: Tensor, rows: int, into: Rounded | None = Non
     """
     width = out.shape[1]
     if into is None:
-        silu_mul_kernel[(rows, triton.cdiv(width, BLOCK))](gate_up, out, *NOT_ROUNDED, width, BLOCK, num_warps=4)
+        at(silu_mul_kernel, (rows, triton.cdiv(width, BLOCK)))(gate_up, out, *NOT_ROUNDED, width, BLOCK, num_warps=4)
     else:
         block = triton.next_power_of_2(into.codes.shape[1])
-        silu_mul_kernel[(rows, 1)](gate_up, out, *into.arguments, width, block, num_warps=row_warps(block))
+        at(silu_mul_kernel, (rows, 1))(gate_up, out, *into.arguments, width, block, num_warps=row_warps(block))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +21,9 @@ _SMALLEST = 1 << 14
 @dataclass(frozen=True)
 class Batch:
     """A step on the device; int32. ``tokens`` and ``logits`` count rows, padding included: padding is token 0 at
-    position 0 with the slot -1, and a decode of the row -1. ``staged`` is what the tables of work point into, and
-    ``count`` [1] the number of ``units``. Without attention there is no work."""
+    position 0 with the slot -1, and a decode of the row -1. ``staged`` is what the tables of work point into,
+    ``parts`` the decodes and units of each part of the work, and ``counts`` [parts] the latter on the device. Without
+    attention there is no work."""
 
     tokens: int
     logits: int
@@ -32,10 +32,11 @@ class Batch:
     slots: Tensor
     logit_rows: Tensor
     staged: Tensor
-    count: Tensor
+    counts: Tensor
     decodes: Tensor
     tiles: Tensor
     units: Tensor
+    parts: list[tuple[int, int]]
 
 
 class Staging:
@@ -69,7 +70,7 @@ class Staging:
         if work is not None:
             decodes = tokens if len(work.tiles) == 0 else len(work.decodes)
             parts += [
-                (np.array([len(work.units)], np.int32), 1, 0),
+                (work.parts[:, 1], max(1, len(work.parts)), 0),
                 (work.decodes.reshape(-1), 2 * decodes, -1),
                 (work.tiles.reshape(-1), work.tiles.size, 0),
             ]
@@ -102,8 +103,8 @@ class Staging:
             self._copied.record()
         views = [self._there[place : place + length] for (_, length, _), place in zip(parts, places)]
         none = self._there[:0]
-        ids, positions, slots, rows, count, decodes_, tiles_, units_ = [*views, none, none, none, none][:8]
+        ids, positions, slots, rows, counts, decodes_, tiles_, units_ = [*views, none, none, none, none][:8]
         return Batch(
-            tokens, logits, ids, positions, slots, rows, self._there, count, decodes_.view(-1, 2), tiles_.view(-1, 3),
-            units_.view(-1, 3),
+            tokens, logits, ids, positions, slots, rows, self._there, counts, decodes_.view(-1, 2), tiles_.view(-1, 3),
+            units_.view(-1, 3), [] if work is None else [(decodes, units) for decodes, units in work.parts.tolist()],
         ), moved  # fmt: skip

@@ -1,39 +1,77 @@
 """Which GPU kernels are prepared for, and whether Triton's interpreter stands in for one.
 
-Knows devices; does not know kernels.
+Knows devices; does not know kernels. They ask a ``Target`` for what they need, never for a name.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
+import triton
 from triton import knobs
 
-Capability = tuple[int, int]
-
-MINIMUM: Capability = (8, 0)
-"""The oldest architecture with asynchronous copies and bfloat16 matrix units."""
-FP8: Capability = (8, 9)
-"""The oldest architecture with e4m3."""
-
-SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
-"""Shared memory that one program may have."""
-_LEAST_SHARED = 99 << 10
+Feature = Literal["fp8", "tma", "wgmma", "tcgen05", "ptx"]
+"""
+fp8      products of e4m3, as the OCP defines it
+tma      a copy engine that takes boxes of tensor descriptors
+wgmma    the matrix unit of sm_90, which reads its left side from registers and both from shared memory
+tcgen05  that of sm_100 and sm_103, with memory of its own
+ptx      assembly of NVIDIA may stand in kernels
+"""
+NEEDED = {"fp8": "compute capability 8.9 or gfx950", "tma": "compute capability 9.0"}
+"""Where a feature begins, for people."""
+OLDEST = (8, 0)
+"""The oldest compute capability with asynchronous copies and bfloat16 matrix units."""
+AMD = ("gfx942", "gfx950")
+"""For these the kernels are compiled; none has run them."""
+_SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227, "gfx942": 64, "gfx950": 160}
+_LEAST_SHARED_KIB = 99
 
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU as kernels see it. ``sms``: streaming multiprocessors; ``shared_bytes``: of one program."""
+    """A GPU as kernels see it.
+
+    Attributes:
+        architecture: "sm_90" or "gfx942".
+        sms: multiprocessors, or compute units.
+        shared_bytes: shared memory that one program may have.
+        warp: threads that execute together.
+    """
 
     name: str
-    capability: Capability
+    architecture: str
     sms: int
     shared_bytes: int
+    warp: int
+    features: frozenset[Feature]
 
 
-DEFAULT = Target("none", (9, 0), 132, SHARED_BYTES[9, 0])
+def described(architecture: str) -> Target:
+    """A GPU of ``architecture``, as far as that decides; where no device says otherwise, an H100's multiprocessors."""
+    shared = _SHARED_KIB.get(architecture, _LEAST_SHARED_KIB) << 10
+    if architecture.startswith("gfx"):
+        fp8: list[Feature] = ["fp8"] if architecture == "gfx950" else []  # e4m3 of gfx942 has another bias
+        return Target("none", architecture, 132, shared, 64, frozenset(fp8))
+    major, minor = capability(architecture)
+    features: dict[Feature, bool] = {
+        "ptx": True, "fp8": (major, minor) >= (8, 9), "tma": major >= 9, "wgmma": major == 9, "tcgen05": major == 10,
+    }  # fmt: skip
+    return Target("none", architecture, 132, shared, 32, frozenset(name for name, has in features.items() if has))
+
+
+def capability(architecture: str) -> tuple[int, int]:
+    """(9, 0) of "sm_90"."""
+    found = re.fullmatch(r"sm_(\d+)(\d)", architecture)
+    assert found is not None, architecture
+    return int(found[1]), int(found[2])
+
+
+DEFAULT = described("sm_90")
 """What is assumed where there is no GPU: an H100 or H200, so that the interpreter runs what they would."""
 
 
@@ -42,19 +80,31 @@ def is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def shared_bytes(capability: Capability) -> int:
-    """Shared memory of one program; that of the smallest for architectures not listed."""
-    return SHARED_BYTES.get(capability, _LEAST_SHARED)
+def takes_ptx(device: torch.device) -> bool:
+    """Whether kernels on ``device`` may contain assembly of NVIDIA."""
+    return not is_interpreted() and "ptx" in target(device).features
+
+
+def architecture(device: torch.device | int | None = None) -> str:
+    """Of a GPU that torch sees."""
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(found.gcnArchName).partition(":")[0]
+    return f"sm_{found.major}{found.minor}"
 
 
 @lru_cache
 def target(device: torch.device) -> Target:
-    """What ``device`` is, or ``DEFAULT`` where it is no GPU."""
+    """What ``device`` is, or ``DEFAULT`` where it is no GPU. What it has is asked of itself."""
     if device.type != "cuda":
         return DEFAULT
     found = torch.cuda.get_device_properties(device)
-    capability = (found.major, found.minor)
-    return Target(found.name, capability, found.multi_processor_count, shared_bytes(capability))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    held = triton.runtime.driver.active.utils.get_device_properties(index)
+    return replace(
+        described(architecture(device)),
+        name=found.name, sms=found.multi_processor_count, shared_bytes=held["max_shared_mem"], warp=found.warp_size,
+    )  # fmt: skip
 
 
 def missing() -> str | None:
@@ -62,8 +112,10 @@ def missing() -> str | None:
     if is_interpreted():
         return None
     if not torch.cuda.is_available():
-        return "no NVIDIA GPU is visible"
-    capability = torch.cuda.get_device_capability()
-    if capability < MINIMUM:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0"
+        return "no GPU is visible"
+    found = architecture()
+    if torch.version.hip is not None:
+        return None if found in AMD else f"the GPU is {found}: of AMD's, the kernels are for {' and '.join(AMD)}"
+    if capability(found) < OLDEST:
+        return "the GPU has compute capability {}.{}, the kernels need 8.0".format(*capability(found))
     return None

@@ -7,13 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _field(word, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, COMPILED: tl.constexpr):
+def _field(word, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, PTX: tl.constexpr):
     """(word >> SHIFT) & MASK | MAGIC.
 
     Compilers take 16-bit words one by one. Here a register of 32 bits holds two, for what the shift moves from the
     upper to the lower is masked. The interpreter knows no assembly.
     """
-    if COMPILED:
+    if PTX:
         ASM: tl.constexpr = (
             f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; lop3.b32 $0, t, {MASK * 0x10001}, {MAGIC * 0x10001}, 0xEA; }}"
         )
@@ -23,7 +23,7 @@ def _field(word, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, C
 
 
 @triton.jit
-def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
+def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """Field PLANE of each 16-bit word less its zero point, in DTYPE, in units of ``unit``, exactly.
 
     Nothing is converted from integers, which is several times slower. In float16 the bits of 1024, whose last place is
@@ -32,17 +32,17 @@ def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.conste
     """
     if tl.float16 == DTYPE:
         if BITS == 4 and PLANE % 2 == 1:
-            high = _field(word, PLANE * 4 - 4, 0xF0, 0x6400, COMPILED).to(tl.float16, bitcast=True)
+            high = _field(word, PLANE * 4 - 4, 0xF0, 0x6400, PTX).to(tl.float16, bitcast=True)
             return high * 0.0625 - (zero + 64.0)
         else:
-            return _field(word, PLANE * BITS, (1 << BITS) - 1, 0x6400, COMPILED).to(tl.float16, bitcast=True) - (
+            return _field(word, PLANE * BITS, (1 << BITS) - 1, 0x6400, PTX).to(tl.float16, bitcast=True) - (
                 zero + 1024.0
             )
     elif tl.bfloat16 == DTYPE:
         # Every second of 4 bits stays where it is and counts 16.
         SHIFT: tl.constexpr = PLANE * BITS // 8 * 8
         PLACE: tl.constexpr = PLANE * BITS % 8
-        field = _field(word, SHIFT, ((1 << BITS) - 1) << PLACE, 0, COMPILED).to(tl.bfloat16, bitcast=True)
+        field = _field(word, SHIFT, ((1 << BITS) - 1) << PLACE, 0, PTX).to(tl.bfloat16, bitcast=True)
         return field * 2.0 ** (127 - PLACE) - zero * 0.015625
     else:
         return ((word >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - zero

@@ -23,12 +23,14 @@ from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.inputs import gather_columns
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import planes
-from qserve.kernels.triton.target import Capability, Target, is_interpreted, target
+from qserve.kernels.triton.target import Target, takes_ptx, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.tuning.tuned import choose, left_out
 from qserve.kernels.triton.unpack import half, unit, unpack
-from qserve.kernels.triton.workspace import workspace
+from qserve.kernels.triton.workspace import Workspace
 
+_FOR_FOUR_STAGES = 96 << 10
+"""Bytes of shared memory, with room for whatever stands beside the copies."""
 MOST_PLACES = 2**31 - 2**24
 """Of the inputs of a launch, what a tile has behind its rows left out."""
 
@@ -40,7 +42,7 @@ def weight_only_kernel(
     ZERO: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    COMPILED: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = x [rows, k] times weight [n, k] transposed.
 
@@ -52,6 +54,7 @@ def weight_only_kernel(
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     BLOCK_K: tl.constexpr = 16 // BITS * SLICE
+    PRECISION: tl.constexpr = "tf32x3" if PTX else "ieee"
     # The inputs that are summed before a scale is due: a group, or the block where a group is wider.
     SUM: tl.constexpr = BLOCK_K if (GROUP == 0) or (GROUP > BLOCK_K) else GROUP
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -101,11 +104,11 @@ def weight_only_kernel(
                     inside = at + ks < k
                     mask = mask & (inside[:, None] if SWAP else inside[None, :])
                 slice_x = tl.load(x + at + x_at, mask=mask, other=0.0)
-                slice_w = unpack(word, zero, part * (SUM // SLICE) + step, BITS, DTYPE, COMPILED)
+                slice_w = unpack(word, zero, part * (SUM // SLICE) + step, BITS, DTYPE, PTX)
                 if SWAP:
-                    acc = tl.dot(slice_w, slice_x, acc, input_precision="tf32x3")
+                    acc = tl.dot(slice_w, slice_x, acc, input_precision=PRECISION)
                 else:
-                    acc = tl.dot(slice_x, slice_w, acc, input_precision="tf32x3")
+                    acc = tl.dot(slice_x, slice_w, acc, input_precision=PRECISION)
             if GROUP == 0:
                 total = acc
             else:
@@ -119,20 +122,21 @@ def weight_only_kernel(
            splits, HAS_BIAS, ACCUMULATE, SPLIT)  # fmt: skip
 
 
-def default(rows: int, bits: int, group: int, capability: Capability, invariant: bool = False) -> Config:
+def default(rows: int, bits: int, group: int, gpu: Target, invariant: bool = False) -> Config:
     """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``group`` 0 is all inputs. ``invariant``:
     the same instruction for every number of rows, of which there are at most 32."""
     if rows <= 16:
         # The scales of many groups fit the registers of few outputs; the assembler of some parks them all the same.
-        narrow = 0 < group <= 32 and capability not in ((8, 9), (10, 0))
-        return Config(16, 64 if narrow else 128, warps=4, stages=4)
-    if rows <= 32 and capability == (9, 0) and not invariant:
+        narrow = 0 < group <= 32 and gpu.architecture not in ("sm_89", "sm_100")
+        stages = 4 if gpu.shared_bytes >= _FOR_FOUR_STAGES else 3
+        return Config(16, 64 if narrow else 128, warps=4, stages=stages)
+    if rows <= 32 and "wgmma" in gpu.features and not invariant:
         return Config(32, 128, warps=4, stages=3, swap=True)  # the older instruction would take longer than the memory
     if rows <= 32:
         # Two groups to a block are added up apart: half the warps have twice the registers each.
         return Config(32, 128, warps=4 if bits == 4 and group >= 128 else 8, stages=3)
-    # Only the matrix units since sm_90 read one side from registers without a detour.
-    swap = capability >= (9, 0)
+    # Only these matrix units read one side from registers without a detour.
+    swap = bool({"wgmma", "tcgen05"} & gpu.features)
     return Config(64, 128, warps=8, stages=2, swap=swap, splits=1 if rows > SPLIT_ROWS else 0)
 
 
@@ -144,9 +148,10 @@ def most_rows(x: Tensor) -> int:
 class WeightOnly:
     """A product with integer weights and inputs in floating point, made ready."""
 
-    def __init__(self, op: ops.Linear, device: torch.device, batch_invariant: bool) -> None:
+    def __init__(self, op: ops.Linear, memory: Workspace, batch_invariant: bool) -> None:
         assert isinstance(op.weight, QuantizedWeight)
-        self.op = op
+        device = memory.device
+        self.op, self.memory = op, memory
         self.n = op.weight.out_features
         self.planes = planes(op.weight, op.x.dtype, device)
         self.padded_n = self.planes.padded_n
@@ -155,18 +160,17 @@ class WeightOnly:
         self.dequantizes = op.x.dtype != torch.float32 and "dequantize" not in left_out(gpu)
         self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         gathered = 0 if self.planes.order is None else len(op.x) * self.planes.k
-        self.gathered = workspace(device).take("gathered", gathered, op.x.dtype)
+        self.gathered = memory.take("gathered", gathered, op.x.dtype)
         self.configure({})
 
     def configure(self, configs: dict[int, Config]) -> None:
         """Use ``configs`` for these buckets of rows instead of what was chosen."""
         self.configs |= configs
-        memory = workspace(self.planes.words.device)
-        self.partial, self.arrived = memory.splits(self.configs, len(self.op.x), self.planes.padded_n)
+        self.partial, self.arrived = self.memory.splits(self.configs, len(self.op.x), self.planes.padded_n)
         # Taken now, so that it counts as memory in use; held from the first use on, when it is what the widest needs.
         self.dequantized: Tensor | None = None
         if any(config.kernel == "dequantize" for config in self.configs.values()):
-            self._memory()
+            self._dequantized()
 
     def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
@@ -175,7 +179,7 @@ class WeightOnly:
         def usual(rows: int) -> Config:
             if self.dequantizes and rows >= dequantize.FEWEST_ROWS and not batch_invariant:
                 return dequantize.CONFIG
-            return default(rows, held.bits, held.group, gpu.capability, batch_invariant)
+            return default(rows, held.bits, held.group, gpu, batch_invariant)
 
         if batch_invariant:
             least = resolve(usual(1), 1, held.padded_n, held.blocks, gpu.sms)
@@ -206,16 +210,16 @@ class WeightOnly:
         for start in range(0, rows, step):
             self._launch(x[start:], self.op.out[start:], min(step, rows - start), config)
 
-    def _memory(self) -> Tensor:
+    def _dequantized(self) -> Tensor:
         """Of the part of a weight that is in floating point at a time."""
         held = self.planes
         width = held.blocks * 16 // held.bits * held.slice
         elements = dequantize.outputs_at_a_time(held, self.n) * width
-        return workspace(held.words.device).take("dequantized", elements, self.op.x.dtype)
+        return self.memory.take("dequantized", elements, self.op.x.dtype)
 
     def _multiply_dequantized(self, x: Tensor) -> None:
         if self.dequantized is None:
-            self.dequantized = self._memory()
+            self.dequantized = self._dequantized()
         step, bias = dequantize.outputs_at_a_time(self.planes, self.n), self.bias
         for first in range(0, self.n, step):
             last = min(first + step, self.n)
@@ -233,6 +237,6 @@ class WeightOnly:
             ZERO=held.zero, BITS=held.bits, SLICE=held.slice, GROUP=held.group, SCALES=held.scales_kind,
             HAS_BIAS=self.bias is not None, ACCUMULATE=self.op.accumulate,
             EVEN_K=held.k == held.blocks * 16 // held.bits * held.slice, SWAP=config.swap, SPLIT=config.splits > 1,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, COMPILED=not is_interpreted(),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, PTX=takes_ptx(x.device),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip

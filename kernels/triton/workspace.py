@@ -1,11 +1,10 @@
-"""Memory that products of one device share: they run one after another.
+"""Memory that the products of one executor share: they run one after another.
 
-Allocated when products are prepared. A tensor that was handed out stays where it is, for graphs remember addresses.
+Two executors may run at once, so each has its own. Allocated when products are prepared. A tensor that was handed out
+stays where it is, for graphs remember addresses.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from qserve.kernels.triton.tuning.configs import SPLIT_ROWS, Config
 
 
 class Workspace:
-    """Scratch memory of one device, by name and dtype; it starts as zeros."""
+    """Scratch memory on a device, by name and dtype; it starts as zeros."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -37,8 +36,3 @@ class Workspace:
                 partial = max(partial, config.splits * most * padded_n)
                 arrived = max(arrived, -(-most // config.block_m) * (padded_n // config.block_n))
         return self.take("partial", partial, torch.float32), self.take("arrived", arrived, torch.int32)
-
-
-@lru_cache
-def workspace(device: torch.device) -> Workspace:
-    return Workspace(device)

@@ -31,7 +31,7 @@ from tests.kernels.triton.aot import Case, Compiled, compile_file, loops
 from tests.kernels.triton.engine_cases import attention_cases, attention_op
 from tests.kernels.triton.linear_cases import eight_bit_case, weight_only_case
 
-SM_90, SMS, SCHEDULERS = (9, 0), DEFAULT.sms, 4
+SM_90, SMS, SCHEDULERS = DEFAULT, DEFAULT.sms, 4
 PRODUCTS = 790e12
 """Operations a second of large products in bf16 on an H200, measured; those of e4m3 have twice the rate."""
 MMA_SYNC = 0.5
@@ -147,7 +147,7 @@ def decode(found: dict[str, Compiled], name: str, batch: int, context: int) -> D
     keys, width = case.constexprs["KEYS"], heads.width
     tasks = batch * -(-context // CHUNK) * heads.keys
     op = attention_op("fp8e4nv" if item == 1 else "bf16", dim=width, heads=heads.queries, kv_heads=heads.keys)
-    shape = tile_shape(op) if "invariant" in name else decode_shape(op)
+    shape = tile_shape(op, DEFAULT.warp) if "invariant" in name else decode_shape(op)
     programs = min(resident(op, shape, DEFAULT.shared_bytes) * SMS, tasks)
     mine = -(-tasks // programs) * -(-programs // SMS)
     inner, outer = len(bodies[0]), len(bodies[-1])

@@ -53,7 +53,7 @@ def waves(n: int, k: int, rows: int, group: int = 128) -> Waves:
     """Of [n, k] in 4 bits with ``rows`` rows at most, by the default configuration on an H200."""
     size = _shape(group, k // group, k, 4)[0]
     blocks, bytes_of_block = -(-k // (4 * size)), size * 2 * 128
-    config = weight_only.default(rows, 4, group, DEFAULT.capability)
+    config = weight_only.default(rows, 4, group, DEFAULT)
     config = resolve(config, rows, n, blocks, DEFAULT.sms)
     tiles, slots = n // config.block_n, _RESIDENT * DEFAULT.sms
     programs = tiles * config.splits

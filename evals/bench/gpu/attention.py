@@ -22,7 +22,7 @@ from qserve.kernels.triton.attention import attend_decodes
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.schedule import divide
 from qserve.kernels.triton.staging import Staging
-from qserve.kernels.triton.target import FP8, Capability
+from qserve.kernels.triton.target import Feature
 
 SCALE = 0.02  # of FP8 keys and values
 
@@ -127,8 +127,8 @@ class Contestant:
     missing: Callable[[], str | None] = lambda: None
 
     @property
-    def least_gpu(self) -> Capability:
-        return FP8 if self.fp8 else (8, 0)
+    def needs(self) -> Feature | None:
+        return "fp8" if self.fp8 else None
 
 
 def _ours(decode: Decode, invariant: bool = False) -> list[Callable[[], Tensor]]:
@@ -155,7 +155,7 @@ def _ours(decode: Decode, invariant: bool = False) -> list[Callable[[], Tensor]]
 
         def run() -> Tensor:
             attend_decodes(
-                op, executor.decode_shape(op), values, softmax, batch.units, batch.count, batch.decodes,
+                op, executor.decode_shape(op), values, softmax, batch.units, batch.counts, batch.decodes,
                 batch.positions, batch.staged, min(executor.programs(op), units * heads.keys),
             )  # fmt: skip
             return out

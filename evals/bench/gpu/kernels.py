@@ -55,7 +55,7 @@ FULL = Sizes(SHAPES, ROWS, HEADS, DECODES)
 
 def require_gpu() -> torch.device:
     """The GPU of this machine. Raises ``UsageError`` where there is none that the kernels run on."""
-    reason = "no NVIDIA GPU is visible" if not torch.cuda.is_available() else target.missing()
+    reason = "no GPU is visible" if not torch.cuda.is_available() else target.missing()
     if reason is not None:
         raise UsageError(f"--device cuda: {reason}")
     return torch.device("cuda", torch.cuda.current_device())
@@ -75,7 +75,7 @@ class _Timer:
 
     def __init__(self, watch: Stopwatch, dtype: torch.dtype, until: float) -> None:
         self.watch, self.dtype, self.until = watch, dtype, until
-        self.capability = target.target(watch.device).capability
+        self.features = target.target(watch.device).features
         self.timings: list[Timing] = []
         self.notes: dict[str, str] = {}  # what was not timed
         self.failures: dict[str, str] = {}  # of what is ours
@@ -88,8 +88,8 @@ class _Timer:
     ) -> None:
         """``what`` it is given is for the notes."""
         reason = contestant.missing()
-        if reason is None and self.capability < contestant.least_gpu:
-            reason = "needs compute capability {}.{}".format(*contestant.least_gpu)
+        if reason is None and contestant.needs is not None and contestant.needs not in self.features:
+            reason = f"needs {target.NEEDED[contestant.needs]}"
         if reason is not None:
             self.notes[contestant.name] = reason
             return
@@ -171,7 +171,7 @@ def _decodes(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
     def part(name: str, heads: Heads, batch: int, context: int, fp8: bool) -> None:
         cache = torch.float8_e4m3fn if fp8 else timer.dtype
         what = f"{name}, {batch} sequences of {context}"
-        if (fp8 and timer.capability < target.FP8) or timer.is_late(f"decode of {cache}, {what}"):
+        if (fp8 and "fp8" not in timer.features) or timer.is_late(f"decode of {cache}, {what}"):
             return
         copies = timer.watch.copies(attention.cache_bytes(heads, batch, context, cache))
         decode = attention.decode(heads, batch, context, copies, timer.watch.device, timer.dtype, cache)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from qserve.kernels import ops
 from qserve.kernels.reference import round_input
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.inputs import Rounded, round_rows
-from qserve.kernels.triton.target import FP8, Capability
+from qserve.kernels.triton.target import Feature
 from qserve.kernels.triton.tuning.tune import weight_bytes
+from qserve.kernels.triton.workspace import Workspace
 
 Schemes = tuple[WeightScheme, ActivationScheme | None]
 SCHEMES: dict[str, Schemes | None] = {
@@ -123,7 +124,7 @@ class Held:
 class Contestant:
     """``hold`` a problem's weight, each time in memory of its own. ``missing``: why it cannot be had here, or None.
 
-    ``ours``: what the engine runs. ``least_gpu``: the oldest that has what it needs.
+    ``ours``: what the engine runs. ``needs``: what not every GPU has.
     """
 
     name: str
@@ -131,12 +132,15 @@ class Contestant:
     hold: Callable[[Problem], Held]
     ours: bool = False
     missing: Callable[[], str | None] = lambda: None
-    least_gpu: Capability = (8, 0)
+    needs: Feature | None = None
+
+
+_memory = lru_cache(Workspace)  # products are timed one after another
 
 
 def _ours(problem: Problem, invariant: bool = False) -> Held:
     out = torch.empty(len(problem.x), problem.shape[0], dtype=problem.x.dtype, device=problem.x.device)
-    product = linear.prepare(ops.Linear(problem.x, problem.weight, out), problem.x.device, invariant)
+    product = linear.prepare(ops.Linear(problem.x, problem.weight, out), _memory(problem.x.device), invariant)
     if isinstance(product, linear.DensePrepared):
         product.weight = product.weight.clone()  # of its own
         nbytes = product.weight.nbytes
@@ -191,20 +195,20 @@ def _scaled(problem: Problem, rounding: bool) -> Held:
     return Held(run, weight.nbytes + scales.nbytes)
 
 
-def least_gpu(scheme: str) -> Capability:
-    return FP8 if scheme.startswith("FP8") else (8, 0)
+def needs(scheme: str) -> Feature | None:
+    return "fp8" if scheme.startswith("FP8") else None
 
 
 CONTESTANTS = (
     Contestant("cuBLAS", "bf16", _cublas),
-    *(Contestant("qserve", scheme, _ours, ours=True, least_gpu=least_gpu(scheme)) for scheme in SCHEMES),
+    *(Contestant("qserve", scheme, _ours, ours=True, needs=needs(scheme)) for scheme in SCHEMES),
     *(
-        Contestant(INVARIANT, scheme, partial(_ours, invariant=True), least_gpu=least_gpu(scheme))
+        Contestant(INVARIANT, scheme, partial(_ours, invariant=True), needs=needs(scheme))
         for scheme in ("W4A16 g128", "FP8 channel")
     ),
     Contestant("torch._weight_int4pack_mm", "W4A16 g128", _int4pack),
     *(
-        Contestant(name, scheme, partial(_scaled, rounding=rounding), least_gpu=FP8)
+        Contestant(name, scheme, partial(_scaled, rounding=rounding), needs="fp8")
         for scheme in ("FP8 channel", "FP8 tensor")
         for name, rounding in (("torch._scaled_mm", False), ("torch._scaled_mm, inputs rounded before", True))
     ),

@@ -14,10 +14,11 @@ from qserve.evals.bench.gpu.shapes import SHAPES
 from qserve.evals.report import Metric, Report, Section, environment
 from qserve.kernels import ops
 from qserve.kernels.triton import linear
-from qserve.kernels.triton.target import Target, target
+from qserve.kernels.triton.target import NEEDED, Target, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, bucket_of
 from qserve.kernels.triton.tuning.tune import MOST_ROWS, Tunable, Tuner, rows_of, weight_bytes
 from qserve.kernels.triton.tuning.tuned import TunedFile, file_of, resume
+from qserve.kernels.triton.workspace import Workspace
 
 SCHEMES = ("W4A16 g128", "FP8 channel", "W8A16 g128", "FP8 128x128", "W8A8 int8")
 """The most wanted first: time may be over before the last has had its turn."""
@@ -95,8 +96,8 @@ def run(
 
 def linear_reason(scheme: str, gpu: Target) -> str | None:
     """None, or why the GPU has no product of ``scheme``."""
-    needed = linears.least_gpu(scheme)
-    return None if gpu.capability >= needed else "needs compute capability {}.{}".format(*needed)
+    needed = linears.needs(scheme)
+    return None if needed is None or needed in gpu.features else f"needs {NEEDED[needed]}"
 
 
 def _products(tuner: Tuner, scheme: str, shape: tuple[int, int], rows: int, dtype: torch.dtype) -> list[Tunable]:
@@ -104,9 +105,10 @@ def _products(tuner: Tuner, scheme: str, shape: tuple[int, int], rows: int, dtyp
     device = tuner.watch.device
     problem = linears.problem(scheme, shape, rows, device, dtype)
     op = ops.Linear(problem.x, problem.weight, torch.empty(rows, shape[0], dtype=dtype, device=device))
+    memory = Workspace(device)
 
     def prepared() -> Tunable:
-        product = linear.prepare(op, device)
+        product = linear.prepare(op, memory)
         assert isinstance(product, Tunable)
         return product
 

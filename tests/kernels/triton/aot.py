@@ -30,7 +30,8 @@ BEGIN = "compiled kernels: "
 
 @dataclass(frozen=True)
 class Compiled:
-    """``cubin``: in base64; ``spills``: bytes of the stack frame, where registers go for which there is no room."""
+    """``cubin``: in base64; ``spills``: bytes of the stack frame, where registers go for which there is no room. For
+    AMD, whose assembly is ``ptx``, the vector registers that were spilled, and no cubin."""
 
     ttgir: str
     ptx: str
@@ -58,7 +59,7 @@ class Case:
     kernel: Any
     signature: dict[str, str]
     constexprs: dict[str, Any]
-    capability: tuple[int, int]
+    architecture: str
     num_warps: int = 4
     num_stages: int = 3
     divisible: tuple[str, ...] = field(default=())
@@ -69,13 +70,13 @@ def compile_kernel(
     kernel: Any,
     signature: dict[str, str],
     constexprs: dict[str, Any],
-    capability: tuple[int, int],
+    architecture: str,
     num_warps: int = 4,
     num_stages: int = 3,
     divisible: tuple[str, ...] = (),
     maxnreg: int | None = None,
 ) -> Compiled:
-    """Compile for ``capability``. Only where kernels are not interpreted."""
+    """Compile for ``architecture``. Only where kernels are not interpreted."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -86,7 +87,13 @@ def compile_kernel(
     full = {name: "constexpr" if name in constexprs else signature[name] for name in order}
     attrs = {(order.index(name),): [["tt.divisibility", 16]] for name in divisible if name not in constexprs}
     source = ASTSource(kernel, full, {(order.index(name),): value for name, value in constexprs.items()}, attrs)
-    gpu = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    if architecture.startswith("gfx"):
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        made = triton.compile(source, target=GPUTarget("hip", architecture, 64), options=options)
+        assembly = made.asm["amdgcn"]
+        registers, spills = (int(re.findall(rf"\.vgpr_{what}count: +(\d+)", assembly)[0]) for what in ("", "spill_"))
+        return Compiled(made.asm["ttgir"], assembly, "", registers, spills, made.metadata.shared)
+    gpu = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     made = triton.compile(source, target=gpu, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,10 +16,8 @@ if architecture := os.environ.get("EMULATED_SM"):
         pytest.exit(f"EMULATED_SM is one of 80, 86, 89 and 90, not {architecture}", returncode=4)
     from tests.ptx_emulator.driver import install
 
-    major, minor = divmod(int(architecture), 10)
-    shared = target.shared_bytes((major, minor))
-    install((major, minor), shared)
-    target.DEFAULT = replace(target.DEFAULT, capability=(major, minor), shared_bytes=shared)
+    target.DEFAULT = target.described(f"sm_{architecture}")
+    install(target.capability(target.DEFAULT.architecture), target.DEFAULT.shared_bytes)
     target.missing = lambda: None
 
 

@@ -19,6 +19,7 @@ from qserve.kernels import ops
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.launch import compiling
 from qserve.kernels.triton.tuning.tune import candidates
+from qserve.kernels.triton.workspace import Workspace
 
 
 class Absent:
@@ -38,7 +39,7 @@ def main() -> None:
     triton.runtime.driver.set_active(Absent())
     weight = QuantizedWeight(WeightScheme(4, 128), torch.zeros(128, 512, dtype=torch.uint8), torch.ones(128, 4))
     x, out = torch.zeros(16, 512, dtype=torch.bfloat16), torch.zeros(16, 128, dtype=torch.bfloat16)
-    product: Any = linear.prepare(ops.Linear(x, weight, out), torch.device("cpu"))
+    product: Any = linear.prepare(ops.Linear(x, weight, out), Workspace(torch.device("cpu")))
     choices = candidates(product, 16)[:4]
     with compiling(threads=2):
         for config in choices:

@@ -26,13 +26,15 @@ from qserve.kernels.ops import (
     Step,
 )
 from qserve.kernels.reference import ReferenceExecutor
+from qserve.kernels.triton import executor as triton_executors
 from qserve.kernels.triton import target
 from qserve.kernels.triton.executor import TritonExecutor
+from qserve.kernels.triton.launch import compiling
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_gpu_engine.py runs")
 
 CPU = torch.device("cpu")
-FP8 = pytest.mark.skipif(target.target(CPU).capability < target.FP8, reason="this GPU has no e4m3")
+FP8 = pytest.mark.skipif("fp8" not in target.target(CPU).features, reason="this GPU has no e4m3")
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -245,6 +247,50 @@ def test_values_are_stored_bit_for_bit_like_the_reference() -> None:
         assert torch.equal(mine.v[3].view(torch.int8), other.v[3].view(torch.int8))
 
 
+def test_partial_results_never_take_more_memory_than_the_first_decode_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes that are shared hold more keys than the cache has blocks: the step is computed in parts, to the same
+    bits, and what it needs does not grow."""
+    torch.manual_seed(6)
+    cache = Cache(torch.float32, 4, 2, 16)
+    qkv = torch.randn(700, (4 + 2 * 2) * 16)
+    table = list(range(44))
+    cache.run(triton_executor(), qkv, sequences((0, 700, table)))
+    shared = sequences(*((699, 700, table) for _ in range(9)), (3, 4, table))
+    want = cache.run(triton_executor(), qkv[:10].clone(), shared, store=False)
+    rows = 4 * (16 + 2) * 4  # bytes of a unit
+    monkeypatch.setattr(triton_executors, "PARTIAL_BYTES", 7 * rows)
+    for first in (1, 10):
+        program = triton_executor().program(10)
+        _, attention, out = cache.ops(qkv[:10].clone())
+        program.add([attention])
+        one = sequences(*((699, 700, table) for _ in range(first)))
+        for step in (one, shared):
+            program.run(step)
+            assert len(program._partials.values) == 7  # type: ignore[attr-defined]
+    assert torch.equal(out, want)
+
+
+def test_kernels_that_are_only_compiled_write_nothing() -> None:
+    """So that a whole step can be had compiled at once."""
+    cache = Cache(torch.float32, 4, 2, 16)
+    cache.k.zero_()
+    cache.v.zero_()
+    x, out, logits, chosen = torch.randn(6, 64), torch.full((6, 64), math.nan), torch.randn(6, 50), ints([-7] * 6)
+    qkv, before = torch.randn(6, 8 * 16), logits.clone()
+    rope, attention, attended = cache.ops(qkv)
+    rotated = qkv.clone()
+    program = triton_executor().program(6)
+    program.add([
+        RMSNorm(x, torch.ones(64), out, 1e-5), rope, attention, SiluMul(torch.randn(6, 128), out), Gather(x, out),
+        Argmax(logits, chosen), LogSoftmax(logits), Embed(torch.randn(9, 64), out),
+    ])  # fmt: skip
+    step = sequences((0, 5, [1]), (299, 300, list(range(30))))
+    with compiling(2):
+        program.run(replace(step, token_ids=ints([1] * 6), logit_rows=ints(range(6))))
+    assert out.isnan().all() and attended.isnan().all() and torch.equal(qkv, rotated)
+    assert not cache.k.any() and torch.equal(logits, before) and (chosen == -7).all()
+
+
 def test_a_mixed_step_of_prompts_and_decodes_over_several_chunks() -> None:
     """Decodes whose keys are one chunk, several, and behind a window; prompts that begin and go on."""
     torch.manual_seed(6)
@@ -312,7 +358,7 @@ def test_what_is_not_finite_reaches_all_that_see_it() -> None:
     torch.manual_seed(7)
     heads, kv_heads, dim, bad = 6, 2, 32, 13
     caches = [torch.float32, torch.int8]
-    if not target.is_interpreted() and target.target(CPU).capability >= target.FP8:
+    if not target.is_interpreted() and "fp8" in target.target(CPU).features:
         caches = [torch.int8, torch.float8_e4m3fn]  # whose NaN the interpreter reads as a number
     for dtype, activations in itertools.product(caches, (torch.float32, torch.float16)):
         for at in (heads, heads + kv_heads):

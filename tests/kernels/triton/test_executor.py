@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +22,7 @@ from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
-from qserve.kernels.triton import support, target
+from qserve.kernels.triton import support, target, weight_only
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.schedule import divide
@@ -156,15 +159,15 @@ def test_every_size_of_a_decode_is_captured_before_anyone_is_served(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = decoder_of(tiny_model, "triton")
-    executor = decoder._body._executor  # type: ignore[attr-defined]
+    executor = decoder._body[0][1]._executor  # type: ignore[attr-defined]
     captured: list[int] = []
 
     def capture(program: Any, batch: Any) -> Any:
         captured.append(batch.tokens or batch.logits)
         return SimpleNamespace(replay=lambda: None)
 
-    monkeypatch.setattr(type(decoder._body), "_capture", capture)
-    monkeypatch.setattr(type(decoder._body), "_launch", lambda program, batch: None)
+    monkeypatch.setattr(type(decoder._body[0][1]), "_capture", capture)
+    monkeypatch.setattr(type(decoder._body[0][1]), "_launch", lambda program, batch: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(executor, "has_graphs", True)
     plan = MemoryPlan(weights=0, workspace=0, kv_cache=0, available=1 << 30, num_blocks=8, max_model_len=64)
@@ -188,10 +191,10 @@ def test_a_step_is_staged_in_places_that_its_padded_size_gives() -> None:
         tables = torch.arange(rows * 50, dtype=torch.int32).view(rows, 50)
         step = Step(ints([7] * rows), ints(lengths) - 1, ints(lengths), ints(range(rows + 1)), tables, ints([]))
         batch, _ = staging.load(step, divide(step, 16), 4, 0)
-        places.append([x.data_ptr() for x in (batch.positions, batch.slots, batch.count, batch.decodes, batch.units)])
+        places.append([x.data_ptr() for x in (batch.positions, batch.slots, batch.counts, batch.decodes, batch.units)])
         assert batch.slots.tolist() == [*lengths, *[-1] * (4 - rows)]
         assert batch.decodes[:, 0].tolist() == [*range(rows), *[-1] * (4 - rows)]
-        assert int(batch.count) == len(batch.units) == sum(-(-length // 256) for length in lengths)
+        assert int(batch.counts) == len(batch.units) == sum(-(-length // 256) for length in lengths)
         for row, chunk, table in batch.units.tolist():
             assert chunk <= lengths[row] // 256
             assert batch.staged[table : table + 50].tolist() == tables[row].tolist()
@@ -199,6 +202,42 @@ def test_a_step_is_staged_in_places_that_its_padded_size_gives() -> None:
     wide = torch.zeros(3, 9000, dtype=torch.int32)
     step = Step(ints([7] * 3), ints([1, 2, 3]), ints([1, 2, 3]), ints(range(4)), wide, ints([]))
     assert staging.load(step, divide(step, 16), 4, 0)[1], "everything has moved"
+
+
+def test_a_graph_is_never_captured_into_a_pool_that_ended(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of graphs ends with the last of them; the cache that moves is what ends them."""
+    decoder = decoder_of(tiny_model, "triton")
+    executor = decoder._body[0][1]._executor  # type: ignore[attr-defined]
+    handles, into = itertools.count(), []
+
+    @contextmanager
+    def graph(graph: Any, *, pool: Any, capture_error_mode: str) -> Iterator[None]:
+        into.append(pool)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(executor, "has_graphs", True)
+    for rows in (2, 1, 2):
+        warmup.decode(decoder, 8, (rows,))
+    before = set(into)
+    decoder.resize_cache(9)
+    into.clear()
+    warmup.decode(decoder, 9)
+    assert before and into and not set(into) & before
+
+
+def test_what_two_executors_compute_at_once_has_memory_of_its_own(tiny_packed: Path) -> None:
+    held = []
+    decoders = [decoder_of(tiny_packed, "triton") for _ in range(2)]
+    for decoder in decoders:
+        products = decoder._body[0][1]._executor.products  # type: ignore[attr-defined]
+        for product in products:
+            product.configure({16: replace(product.configs[16], splits=2)})
+        held.append({x.data_ptr() for product in products for x in (product.partial, product.arrived)})
+    assert not held[0] & held[1]
 
 
 def test_tiles_cover_prompts_and_those_with_the_most_keys_come_first() -> None:
@@ -210,14 +249,58 @@ def test_tiles_cover_prompts_and_those_with_the_most_keys_come_first() -> None:
     assert work.decodes.tolist() == [[20, 0]] and work.units.tolist() == [[20, 0, 1]]
 
 
+def test_decodes_with_more_keys_than_there_is_memory_for_are_computed_in_parts() -> None:
+    ends = [600, 1, 300, 2000, 256]
+    tables = torch.zeros(5, 130, dtype=torch.int32)
+    step = Step(ints([7] * 5), ints(ends) - 1, ints(ends), ints(range(6)), tables, ints([]))
+    assert divide(step, 16).parts.tolist() == [[5, 15]]
+    work = divide(step, 16, 4)
+    assert work.parts.tolist() == [[2, 4], [1, 2], [1, 8], [1, 1]], "one decode is never divided"
+    assert work.decodes.tolist() == [[0, 0], [1, 3], [2, 0], [3, 0], [4, 0]]
+    assert np.array_equal(work.units, divide(step, 16).units)
+
+
 def test_what_an_older_gpu_lacks_is_named(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.make("triton").placement.keys_by_token
     monkeypatch.setattr(target, "is_interpreted", lambda: False)
     assert registry.make().name in ("native", "reference")
-    with pytest.raises(CapacityError, match="no NVIDIA GPU"):
+    with pytest.raises(CapacityError, match="no GPU"):
         registry.make("triton")
-    assert [name for name, state in registry.triton_kernels() if "no NVIDIA GPU" not in state] == []
-    assert "8.9" in str(support._float8((8, 6))) and support._float8((8, 9)) is None
+    assert [name for name, state in registry.triton_kernels() if "no GPU" not in state] == []
+    older, newer = (support._float8(target.described(name)) for name in ("sm_86", "sm_89"))
+    assert "8.9" in str(older) and newer is None
+
+
+def test_a_gpu_has_what_its_architecture_brings() -> None:
+    found = {name: target.described(name).features for name in
+             ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx942", "gfx950")}  # fmt: skip
+    assert {name for name, features in found.items() if "tcgen05" in features} == {"sm_100", "sm_103"}
+    assert {name for name, features in found.items() if "wgmma" in features} == {"sm_90"}
+    assert {name for name, features in found.items() if "fp8" in features} == found.keys() - {"sm_80", "gfx942"}
+    assert {name for name, features in found.items() if "ptx" not in features} == {"gfx942", "gfx950"}
+    assert not weight_only.default(64, 4, 128, target.described("sm_120")).swap, "its matrix unit is that of sm_80"
+
+
+def test_a_gpu_is_asked_what_it_is_and_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no table knows: shared memory, and whose GPU it is that torch calls one of CUDA."""
+    found = SimpleNamespace(name="a GPU", major=9, minor=4, multi_processor_count=304, warp_size=64,
+                            gcnArchName="gfx942:sramecc+:xnack-")  # fmt: skip
+    utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": 70_000})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(target, "is_interpreted", lambda: False)
+    monkeypatch.setattr(target.triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    gpu = target.target.__wrapped__(torch.device("cuda", 0))
+    assert (gpu.name, gpu.architecture, gpu.shared_bytes, gpu.warp, gpu.sms) == ("a GPU", "gfx942", 70_000, 64, 304)
+    assert not gpu.features and target.missing() is None
+    found.gcnArchName = "gfx1100"
+    assert "gfx1100" in str(target.missing())
+    monkeypatch.setattr(torch.version, "hip", None)
+    gpu = target.target.__wrapped__(torch.device("cuda", 0))
+    assert gpu.architecture == "sm_94" and {"ptx", "tma"} <= gpu.features
+    found.major, found.minor = 7, 5
+    assert "7.5" in str(target.missing())
 
 
 def test_a_gpu_computes_as_the_model_was_trained() -> None:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ACTIVATIONS = [torch.float16] if is_interpreted() else [torch.float16, torch.bfloat16]
 CACHES = [torch.float16, torch.int8, *([] if is_interpreted() else [torch.bfloat16])]
-if target(DEVICE).capability >= (8, 9):
+if "fp8" in target(DEVICE).features:
     CACHES.append(torch.float8_e4m3fn)
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SPANS = [(600, 1), (9, 1), (0, 40), (511, 1), (250, 60)]

@@ -17,11 +17,13 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, reference
 from qserve.kernels.triton import linear, target, weight_only
+from qserve.kernels.triton.dense import multiply
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.tuning.configs import Config
+from qserve.kernels.triton.workspace import Workspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FP8 = pytest.mark.skipif(target.target(DEVICE).capability < target.FP8, reason="this GPU has no e4m3")
+FP8 = pytest.mark.skipif("fp8" not in target.target(DEVICE).features, reason="this GPU has no e4m3")
 
 pytestmark = pytest.mark.skipif(target.missing() is not None, reason=str(target.missing()))
 
@@ -54,8 +56,8 @@ def want(op: ops.Linear, rows: int) -> torch.Tensor:
 
 def run(op: ops.Linear, rows: int, batch_invariant: bool = False) -> torch.Tensor:
     weight = op.weight
-    assert linear.supports(weight, target.target(DEVICE).capability) is None
-    linear.prepare(op, DEVICE, batch_invariant).run(rows)
+    assert linear.supports(weight, target.target(DEVICE)) is None
+    linear.prepare(op, Workspace(DEVICE), batch_invariant).run(rows)
     return op.out[:rows].float().cpu()
 
 
@@ -147,7 +149,7 @@ def test_a_split_sum_is_the_same_every_time_and_the_counters_return_to_zero() ->
     weight = packed(256, 4096, 4, 128)
     x = torch.randn(16, 4096, dtype=torch.float16, device=DEVICE)
     op = ops.Linear(x, weight, torch.empty(16, 256, dtype=torch.float16, device=DEVICE))
-    product = linear.prepare(op, DEVICE)
+    product = linear.prepare(op, Workspace(DEVICE))
     assert product.configs[16].splits > 1
     expected = want(op, 16)
     runs = []
@@ -306,3 +308,15 @@ def test_inputs_past_what_is_counted_in_32_bits_are_launched_apart(monkeypatch: 
     monkeypatch.setattr(weight_only.WeightOnly, "_launch", counted)
     monkeypatch.setattr(weight_only, "MOST_PLACES", 130 * 256 + 100)
     assert torch.equal(run(op, 300), together) and launched == [130, 130, 40]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_dense_products_in_float32_are_not_rounded_on_the_way(accumulate: bool, biased: bool) -> None:
+    """Logits, and what is added to the residual stream."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(5, 96).bfloat16(), torch.randn(33, 96).bfloat16()
+    bias, out = torch.randn(33), torch.randn(5, 33)
+    want = x.double() @ weight.double().t() + (bias if biased else 0) + (out if accumulate else 0)
+    multiply(x, weight, bias if biased else None, out, accumulate)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from waves import PER_BYTE
 
-from qserve.kernels.triton.target import DEFAULT, shared_bytes
+from qserve.kernels.triton.target import DEFAULT, described
 from qserve.kernels.triton.tuning import tuned
 from qserve.kernels.triton.tuning.configs import BUCKETS, Config
 from tests.kernels.triton import aot, linear_cases
@@ -19,10 +19,10 @@ HERE = Path(__file__).parent
 
 
 def check(name: str, made) -> None:  # type: ignore[no-untyped-def]
-    major, minor = divmod(int(re.search(r"sm_(\d+)", name)[1]), 10)  # type: ignore[index]
+    architecture = re.findall(r"sm_\d+", name)[0]
     assert made.spills == 0, name
     assert made.registers <= 255, name
-    assert made.shared_bytes <= shared_bytes((major, minor)), name
+    assert made.shared_bytes <= described(architecture).shared_bytes, name
 
 
 def resident(made, warps: int) -> int:  # type: ignore[no-untyped-def]
@@ -122,7 +122,7 @@ def test_what_is_shipped_is_among_the_configurations(tmp_path: Path) -> None:
         *["weight_only_kernel"] * 3, "eight_bit_kernel", "persistent_kernel",
     ]  # fmt: skip
     for case in list(found.values())[:-1]:
-        assert (case.capability, case.num_warps, case.num_stages) == ((9, 0), 4, 5) and case.constexprs["SPLIT"]
+        assert (case.architecture, case.num_warps, case.num_stages) == ("sm_90", 4, 5) and case.constexprs["SPLIT"]
         assert (case.constexprs["BLOCK_M"], case.constexprs["BLOCK_N"]) == (32, 64)
 
 

@@ -21,6 +21,7 @@ from qserve.kernels.triton.prepack import planes
 from qserve.kernels.triton.tuning import tuned
 from qserve.kernels.triton.tuning.configs import Config, bucket_of
 from qserve.kernels.triton.weight_only import WeightOnly
+from qserve.kernels.triton.workspace import Workspace
 from tests.kernels.triton.test_linear import (
     DEVICE,
     FP8_TOLERANCE,
@@ -37,7 +38,7 @@ from tests.kernels.triton.test_linear import (
 
 pytestmark = pytest.mark.skipif(target.missing() is not None, reason=str(target.missing()))
 has_descriptors = pytest.mark.skipif(
-    target.target(DEVICE).capability not in persistent.CAPABILITIES, reason="this GPU has no tensor descriptors"
+    not persistent.runs(target.target(DEVICE)), reason="this GPU has no tensor descriptors"
 )
 SMALL = Config(128, 128, 8, 3, splits=1, kernel="persistent")
 WIDE = replace(SMALL, block_n=256)
@@ -50,7 +51,7 @@ def eight_bit(weight: QuantizedWeight, rows: int, **more: object) -> EightBit:
     x = torch.randn(rows + 3, inp, dtype=torch.float16, device=DEVICE)
     wide = torch.randn(rows + 3, out + 32, device=DEVICE)
     bias = torch.randn(out, device=DEVICE)
-    product = linear.prepare(ops.Linear(x, weight, wide[:, 16:-16], bias, accumulate=True), DEVICE, **more)  # type: ignore[arg-type]
+    product = linear.prepare(ops.Linear(x, weight, wide[:, 16:-16], bias, accumulate=True), Workspace(DEVICE), **more)  # type: ignore[arg-type]
     assert isinstance(product, EightBit)
     product.op = replace(product.op, weight=weight)  # which it lets go of, and ``want`` reads
     return product
@@ -88,7 +89,7 @@ def test_persistent_integers_are_exact() -> None:
     torch.manual_seed(1)
     product = eight_bit(rounded(packed(70, 200, 8, -1), TOKEN8), persistent.FEWEST_ROWS)
     chosen = product.configs[bucket_of(persistent.FEWEST_ROWS)]
-    if target.target(DEVICE).capability == (9, 0):
+    if "wgmma" in target.target(DEVICE).features:
         assert chosen.kernel == "persistent"
     expected = want(product.op, persistent.FEWEST_ROWS)
     product.run(persistent.FEWEST_ROWS)
@@ -112,18 +113,19 @@ def test_what_the_persistent_product_refuses() -> None:
     plain, blocks = packed_fp8(256, 256, -1, 1), packed_fp8(256, 256, 128, 128)
     by_group = ActivationScheme("int8", "group", group_size=128)
     cases = [
-        (rounded(plain, TOKEN_FP8), 128, (9, 0), None),
-        (rounded(blocks, GROUP_FP8), 128, (10, 0), None),
-        (rounded(plain, TOKEN_FP8), 128, (8, 9), "sm_89"),
-        (rounded(plain, TOKEN_FP8), 128, (12, 0), "sm_120"),
-        (rounded(plain, replace(GROUP_FP8, group_size=64)), 64, (9, 0), "groups of 64"),
-        (rounded(packed(256, 256, 4, 128), TOKEN_FP8), 128, (9, 0), "scales of its own"),
-        (rounded(packed(256, 256, 8, -1), TOKEN8), 128, (9, 0), None),
-        (rounded(packed(256, 256, 8, -1), TOKEN8), 128, (10, 0), "integers"),
-        (rounded(packed(256, 256, 8, -1), by_group), 128, (9, 0), "conversion"),
+        (rounded(plain, TOKEN_FP8), 128, "sm_90", None),
+        (rounded(blocks, GROUP_FP8), 128, "sm_100", None),
+        (rounded(blocks, GROUP_FP8), 128, "sm_103", None),
+        (rounded(plain, TOKEN_FP8), 128, "sm_89", "sm_89"),
+        (rounded(plain, TOKEN_FP8), 128, "sm_120", "sm_120"),
+        (rounded(plain, replace(GROUP_FP8, group_size=64)), 64, "sm_90", "groups of 64"),
+        (rounded(packed(256, 256, 4, 128), TOKEN_FP8), 128, "sm_90", "scales of its own"),
+        (rounded(packed(256, 256, 8, -1), TOKEN8), 128, "sm_90", None),
+        (rounded(packed(256, 256, 8, -1), TOKEN8), 128, "sm_100", "integers"),
+        (rounded(packed(256, 256, 8, -1), by_group), 128, "sm_90", "conversion"),
     ]
-    for weight, block_k, capability, reason in cases:
-        found = persistent.supports(weight, block_k, capability)
+    for weight, block_k, architecture, reason in cases:
+        found = persistent.supports(weight, block_k, target.described(architecture))
         assert (found is None) == (reason is None) and (reason is None or reason in str(found)), (weight.scheme, found)
 
 
@@ -169,7 +171,7 @@ def test_dequantized_first(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
         bias = torch.randn(290, dtype=torch.float16, device=DEVICE) if shuffled else None
         op = ops.Linear(x, weight, wide[:, 16:-16], bias, accumulate=shuffled)
         before, expected = wide.clone(), want(op, 5)
-        product = linear.prepare(op, DEVICE)
+        product = linear.prepare(op, Workspace(DEVICE))
         product.configure({16: dequantize.CONFIG})  # type: ignore[attr-defined]
         product.run(5)
         assert error(op.out[:5].float().cpu(), expected) < 1e-3
@@ -182,7 +184,7 @@ def chosen(rows: int, dtype: torch.dtype = torch.float16, invariant: bool = Fals
         torch.empty(rows, 128, dtype=dtype, device=DEVICE), packed(16, 128, 4, 64),
         torch.empty(rows, 16, dtype=dtype, device=DEVICE),
     )  # fmt: skip
-    product = linear.prepare(op, DEVICE, invariant)
+    product = linear.prepare(op, Workspace(DEVICE), invariant)
     assert isinstance(product, WeightOnly)
     return product.configs[bucket_of(rows)].kernel
 

@@ -12,6 +12,7 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.ops import Linear
 from qserve.kernels.triton import linear, target
 from qserve.kernels.triton.tuning.tune import Tunable, weight_bytes
+from qserve.kernels.triton.workspace import Workspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INT8, FP8 = ActivationScheme("int8"), ActivationScheme("fp8")
@@ -41,7 +42,7 @@ def held(scheme: WeightScheme, activations: ActivationScheme | None, out: int, i
     )  # fmt: skip
     weight.check()
     x = torch.zeros(1, inp, dtype=torch.float16, device=DEVICE)
-    made = linear.prepare(Linear(x, weight, torch.zeros(1, out, dtype=torch.float16, device=DEVICE)), DEVICE)
+    made = linear.prepare(Linear(x, weight, torch.zeros(1, out, dtype=torch.float16, device=DEVICE)), Workspace(DEVICE))
     assert isinstance(made, Tunable)
     return weight_bytes(made)
 

@@ -28,6 +28,7 @@ from qserve.kernels.triton.tuning import autotune, tune, tuned
 from qserve.kernels.triton.tuning.configs import BUCKETS, Config, bucket_of
 from qserve.kernels.triton.tuning.stopwatch import Stopwatch, Time
 from qserve.kernels.triton.tuning.tune import Tunable, Tuner, candidates
+from qserve.kernels.triton.workspace import Workspace
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 
@@ -61,7 +62,7 @@ def product(rows: int = 20, out: int = 128, inp: int = 256, *, invariant: bool =
     weight = QuantizedWeight(scheme, codes, torch.full((out, scheme.groups(inp)), 0.01),
                              activations=ActivationScheme("fp8") if fp8 else None)  # fmt: skip
     x, y = torch.randn(rows, inp, dtype=torch.float16), torch.empty(rows, out, dtype=torch.float16)
-    return linear.prepare(ops.Linear(x, weight, y), CPU, invariant)
+    return linear.prepare(ops.Linear(x, weight, y), Workspace(CPU), invariant)
 
 
 @pytest.fixture
@@ -294,3 +295,13 @@ def test_candidates_are_compiled_at_once_for_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     made, wanted = map(int, done.stdout.split())
     assert made == wanted > 1
+
+
+def test_a_configuration_that_spoils_one_row_of_many_is_wrong() -> None:
+    want = torch.randn(512, 64)
+    y = want.clone()
+    assert tune._is_near(y + 1e-3 * torch.randn_like(y), want)
+    y[77] *= 1.2  # 1 % of the norm of all
+    assert not tune._is_near(y, want)
+    y[77] = torch.nan
+    assert not tune._is_near(y, want)

@@ -17,7 +17,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from qserve.kernels.triton.target import shared_bytes
+from qserve.kernels.triton.target import described
 from tests.kernels.triton.aot import Compiled, compile_file
 from tests.kernels.triton.test_emulated import SOME, emulate
 
@@ -39,10 +39,10 @@ def install(version: str, home: Path) -> Path:
 def faults(made: dict[str, Compiled]) -> list[str]:
     found = []
     for name, kernel in made.items():
-        major, minor = re.findall(r"sm_(\d+)(\d)", name)[0]
+        architecture = re.findall(r"sm_\d+", name)[0]
         if kernel.spills:
             found.append(f"{name}: {kernel.spills} bytes of spills")
-        if kernel.shared_bytes > shared_bytes((int(major), int(minor))):
+        if kernel.shared_bytes > described(architecture).shared_bytes:
             found.append(f"{name}: {kernel.shared_bytes} bytes of shared memory")
     return found
 

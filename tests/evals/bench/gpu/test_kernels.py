@@ -153,11 +153,11 @@ def test_the_figures_of_recorded_times() -> None:
 def test_without_a_gpu_the_benchmark_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(UsageError, match="no NVIDIA GPU is visible"):
+    with pytest.raises(UsageError, match="no GPU is visible"):
         benching.kernels(EngineConfig(), 1, "cuda")
     with pytest.raises(UsageError, match="--kernels, --threads"):
         benching.kernels(EngineConfig(kernels="native"), 1, "cuda")
-    with pytest.raises(UsageError, match="no NVIDIA GPU is visible"):
+    with pytest.raises(UsageError, match="no GPU is visible"):
         benching.kernels(EngineConfig(), 1, "cuda", Path("."), 9.0)
     with pytest.raises(UsageError, match="--tune and --limit are for --device cuda"):
         benching.kernels(EngineConfig(), 1, "cpu", Path("."))
