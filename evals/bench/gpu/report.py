@@ -78,7 +78,7 @@ def report(
     if untimed:
         sections.append(Section("Not timed", ("what", "why"), tuple(untimed.items())))
     data = {
-        "gpu": asdict(gpu),
+        "gpu": asdict(gpu) | {"features": sorted(gpu.features)},
         "peak_operations": roof.operations,
         "peak_bytes": roof.bytes,
         "timings": [asdict(t) for t in timings],
