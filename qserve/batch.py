@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from qserve.answer_file import ID, AnswerFile, Key, key_of
 from qserve.checkpoint.errors import DataError, QServeError
+from qserve.runtime.client.thread_host import ThreadHost
 from qserve.runtime.server.app import create_app
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.errors import APIError
@@ -139,7 +140,7 @@ class _Run:
         model_name: str | None,
         update: Callable[[int, int], None],
     ) -> None:
-        self._service = Service.beside(engine, ServerConfig(model_name=model_name))
+        self._service = Service(ThreadHost(engine), ServerConfig(model_name=model_name))
         self._app = create_app(self._service)
         self._path = path
         self._out = out

@@ -107,7 +107,7 @@ class EngineLoop:
             while True:
                 command = self._commands.get(block=wait)
                 wait = False
-                match command:
+                match command:  # ``Load`` comes before the loop
                     case Stop():
                         return False
                     case Submit():

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from qserve.runtime.client.messages import Command, EngineInfo, Event
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qserve.checkpoint.source import ModelSource
+
 
 class EngineHost(Protocol):
-    """Where an engine runs. ``info`` is known from the start."""
+    """Where an engine runs. ``source`` and ``tokenizer`` are of the model that it serves."""
 
     info: EngineInfo
+    source: ModelSource
+    tokenizer: PreTrainedTokenizerBase
 
     @property
     def alive(self) -> bool: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from qserve.runtime.config import EngineConfig
 from qserve.runtime.journal import StepRecord
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.sampling import SamplingParams
@@ -91,7 +92,15 @@ class Stop:
     """End every request and the engine; answered by ``Ended``."""
 
 
-Command = Submit | Abort | TakeSnapshot | PrepareGrammars | Stop
+@dataclass(frozen=True)
+class Load:
+    """The first command to another process; answered by ``Loaded`` or ``Ended``. ``model``: a path."""
+
+    model: str
+    config: EngineConfig
+
+
+Command = Load | Submit | Abort | TakeSnapshot | PrepareGrammars | Stop
 
 
 @dataclass(frozen=True)
@@ -137,4 +146,16 @@ class Ended:
     failure: str | None
 
 
-Event = Accepted | Refused | StepDone | StepFailed | SnapshotTaken | EngineStats | Ended
+@dataclass(frozen=True)
+class Loaded:
+    info: EngineInfo
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Now and then from another process. ``step_seconds``: for how long the step that runs now has been running."""
+
+    step_seconds: float
+
+
+Event = Loaded | Heartbeat | Accepted | Refused | StepDone | StepFailed | SnapshotTaken | EngineStats | Ended

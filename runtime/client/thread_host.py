@@ -19,6 +19,7 @@ class ThreadHost:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.info = EngineInfo.of(engine)
+        self.source, self.tokenizer = engine.source, engine.tokenizer
         self._receive: Callable[[Sequence[Event]], None] = lambda events: None
         self._loop = EngineLoop(engine, lambda events: self._receive(events))
         self._thread = threading.Thread(target=self._loop.run, name="qserve-engine", daemon=True)

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from qserve.runtime.client.generation import EngineFailure
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.errors import APIError, ClientGone, failure_error, request_error
+from qserve.runtime.server.errors import APIError, ClientGone, as_api_error
 from qserve.runtime.server.http.authentication import AuthenticationMiddleware
 from qserve.runtime.server.http.lingering_close import LingeringClose
 from qserve.runtime.server.routes import (
@@ -28,7 +28,7 @@ from qserve.runtime.server.routes import (
     websocket,
 )
 from qserve.runtime.server.service import Service
-from qserve.runtime.server.telemetry.access_log import AccessLog
+from qserve.runtime.server.telemetry.access_log import AccessLogMiddleware
 
 
 def create_app(service: Service) -> FastAPI:
@@ -43,13 +43,7 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-Id", "traceparent"],
             expose_headers=["Retry-After", "X-Request-Id"],
         )
-    app.add_middleware(
-        AccessLog,
-        model=service.model_name,
-        metrics=service.metrics,
-        tracer=service.tracer,
-        draining=lambda: service.draining,
-    )
+    app.add_middleware(AccessLogMiddleware, log=service.access_log)
     app.add_middleware(LingeringClose)  # the last one added is the outermost: what it waits for is no part of a request
     _add_error_handlers(app)
     for part in (probes, models, completions, chat, responses, embeddings, tokens, websocket, engine, page, schema):
@@ -59,16 +53,10 @@ def create_app(service: Service) -> FastAPI:
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(APIError)
-    async def api_error(_: Request, error: APIError) -> Response:
-        return error.response()
-
     @app.exception_handler(RequestError)
-    async def invalid_request(_: Request, error: RequestError) -> Response:
-        return request_error(error).response()
-
     @app.exception_handler(EngineFailure)
-    async def engine_failure(_: Request, error: EngineFailure) -> Response:
-        return failure_error(error).response()
+    async def refused_or_failed(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
 
     @app.exception_handler(ClientGone)
     async def client_gone(_: Request, error: ClientGone) -> Response:

@@ -5,12 +5,15 @@ Knows statuses and the shape of the object; does not know why something was refu
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from qserve.runtime.client.generation import DeadlineExceeded, EngineFailure
 from qserve.runtime.sampling import RequestError
+
+logger = logging.getLogger(__name__)
 
 _TYPES = {
     401: "authentication_error",
@@ -48,16 +51,19 @@ class APIError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
-def failure_error(error: EngineFailure) -> APIError:
-    """What a client is told of a generation that the engine could not go on with."""
+def as_api_error(error: Exception) -> APIError:
+    """What a client is told of what went wrong; a defect says no more than that there is one."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, RequestError):
+        return APIError(400, str(error), param=error.param, code="invalid_value")
     if isinstance(error, DeadlineExceeded):
         # Clients send a failed request again by default; its time is over.
         return APIError(408, str(error), param="timeout", code="timeout", headers={"x-should-retry": "false"})
-    return APIError(500, str(error))
-
-
-def request_error(error: RequestError) -> APIError:
-    return APIError(400, str(error), param=error.param, code="invalid_value")
+    if isinstance(error, EngineFailure):
+        return APIError(500, str(error))
+    logger.error("a request failed", exc_info=error)
+    return APIError(500, "the server failed on this request; its log says why")
 
 
 class ClientGone(Exception):

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from qserve.checkpoint.errors import QServeError
+from qserve.runtime.client.process_host import ProcessHost
+from qserve.runtime.client.thread_host import ThreadHost
 from qserve.runtime.server.app import create_app
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.http.connection import Connection
@@ -160,19 +162,19 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    engine: Engine | Callable[[], Engine],
+    engine: Engine | Callable[[], Engine | ProcessHost],
     host: str = "127.0.0.1",
     port: int = 8000,
     config: ServerConfig | None = None,
     *,
     sock: socket.socket | None = None,
-    opened: Callable[[Engine], None] | None = None,
+    opened: Callable[[], None] | None = None,
 ) -> None:
     """Serve until a signal ends it. ``sock``, from ``claim_socket``, takes the place of host and port.
 
-    Where ``engine`` is a function that loads one, the probes answer while it does; ``opened`` is called with the engine
-    once requests are let in. Raises ``QServeError`` when the
-    engine fails for good. A step that is stuck cannot be ended, so it ends the process, with exit code 1.
+    Where ``engine`` is a function that loads one, here or in a process of its own, the probes answer while it does;
+    ``opened`` is called once requests are let in. Raises ``QServeError`` when the engine fails for good. A step that is
+    stuck cannot be ended, so it ends the process, with exit code 1.
     """
     config = config or ServerConfig()
     server = _Server(config, sock or claim_socket(host, port))
@@ -182,13 +184,14 @@ def serve(
         # What is loaded stays. To look through half a million objects for garbage would stop every stream for 0.2 s.
         gc.collect()
         gc.freeze()
-        service = Service.beside(loaded, config, server.keys)
+        engine_host = loaded if isinstance(loaded, ProcessHost) else ThreadHost(loaded)
+        service = Service(engine_host, config, server.keys)
         service.constraints.start()
         with _signals(server):
             server.open(service)
             service.engine.prepare_grammars()
             if opened is not None:
-                opened(loaded)
+                opened()
             thread.join()
     finally:
         if thread.is_alive():
@@ -249,7 +252,7 @@ class ServerHandle:
         self.host, self.port = sock.getsockname()[:2]
         self._server = _Server(config, sock)
         self._scheme = "http" if config.tls_cert is None else "https"
-        self.service = Service.beside(engine, config, self._server.keys)
+        self.service = Service(ThreadHost(engine), config, self._server.keys)
 
     @property
     def url(self) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from collections.abc import Awaitable, Callable
+from functools import cached_property, partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from starlette.requests import HTTPConnection
 
 from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.client.engine_client import SHUTTING_DOWN, EngineClient
 from qserve.runtime.client.generation import Generation
 from qserve.runtime.client.host import EngineHost
-from qserve.runtime.client.thread_host import ThreadHost
 from qserve.runtime.grammar import Vocabulary
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.accounting import Accounting
@@ -28,35 +27,25 @@ from qserve.runtime.server.http.streaming import EventStream, after_first, while
 from qserve.runtime.server.limits.constraints import ConstraintChecker
 from qserve.runtime.server.limits.keys import ApiKey, KeyRing
 from qserve.runtime.server.limits.quota import QuotaError
-from qserve.runtime.server.openai.answers import Answer
 from qserve.runtime.server.openai.logprobs import TokenTexts
-from qserve.runtime.server.openai.responses_answer import ResponseAnswer
+from qserve.runtime.server.reply import Call, Reply
+from qserve.runtime.server.telemetry.access_log import AccessLog
 from qserve.runtime.server.telemetry.metrics import Metrics
-from qserve.runtime.server.telemetry.request_record import RequestRecord
 from qserve.runtime.server.telemetry.tracing import Tracer, otlp_exporter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from qserve.checkpoint.source import ModelSource
-    from qserve.runtime.engine import Engine
 
 MORE_COMMAS = 20_000  # in a body, beside those between tokens
 MAX_RETRY_AFTER = 120  # seconds; clients give up on longer ones
 
 
+# Validates a body, submits what it asks for, and says how that is to be answered.
+Begin = Callable[["Service", Call, dict[str, Any]], Awaitable[Reply]]
+
+
 class Service:
     """What the routes share: a client of the engine and everything made once per model."""
 
-    def __init__(
-        self,
-        host: EngineHost,
-        source: ModelSource,
-        tokenizer: PreTrainedTokenizerBase,
-        config: ServerConfig,
-        keys: KeyRing | None = None,
-    ) -> None:
-        info = host.info
+    def __init__(self, host: EngineHost, config: ServerConfig, keys: KeyRing | None = None) -> None:
+        info, source, tokenizer = host.info, host.source, host.tokenizer
         self.config = config
         self.keys = KeyRing(config.api_keys, config.api_keys_file) if keys is None else keys
         self.model_name = config.model_name or info.model_name
@@ -83,10 +72,9 @@ class Service:
         self.texts = TokenTexts(tokenizer)
         self.dialect = Dialect(tokenizer, config.tool_format, config.reasoning)
 
-    @classmethod
-    def beside(cls, engine: Engine, config: ServerConfig, keys: KeyRing | None = None) -> Service:
-        """In the process of ``engine``, which then belongs to it."""
-        return cls(ThreadHost(engine), engine.source, engine.tokenizer, config, keys)
+    @cached_property
+    def access_log(self) -> AccessLog:
+        return AccessLog(self.model_name, self.metrics, self.tracer, lambda: self.draining)
 
     @property
     def ready(self) -> bool:
@@ -124,7 +112,7 @@ class Service:
         )
 
     async def submit(
-        self, request: Request, prompts: list[list[int]], params: SamplingParams, priority: int | None
+        self, call: Call, prompts: list[list[int]], params: SamplingParams, priority: int | None
     ) -> Generation:
         self._require_ready()
         choices = len(prompts) * params.n
@@ -132,7 +120,7 @@ class Service:
             raise RequestError(
                 f"{len(prompts)} prompts with n {params.n} are more than the {self.max_waiting} that may wait here", "n"
             )
-        key: ApiKey | None = request.scope["qserve.key"]
+        key = call.key
         if key and key.max_requests is not None and choices > key.max_requests:
             raise RequestError(
                 f"{len(prompts)} prompts with n {params.n} are more than the {key.max_requests} requests that this API "
@@ -141,15 +129,15 @@ class Service:
             )
         priority = _priority(key, priority)
         try:
-            tenant, constraint = request.scope["qserve.tenant"], params.constraint
-            grammar = None if constraint is None else await self.constraints.grammar(constraint, tenant)
+            constraint = params.constraint
+            grammar = None if constraint is None else await self.constraints.grammar(constraint, call.tenant)
             generation = await self.engine.submit(
                 prompts,
                 params,
                 grammar=grammar,
                 priority=priority,
-                cache_salt=tenant,
-                tenant=key.name if key else "",
+                cache_salt=call.tenant,
+                tenant=call.tenant,
                 weight=key.weight if key else 1.0,
                 observer=self.accounting.open(key, choices, sum(map(len, prompts)), self._backlog_seconds()),
             )
@@ -157,22 +145,20 @@ class Service:
             raise self._busy(str(error)) from None
         except QuotaError as error:
             raise _limited(error) from None
-        record: RequestRecord = request.scope["qserve.record"]
-        record.generations.append(generation)
+        call.record.generations.append(generation)
         return generation
 
-    def admit(self, request: HTTPConnection) -> None:
+    def admit(self, call: Call) -> None:
         """The door: refuse at once, before a body is read, whoever could not have even one more request.
 
         What more a request asks for is checked where it is kept: by the quotas of its key and by the scheduler. Raises
         ``APIError`` 503 for the whole server's sake and 429 for the key's.
         """
         self._require_ready()
-        key: ApiKey | None = request.scope["qserve.key"]
         try:
-            self.engine.require_room(key.name if key else "")
-            if key is not None:
-                self.accounting.quotas.check(key, 1, time.monotonic(), self._backlog_seconds())
+            self.engine.require_room(call.tenant)
+            if call.key is not None:
+                self.accounting.quotas.check(call.key, 1, time.monotonic(), self._backlog_seconds())
         except QueueFullError as error:
             raise self._busy(str(error)) from None
         except QuotaError as error:
@@ -191,34 +177,32 @@ class Service:
     def _busy(self, message: str) -> APIError:
         return APIError(503, message, code="queue_full", headers=_retry_after(self._backlog_seconds()))
 
-    async def answer(
-        self,
-        request: Request,
-        generation: Generation,
-        answer: Answer | ResponseAnswer,
-        *,
-        stream: bool,
-        include_usage: bool,
-        continuous_usage: bool = False,
-    ) -> Response:
-        """The response, once its first token is there. A client that leaves takes its generation with it."""
+    async def respond(self, request: Request, begin: Begin) -> Response:
+        """What a route answers: the body begins a reply, whose first token is awaited.
+
+        A client that leaves takes its generation with it.
+        """
+        call = call_of(request)
+        self.admit(call)
+        reply = await begin(self, call, await self.body(request))
         streaming = False
         try:
-            if not stream:
-                return JSONResponse(await while_connected(request, answer.whole(aiter(generation))))
-            chunks = answer.chunks(
-                aiter(generation), include_usage=include_usage, continuous_usage=continuous_usage
-            )
+            if not reply.streamed:
+                return JSONResponse(await while_connected(request, reply.whole()))
             response = EventStream(
-                await while_connected(request, after_first(chunks)),
-                lambda: self.engine.abort(generation),
-                named=answer.named_events,
+                await while_connected(request, after_first(reply.chunks())),
+                lambda: self.engine.abort(reply.generation),
+                named=reply.answer.named_events,
             )
             streaming = True
             return response
         finally:
             if not streaming:
-                self.engine.abort(generation)
+                self.engine.abort(reply.generation)
+
+
+def call_of(request: Request) -> Call:
+    return Call(request.scope["qserve.key"], request.scope["qserve.record"])
 
 
 def _limited(error: QuotaError) -> APIError:

@@ -5,6 +5,8 @@ Knows the ASGI interface, for HTTP and WebSockets; does not know how keys are ke
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.runtime.server.errors import APIError
@@ -46,19 +48,26 @@ class AuthenticationMiddleware:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             raise APIError(431, f"the request headers have more than {MAX_HEADER_BYTES:,} bytes")
-        if not self._keys or (scope["type"] == "http" and _is_open(scope["path"])):
+        if scope["type"] == "http" and _is_open(scope["path"]):
             return None
-        authorization = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, presented = authorization.partition(b" ")
-        key = self._keys.find(presented.strip())
-        if scheme.lower() != b"bearer" or key is None:
-            raise APIError(
-                401,
-                "no valid API key was given; send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return key
+        return authenticate(self._keys, headers)
+
+
+def authenticate(keys: KeyRing, headers: Iterable[tuple[bytes, bytes]]) -> ApiKey | None:
+    """Whose call it is; None where there are no keys. Raises ``APIError`` 401."""
+    if not keys:
+        return None
+    authorization = next((value for name, value in headers if name == b"authorization"), b"")
+    scheme, _, presented = authorization.partition(b" ")
+    key = keys.find(presented.strip())
+    if scheme.lower() != b"bearer" or key is None:
+        raise APIError(
+            401,
+            "no valid API key was given; send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return key
 
 
 def _is_open(path: str) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -15,12 +14,9 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from qserve.runtime.client.generation import EngineFailure
-from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.errors import APIError, ClientGone, failure_error, request_error
+from qserve.runtime.server.errors import ClientGone, as_api_error
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 
 class EventStream(StreamingResponse):
@@ -50,15 +46,8 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], named: bool) -> AsyncIt
     try:
         async for chunk in chunks:
             yield (f"event: {chunk['type']}\n".encode() if named else b"") + _event(chunk)
-    except EngineFailure as error:  # the status was sent long ago: the error is the last event
-        yield _event(failure_error(error).body())
-        return
-    except RequestError as error:
-        yield _event(request_error(error).body())
-        return
-    except Exception:  # a defect; the client still learns that this is the end
-        logger.exception("a stream failed")
-        yield _event(APIError(500, "the server failed; its log says why").body())
+    except Exception as error:  # the status was sent long ago: the error is the last event
+        yield _event(as_api_error(error).body())
         return
     if not named:
         yield b"data: [DONE]\n\n"

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.server.chat.tool_use import ToolUse
-from qserve.runtime.server.openai.protocol import MAX_MESSAGES, parse
+from qserve.runtime.server.openai.protocol import MAX_MESSAGES, Delivery, parse
 from qserve.runtime.server.openai.responses_items import ITEMS, to_messages
 from qserve.runtime.server.openai.strict import NotDone, Strict
 from qserve.runtime.server.openai.tools import MAX_TOOLS, MODES, Function, Named, tool_use
@@ -147,6 +147,9 @@ class ResponseRequest(Strict):
         format = self.text.format if self.text else None
         constraint = format.constraint() if format else None
         return SamplingParams(max_tokens=self.max_output_tokens, constraint=constraint, **given)
+
+    def delivery(self) -> Delivery:
+        return {"stream": bool(self.stream), "include_usage": True, "continuous_usage": False}
 
     def name_of(self, param: str | None) -> str | None:
         """What this request calls the field that others call ``param``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -11,7 +12,33 @@ from qserve.runtime.server.chat.preprocessing import preprocess
 from qserve.runtime.server.openai.answers import ChatAnswer, Usage
 from qserve.runtime.server.openai.openapi import described
 from qserve.runtime.server.openai.protocol import ChatRequest, parse
+from qserve.runtime.server.reply import Call, Reply
 from qserve.runtime.server.service import Service
+
+
+async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
+    body = parse(ChatRequest, content)
+    service.check_model(body.model)
+    try:
+        messages = [message.for_template() for message in body.messages]
+        options = body.chat_template_kwargs.given() if body.chat_template_kwargs else None
+        inputs = await asyncio.to_thread(
+            preprocess, service.encoder, service.dialect, messages, body.sampling_params(), body.tool_use(), options
+        )
+        params = inputs.params
+        generation = await service.submit(call, [inputs.prompt], params, body.priority)
+    except RequestError as error:
+        raise RequestError(str(error), body.name_of(error.param)) from None
+    answer = ChatAnswer(
+        model=service.model_name,
+        choices=params.n,
+        usage=Usage(generation.prompt_tokens),
+        texts=service.texts,
+        logprobs=params.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        parser=inputs.parser,
+    )
+    return Reply(generation, answer, body.delivery())
 
 
 def router(service: Service) -> APIRouter:
@@ -19,28 +46,6 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/chat/completions", **described(ChatRequest, streams=True))
     async def chat_completions(request: Request) -> Response:
-        service.admit(request)
-        body = parse(ChatRequest, await service.body(request))
-        service.check_model(body.model)
-        try:
-            messages = [message.for_template() for message in body.messages]
-            options = body.chat_template_kwargs.given() if body.chat_template_kwargs else None
-            inputs = await asyncio.to_thread(
-                preprocess, service.encoder, service.dialect, messages, body.sampling_params(), body.tool_use(), options
-            )
-            params = inputs.params
-            generation = await service.submit(request, [inputs.prompt], params, body.priority)
-        except RequestError as error:
-            raise RequestError(str(error), body.name_of(error.param)) from None
-        answer = ChatAnswer(
-            model=service.model_name,
-            choices=params.n,
-            usage=Usage(generation.prompt_tokens),
-            texts=service.texts,
-            logprobs=params.logprobs is not None,
-            prompt_logprobs=body.prompt_logprobs is not None,
-            parser=inputs.parser,
-        )
-        return await service.answer(request, generation, answer, **body.delivery())
+        return await service.respond(request, begin)
 
     return routes

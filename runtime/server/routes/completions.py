@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -11,7 +12,37 @@ from qserve.runtime.server.openai.answers import CompletionAnswer, Echo, Usage
 from qserve.runtime.server.openai.best_of import BestOfAnswer
 from qserve.runtime.server.openai.openapi import described
 from qserve.runtime.server.openai.protocol import CompletionRequest, parse
+from qserve.runtime.server.reply import Call, Reply
 from qserve.runtime.server.service import Service
+
+
+async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
+    body = parse(CompletionRequest, content)
+    service.check_model(body.model)
+    params, choices = body.sampling_params(), body.n or 1
+    encoder = service.encoder
+    prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt) for prompt in body.prompt])
+    if body.max_tokens is None:  # the default, not the caller, gives way to a prompt that leaves less room
+        room = max(1, service.max_model_len - max(map(len, prompts)))
+        params = replace(params, max_tokens=min(params.max_tokens or room, room))
+    echo = None
+    if body.echo:
+        texts = await asyncio.to_thread(
+            lambda: [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]
+        )
+        firsts = [ids[0] if params.prompt_logprobs else None for ids in prompts]
+        echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(choices)]
+    generation = await service.submit(call, prompts, params, body.priority)
+    answer = (BestOfAnswer if params.n > choices else CompletionAnswer)(
+        model=service.model_name,
+        choices=choices * len(prompts),
+        usage=Usage(generation.prompt_tokens),
+        texts=service.texts,
+        logprobs=body.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        echo=echo,
+    )
+    return Reply(generation, answer, body.delivery())
 
 
 def router(service: Service) -> APIRouter:
@@ -19,32 +50,6 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions", **described(CompletionRequest, streams=True))
     async def completions(request: Request) -> Response:
-        service.admit(request)
-        body = parse(CompletionRequest, await service.body(request))
-        service.check_model(body.model)
-        params, choices = body.sampling_params(), body.n or 1
-        encoder = service.encoder
-        prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt) for prompt in body.prompt])
-        if body.max_tokens is None:  # the default, not the caller, gives way to a prompt that leaves less room
-            room = max(1, service.max_model_len - max(map(len, prompts)))
-            params = replace(params, max_tokens=min(params.max_tokens or room, room))
-        echo = None
-        if body.echo:
-            texts = await asyncio.to_thread(
-                lambda: [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]
-            )
-            firsts = [ids[0] if params.prompt_logprobs else None for ids in prompts]
-            echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(choices)]
-        generation = await service.submit(request, prompts, params, body.priority)
-        answer = (BestOfAnswer if params.n > choices else CompletionAnswer)(
-            model=service.model_name,
-            choices=choices * len(prompts),
-            usage=Usage(generation.prompt_tokens),
-            texts=service.texts,
-            logprobs=body.logprobs is not None,
-            prompt_logprobs=body.prompt_logprobs is not None,
-            echo=echo,
-        )
-        return await service.answer(request, generation, answer, **body.delivery())
+        return await service.respond(request, begin)
 
     return routes

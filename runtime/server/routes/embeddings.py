@@ -21,7 +21,7 @@ from qserve.runtime.server.http.streaming import while_connected
 from qserve.runtime.server.openai.openapi import PROMPT, described
 from qserve.runtime.server.openai.protocol import parse, prompt_list
 from qserve.runtime.server.openai.strict import Strict
-from qserve.runtime.server.service import Service
+from qserve.runtime.server.service import Service, call_of
 
 
 class EmbeddingRequest(Strict):
@@ -44,7 +44,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/embeddings", **described(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
-        service.admit(request)
+        call = call_of(request)
+        service.admit(call)
         body = parse(EmbeddingRequest, await service.body(request))
         service.check_model(body.model)
         if body.dimensions is not None and body.dimensions > service.embedding_size:
@@ -57,7 +58,7 @@ def router(service: Service) -> APIRouter:
         encoder = service.encoder
         try:
             prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt) for prompt in body.input])
-            generation = await service.submit(request, prompts, params, body.priority)
+            generation = await service.submit(call, prompts, params, body.priority)
         except RequestError as error:
             param = "input" if error.param in ("prompt", "n") else error.param
             raise RequestError(str(error), param) from None

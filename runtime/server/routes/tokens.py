@@ -14,7 +14,7 @@ from qserve.runtime.server.openai.messages import Message
 from qserve.runtime.server.openai.openapi import described
 from qserve.runtime.server.openai.protocol import MAX_MESSAGES, parse
 from qserve.runtime.server.openai.strict import NotDone, Strict
-from qserve.runtime.server.service import Service
+from qserve.runtime.server.service import Service, call_of
 
 
 class TokenizeRequest(Strict):
@@ -55,7 +55,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/tokenize", **described(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        service.admit(request)
+        service.admit(call_of(request))
         body = parse(TokenizeRequest, await service.body(request))
         service.check_model(body.model)
         tokens = await asyncio.to_thread(encode, body)
@@ -66,7 +66,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/detokenize", **described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        service.admit(request)
+        service.admit(call_of(request))
         body = parse(DetokenizeRequest, await service.body(request))
         service.check_model(body.model)
         tokens = body.tokens

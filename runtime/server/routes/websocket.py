@@ -1,7 +1,7 @@
 """Completions over a WebSocket: the body of a request as a message, and each event of its answer as one.
 
-A message is handed to the HTTP route of the same name, so that nothing it does, refuses or limits differs. An answer
-ends with ``{"done": true}`` or with an error object; then the next message is taken.
+A message begins the same reply as a request to the HTTP route of that name, so that nothing it does, refuses or limits
+differs. An answer ends with ``{"done": true}`` or with an error object; then the next message is taken.
 """
 
 from __future__ import annotations
@@ -9,45 +9,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.errors import as_api_error
+from qserve.runtime.server.http.authentication import authenticate
 from qserve.runtime.server.http.body import parse_object
-from qserve.runtime.server.service import Service
-
-logger = logging.getLogger(__name__)
+from qserve.runtime.server.reply import Call, Reply
+from qserve.runtime.server.routes import chat, completions
+from qserve.runtime.server.service import Begin, Service
+from qserve.runtime.server.telemetry.request_record import RequestRecord
 
 MAX_PENDING = 4  # messages that may wait for the answer before them
 GOING_AWAY, UNSUPPORTED, POLICY = 1001, 1003, 1008  # RFC 6455, 7.4.1
-_OF_THE_HANDSHAKE = (b"connection", b"upgrade", b"content-length", b"content-type", b"transfer-encoding", b"expect")
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
     @routes.websocket("/v1/completions/ws")
-    async def completions(websocket: WebSocket) -> None:
-        await _Conversation(websocket, service, "/v1/completions").run()
+    async def completion_socket(websocket: WebSocket) -> None:
+        await _Session(websocket, service, "/v1/completions", completions.begin).run()
 
     @routes.websocket("/v1/chat/completions/ws")
-    async def chat_completions(websocket: WebSocket) -> None:
-        await _Conversation(websocket, service, "/v1/chat/completions").run()
+    async def chat_socket(websocket: WebSocket) -> None:
+        await _Session(websocket, service, "/v1/chat/completions", chat.begin).run()
 
     return routes
 
 
-class _Conversation:
+class _Session:
     """One connection, from the handshake to its end."""
 
-    def __init__(self, websocket: WebSocket, service: Service, path: str) -> None:
+    def __init__(self, websocket: WebSocket, service: Service, path: str, begin: Begin) -> None:
+        """``path``: the HTTP route that ``begin`` belongs to, as the log and the traces call it."""
         self._websocket = websocket
         self._service = service
         self._path = path
+        self._begin = begin
         self._inbox: asyncio.Queue[str | None] = asyncio.Queue()  # None: there will be no more
         self._gone = asyncio.Event()
 
@@ -85,95 +86,52 @@ class _Conversation:
         return None
 
     async def _answer(self, text: str) -> None:
+        answering, gone = asyncio.create_task(self._reply(text)), asyncio.create_task(self._gone.wait())
         try:
-            content = parse_object(text.encode(), self._service.max_commas)
-        except APIError as error:
-            await self._send(error.body())
-            return
-        body = json.dumps({"stream": True} | content, ensure_ascii=False).encode()
-        exchange = _Exchange(body, self._gone)
-        call = asyncio.create_task(self._call(exchange))
-        try:
-            while (event := await exchange.events.get()) is not None:
-                await self._send_text(event)
+            await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            call.cancel()
-        if exchange.succeeded:
-            await self._send({"done": True})
+            for task in (answering, gone):
+                task.cancel()
+            await asyncio.gather(answering, gone, return_exceptions=True)
 
-    async def _call(self, exchange: _Exchange) -> None:
-        outer = self._websocket.scope
-        headers = [(name, value) for name, value in outer["headers"] if name not in _OF_THE_HANDSHAKE]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},  # before 2.4 a response watches for the client to leave
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "https" if outer["scheme"] == "wss" else "http",
-            "path": self._path,
-            "raw_path": self._path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [*headers, (b"content-type", b"application/json")],
-            "client": outer.get("client"),
-            "server": outer.get("server"),
-        }
-        try:
-            await outer["app"](scope, exchange.receive, exchange.send)
-        except Exception:  # the route has answered and said so in the log; the connection goes on
-            logger.exception("a request over a WebSocket failed")
-        await exchange.events.put(None)
+    async def _reply(self, text: str) -> None:
+        """One request: checked, told and limited as one over HTTP."""
+        service, headers = self._service, self._websocket.scope["headers"]
+        with service.access_log.request("POST", dict(headers)) as record:
+            record.route = self._path
+            try:
+                key = authenticate(service.keys, headers)
+                call = Call(key, record)
+                record.tenant = call.tenant
+                service.admit(call)
+                content = parse_object(text.encode(), service.max_commas)
+                reply = await self._begin(service, call, {"stream": True} | content)
+                try:
+                    await self._send_all(record, reply)
+                finally:
+                    service.engine.abort(reply.generation)
+            except Exception as error:  # the connection goes on
+                refused = as_api_error(error)
+                record.status = record.status or refused.status
+                await self._send(refused.body())
+
+    async def _send_all(self, record: RequestRecord, reply: Reply) -> None:
+        if reply.streamed:
+            async for chunk in reply.chunks():
+                record.status = 200
+                await self._send(chunk)
+        else:
+            whole = await reply.whole()
+            record.status = 200
+            await self._send(whole)
+        await self._send({"done": True})
 
     async def _close(self, code: int, reason: str) -> None:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             await self._websocket.close(code, reason)
 
     async def _send(self, content: dict[str, Any]) -> None:
-        await self._send_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
-
-    async def _send_text(self, text: str) -> None:
         if not self._gone.is_set():
+            text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # gone meanwhile, as ``_read`` will see
                 await self._websocket.send_text(text)
-
-
-class _Exchange:
-    """One request as a route sees it, and its answer cut into messages.
-
-    ``events`` ends with None. ``succeeded`` is false where the last of them is an error object.
-    """
-
-    def __init__(self, body: bytes, gone: asyncio.Event) -> None:
-        self.events: asyncio.Queue[str | None] = asyncio.Queue(maxsize=1)  # a client that reads slowly slows the route
-        self.succeeded = False
-        self._body: bytes | None = body
-        self._gone = gone
-        self._whole = False
-        self._status = 0
-        self._rest = b""
-
-    async def receive(self) -> Message:
-        body, self._body = self._body, None
-        if body is not None:
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-            kinds = [value for name, value in message["headers"] if name == b"content-type"]
-            self._whole = not any(kind.startswith(b"text/event-stream") for kind in kinds)
-            return
-        self._rest += message.get("body", b"")
-        if self._whole:
-            if not message.get("more_body"):
-                self.succeeded = self._status < 400
-                await self.events.put(self._rest.decode())
-            return
-        *events, self._rest = self._rest.split(b"\n\n")
-        for event in events:
-            if event == b"data: [DONE]":
-                self.succeeded = True
-            elif event.startswith(b"data: "):
-                await self.events.put(event[6:].decode())

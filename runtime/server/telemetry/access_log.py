@@ -1,21 +1,22 @@
-"""``AccessLog``: every request gets an id, one line when it ends, its trace, and a count if it was refused.
+"""``AccessLog``: every request gets an id, a line when it ends, its trace, and a count if it was refused.
 
 It never sees a body, so no line of it can hold a prompt or an answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.errors import as_api_error
 from qserve.runtime.server.telemetry.logs import current_request_id, event
 from qserve.runtime.server.telemetry.metrics import REJECTIONS, Metrics
 from qserve.runtime.server.telemetry.request_record import RequestRecord
@@ -32,27 +33,59 @@ _STARTS = ("http.response.start", "websocket.accept", "websocket.http.response.s
 
 
 class AccessLog:
-    """ASGI middleware, to be the outermost: what an inner one refuses gets its id and its line too."""
+    """What is to be said of requests: a line each, a trace, and a count of those that were refused."""
 
-    def __init__(
-        self, app: ASGIApp, model: str, metrics: Metrics, tracer: Tracer | None, draining: Callable[[], bool]
-    ) -> None:
-        self._app = app
+    def __init__(self, model: str, metrics: Metrics, tracer: Tracer | None, draining: Callable[[], bool]) -> None:
         self._model = model
         self._metrics = metrics
         self._tracer = tracer
         self._draining = draining
 
+    @contextlib.contextmanager
+    def request(self, method: str, headers: Mapping[bytes, bytes]) -> Iterator[RequestRecord]:
+        """The record of one request, which is told when the block ends; log lines within it have its id."""
+        record = RequestRecord(_request_id(headers.get(HEADER)), method, _trace_context(headers))
+        token = current_request_id.set(record.request_id)
+        try:
+            yield record
+        finally:
+            self._end(record)
+            current_request_id.reset(token)
+
+    def _end(self, record: RequestRecord) -> None:
+        record.ended = time.monotonic()
+        record.status = record.status or 499  # the client left before there was an answer
+        if not record.is_probe and record.status in REJECTIONS:
+            draining = record.status == 503 and self._draining()
+            self._metrics.rejected("draining" if draining else REJECTIONS[record.status])
+        if not record.is_probe and self._tracer is not None:
+            self._tracer.record(record, self._model)
+        # A full server or a request that was too slow is worth a look; a failure is worth one now.
+        level = logging.INFO if record.status < 500 else logging.ERROR if record.status == 500 else logging.WARNING
+        event(logger, "request", logging.DEBUG if record.is_probe else level, **_line(record, self._model))
+
+
+class AccessLogMiddleware:
+    """ASGI middleware, to be the outermost: what an inner one refuses gets its id and its line too."""
+
+    def __init__(self, app: ASGIApp, log: AccessLog) -> None:
+        self._app = app
+        self._log = log
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        method = scope.get("method", "WEBSOCKET")
-        record = RequestRecord(_request_id(headers.get(HEADER)), method, _trace_context(headers))
-        scope["qserve.record"] = record
-        token = current_request_id.set(record.request_id)
+        with self._log.request(scope.get("method", "WEBSOCKET"), dict(scope["headers"])) as record:
+            scope["qserve.record"] = record
+            try:
+                await self._answer(record, scope, receive, send)
+            finally:
+                record.route = getattr(scope.get("route"), "path", record.route)
+                record.tenant = scope.get("qserve.tenant", "")
+                record.is_probe = scope["path"] in PROBES or scope["path"].startswith("/static/")
 
+    async def _answer(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         async def named(message: Message) -> None:
             if message["type"] in _STARTS:
                 record.status = message.get("status", 101)
@@ -61,30 +94,10 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, named)
-        except Exception:  # a defect of this server, not of the request
+        except Exception as error:  # a defect of this server, not of the request
             if record.status is not None or scope["type"] != "http":
                 raise  # the answer has begun: the connection is closed, which ends it
-            logger.exception("a request failed")
-            await APIError(500, "the server failed on this request; its log says why").response()(scope, receive, named)
-        finally:
-            self._end(record, scope)
-            current_request_id.reset(token)
-
-    def _end(self, record: RequestRecord, scope: Scope) -> None:
-        record.ended = time.monotonic()
-        record.status = record.status or 499  # the client left before there was an answer
-        record.route = getattr(scope.get("route"), "path", record.route)
-        tenant = scope.get("qserve.tenant", "")
-        record.tenant = tenant[:12] if _HASH.fullmatch(tenant) else tenant
-        probe = scope["path"] in PROBES or scope["path"].startswith("/static/")
-        if not probe and record.status in REJECTIONS:
-            draining = record.status == 503 and self._draining()
-            self._metrics.rejected("draining" if draining else REJECTIONS[record.status])
-        if not probe and self._tracer is not None:
-            self._tracer.record(record, self._model)
-        # A full server or a request that was too slow is worth a look; a failure is worth one now.
-        level = logging.INFO if record.status < 500 else logging.ERROR if record.status == 500 else logging.WARNING
-        event(logger, "request", logging.DEBUG if probe else level, **_line(record, self._model))
+            await as_api_error(error).response()(scope, receive, named)
 
 
 def _line(record: RequestRecord, model: str) -> dict[str, Any]:
@@ -93,7 +106,7 @@ def _line(record: RequestRecord, model: str) -> dict[str, Any]:
         "method": record.method,
         "route": record.route,
         "status": record.status,
-        "tenant": record.tenant or None,
+        "tenant": _caller(record.tenant),
         "total_seconds": round(record.ended - record.started, 6),
     }
     if not record.generations:
@@ -110,6 +123,10 @@ def _line(record: RequestRecord, model: str) -> dict[str, Any]:
     }
 
 
+def _caller(tenant: str) -> str | None:
+    return (tenant[:12] if _HASH.fullmatch(tenant) else tenant) or None
+
+
 def _request_id(given: bytes | None) -> str:
     """The client's own, if it is short and printable: it looks for it in its log and in ours."""
     if given is not None and _CLIENT_ID.fullmatch(given):
@@ -117,7 +134,7 @@ def _request_id(given: bytes | None) -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-def _trace_context(headers: dict[bytes, bytes]) -> dict[str, str]:
+def _trace_context(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     """The W3C headers that say which trace this request belongs to."""
     names = (b"traceparent", b"tracestate")
     return {name.decode(): headers[name].decode("latin-1") for name in names if name in headers}

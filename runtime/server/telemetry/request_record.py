@@ -24,6 +24,7 @@ class RequestRecord:
     status: int | None = None
     route: str = "unmatched"
     tenant: str = ""
+    is_probe: bool = False
     generations: list[Generation] = field(default_factory=list)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from qserve.runtime.backlog import QueueFullError
+from qserve.runtime.client.codec import decode, encode
 from qserve.runtime.client.engine_client import EngineClient
 from qserve.runtime.client.generation import EngineFailure, Generation, Observer
 from qserve.runtime.client.messages import Command, Event
@@ -27,13 +27,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 class CopyingHost(ThreadHost):
-    """Hands over copies made from bytes, as a host would whose engine is elsewhere."""
+    """Hands over copies read from bytes, as a host does whose engine is elsewhere."""
 
     def start(self, receive: Callable[[Sequence[Event]], None]) -> None:
-        super().start(lambda events: receive(pickle.loads(pickle.dumps(events))))
+        super().start(lambda events: receive([decode(encode(event)) for event in events]))
 
     def send(self, command: Command) -> None:
-        super().send(pickle.loads(pickle.dumps(command)))
+        super().send(decode(encode(command)))
 
 
 class Counts(Observer):

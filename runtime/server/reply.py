@@ -1,0 +1,52 @@
+"""``Call`` and ``Reply``: a request without its transport, and its answer as one source of chunks.
+
+Server-sent events and WebSockets are two ways to write the same chunks down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from qserve.runtime.client.generation import Generation
+from qserve.runtime.server.limits.keys import ApiKey
+from qserve.runtime.server.openai.answers import Answer
+from qserve.runtime.server.openai.protocol import Delivery
+from qserve.runtime.server.openai.responses_answer import ResponseAnswer
+from qserve.runtime.server.telemetry.request_record import RequestRecord
+
+
+@dataclass(frozen=True)
+class Call:
+    """Who asks; ``key`` is None where everybody may."""
+
+    key: ApiKey | None
+    record: RequestRecord
+
+    @property
+    def tenant(self) -> str:
+        return self.key.name if self.key else ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What was begun for a call. Whoever takes it aborts the generation in the end."""
+
+    generation: Generation
+    answer: Answer | ResponseAnswer
+    delivery: Delivery
+
+    @property
+    def streamed(self) -> bool:
+        return self.delivery["stream"]
+
+    async def whole(self) -> dict[str, Any]:
+        return await self.answer.whole(aiter(self.generation))
+
+    def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        return self.answer.chunks(
+            aiter(self.generation),
+            include_usage=self.delivery["include_usage"],
+            continuous_usage=self.delivery["continuous_usage"],
+        )
