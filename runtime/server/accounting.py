@@ -21,13 +21,11 @@ class Accounting:
         self.quotas = Quotas()
         self.rate = ServiceRate(time.monotonic())
 
-    def open(self, key: ApiKey | None, choices: int, prompt_tokens: int, wait: float) -> Account:
+    def open(self, key: ApiKey | None, choices: int, wait: float) -> Account:
         """The account of a request that is about to be submitted. Raises ``QuotaError``; ``wait`` is as there."""
         if key is not None:
-            now = time.monotonic()
-            self.quotas.check(key, choices, now, wait)
+            self.quotas.check(key, choices, time.monotonic(), wait)
             self.quotas.began(key, choices)
-            self.quotas.spend(key, prompt_tokens, now)
         return Account(self, key)
 
 

@@ -139,12 +139,14 @@ class Service:
                 cache_salt=call.tenant,
                 tenant=call.tenant,
                 weight=key.weight if key else 1.0,
-                observer=self.accounting.open(key, choices, sum(map(len, prompts)), self._backlog_seconds()),
+                observer=self.accounting.open(key, choices, self._backlog_seconds()),
             )
         except QueueFullError as error:
             raise self._busy(str(error)) from None
         except QuotaError as error:
             raise _limited(error) from None
+        if key is not None:  # what was refused cost nothing
+            self.accounting.quotas.spend(key, generation.prompt_tokens, time.monotonic())
         call.record.generations.append(generation)
         return generation
 
