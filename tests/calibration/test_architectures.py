@@ -21,7 +21,7 @@ from qserve.calibration.visit import Gather, Replacement
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import open_model
 from qserve.evals.transformers_scorer import TransformersScorer
-from qserve.quantize import block, pipeline
+from qserve.quantize import awq, block, pipeline
 from qserve.quantize.job import QuantizeJob
 
 Saved = Callable[[str], Path]
@@ -111,13 +111,13 @@ def test_experts_with_fewer_tokens_than_inputs_are_rounded_and_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fitted: list[int] = []
-    for name, function in (("quantize", block.awq.quantize), ("search", block.awq.search)):
+    for name, function in (("quantize", awq.quantize), ("search", awq.search)):
 
         def noted(weight: Tensor | list[Tensor], *args: object, original: Callable[..., object] = function) -> object:
             fitted.append(weight[0].shape[-1])
             return original(weight, *args)
 
-        monkeypatch.setattr(block.awq, name, noted)
+        monkeypatch.setattr(awq, name, noted)
     job = QuantizeJob(bits=4, group_size=8, samples=1, sequence_length=8, method=method, calibration=calibration_text)
     report = pipeline.run(open_model(saved_model("mixtral")), tmp_path / "out", job)
     experts = [layer for layer in report.layers if ".experts." in layer.module]

@@ -318,7 +318,7 @@ def test_the_plan_counts_what_is_allocated(checkpoints: dict[str, Path], name: s
     source = open_model(checkpoints[name])
     engine = Engine(source, EngineConfig(kv_cache_memory=1 << 18, threads=1))
     decoder = engine.runner.decoder  # type: ignore[attr-defined]
-    kept = {t.data_ptr(): t for p in (decoder._body, decoder._head) for t in p._keep}
+    kept = {t.data_ptr(): t for p in (*(p for _, p in decoder._body), decoder._head) for t in p._keep}
     every = [decoder.kv, *vars(decoder._buffers).values()]
     buffers = {v.untyped_storage().data_ptr() for v in every}
     held = sum(
