@@ -6,7 +6,7 @@ One description is read by the native decoder, the GGUF reader and the planner. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -25,6 +25,29 @@ class Multipliers:
     residual: float = 1.0
     attention: float | None = None
     logits: float = 1.0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Feed-forwards of which a router takes a few for each token. Names are keys of the configuration.
+
+    Attributes:
+        count: the number of experts, under the first of these names that is there.
+        inner: the width of one.
+        shared_inner: the width of an expert that every token takes too, behind a gate of its own.
+        shared_count: the width of such an expert without a gate, in widths of the others.
+        dense_layers: the number of first layers that have a plain feed-forward instead.
+        biases: router and experts have biases.
+        score_bias: a bias for each expert corrects its score.
+    """
+
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
+    inner: str = "moe_intermediate_size"
+    shared_inner: str | None = None
+    shared_count: str | None = None
+    dense_layers: str | None = None
+    biases: bool = False
+    score_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +82,9 @@ class Family:
         partial_rotary: the first ``partial_rotary_factor`` of each head is rotated; elsewhere all of it is.
         rotated: the key of the configuration that says of each layer whether queries and keys are rotated; None where
             all are.
+        latent: attention goes through one latent vector for each token (DeepSeek).
+        sinks: each head has a score that belongs to no key.
+        experts: None where the feed-forward is one.
         fused: ``qkv_proj`` and ``gate_up_proj`` are stored as one matrix each.
         multipliers: from the configuration, as transformers reads it.
         gguf: None where the GGUF reader does not know it.
@@ -75,6 +101,9 @@ class Family:
     window_asked: bool = False
     partial_rotary: bool = False
     rotated: str | None = None
+    latent: bool = False
+    sinks: bool = False
+    experts: Experts | None = None
     fused: bool = False
     multipliers: Callable[[Any], Multipliers] = lambda config: Multipliers()
     gguf: Gguf | None = None
@@ -85,6 +114,8 @@ def _granite(config: Any) -> Multipliers:
         config.embedding_multiplier, config.residual_multiplier, config.attention_multiplier, 1 / config.logits_scaling
     )
 
+
+_DEEPSEEK = Experts(("n_routed_experts",), shared_count="n_shared_experts", dense_layers="first_k_dense_replace")
 
 FAMILIES = {
     "llama": Family(
@@ -108,12 +139,19 @@ FAMILIES = {
     "gemma": Family(tied=True),
     "gemma2": Family(norms=4, tied=True, sliding=2),
     "gemma3_text": Family(norms=4, qk_norm=True, tied=True, sliding=6),
-    "mixtral": Family(sliding=1),
-    "qwen2_moe": Family(qkv_bias=True, sliding=1, window_asked=True),
-    "qwen3_moe": Family(qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True),
-    "gpt_oss": Family(qkv_bias=True, out_bias=True, sliding=2),
-    "deepseek_v2": Family(),
-    "deepseek_v3": Family(),
+    "mixtral": Family(sliding=1, experts=Experts(("num_local_experts",), "intermediate_size")),
+    "qwen2_moe": Family(
+        qkv_bias=True, sliding=1, window_asked=True, experts=Experts(shared_inner="shared_expert_intermediate_size")
+    ),
+    "qwen3_moe": Family(
+        qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=Experts()
+    ),
+    "gpt_oss": Family(
+        qkv_bias=True, out_bias=True, sliding=2, sinks=True,
+        experts=Experts(("num_local_experts",), "intermediate_size", biases=True),
+    ),
+    "deepseek_v2": Family(latent=True, experts=_DEEPSEEK),
+    "deepseek_v3": Family(latent=True, experts=replace(_DEEPSEEK, score_bias=True)),
 }  # fmt: skip
 
 

@@ -92,11 +92,11 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     hidden, layers, vocab = keys.get("hidden_size"), keys.get("num_hidden_layers"), keys.get("vocab_size")
     heads = keys.get("num_attention_heads")
     head = Linear("head", vocab, hidden, 1)
-    mlp, mlp_other = _feed_forward(keys, kind, family, hidden, layers)
+    mlp, mlp_other = _feed_forward(keys, family, hidden, layers)
     norms = layers * family.norms * hidden + hidden
     tied = keys.flag("tie_word_embeddings", family.tied)
     context = keys.get("max_position_embeddings", _MOST)
-    if kind.startswith("deepseek"):
+    if family.latent:
         nope, rope = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
         value, rank, q_rank = keys.get("v_head_dim"), keys.get("kv_lora_rank"), keys.get("q_lora_rank", 0)
         attention = [
@@ -127,7 +127,7 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     asked = keys.flag("attention_bias", False)
     biases = (q_size + 2 * kv_size) * (asked if family.qkv_bias is None else family.qkv_bias)
     biases += hidden * (asked if family.out_bias is None else family.out_bias)
-    biases += 2 * head_dim * family.qk_norm + heads * (kind == "gpt_oss")  # an attention sink per head
+    biases += 2 * head_dim * family.qk_norm + heads * family.sinks
     return ModelShape(
         name=keys.name, family=kind, attention=_kind(heads, kv_heads), hidden_size=hidden, vocab_size=vocab,
         num_layers=layers, num_heads=heads, kv_heads=kv_heads, kv_width=2 * kv_size,
@@ -138,35 +138,29 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     )
 
 
-def _feed_forward(keys: _Keys, kind: str, family: Family, hidden: int, layers: int) -> tuple[list[Linear], int]:
+def _feed_forward(keys: _Keys, family: Family, hidden: int, layers: int) -> tuple[list[Linear], int]:
     """The gated feed-forward, dense or of experts, and its parameters that are no matrices."""
-    if kind in ("mixtral", "gpt_oss"):
-        experts, inner = keys.get("num_local_experts"), keys.get("intermediate_size")
-        other = layers * (experts + experts * (2 * inner + hidden)) if kind == "gpt_oss" else 0
-        return _experts(keys, hidden, inner, layers, experts), other
-    if kind.endswith("_moe"):
-        if keys.get("decoder_sparse_step", 1) != 1 or keys.config.get("mlp_only_layers"):
-            raise CheckpointError(f"{keys.name}: experts in some layers only are not known of {kind}")
-        experts = keys.config.get("num_experts", keys.config.get("num_local_experts"))
-        experts = _Keys({"num_experts": experts}, keys.name).get("num_experts")
-        linears = _experts(keys, hidden, keys.get("moe_intermediate_size"), layers, experts)
-        if kind != "qwen2_moe":
-            return linears, 0
-        linears += _dense("shared expert", hidden, keys.get("shared_expert_intermediate_size"), layers)
-        return [*linears, Linear("router", 1, hidden, layers)], 0
-    if kind.startswith("deepseek"):
-        experts, inner = keys.get("n_routed_experts"), keys.get("moe_intermediate_size")
-        plain = min(keys.get("first_k_dense_replace", 0), layers)
-        linears = _dense("mlp", hidden, keys.get("intermediate_size"), plain) if plain else []
-        if layers > plain:
-            linears += _experts(keys, hidden, inner, layers - plain, experts)
-            if shared := keys.get("n_shared_experts", 0):
-                linears += _dense("shared expert", hidden, shared * inner, layers - plain)
-        # The third version corrects each expert's score by a bias.
-        return linears, experts * (layers - plain) if kind == "deepseek_v3" else 0
-    inner = keys.get("intermediate_size")
-    biased = keys.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
-    return _dense("mlp", hidden, inner, layers), layers * (2 * inner + hidden) * biased
+    if (experts := family.experts) is None:
+        inner = keys.get("intermediate_size")
+        biased = keys.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
+        return _dense("mlp", hidden, inner, layers), layers * (2 * inner + hidden) * biased
+    if keys.config.get("decoder_sparse_step", 1) != 1 or keys.config.get("mlp_only_layers"):
+        raise CheckpointError(f"{keys.name}: experts in some layers only are not known of this family")
+    plain = min(keys.get(experts.dense_layers, 0), layers) if experts.dense_layers else 0
+    linears = _dense("mlp", hidden, keys.get("intermediate_size"), plain) if plain else []
+    layers -= plain
+    if not layers:
+        return linears, 0
+    count = keys.get(next((name for name in experts.count if name in keys.config), experts.count[0]))
+    inner = keys.get(experts.inner)
+    linears += _experts(keys, hidden, inner, layers, count)
+    if experts.shared_count and (shared := keys.get(experts.shared_count, 0)):
+        linears += _dense("shared expert", hidden, shared * inner, layers)
+    if experts.shared_inner:
+        linears += _dense("shared expert", hidden, keys.get(experts.shared_inner), layers)
+        linears.append(Linear("router", 1, hidden, layers))
+    biases = (count + count * (2 * inner + hidden)) * experts.biases + count * experts.score_bias
+    return linears, layers * biases
 
 
 def _dense(kind: Any, hidden: int, inner: int, layers: int) -> list[Linear]:
