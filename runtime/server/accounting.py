@@ -1,4 +1,4 @@
-"""``Account``: what one request costs, told to the metrics, to the quota of its key and to the rate of the server."""
+"""``Account``: reports what one request costs to the metrics, the quota of its key and the rate of the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qserve.runtime.server.telemetry.metrics import Metrics
 
 
 class Accounting:
-    """What is counted for a whole server."""
+    """The counters of a whole server."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -22,7 +22,7 @@ class Accounting:
         self.rate = ServiceRate(time.monotonic())
 
     def open(self, key: ApiKey | None, choices: int, wait: float) -> Account:
-        """The account of a request that is about to be submitted. Raises ``QuotaError``; ``wait`` is as there."""
+        """The account of a request about to be submitted. Raises ``QuotaError``; ``wait`` as in ``Quotas.check``."""
         if key is not None:
             self.quotas.check(key, choices, time.monotonic(), wait)
             self.quotas.began(key, choices)

@@ -1,7 +1,4 @@
-"""``create_app``: the routes of the OpenAI-compatible server, put together, and errors as OpenAI's error object.
-
-Does not know sockets, processes or how tokens are computed.
-"""
+"""``create_app``: puts the routes of the OpenAI-compatible server together; errors become OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def create_app(service: Service) -> FastAPI:
     """The ASGI application. The caller starts and stops ``service.engine``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(AuthenticationMiddleware, keys=service.keys)
-    if service.config.cors_origins:  # outside of the guard: a browser asks without a key whether it may
+    if service.config.cors_origins:  # outside authentication: a browser sends its preflight request without a key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=service.config.cors_origins,
@@ -44,7 +41,7 @@ def create_app(service: Service) -> FastAPI:
             expose_headers=["Retry-After", "X-Request-Id"],
         )
     app.add_middleware(AccessLogMiddleware, log=service.access_log)
-    app.add_middleware(LingeringClose)  # the last one added is the outermost: what it waits for is no part of a request
+    app.add_middleware(LingeringClose)  # added last, so outermost: the time it waits is not part of a request
     _add_error_handlers(app)
     for part in (probes, models, completions, chat, responses, embeddings, tokens, websocket, engine, page, schema):
         app.include_router(part.router(service))

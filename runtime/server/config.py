@@ -1,4 +1,4 @@
-"""``ServerConfig``: the options of the server, with their defaults. It imports nothing heavy: help must be cheap."""
+"""``ServerConfig``: the options of the server, with defaults. It imports nothing heavy, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MAX_STREAM_INTERVAL = 1024
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How the server behaves. Raises ``UsageError`` for a choice that there is not.
+    """How the server behaves. Raises ``UsageError`` for a choice that does not exist.
 
     Attributes:
         api_keys: callers must show one of these; none means everybody may call.
         api_keys_file: a TOML file of hashed keys with limits, see ``keys.py``; it is read again on SIGHUP.
         tls_cert, tls_key: PEM files; with both the server speaks HTTPS.
         cors_origins: web pages of these origins may call from a browser, none by default.
-        step_timeout: seconds after which a step of the model counts as stuck and the server ends; 0 waits for ever.
+        step_timeout: seconds after which a step of the model counts as stuck and the server ends; 0 waits forever.
         model_name: what the model is called in requests and answers; None takes the engine's name.
         drain_timeout: seconds that running requests may still take after a first SIGTERM.
         max_body_bytes: larger request bodies are refused.
         body_timeout: seconds in which a request body must have arrived.
-        stream_interval: tokens that are gathered for one event of a stream; the first goes out at once.
+        stream_interval: tokens that are gathered for one event of a stream; the first token goes out at once.
         tool_format: how the model writes tool calls, a name of ``tool_formats.TOOL_FORMATS``; auto goes by its chat
             template, none refuses tools.
         reasoning: auto splits reasoning off the answers of models whose chat template marks it; none does not.

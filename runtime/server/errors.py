@@ -1,7 +1,4 @@
-"""``APIError``: a refusal or failure as OpenAI's error object with its HTTP status.
-
-Knows statuses and the shape of the object; does not know why something was refused.
-"""
+"""``APIError``: a refusal or failure as OpenAI's error object with its HTTP status."""
 
 from __future__ import annotations
 
@@ -52,13 +49,13 @@ class APIError(Exception):
 
 
 def as_api_error(error: Exception) -> APIError:
-    """What a client is told of what went wrong; a defect says no more than that there is one."""
+    """What a client is told about an error. About a defect of the server it is told only that there is one."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestError):
         return APIError(400, str(error), param=error.param, code="invalid_value")
     if isinstance(error, DeadlineExceeded):
-        # Clients send a failed request again by default; its time is over.
+        # By default clients send a failed request again, but the time of this one is over.
         return APIError(408, str(error), param="timeout", code="timeout", headers={"x-should-retry": "false"})
     if isinstance(error, EngineFailure):
         return APIError(500, str(error))

@@ -19,7 +19,7 @@ from qserve.runtime.server.telemetry.request_record import RequestRecord
 
 @dataclass(frozen=True)
 class Call:
-    """Who asks; ``key`` is None where everybody may."""
+    """One call. ``key`` is the caller's, None where no key is needed."""
 
     key: ApiKey | None
     record: RequestRecord
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """What was begun for a call. Whoever takes it aborts the generation in the end."""
+    """What was begun for a call. Its user must abort the generation in the end."""
 
     generation: Generation
     answer: Answer | ResponseAnswer

@@ -1,6 +1,6 @@
 """``serve`` and ``ServerHandle``: an engine behind HTTP, in the foreground or in a background thread.
 
-Knows sockets, signals and the order of starting and stopping; does not know routes.
+Sockets, signals, and the order of starting and stopping.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FAILURE_GRACE = 2.0  # seconds in which clients read that the engine failed, and probes see it, before the server ends
+FAILURE_GRACE = 2.0  # seconds from the engine's failure to the server's end, for clients and probes to see it
 
 
 def claim_socket(host: str, port: int) -> socket.socket:
@@ -68,8 +68,8 @@ def claim_socket(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that it answers before there is an engine, that the first signal drains and the second ends what
-    is left at once, and that it ends by itself when the engine failed or a step is stuck.
+    """uvicorn with three differences. It answers before there is an engine. The first signal drains it, and the second
+    ends what is left at once. It ends by itself when the engine failed or a step is stuck.
     """
 
     def __init__(self, config: ServerConfig, sock: socket.socket) -> None:
@@ -85,7 +85,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=5,
-                timeout_keep_alive=75,  # longer than clients keep theirs: they close, and no request meets a closing
+                timeout_keep_alive=75,  # longer than clients keep theirs: they close, so no request meets a close
                 ssl_certfile=config.tls_cert,
                 ssl_keyfile=config.tls_key,
             )
@@ -118,7 +118,7 @@ class _Server(uvicorn.Server):
         self.drain(self._options.drain_timeout if self._deadline is None else 0.0)
 
     def drain(self, timeout: float) -> None:
-        """Refuse new requests; end when the running ones have, or after ``timeout`` seconds without them."""
+        """Refuse new requests. End when the running ones have ended; after ``timeout`` seconds abort them and end."""
         event(logger, "draining", timeout_seconds=timeout)
         if self._service is not None:
             self._service.draining = True
@@ -135,14 +135,14 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _watch(self) -> None:
-        """Notice a failed engine or a stuck step; what is in flight learns of it, and the server ends soon."""
+        """Notice a failed engine or a stuck step. Running requests fail with it, and the server ends soon."""
         service, limit = self._service, self._options.step_timeout
         if service is None:
             return
         if limit and not self.stuck and (seconds := service.engine.step_seconds()) > limit:
             self.stuck = True
             logger.critical("a step of the engine has been running for %.0f s; the server ends", seconds)
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr that is a file
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is not a file
                 faulthandler.dump_traceback(all_threads=True)
             service.engine.give_up(f"a step of the engine did not end in {limit:g} seconds")
         if service.engine.failure is not None and not service.draining:
@@ -181,7 +181,7 @@ def serve(
     thread = _start(server)
     try:
         loaded = engine() if callable(engine) else engine
-        # What is loaded stays. To look through half a million objects for garbage would stop every stream for 0.2 s.
+        # Loaded objects stay. Looking through half a million of them for garbage would stop every stream for 0.2 s.
         gc.collect()
         gc.freeze()
         engine_host = loaded if isinstance(loaded, ProcessHost) else ThreadHost(loaded)
@@ -256,7 +256,7 @@ class ServerHandle:
 
     @property
     def url(self) -> str:
-        """Where the API is, for a client's ``base_url``."""
+        """The address of the API, for a client's ``base_url``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self._scheme}://{host}:{self.port}/v1"
 
@@ -267,7 +267,7 @@ class ServerHandle:
         return self
 
     def drain(self, timeout: float) -> None:
-        """As a first signal does: refuse new requests, let the running ones end in ``timeout`` seconds."""
+        """Like a first signal: refuse new requests, and let the running ones end within ``timeout`` seconds."""
         self._server.drain(timeout)
 
     def stop(self, timeout: float = 20.0) -> None:
@@ -276,7 +276,7 @@ class ServerHandle:
         self._thread.join(timeout)
 
     def wait(self) -> None:
-        """Until the server has ended."""
+        """Return when the server has ended."""
         self._thread.join()
 
     def __enter__(self) -> ServerHandle:

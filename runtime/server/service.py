@@ -1,4 +1,4 @@
-"""``Service``: what the routes share, and the way of every request to the engine and back."""
+"""``Service``: what the routes share, and the path of every request to the engine and back."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from qserve.runtime.server.telemetry.access_log import AccessLog
 from qserve.runtime.server.telemetry.metrics import Metrics
 from qserve.runtime.server.telemetry.tracing import Tracer, otlp_exporter
 
-MORE_COMMAS = 20_000  # in a body, beside those between tokens
+MORE_COMMAS = 20_000  # in a body, besides those between tokens
 MAX_RETRY_AFTER = 120  # seconds; clients give up on longer ones
 
 
-# Validates a body, submits what it asks for, and says how that is to be answered.
+# Validates a body, submits what it asks for, and returns the reply.
 Begin = Callable[["Service", Call, dict[str, Any]], Awaitable[Reply]]
 
 
@@ -145,16 +145,16 @@ class Service:
             raise self._busy(str(error)) from None
         except QuotaError as error:
             raise _limited(error) from None
-        if key is not None:  # what was refused cost nothing
+        if key is not None:  # a refused request costs nothing
             self.accounting.quotas.spend(key, generation.prompt_tokens, time.monotonic())
         call.record.generations.append(generation)
         return generation
 
     def admit(self, call: Call) -> None:
-        """The door: refuse at once, before a body is read, whoever could not have even one more request.
+        """Refuse a caller that could not have even one more request, before a body is read.
 
-        What more a request asks for is checked where it is kept: by the quotas of its key and by the scheduler. Raises
-        ``APIError`` 503 for the whole server's sake and 429 for the key's.
+        How many choices and tokens a request asks for is checked later, by the quotas of its key and by the scheduler.
+        Raises ``APIError`` 503 for a limit of the whole server and 429 for one of the key.
         """
         self._require_ready()
         try:
@@ -172,7 +172,7 @@ class Service:
             raise APIError(503, reason, headers={"Retry-After": "5"})
 
     def _backlog_seconds(self) -> float:
-        """Until what waits now is done, at the rate of the last minute."""
+        """Seconds until the waiting requests are done, at the rate of the last minute."""
         stats = self.engine.stats
         return self.accounting.rate.backlog_seconds(stats.num_waiting, stats.waiting_tokens, time.monotonic())
 
@@ -180,9 +180,9 @@ class Service:
         return APIError(503, message, code="queue_full", headers=_retry_after(self._backlog_seconds()))
 
     async def respond(self, request: Request, begin: Begin) -> Response:
-        """What a route answers: the body begins a reply, whose first token is awaited.
+        """The answer of a route. The body begins a reply, and its first token is awaited before the status is sent.
 
-        A client that leaves takes its generation with it.
+        If the client leaves, its generation is aborted.
         """
         call = call_of(request)
         self.admit(call)

@@ -1,6 +1,6 @@
 """``Dialect``: how the model served here marks tool calls and reasoning, and ``OutputParser``, which reads its answers.
 
-Made once per model from its chat template. Knows which markers are special tokens; does not know requests.
+A ``Dialect`` is made once per model, from its chat template. It also says which markers are special tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Dialect:
-    """The row of the tool formats and the reasoning tags of one model; None where it has none."""
+    """One model's row of the tool formats and its reasoning tags; each is None where the model has none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: str, reasoning: str) -> None:
         """``tool_format``: a row's name, auto or none. ``reasoning``: auto or none."""
@@ -31,11 +31,11 @@ class Dialect:
         self.reasoning: ReasoningTags | None = find_tags(template) if reasoning == "auto" else None
 
     def token_of(self, text: str) -> int | None:
-        """The id of one of the tokens that were added to the vocabulary, None for any other text."""
+        """The id of an added token of the vocabulary, None for any other text."""
         return self._added.get(text)
 
     def visible_tokens(self, *, tools: bool, reasoning: bool) -> tuple[int, ...]:
-        """Special tokens that the parser of such an output must see."""
+        """The special tokens that an output must show, because its parser looks for them."""
         markers = [*(self.tools.markers if tools and self.tools else ())]
         if reasoning and self.reasoning:
             markers += [self.reasoning.begin, self.reasoning.end]
@@ -43,7 +43,7 @@ class Dialect:
 
 
 class OutputParser:
-    """The text of one choice to parts: reasoning first, then content and calls. Either parser may be missing."""
+    """Splits the text of a choice into parts: reasoning first, then content and calls. Either parser may be missing."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning

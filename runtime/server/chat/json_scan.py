@@ -1,19 +1,20 @@
-"""``JsonScan``: where a JSON object that arrives in pieces ends. Knows brackets and strings, not values."""
+"""``JsonScan``: finds the end of a JSON object that arrives in pieces, by its brackets and strings alone."""
 
 from __future__ import annotations
 
 import re
 
-# Inside a string a quote or a backslash matters. Outside, whatever is not part of a number, a word or white space.
+# Inside a string a quote or a backslash matters. Outside, any character that is not part of a number, a word or white
+# space does.
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r"[^\s\w+\-.,:]")
 
 
 class JsonScan:
-    """Looks for the end of an object, each character once.
+    """Looks for the end of an object, and at each character once.
 
-    ``depth``: brackets that are open before the first character. ``broken`` says that the object ended not by its
-    bracket but before a character that no JSON has there.
+    ``depth``: brackets that are open before the first character. ``broken``: the object did not end with its bracket
+    but before a character that JSON cannot have there.
     """
 
     def __init__(self, depth: int = 0) -> None:
@@ -24,7 +25,7 @@ class JsonScan:
         self.broken = False
 
     def find(self, buffer: str) -> int | None:
-        """The index after the object in a buffer that only ever grew since the last call; None: not there yet."""
+        """The index after the object, None while it has not ended. Between calls the buffer may only grow."""
         while self._at < len(buffer):
             if self._escaped:
                 self._escaped = False

@@ -1,4 +1,4 @@
-"""What an answer is made of, piece by piece as it is generated. Plain data: knows no format and no JSON shape."""
+"""The parts of an answer, piece by piece as it is generated. Plain data, for any tool format and any JSON shape."""
 
 from __future__ import annotations
 

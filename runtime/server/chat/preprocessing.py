@@ -1,7 +1,4 @@
-"""``preprocess``: what a chat request becomes for the engine, and what will read the answer.
-
-Knows how messages, tools and the model's dialect go together; does not know HTTP or the shapes of answers.
-"""
+"""``preprocess``: turns a chat request into the engine's inputs and a parser for the answer."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from qserve.runtime.server.chat.tool_use import ToolUse
 
 @dataclass(frozen=True)
 class ChatInputs:
-    """``parser`` makes what reads the text of one choice; None where the text is the answer as it is."""
+    """``parser`` makes a parser for the text of one choice; None where the text is the answer as it is."""
 
     prompt: list[int]
     params: SamplingParams
@@ -35,7 +32,7 @@ def preprocess(
     use: ToolUse,
     options: Mapping[str, Any] | None = None,
 ) -> ChatInputs:
-    """``options``: of the chat template. Raises ``RequestError`` where the model cannot do what is asked."""
+    """``options``: variables of the chat template. Raises ``RequestError`` where the model cannot do what is asked."""
     if use.callable and dialect.tools is None:
         raise RequestError(
             "the chat template of this model is of no known format of tool calls; choose one with --tool-format",

@@ -1,7 +1,4 @@
-"""``PromptEncoder``: texts and chat messages to token ids, for requests that come from strangers.
-
-Knows the tokenizer and its chat template; does not know requests, HTTP or limits other than the context.
-"""
+"""``PromptEncoder``: texts and chat messages to token ids, for requests that come from strangers."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ _TAIL = 32  # tokens; more than any tag and the white space around it
 
 
 class PromptEncoder:
-    """Encodes in any thread, with a copy of the tokenizer: its settings may not change while another uses it.
+    """Encodes in any thread, with a copy of the tokenizer: its settings may not change while another thread uses it.
 
-    Texts that for certain, by their length, have more tokens than ``max_model_len`` are refused at once.
+    A text so long that it must have more tokens than ``max_model_len`` is refused at once.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_model_len: int, vocab_size: int) -> None:
@@ -39,7 +36,7 @@ class PromptEncoder:
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
 
     def encode(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
-        """A prompt as it is: special tokens in it are special, and the model's own are put around it."""
+        """Encode a prompt as it is: special tokens in it count as such, and the model's own are put around it."""
         if isinstance(prompt, list):
             self._check_length(len(prompt), 1)
             if max(prompt) >= self._vocab_size:
@@ -54,12 +51,12 @@ class PromptEncoder:
             return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """What the vocabulary calls each token; ids beyond it, which some models have, are called nothing."""
+        """The name of each token in the vocabulary; an id beyond it, which some models have, gets an empty name."""
         with self._lock:
             return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def tail(self, token_ids: Sequence[int]) -> str:
-        """The end of a prompt, special tokens too."""
+        """The text of a prompt's end, special tokens included."""
         with self._lock:
             return decode(self._tokenizer, token_ids[-_TAIL:], skip_special_tokens=False)
 
@@ -69,16 +66,16 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The messages through the chat template, with the beginning of the answer.
+        """Encode the messages by the chat template, up to the beginning of the answer.
 
-        Special tokens of the template are special; what looks like one in a message or a tool is plain text.
+        Special tokens count as such in the template; in a message or a tool they are plain text.
         ``options``: more variables of the template, never text of strangers. Raises ``RequestError`` where there is no
         template, it refuses the messages, or it does not tell the model of the tools.
         """
         self._check_length(sum(map(len, _texts([messages, tools]))), self._longest)
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        # What looks special is hidden from the tokenizer behind a word nobody can guess, and tokenized apart.
+        # Text that looks like a special token is hidden behind a word nobody can guess, and tokenized apart.
         mark = f"x{secrets.token_hex(12)}"
         hidden: list[str] = []
 

@@ -1,6 +1,6 @@
 """``ReasoningTags``: how models mark their reasoning, and ``ReasoningParser``, which splits it off the answer.
 
-Knows tags; does not know tokens, tool calls or JSON answers. Reasoning comes once, before everything else.
+Reasoning comes once, before everything else.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ REASONING_TAGS = (
 
 
 def find_tags(template: str) -> ReasoningTags | None:
-    """The tags that a chat template speaks of."""
+    """The tags that a chat template contains, None where it contains none."""
     return next((tags for tags in REASONING_TAGS if tags.begin in template or tags.end in template), None)
 
 
 class ReasoningParser:
     """Takes text by ``feed`` and gives out thoughts and text; ``finish`` gives out what was held back.
 
-    White space at either end of the reasoning is dropped, and before the answer that follows it. Reasoning that is
-    cut off stays reasoning.
+    White space is dropped at both ends of the reasoning and before the answer that follows it. Reasoning that is cut
+    off stays reasoning.
     """
 
     def __init__(self, tags: ReasoningTags, opened: bool = False) -> None:
@@ -72,7 +72,7 @@ class ReasoningParser:
             return [Thought(rest)] if rest else []
         return [Text(rest)] if rest else []
 
-    # A state looks at the buffer and returns what is certain; that it set another one means: go on with that.
+    # A state looks at the buffer and returns what is certain. If it sets another state, that one goes on at once.
 
     def _opening(self) -> list[Part]:
         text, begin = self._buffer.lstrip(), self._tags.begin

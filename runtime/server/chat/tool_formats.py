@@ -1,6 +1,6 @@
 """``ToolFormat``: how a family of models writes tool calls. One table; a row is chosen by the chat template's text.
 
-Knows markers and layouts; does not know how calls are found in a text (``ToolParser``) or forced (``tool_grammar``).
+``ToolParser`` finds calls in a text by it, ``tool_grammar`` forces them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ToolFormat:
             the answer; list, a JSON list of objects after ``begin``; named, ``begin``, the name, ``[ARGS]``, arguments.
         begin: the marker before calls; of a bare answer it may be left out.
         end: the marker after a call, empty where there is none.
-        arguments: the key of a call's arguments. Both that are in use are understood.
-        signs: a template that holds one of these texts, and none of ``other``, is of this format.
+        arguments: the key of a call's arguments. The parser understands both keys that are in use.
+        signs: a template that contains one of these texts, and none of ``other``, is of this format.
         other: signs of formats that share a marker with this one.
         id_length: characters of a call's id, where templates insist on a number.
     """
@@ -42,7 +42,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that may be special tokens of the tokenizer and must be seen all the same."""
+        """Texts that an output must show even where they are special tokens of the tokenizer."""
         more = (CALL_ID, ARGS) if self.begin == "[TOOL_CALLS]" else ()
         return tuple(marker for marker in (self.begin, self.end, *more) if marker)
 

@@ -1,6 +1,6 @@
 """``tool_constraint``: the grammar that holds an output to calls of given tools, in a model's own format.
 
-Knows the Lark dialect of llguidance as text; does not compile it. Schemas are embedded as ``%json``.
+It is text in the Lark dialect of llguidance, which is compiled elsewhere. Schemas are embedded as ``%json``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qserve.runtime.server.chat.tool_formats import ARGS, ToolFormat
 from qserve.runtime.server.chat.tool_use import OfferedTool
 
 _TEXT = r"/(.|\n)*/"
-# As models are trained to write JSON. Free white space would let a weak model write it until its tokens are spent.
+# The spacing that models are trained to write. With free white space a weak model writes it until its tokens are spent.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -29,14 +29,14 @@ def tool_constraint(
     reasoning: ReasoningTags | None = None,
     opened: bool = False,
 ) -> Constraint:
-    """What an output of calls looks like.
+    """The constraint of an output that calls tools.
 
     Args:
-        token_of: the id of a text that is one of the tokenizer's added tokens, None for others. llguidance does not
-            take such a token for its text where it is special or in angle brackets, so it is named by its id too.
+        token_of: the id of a text that is one of the tokenizer's added tokens, None for others. Where such a token is
+            special or in angle brackets, llguidance does not match it by its text, so the rules name its id too.
         required: there must be a call; otherwise any text may stand before calls or instead of them.
         parallel: there may be several calls.
-        reasoning: these tags may come first; they must where ``opened``, since the prompt ends inside them.
+        reasoning: these tags may come first. Where ``opened`` they must: the prompt ends inside them.
     """
     grammar = _Grammar(format, tools, token_of)
     start = grammar.required(parallel) if required else grammar.free(parallel, reasoning)
@@ -69,7 +69,7 @@ class _Grammar:
         begin = self._marker(self._format.begin)
         match self._format.layout:
             case "bare":
-                # A marker that is no token of this tokenizer was never learned.
+                # The model never learned a marker that is not a token of its tokenizer.
                 begin = f"({begin})?" if self._token_of(self._format.begin) is not None else ""
                 return f"{begin} " + self._several("tool", '";" " "?', parallel)
             case "tagged":
@@ -81,7 +81,7 @@ class _Grammar:
 
     def free(self, parallel: bool, reasoning: ReasoningTags | None) -> str:
         if self._format.layout == "bare":
-            # Were a thought plain text too, so were the call after it.
+            # A thought must not match as plain text: then the call after it would match as plain text too.
             thought = "" if reasoning is None else rf" & ~/\s*{re.escape(reasoning.begin)}(.|\n)*/"
             self.rules.append(rf"PLAIN: /\s*[^{{\s](.|\n)*/{thought}")
             return f"({self.required(parallel)} | PLAIN)?"
@@ -96,7 +96,7 @@ class _Grammar:
         return "thought GAP" if opened else f"({self._marker(tags.begin)} thought GAP)?"
 
     def _text_until(self, name: str, marker: str) -> None:
-        """A rule for any text up to its first marker. It is lazy: what follows a marker must be what the rules say."""
+        """A rule for any text up to its first marker. It is lazy: after that marker the other rules must hold."""
         self.rules.append(f"{name}_text[lazy]: TEXT {_literal(marker)}")
         token = self._token_of(marker)
         self.rules.append(f"{name}: {name}_text" + ("" if token is None else f" | TEXT <[{token}]>"))

@@ -1,7 +1,6 @@
-"""``ToolParser``: a growing text to content and tool calls.
+"""``ToolParser``: splits a growing text into content and tool calls, by the layouts of ``tool_formats``.
 
-Knows the layouts of ``tool_formats``; does not know tokens or JSON answers. The parts it gives out, joined, do not
-depend on how the text was cut into pieces.
+The parts it gives out, joined, do not depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from qserve.runtime.server.chat.json_scan import JsonScan
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text
 from qserve.runtime.server.chat.tool_formats import ARGS, CALL_ID, ToolFormat
 
-# The usual beginning of a call, up to the brace of its arguments: from there on they can be given out as they come.
+# The usual beginning of a call, up to the brace of its arguments. From there on they can be given out as they come.
 _HEAD = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -29,19 +28,19 @@ _KEYS = ("type", "id", "name", "arguments", "parameters")
 class ToolParser:
     """Takes text by ``feed`` and gives out parts; ``finish`` gives out what was held back.
 
-    Text that may be the beginning of a marker, or of a call whose name is not known yet, is held back. What turns out
-    not to be a call of one of the functions offered is content. Once a call has begun its arguments are passed on as
-    the model wrote them, valid or not, as OpenAI's API does too. White space around calls is dropped.
+    Text is held back while it may be the beginning of a marker, or of a call whose name is not known yet. If it turns
+    out not to call one of the functions offered, it is content. Once a call has begun, its arguments are passed on as
+    the model wrote them, valid or not; OpenAI's API does the same. White space around calls is dropped.
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
-        """``names``: of the functions offered. ``max_calls``: what comes after so many calls is dropped."""
+        """``names``: of the functions offered. ``max_calls``: text after so many calls is dropped."""
         self._format = format
         self._names = frozenset(names)
         self._max_calls = max_calls
         self._state: Callable[[], bool] = self._opening if format.layout == "bare" else self._text
         self._buffer = ""
-        self._raw = ""  # what was taken for the beginning of a call, should it be none
+        self._raw = ""  # the beginning of a possible call, kept in case it is none
         self._in_list = False
         self._wrapped = False  # the arguments are inside an object that has a bracket of its own
         self._scan = JsonScan()
@@ -99,7 +98,7 @@ class ToolParser:
         if not text:
             return False
         space = self._buffer[: len(self._buffer) - len(text)]
-        listed = self._format.layout in ("list", "named")  # models of either are known to write the other
+        listed = self._format.layout in ("list", "named")  # models of either format sometimes write the other
         if text[0] == "{":
             self._take(space, text)
             self._scan = JsonScan()
@@ -115,7 +114,7 @@ class ToolParser:
         return True
 
     def _object(self) -> bool:
-        """A call as an object, not yet known to be one."""
+        """An object that may be a call."""
         if head := _HEAD.match(self._buffer[:_HEAD_LIMIT]):
             name = _loads(head[1])
             if name in self._names:
@@ -165,7 +164,7 @@ class ToolParser:
         return True
 
     def _tail(self) -> bool:
-        """What an object still holds after its arguments, and its bracket."""
+        """The rest of an object after its arguments, with its closing bracket."""
         end = self._scan.find(self._buffer)
         self._buffer = "" if end is None else self._buffer[end:]
         if end is None:
@@ -204,7 +203,7 @@ class ToolParser:
         self._buffer = rest
 
     def _start(self, name: str, arguments: JsonScan | None) -> None:
-        """A call has begun. ``arguments``: they are at the buffer's beginning; None: they are known already."""
+        """A call has begun. ``arguments`` scans those at the buffer's beginning; None: they are known already."""
         self._wrapped = self._state == self._object
         self._raw = ""
         self._parts.append(CallStart(self.num_calls, self._format.call_id(), name))
@@ -216,7 +215,7 @@ class ToolParser:
             self._state = self._arguments
 
     def _reject(self, end: int) -> bool:
-        """No call: what was held, and the buffer up to ``end``, are content."""
+        """Not a call: the text held back, and the buffer up to ``end``, are content."""
         self._content(self._raw + self._buffer[:end])
         self._raw, self._buffer = "", self._buffer[end:]
         self._in_list = False

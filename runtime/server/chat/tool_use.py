@@ -11,7 +11,8 @@ from typing import Any
 class OfferedTool:
     """A function that the model may call. ``parameters`` is the JSON schema of its arguments.
 
-    ``strict``: arguments must be held to the whole schema. Otherwise what a grammar cannot express of it is left out.
+    ``strict``: arguments must be held to the whole schema. Otherwise the parts that a grammar cannot express are left
+    out.
     """
 
     name: str

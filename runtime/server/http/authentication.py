@@ -1,6 +1,6 @@
 """``AuthenticationMiddleware``: who may call. API keys on every route but the open ones, and a limit on headers.
 
-Knows the ASGI interface, for HTTP and WebSockets; does not know how keys are kept, nor routes or bodies.
+It guards HTTP and WebSockets alike.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ UNAUTHORIZED = 4401  # the code a WebSocket is closed with; private codes start 
 class AuthenticationMiddleware:
     """ASGI middleware. With no keys everybody may call.
 
-    ``scope["qserve.key"]`` tells later parts whose call it is, None for everybody's, and
-    ``scope["qserve.tenant"]`` the name of that key, or an empty string.
+    ``scope["qserve.key"]`` tells later parts whose call it is, None where no key is needed;
+    ``scope["qserve.tenant"]`` is the name of that key, or an empty string.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:

@@ -1,7 +1,4 @@
-"""Reading a request's body: bounded in bytes and time, and strict JSON.
-
-Knows HTTP bodies and JSON; does not know what the fields mean.
-"""
+"""Reading a request's body: bounded in bytes and time, and strict JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from qserve.runtime.server.errors import APIError, ClientGone
 MAX_OBJECTS = 50_000
 MAX_DEPTH = 64
 
-# Escapes that no text can hold, to be looked for after escaped backslashes are gone.
+# Escapes that no text can hold. Escaped backslashes must be removed before the search.
 _BAD_ESCAPE = re.compile(
     rb"\\u(?:(?P<nul>0000)"
     rb"|[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"  # a high surrogate without a low one
@@ -55,11 +52,11 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 def parse_object(body: bytes, max_commas: int | None = None) -> dict[str, Any]:
     """Strict JSON: no NaN, duplicate keys, lone surrogates, NUL or deep nesting. Raises ``APIError`` 400.
 
-    While a body is parsed no other thread of Python runs: a million numbers would hold up every stream for a quarter
-    of a second. Their commas are counted first, which is quick; those within texts count too.
+    While a body is parsed no other thread of Python runs, and a million numbers would hold up every stream for a
+    quarter of a second. So commas are counted first, which is quick; those inside strings count too.
     """
     if max_commas is not None and body.count(b",") > max_commas:
-        # Not 413, which is of bytes: such a body may be small, and what is wrong with it is what it asks for.
+        # Not 413, which is about bytes: such a body may be small, but it asks for too much.
         raise APIError(400, f"the request body holds more than {max_commas:,} values", code="too_many_values")
     if b"\\u" in body and (bad := _BAD_ESCAPE.search(body.replace(rb"\\", b"__"))):
         raise _refuse("holds a NUL character" if bad["nul"] else "holds half of a surrogate pair")

@@ -1,7 +1,5 @@
-"""``Connection``: HTTP/1.1 as uvicorn speaks it, but for silent connections, for heads that are none, and for
-bodies that nobody wants.
-
-Knows bytes, connections and timers; does not know routes, keys or what a request asks for.
+"""``Connection``: uvicorn's HTTP/1.1, except for silent connections, malformed request heads, and bodies that are
+refused.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qserve.runtime.server.errors import APIError
 
-HEADER_TIMEOUT = 30.0  # seconds in which the headers of a connection's first request must have come
-REFUSED_SECONDS = 5.0  # in which a client whose head was refused may still be sending, and then reads why
-DISCARD = "qserve.discard"  # in a scope: ``await scope[DISCARD](seconds)`` after the answer ends its connection
+HEADER_TIMEOUT = 30.0  # seconds until the headers of a connection's first request must have come
+REFUSED_SECONDS = 5.0  # that a client whose head was refused may go on sending before it reads why
+DISCARD = "qserve.discard"  # key in a scope: ``await scope[DISCARD](seconds)``, after the answer, ends its connection
 _REFUSALS = {
     431: "the request head is too large",
     400: "this is no valid HTTP/1.1 request",
@@ -26,8 +24,8 @@ _REFUSALS = {
 
 
 class Connection(H11Protocol):
-    """A connection whose next request does not come is closed, also where a part of its head did: uvicorn would keep
-    it. What cannot be read as a request is answered by an error object, and so that its client gets to see it.
+    """Closes a connection whose next request does not come, even where part of its head did; uvicorn would keep it.
+    Bytes that cannot be read as a request are answered with an error object, in a way that the client can read it.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -42,7 +40,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._refused:  # to close on a client that is still sending would reset its connection
+        if not self._refused:  # closing while the client still sends would reset its connection
             super().data_received(data)
 
     def handle_events(self) -> None:
@@ -51,8 +49,8 @@ class Connection(H11Protocol):
             cast(dict[str, Any], self.scope)[DISCARD] = self._discard
 
     async def _discard(self, timeout: float) -> None:
-        """Say that nothing more will be sent, and drop what comes until the client closes, unread: a megabyte that is
-        parsed for nothing takes the interpreter from every stream."""
+        """End the sending side, and drop what comes until the client closes. It is not parsed: a megabyte parsed for
+        nothing would keep the interpreter from every stream."""
         self._refused = True
         self.transport.write_eof()
         self.flow.resume_reading()
@@ -72,9 +70,9 @@ class Connection(H11Protocol):
         super().handle_websocket_upgrade(event)
 
     def send_400_response(self, msg: str) -> None:
-        """Called while the ``h11.RemoteProtocolError`` is handled that says what is wrong."""
+        """Called while the ``h11.RemoteProtocolError`` that says what is wrong is being handled."""
         self._refused = True
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # the answer to a body that goes wrong has begun
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # the body is broken, and its answer has begun
             self.transport.close()
             return
         status = getattr(sys.exception(), "error_status_hint", 400)
@@ -83,7 +81,7 @@ class Connection(H11Protocol):
         head = h11.Response(status_code=status, headers=[*answer.raw_headers, (b"connection", b"close")])
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        if self.cycle is not None and not self.cycle.response_complete:  # it waits for a body that is broken
+        if self.cycle is not None and not self.cycle.response_complete:  # a request waits for its body, which is broken
             self.transport.close()
             return
         if self.transport.can_write_eof():

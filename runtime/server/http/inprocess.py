@@ -1,7 +1,4 @@
-"""``post``: one request to the server's application in this process, with no socket between.
-
-Knows the ASGI interface; does not know routes, nor what is in a body.
-"""
+"""``post``: one request to the server's application in this process, with no socket between."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
-    """The status and the content of the answer to a POST of JSON. The caller is one that never goes away."""
+    """The status and the content of the answer to a POST of JSON. To the application the client never leaves."""
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -47,7 +44,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
 
     try:
         await app(scope, receive, send)
-    except Exception:  # a defect; it is raised again after it was answered with a 500
+    except Exception:  # a defect: the application answers 500 and then raises it again
         if not status:
             raise
         logger.exception("a request failed")

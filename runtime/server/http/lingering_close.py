@@ -14,11 +14,11 @@ LINGER_SECONDS = 10.0
 
 
 class LingeringClose:
-    """ASGI middleware. To close on a client that is still sending resets its connection, and it may never read why.
+    """ASGI middleware. Closing while the client still sends resets its connection, and it may never read why.
 
-    So the whole answer goes out at once, and what is still to come of the body is read and forgotten, for at most
-    ``LINGER_SECONDS``, before the answer counts as ended and the connection is closed. Where it stays open, and where
-    the client waits to be told to go on, there is nothing to do.
+    So the whole answer goes out at once. Then the rest of the body is read and dropped, for at most ``LINGER_SECONDS``,
+    before the answer counts as ended and the connection is closed. There is nothing to do where the connection stays
+    open, or where the client waits to be told to go on (``Expect``).
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,7 +1,4 @@
-"""``LoadingApp``: what answers on the port while the model is still being loaded.
-
-Knows the ASGI interface and the probes' paths; does not know the application that comes later.
-"""
+"""``LoadingApp``: answers on the port while the model is still being loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
 
 
 class LoadingApp:
-    """ASGI application: alive and not ready, until ``app`` is set and takes everything over."""
+    """ASGI application: alive and not ready until ``app`` is set, which then takes every request."""
 
     def __init__(self) -> None:
         self.app: ASGIApp | None = None

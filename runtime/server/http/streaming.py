@@ -1,7 +1,4 @@
-"""Server-sent events, and noticing that the client is gone.
-
-Knows the framing of a stream; does not know what is in the chunks.
-"""
+"""Server-sent events, and noticing that the client is gone."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ T = TypeVar("T")
 class EventStream(StreamingResponse):
     """Chunks as server-sent events. ``close`` is called at the end, also when the client leaves early.
 
-    ``named``: an event is called by the type that its chunk has, and the last of them, not ``[DONE]``, is the end.
+    ``named``: each event is named by the type of its chunk, and the stream ends with the last one, without ``[DONE]``.
     """
 
     def __init__(

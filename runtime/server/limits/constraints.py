@@ -1,7 +1,4 @@
-"""``ConstraintChecker``: has every new constraint tried out by a worker that can be killed, before the engine sees it.
-
-Knows processes, pipes and deadlines; does not know HTTP, nor what is inside a constraint.
-"""
+"""``ConstraintChecker``: tries every new constraint in a worker that can be killed, before the engine sees it."""
 
 from __future__ import annotations
 
@@ -35,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 0.75  # for one constraint; what people write takes milliseconds
 TURN_SECONDS = 0.06  # for one while others wait
-WAIT_SECONDS = 0.1  # more than COMPILE_SECONDS: by then everybody has an answer, however many came at once
-LOOK_SECONDS = 0.01  # between two looks at whether others wait
-GRACE_SECONDS = 0.15  # in which the worker says that they are over; it is killed if it does not
+WAIT_SECONDS = 0.1  # on top of COMPILE_SECONDS: by then everybody has an answer, however many came at once
+LOOK_SECONDS = 0.01  # between two checks whether others wait
+GRACE_SECONDS = 0.15  # for the worker to say that its seconds are over; if it does not, it is killed
 NICENESS = 5  # the model goes first
 START_SECONDS = 60.0  # for a new worker, on a machine that has other things to do
 MAX_TRIALS = 32  # different constraints that wait for the worker
-LATE = {"late": ""}  # no verdict: others had their turns in the time that it takes
-MAX_VERDICTS = 256  # remembered, so that the same one again costs no trial
-REMEMBER_SECONDS = 60.0  # a refusal, which may be due to a busy moment
+LATE = {"late": ""}  # no verdict: the time went to the turns of others
+MAX_VERDICTS = 256  # remembered, so that the same constraint costs no second trial
+REMEMBER_SECONDS = 60.0  # for a refusal, which may be due to a busy moment
 
 _Key = tuple[str, str]  # kind and text
 
@@ -58,7 +55,7 @@ class _Verdict:
 
 
 class ConstraintChecker:
-    """All who await share one event loop, which stays free. ``vocabulary`` is asked for with the first constraint."""
+    """All callers share one event loop, which is never blocked. ``vocabulary`` is called with the first constraint."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._worker = Worker(vocabulary)
@@ -69,10 +66,10 @@ class ConstraintChecker:
         self._trying = ThreadPoolExecutor(1, "qserve-constraints")
 
     def start(self) -> None:
-        """Return when a constraint can be tried out at once, or after ``START_SECONDS``.
+        """Return when a constraint can be tried at once, or after ``START_SECONDS``.
 
-        The first constraint would wait for that otherwise, and pays for it where this fails: a server that nobody asks
-        for structured output needs none of it.
+        Without this the first constraint would wait for the start. If the start fails, the first constraint tries it
+        again: a server that nobody asks for structured output does not need the worker.
         """
         try:
             self._trying.submit(self._worker.start).result()
@@ -84,7 +81,7 @@ class ConstraintChecker:
 
         Raises ``RequestError`` naming its ``param``, or ``QueueFullError``.
 
-        ``tenant``: who asks. Those who wait have their turns one tenant after another.
+        ``tenant``: the caller. Waiting constraints have their turns one tenant after another.
         """
         verdict = await self._verdict(constraint, tenant)
         if verdict.error:
@@ -92,7 +89,7 @@ class ConstraintChecker:
         return verdict.grammar
 
     def close(self) -> None:
-        """End the worker, also if it is in the middle of something."""
+        """End the worker, even in the middle of its work."""
         self._worker.close()
         self._trying.shutdown()
 
@@ -145,7 +142,7 @@ class ConstraintChecker:
 
 
 class Worker:
-    """The process ``grammar_worker``: started by ``start`` or by a question, also after it died or was killed.
+    """The process ``grammar_worker``. ``start`` or a question starts it, again after it died or was killed.
 
     Questions come from one thread; ``close`` may come from another.
     """
@@ -159,7 +156,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """None while there is none."""
+        """None while there is no process."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -167,17 +164,17 @@ class Worker:
         return self._ready
 
     def start(self) -> None:
-        """Return when it can be asked. Raises ``EngineFailure`` where it does not come up."""
+        """Return when the process takes questions. Raises ``EngineFailure`` where it does not come up."""
         self._running()
 
     def ask(self, constraint: Constraint, seconds: float, hurry: Callable[[], bool]) -> dict[str, str]:
         """``{"grammar": ...}``, ``{"error": ...}`` or ``LATE``, within about ``seconds`` of a running worker.
 
-        After ``TURN_SECONDS`` as soon as ``hurry()``. Nothing that was tried for less than ``COMPILE_SECONDS`` is
-        refused as too slow.
+        After ``TURN_SECONDS`` it ends as soon as ``hurry()`` is true. A constraint that was tried for less than
+        ``COMPILE_SECONDS`` is never refused as too slow.
         """
         question = {"kind": constraint.kind, "text": constraint.text, "seconds": seconds}
-        for _ in range(2):  # that somebody killed the worker is no reason to refuse
+        for _ in range(2):  # twice: a worker that somebody killed is no reason to refuse
             process = self._running()
             start = time.monotonic()
             answer = _exchange(process, question, seconds + GRACE_SECONDS, hurry)
@@ -196,7 +193,7 @@ class Worker:
         with self._changing:
             self._closed = True
             if self._process is not None:
-                _kill(self._process)  # whoever waits for its answer sees it end
+                _kill(self._process)  # the thread that waits for its answer sees it end
 
     def _running(self) -> subprocess.Popen[bytes]:
         process = self._process or self._spawn()
@@ -211,7 +208,7 @@ class Worker:
         with self._changing:
             if self._closed:
                 raise EngineFailure("the server is shutting down")
-            # -P: a folder here that is named like a module must not take its place.
+            # -P: a folder in the current directory must not take the place of a module of the same name.
             command = [sys.executable, "-P", "-m", "qserve.runtime.grammar_worker"]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(
@@ -231,7 +228,7 @@ class Worker:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """It and the child that it may have at work, which is in its session."""
+    """Kill the worker and the child that may work for it, which is in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -243,7 +240,7 @@ def _exchange(
     seconds: float,
     hurry: Callable[[], bool] = lambda: False,
 ) -> dict[str, str] | None:
-    """Send a line and read one. None if the process is gone or late. Where ``hurry()``, an empty line tells it."""
+    """Send a line and read one. None if the process is gone or late. When ``hurry()``, an empty line is sent too."""
     assert process.stdin is not None and process.stdout is not None
     began = time.monotonic()
     deadline, look = began + seconds, began + TURN_SECONDS

@@ -1,7 +1,4 @@
-"""``FairLock``: one at a time, and where several wait, each tenant in its turn.
-
-Knows coroutines and names of tenants; does not know what is done in a turn, nor how long it may take.
-"""
+"""``FairLock``: a lock for coroutines. Where several tenants wait, they have their turns one after another."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ from contextlib import asynccontextmanager
 
 
 class FairLock:
-    """Within a tenant whoever came first goes first. All who wait share one event loop."""
+    """Within a tenant the first to come goes first. All waiting coroutines share one event loop."""
 
     def __init__(self) -> None:
         self._taken = False
         self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the first has the next turn
 
     def waited_for(self) -> bool:
-        """Whether somebody would have a turn if the one that is taken ended. May be asked from any thread."""
+        """Whether somebody waits for the present turn to end. May be asked from any thread."""
         return bool(self._lines)
 
     @asynccontextmanager
     async def of(self, tenant: str, timeout: float) -> AsyncIterator[None]:
-        """Raises ``TimeoutError`` where the turn does not come within ``timeout`` seconds."""
+        """A turn, as a context manager. Raises ``TimeoutError`` where it does not come within ``timeout`` seconds."""
         if self._taken:
             await self._wait(tenant, timeout)
         self._taken = True
@@ -54,13 +51,13 @@ class FairLock:
                 del self._lines[tenant]
 
     def _next(self) -> None:
-        """The turn goes from hand to hand: nobody who comes in between takes it."""
+        """Hand the turn to the next in line directly, so that no newcomer can take it in between."""
         self._taken = False
         while self._lines and not self._taken:
             tenant, line = self._lines.popitem(last=False)
             come = line.popleft()
             if line:
                 self._lines[tenant] = line
-            if not come.cancelled():  # whoever has given up is about to leave the line
+            if not come.cancelled():  # a cancelled one is about to leave the line
                 come.set_result(None)
                 self._taken = True

@@ -1,6 +1,6 @@
 """``ApiKey`` and ``KeyRing``: who may call, what each caller may ask for, and the file that says so.
 
-Knows keys as hashes only: a key itself is never stored, shown or logged. Does not know HTTP.
+Keys are kept as hashes only: a key itself is never stored, shown or logged.
 
 The file is TOML with one ``[[key]]`` table for each key: ``name`` and ``sha256`` (of the key, in hex), and optional
 limits: ``max_requests``, ``max_tokens_per_minute``, ``priority``, ``weight``.
@@ -38,7 +38,8 @@ class ApiKey:
         digest: SHA-256 of the key.
         max_requests: running and waiting at once, each choice of each prompt counted; None does not limit them.
         max_tokens_per_minute: prompt and output tokens, as a bucket of that size that refills evenly.
-        priority: the best (lowest) that its requests may ask for, and what they have if they ask for none.
+        priority: the best (lowest) that its requests may ask for. Requests that ask for none have this one, but 0
+            where it is negative.
         weight: its share of the server where others wait too; 2 gets twice the tokens of 1.
     """
 
@@ -62,7 +63,7 @@ class ApiKey:
 class KeyRing:
     """The keys that are valid now: those given as text and those of the file, which can be read again.
 
-    Raises ``UsageError`` for a file that is not as it should be and ``OSError`` for one that cannot be read.
+    Raises ``UsageError`` for a malformed file and ``OSError`` for one that cannot be read.
     """
 
     def __init__(self, texts: Sequence[str] = (), path: Path | None = None) -> None:
@@ -75,7 +76,7 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """Whose key this is. Every key is compared, in constant time: the time says nothing about how nearly."""
+        """Whose key this is, or None. Every key is compared, in constant time, which tells nothing of a near miss."""
         digest = sha256(presented).digest()
         found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return found[0] if found else None
@@ -94,7 +95,7 @@ class KeyRing:
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """The keys of a file; at least one, for a server whose file is empty must not be open to all."""
+    """The keys of a file. ``UsageError`` where there are none: a server with an empty file must not be open to all."""
     if not (keys := _read(path)):
         raise UsageError(f"{path} holds no key; 'qserve key NAME --file {path}' adds one")
     return keys
@@ -121,9 +122,9 @@ def _read(path: Path) -> list[ApiKey]:
 
 
 def add_key(name: str, path: Path) -> str:
-    """Make a new key, add its hash to the file and return it: it cannot be read from anywhere later.
+    """Make a new key, add its hash to the file and return the key, which cannot be read from anywhere later.
 
-    The file, if it is new, is its owner's alone; one that is there, be it empty, stays whose it is.
+    A new file can be read by its owner alone; a file that exists, even an empty one, keeps its permissions.
     """
     if path.exists() and any(key.name == name for key in _read(path)):
         raise UsageError(f"{path} has a key of the name {name!r} already")

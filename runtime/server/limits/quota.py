@@ -1,6 +1,6 @@
 """``Quotas``: what each API key has running, waiting and spent, and whether it may have more.
 
-Knows limits and counts; does not know clocks (times are given, in seconds), HTTP or the engine.
+It reads no clock: times are given, in seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from qserve.runtime.server.limits.keys import ApiKey
 
 
 class QuotaError(Exception):
-    """A key is at one of its limits; in ``retry_after`` seconds it should be below."""
+    """A key is at one of its limits; after ``retry_after`` seconds it should be below."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -21,8 +21,8 @@ class QuotaError(Exception):
 
 @dataclass
 class _Bucket:
-    """Tokens spent and not yet made up for, as of ``time``. They are counted as they are computed, so the
-    running requests of a key may overdraw it; the next one then waits for longer."""
+    """Tokens spent and not yet refilled, as of ``time``. They are counted as they are computed, so the running requests
+    of a key may overdraw it; the next request then waits longer."""
 
     spent: float
     time: float
@@ -39,7 +39,7 @@ class Quotas:
         self._buckets: dict[str, _Bucket] = {}
 
     def check(self, key: ApiKey, choices: int, now: float, wait: float = 1.0) -> None:
-        """Raise ``QuotaError`` where the key may not have as many more choices now; ``wait`` is till one may end."""
+        """Raise ``QuotaError`` where the key may not have so many more choices; ``wait``: seconds until one may end."""
         limit, active = key.max_requests, self._active[key.name]
         if limit is not None and active + choices > limit:
             raise QuotaError(

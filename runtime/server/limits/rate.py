@@ -1,6 +1,6 @@
 """``ServiceRate``: how fast the server works, and so how long its backlog will take.
 
-Knows counts and times that it is given, in seconds; does not know requests or threads.
+It reads no clock: times are given, in seconds.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-WINDOW = 60  # seconds that are looked back upon
+WINDOW = 60  # seconds that count
 
 
 @dataclass
@@ -16,7 +16,7 @@ class _Second:
     number: int
     tokens: int = 0
     finished: int = 0
-    outputs: int = 0  # tokens of those finished
+    outputs: int = 0  # tokens of the finished ones
 
 
 class ServiceRate:
@@ -35,7 +35,7 @@ class ServiceRate:
         second.outputs += output_tokens
 
     def backlog_seconds(self, requests: int, prompt_tokens: int, now: float) -> float:
-        """Until what waits is done: its prompts and, for each, an answer as long as the last minute's were.
+        """Seconds until the waiting requests are done: their prompts, and answers of the last minute's mean length.
 
         0 where nothing was measured yet.
         """

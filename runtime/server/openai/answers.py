@@ -1,7 +1,4 @@
-"""``CompletionAnswer`` and ``ChatAnswer``: the JSON of a generation, whole or as a stream of chunks.
-
-Knows OpenAI's response objects; does not know HTTP or the engine's queue.
-"""
+"""``CompletionAnswer`` and ``ChatAnswer``: the JSON of a generation, whole or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ Outputs = AsyncIterator[tuple[int, "RequestOutput"]]
 
 @dataclass
 class Usage:
-    """Token counts; prompts count once however many choices they have."""
+    """Token counts; a prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     cached: dict[str, int] = field(default_factory=dict)  # by engine request
@@ -62,7 +59,8 @@ class _Whole:
 class Answer(ABC):
     """One response. ``whole`` gathers it, ``chunks`` gives it out as it comes.
 
-    ``logprobs`` and ``prompt_logprobs``: whether it tells those of the answer, and those of the prompt beside it.
+    ``logprobs``: whether it tells those of the answer. ``prompt_logprobs``: whether it tells those of the prompt, in a
+    field of their own.
     """
 
     prefix: ClassVar[str]
@@ -87,7 +85,7 @@ class Answer(ABC):
             self.usage.add(index, output)
             choice = choices[index]
             choice.text += output.text
-            if self.prompt_logprobs:  # a field of their own
+            if self.prompt_logprobs:  # they get a field of their own
                 choice.prompt_logprobs += output.prompt_logprobs or []
                 output = replace(output, prompt_logprobs=None)
             choice.logprobs += _logprobs(output)
@@ -118,7 +116,7 @@ class Answer(ABC):
     async def chunks(
         self, outputs: Outputs, *, include_usage: bool, continuous_usage: bool = False
     ) -> AsyncIterator[Json]:
-        """Each choice opens with its first chunk and closes with an empty one that has the finish reason."""
+        """The stream. A choice ends with an empty chunk that has the finish reason."""
         usage: Json = {"usage": None} if include_usage else {}
         opened: set[int] = set()
         async for index, output in outputs:
@@ -149,7 +147,7 @@ class Answer(ABC):
         return {"id": self.id, "object": self.chunk_kind, **self._head, "choices": choices}
 
     def _deltas(self, index: int, text: str, *, last: bool) -> list[Json]:
-        """What more text adds to a choice; ``last``: there will be no more."""
+        """The deltas that more text adds to a choice; ``last``: there will be no more text."""
         return [self._delta(text)] if text else []
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
@@ -157,7 +155,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
-        """Put them, by choice, where vLLM has them."""
+        """Put ``scored``, a list for each choice, where vLLM has it."""
 
     @abstractmethod
     def _content(self, index: int, text: str) -> Json: ...
@@ -175,7 +173,7 @@ class Answer(ABC):
 
 @dataclass(kw_only=True)
 class ChatAnswer(Answer):
-    """``parser`` makes what finds reasoning and tool calls in the text of a choice."""
+    """``parser`` makes a parser that finds reasoning and tool calls in the text of a choice."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -216,7 +214,7 @@ class ChatAnswer(Answer):
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that comes before its answer. ``first_token`` where its log-probabilities are wanted too."""
+    """A prompt that is repeated before its answer. ``first_token``: set where its log-probabilities are wanted."""
 
     text: str
     first_token: int | None = None
@@ -224,7 +222,7 @@ class Echo:
 
 @dataclass(kw_only=True)
 class CompletionAnswer(Answer):
-    """``echo``: per choice the prompt that then comes before the answer."""
+    """``echo``: for each choice, the prompt to repeat before the answer."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 

@@ -1,7 +1,4 @@
-"""``BestOfAnswer``: of more answers than were asked for, those that the model found likeliest.
-
-Knows that the answers to one prompt follow each other; does not know how they are written down.
-"""
+"""``BestOfAnswer``: generates more answers than were asked for and keeps those that the model found likeliest."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class BestOfAnswer(CompletionAnswer):
-    """Keeps the choices of the highest mean log-probability, the best first; usage counts all tokens. Only whole."""
+    """Keeps the choices of the highest mean log-probability, the best first; usage counts all tokens. No streams."""
 
     async def whole(self, outputs: Outputs) -> Json:
         return await super().whole(self._best(outputs))

@@ -1,7 +1,4 @@
-"""The parts of an answer as ``/v1/chat/completions`` shows them: a whole message, or a delta of a stream.
-
-Knows JSON shapes; does not know where parts come from.
-"""
+"""The parts of an answer as ``/v1/chat/completions`` shows them: a whole message, or a delta of a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Tex
 
 
 def chat_message(parts: Sequence[Part]) -> dict[str, Any]:
-    """``content`` is null where there are only calls; ``reasoning_content`` and ``tool_calls`` are there if any are."""
+    """``content`` is null where there are only calls. Empty ``reasoning_content`` and ``tool_calls`` are left out."""
     calls: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, CallStart):

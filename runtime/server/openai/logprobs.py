@@ -1,7 +1,4 @@
-"""``TokenTexts`` and the two shapes in which OpenAI's API reports log-probabilities.
-
-Knows tokens' texts and bytes; does not know how probabilities come about.
-"""
+"""``TokenTexts`` and the two shapes in which OpenAI's API reports log-probabilities."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class TokenTexts:
 
     def characters(self, token_id: int) -> int:
         """Characters that begin in this token."""
-        if token_id in self._special:  # the text leaves them out
+        if token_id in self._special:  # the text leaves special tokens out
             return 0
         return sum(byte >> 6 != 0b10 for byte in self.bytes(token_id))
 
@@ -89,7 +86,7 @@ def completion_logprobs(
 
 
 def _by_name(texts: TokenTexts, token: TokenLogprobs) -> dict[str, float]:
-    """The likeliest first, and of two tokens with one name the chosen or the likelier."""
+    """The chosen token first, then the likeliest. Of two tokens with one name, the first counts."""
     found: dict[str, float] = {}
     for each in (token.chosen, *token.top):
         found.setdefault(texts.name(each.token_id), _finite(each.logprob))

@@ -1,7 +1,4 @@
-"""``Message``: one message of a conversation as the client sends it, and as chat templates want it.
-
-Knows field names and types; does not know templates or tokens.
-"""
+"""``Message``: one message of a conversation as the client sends it, and as chat templates want it."""
 
 from __future__ import annotations
 
@@ -20,14 +17,14 @@ MAX_ID = 256
 
 
 def check_name(value: str) -> str:
-    """The name of a function: more than OpenAI allows, but nothing that breaks a line or a marker."""
+    """The name of a function: more characters than OpenAI allows, but none that breaks a line or a marker."""
     if not value or len(value) > MAX_NAME or not value.isprintable():
         raise PydanticCustomError("name", f"must have 1 to {MAX_NAME} printable characters")
     return value
 
 
 class CalledFunction(Strict):
-    """``arguments`` is JSON in a string. A model wrote it, so what is no object of sound JSON just stays a string."""
+    """``arguments`` is JSON in a string. A model wrote it: a string that is not a valid JSON object stays a string."""
 
     name: str
     arguments: str
@@ -97,7 +94,7 @@ class Message(Strict):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Without what is not there. A call without words has an empty content: some templates print null."""
+        """The fields that are set. A call without words has an empty content, because some templates print null."""
         more = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,

@@ -1,7 +1,7 @@
 """The OpenAPI document: what every route takes and answers, from the pydantic models that validate requests.
 
-A route says what its body is with ``described``; ``document`` puts the rest around it. Knows JSON schemas and the
-bounds that ``SamplingParams`` sets; does not know how a request is served. OpenAPI 3.1.
+A route says what its body is with ``described``; ``document`` puts the rest around it. The bounds of sampling
+fields are those of ``SamplingParams``. OpenAPI 3.1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qserve.runtime.server.openai.protocol import MAX_PROMPTS
 Json = dict[str, Any]
 
 _SCHEMAS = "#/components/schemas/"
-# What a route says of itself, until the document is made.
+# Keys under which a route describes itself, until the document is made.
 _MODELS, _STREAMS = "x-qserve-models", "x-qserve-streams"
 _ERROR: Json = {
     "type": "object",
@@ -70,7 +70,7 @@ PROMPT: list[Json] = [
     *({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": item} for item in (_TEXT, _TOKENS)),
 ]
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
-# Shapes of the fields that a validator of the model checks, which pydantic cannot tell.
+# Shapes of the fields that are checked by a validator of the model, whose schema pydantic cannot derive.
 _SHAPES: dict[str, list[Json]] = {
     "prompt": PROMPT,
     "stop": [_STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}, {"type": "null"}],
@@ -99,7 +99,7 @@ _SHAPES: dict[str, list[Json]] = {
 
 
 def described(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
-    """Arguments of a route's decorator that say what its JSON body is, and whether it may answer with events."""
+    """Arguments for a route's decorator: they describe its JSON body and whether it may answer with events."""
     schema = body.model_json_schema(ref_template=_SCHEMAS + "{model}")
     models = schema.pop("$defs", {}) | {body.__name__: schema}
     for model in models.values():
@@ -149,7 +149,7 @@ def document(routes: list[BaseRoute], model_name: str) -> Json:
 
 
 def _complete(path: str, operation: Json) -> None:
-    """What FastAPI cannot know of an operation: its answers and who may call it."""
+    """Add what FastAPI cannot know of an operation: its answers, and whether it needs a key."""
     kind = "text/plain" if path == "/metrics" else "application/json"
     answers: Json = {kind: {"schema": {"type": "string" if kind == "text/plain" else "object"}}}
     if operation.pop(_STREAMS, False):
@@ -161,7 +161,9 @@ def _complete(path: str, operation: Json) -> None:
     }
     if path in OPEN_PATHS:
         operation["security"] = []
-        operation["responses"]["503"] = operation["responses"]["200"] | {"description": "It is not."}
+        operation["responses"]["503"] = operation["responses"]["200"] | {
+            "description": "The server is not ready, or its engine has failed."
+        }
 
 
 def _refine(definition: Json) -> None:

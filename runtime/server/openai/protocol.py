@@ -1,7 +1,7 @@
 """The requests of ``/v1/completions`` and ``/v1/chat/completions``, as pydantic models.
 
-Knows field names and types; sampling fields and their bounds are those of ``SamplingParams``. Does not know
-tokenizers. A field of OpenAI's that this server does not do is refused by name, unless it asks for nothing.
+Sampling fields and their bounds are those of ``SamplingParams``. A field that OpenAI has and this server does not
+support is refused by name, unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _GenerationRequest(_Sampled, StructuredFields):
     def delivery(self) -> Delivery:
         options = self.stream_options or StreamOptions()
         usage = bool(options.include_usage)
-        continuous = usage and bool(options.continuous_usage_stats)  # as elsewhere it takes include_usage too
+        continuous = usage and bool(options.continuous_usage_stats)  # as in other servers, it needs include_usage too
         return {"stream": bool(self.stream), "include_usage": usage, "continuous_usage": continuous}
 
     def _params(self, **more: Any) -> SamplingParams:
@@ -127,7 +127,7 @@ class CompletionRequest(_GenerationRequest):
     _prompts = field_validator("prompt")(prompt_list)
 
     def sampling_params(self) -> SamplingParams:
-        """Where ``best_of`` is more than ``n``, it is the ``n`` here, and there are logprobs to choose by."""
+        """Where ``best_of`` is more than ``n``, so many choices are generated, with logprobs to choose by."""
         scored, logprobs, choices = bool(self.echo) and self.logprobs is not None, self.logprobs, {}
         if scored and (self.use_beam_search or self.prompt_logprobs is not None):
             raise RequestError("echo with logprobs goes with neither use_beam_search nor prompt_logprobs", "echo")
@@ -139,7 +139,7 @@ class CompletionRequest(_GenerationRequest):
 
 
 class TemplateOptions(Strict):
-    """The variables of chat templates that a client may set; any other could be one that a template trusts."""
+    """The variables of chat templates that a client may set. A template may trust any other variable."""
 
     enable_thinking: bool | None = None
 
@@ -190,7 +190,7 @@ class ChatRequest(_GenerationRequest):
         return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
     def name_of(self, param: str | None) -> str | None:
-        """What this request calls the field that others call ``param``."""
+        """The name in this request of the field that is ``param`` elsewhere."""
         if param == "max_tokens" and self.max_tokens is None:
             return "max_completion_tokens"
         return {"prompt": "messages", "logprobs": "top_logprobs"}.get(param or "", param)
@@ -200,12 +200,12 @@ R = TypeVar("R", bound=Strict)
 
 
 def parse(kind: type[R], content: Any, within: str = "") -> R:
-    """Validate a body, or what is ``within`` a field of one. Raises ``APIError`` 400 that names the first bad field."""
+    """Validate a body, or the part of one that is at ``within``. Raises ``APIError`` 400 naming the first bad field."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-    inner = first.get("ctx", {}).get("param")  # where a check of the whole found a part of it at fault
+    inner = first.get("ctx", {}).get("param")  # set where a check of the whole body found one field at fault
     where = [*first["loc"], *([] if inner is None else [inner])]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
     param = (within + path).lstrip(".")[:200]

@@ -1,7 +1,4 @@
-"""``ResponseAnswer``: the response object of ``/v1/responses``, whole or as a stream of named events.
-
-Knows OpenAI's items and the order of their events; does not know HTTP or the engine's queue.
-"""
+"""``ResponseAnswer``: the response object of ``/v1/responses``, whole or as a stream of named events."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from qserve.runtime.server.chat.dialect import OutputParser
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text, Thought
 from qserve.runtime.server.openai.answers import Json, Outputs, Usage
 
-# What holds the text of an item, the names of its events, and the beginning of its id.
+# By type of item: the field that holds its text, the names of its events, and the beginning of its id.
 _KINDS = {
     "message": ("output_text", "response.output_text", "msg"),
     "reasoning": ("reasoning_text", "response.reasoning_text", "rs"),
@@ -29,7 +26,7 @@ class ResponseAnswer:
     named_events: ClassVar[bool] = True
 
     def __init__(self, model: str, shown: Mapping[str, Any], usage: Usage, parser: OutputParser | None) -> None:
-        """``shown``: what the response repeats of its request. ``parser`` finds reasoning and calls."""
+        """``shown``: the fields of the request that the response repeats. ``parser`` finds reasoning and calls."""
         self.id = f"resp_{secrets.token_hex(24)}"
         self._model = model
         self._shown = dict(shown)
@@ -52,9 +49,9 @@ class ResponseAnswer:
     async def chunks(
         self, outputs: Outputs, *, include_usage: bool = True, continuous_usage: bool = False
     ) -> AsyncIterator[Json]:
-        """Numbered events, the last of which has the whole response; usage is always there, and only there.
+        """Numbered events. The last one has the whole response with its usage, which no other event has.
 
-        What fails before the first output is raised, what fails later is the last event.
+        A failure before the first output is raised; a later one is the last event.
         """
         number = 0
         try:
@@ -145,7 +142,7 @@ class ResponseAnswer:
         yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": _copy(item)}
 
     def _place(self) -> Json:
-        """Where the open item is."""
+        """The fields of an event that say where the open item is."""
         assert self._open is not None
         place = {"item_id": self._open["id"], "output_index": len(self._items) - 1}
         return place if self._open["type"] == "function_call" else place | {"content_index": 0}
@@ -184,5 +181,5 @@ class ResponseAnswer:
 
 
 def _copy(item: Json) -> Json:
-    """Of an item as it is now; it may grow while an event waits to be sent."""
+    """A copy of an item as it is now: it may grow while an event waits to be sent."""
     return item | ({"content": [dict(part) for part in item["content"]]} if "content" in item else {})

@@ -1,7 +1,6 @@
-"""The items of ``/v1/responses``: what a request's ``input`` may hold, and the messages that they come to.
+"""The items of ``/v1/responses``: what a request's ``input`` may hold, and the messages that they become.
 
-Knows field names and types; does not know templates or tokens. A model reads messages, so items that are one turn
-of the assistant (reasoning, text, calls) become one message.
+A model reads messages, so the items of one turn of the assistant (reasoning, text, calls) become one message.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from qserve.runtime.server.openai.strict import NotDone, Strict
 
 
 def _text(value: Any, kinds: tuple[str, ...]) -> str:
-    """The text of a string or of a list of parts. What our own answers say of a part beside its text is no news."""
+    """The text of a string or of a list of parts. Other fields that our own answers give a part are ignored."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
@@ -32,7 +31,7 @@ def _text(value: Any, kinds: tuple[str, ...]) -> str:
 
 
 class _Item(Strict):
-    """``id`` and ``status`` come back with items of former answers and change nothing."""
+    """``id`` and ``status`` come back with items of earlier answers and change nothing."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -99,7 +98,7 @@ ITEMS: dict[str, type[Item]] = {
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Messages as chat templates want them."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # of the assistant, while it goes on
+    turn: dict[str, Any] | None = None  # the assistant's turn, while it goes on
     for item in items:
         if isinstance(item, FunctionCallOutput):
             messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})

@@ -1,6 +1,6 @@
-"""The request of ``/v1/responses``. It keeps no state: what needs stored answers is refused by name.
+"""The request of ``/v1/responses``. The server stores no answers: fields that need them are refused by name.
 
-Knows field names and types; does not know tokenizers. Sampling fields have the bounds of ``SamplingParams``.
+Sampling fields have the bounds of ``SamplingParams``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ResponseTool(Function):
     @model_validator(mode="before")
     @classmethod
     def _kind(cls, data: Any) -> Any:
-        """Looked at first: tools of other types have other fields too."""
+        """Check the type before the fields, since tools of other types have other fields."""
         if isinstance(data, dict) and data.get("type") != "function":
             raise PydanticCustomError("type", "must be 'function'; no other tools are known here", {"param": "type"})
         return data
@@ -131,7 +131,7 @@ class ResponseRequest(Strict):
         items = []
         for index, item in enumerate(self.input):
             kind = item.get("type", "message") if isinstance(item, dict) else "message"
-            # An item of a kind that is not known is refused by the kind of a message, which names its type.
+            # An item of an unknown type is checked as a message, which refuses it and names its type.
             model = ITEMS.get(kind, ITEMS["message"]) if isinstance(kind, str) else ITEMS["message"]
             items.append(parse(model, item, within=f"input[{index}]"))
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -152,11 +152,11 @@ class ResponseRequest(Strict):
         return {"stream": bool(self.stream), "include_usage": True, "continuous_usage": False}
 
     def name_of(self, param: str | None) -> str | None:
-        """What this request calls the field that others call ``param``."""
+        """The name in this request of the field that is ``param`` elsewhere."""
         return {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}.get(param or "", param)
 
     def shown(self) -> dict[str, Any]:
-        """What a response repeats of its request."""
+        """The fields that a response repeats from its request."""
         format = self.text.format if self.text else None
         return {
             "instructions": self.instructions,

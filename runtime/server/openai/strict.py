@@ -1,7 +1,4 @@
-"""``Strict``: the base of every part of a request's body.
-
-Knows how fields are refused by name; does not know which fields there are.
-"""
+"""``Strict``: the base of every part of a request's body."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 NotDone = Mapping[str, tuple[Any, ...]]
-"""Fields that OpenAI has and this server does not, with the values that ask for nothing."""
+"""Fields that OpenAI has and this server does not support, each with the values that ask for nothing."""
 
 
 class Strict(BaseModel):
@@ -22,7 +19,7 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
     not_done: ClassVar[NotDone] = {}
-    longest: ClassVar[dict[str, int]] = {}  # lists, by field: pydantic looks at as many items before it counts them
+    longest: ClassVar[dict[str, int]] = {}  # of lists: pydantic would validate that many items before it counts
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -47,7 +44,7 @@ class Strict(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """With the fields that may be given but must ask for nothing."""
+        """The schema, with the fields that may be given but must ask for nothing."""
         schema = handler.resolve_ref_schema(handler(core))
         idle = {name: {"enum": [None, *values]} for name, values in cls.not_done.items()}
         schema["properties"] = schema.get("properties", {}) | idle

@@ -1,7 +1,7 @@
-"""The fields of a request that say what its output must look like, and the one ``Constraint`` that they come to.
+"""The fields of a request that say what its output must look like, and the one ``Constraint`` that they become.
 
-Knows OpenAI's ``response_format``, and vLLM's ``structured_outputs`` and ``guided_*``. Does not know what a schema,
-an expression or a grammar means: whoever compiles it refuses it.
+The fields are OpenAI's ``response_format``, and vLLM's ``structured_outputs`` and ``guided_*``. Whether a schema, an
+expression or a grammar is valid is found when it is compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class StructuredFields(BaseModel):
-    """At most one of them, and one kind in it, may ask for something."""
+    """At most one of these fields, and one kind within it, may ask for something."""
 
     response_format: Any = None
     structured_outputs: Any = None
@@ -31,7 +31,7 @@ class StructuredFields(BaseModel):
     guided_grammar: Any = None
 
     def constraint(self) -> Constraint | None:
-        """None where the output is free. Raises ``RequestError`` naming the field that is malformed or one too many."""
+        """None where the output is free. Raises ``RequestError`` naming a field that is malformed or one too many."""
         found = [
             _response_format(self.response_format),
             *_structured_outputs(self.structured_outputs),

@@ -1,4 +1,4 @@
-"""``Tool``: a function that the client offers, and ``tool_use``: what a request's fields say of its tools."""
+"""``Tool``: a function that the client offers, and ``tool_use``, which reads a request's fields about its tools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required"
 
 
 class Function(Strict):
-    """``parameters``: the JSON schema of an object; left out, there are none."""
+    """``parameters``: the JSON schema of an object; a function without it has no parameters."""
 
     name: str
     description: str | None = Field(default=None, max_length=MAX_DESCRIPTION)
@@ -59,7 +59,7 @@ class Named:
 
 
 def tool_use(functions: Sequence[Function], choice: Mode | Named | None, parallel: bool | None) -> ToolUse:
-    """What a request wants. Raises ``RequestError`` where its fields do not fit together."""
+    """What a request wants of its tools. Raises ``RequestError`` where its fields do not fit together."""
     offered = tuple(map(_offered, functions))
     names = [tool.name for tool in offered]
     if twice := next((name for name in names if names.count(name) > 1), None):

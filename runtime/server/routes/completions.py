@@ -1,4 +1,4 @@
-"""``/v1/completions``: a prompt goes on."""
+"""``/v1/completions``: the continuation of a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     params, choices = body.sampling_params(), body.n or 1
     encoder = service.encoder
     prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt) for prompt in body.prompt])
-    if body.max_tokens is None:  # the default, not the caller, gives way to a prompt that leaves less room
+    if body.max_tokens is None:  # a long prompt shortens the default, never what the caller asked for
         room = max(1, service.max_model_len - max(map(len, prompts)))
         params = replace(params, max_tokens=min(params.max_tokens or room, room))
     echo = None

@@ -30,7 +30,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def _until_drained(service: Service, watch: EngineView) -> AsyncIterator[dict[str, Any]]:
-    """Pictures for as long as requests are taken: who only watches holds no shutdown up."""
+    """Pictures for as long as requests are taken, so that a watcher does not hold up a shutdown."""
     async for picture in watch.pictures():
         yield picture
         if not service.ready:

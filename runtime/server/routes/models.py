@@ -1,4 +1,4 @@
-"""What is served here, with its quality card."""
+"""``/v1/models``: the model that is served, with its quality card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/``: the page to chat and to watch the engine. Files as they are; everything that they ask for needs a key."""
+"""``/``: the page for chat and for watching the engine. The files are open; the routes that they call need a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TYPES = {
 }
 
 _HEADERS = {
-    # Nothing from elsewhere, nothing inline, and no way from a text to markup: what a model writes stays text.
+    # Nothing from other origins and nothing inline, and text never becomes markup: what a model writes stays text.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -34,7 +34,7 @@ _HEADERS = {
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
     for path in sorted(path for path in _FOLDER.iterdir() if path.suffix in _TYPES):
-        # Each file is a route of its own, read once: no name that a client sends becomes a path.
+        # Each file is a route of its own and read once, so no name from a client becomes a path.
         send = _sender(path.read_bytes(), _TYPES[path.suffix])
         place = "/" if path.name == "index.html" else f"/static/{path.name}"
         routes.add_api_route(place, send, methods=["GET"], include_in_schema=False)

@@ -1,4 +1,4 @@
-"""Is it alive, is it ready, how is it doing: for orchestrators and dashboards."""
+"""``/health``, ``/ready`` and ``/metrics``, for orchestrators and dashboards."""
 
 from __future__ import annotations
 

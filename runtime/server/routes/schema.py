@@ -16,7 +16,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
-        if not made:  # with the first call every route is there
+        if not made:  # at the first call every route exists
             made.append(json.dumps(document(request.app.routes, service.model_name)).encode())
         return Response(made[0], media_type="application/json")
 

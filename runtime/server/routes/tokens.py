@@ -72,7 +72,7 @@ def router(service: Service) -> APIRouter:
         tokens = body.tokens
         if tokens and min(tokens) < 0:
             raise RequestError(f"tokens holds the negative token id {min(tokens)}", "tokens")
-        try:  # the bounds of a prompt
+        try:  # ids have the bounds of a prompt
             if tokens:
                 service.encoder.encode(tokens)
         except RequestError as error:

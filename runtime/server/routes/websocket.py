@@ -1,7 +1,7 @@
 """Completions over a WebSocket: the body of a request as a message, and each event of its answer as one.
 
-A message begins the same reply as a request to the HTTP route of that name, so that nothing it does, refuses or limits
-differs. An answer ends with ``{"done": true}`` or with an error object; then the next message is taken.
+A message begins the same reply as a request to the HTTP route of the same path, with the same checks and limits. An
+answer ends with ``{"done": true}`` or with an error object; then the next message is taken.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Session:
             reader.cancel()
 
     async def _read(self) -> None:
-        """Take what comes, also during an answer: that is how it is noticed that the client leaves."""
+        """Take messages even during an answer: that is how a client that leaves is noticed."""
         while (message := await self._websocket.receive())["type"] == "websocket.receive":
             if message.get("text") is None:
                 await self._close(UNSUPPORTED, "a request is a text message")
@@ -95,7 +95,7 @@ class _Session:
             await asyncio.gather(answering, gone, return_exceptions=True)
 
     async def _reply(self, text: str) -> None:
-        """One request: checked, told and limited as one over HTTP."""
+        """One request: checked, logged and limited like one over HTTP."""
         service, headers = self._service, self._websocket.scope["headers"]
         with service.access_log.request("POST", dict(headers)) as record:
             record.route = self._path
@@ -110,7 +110,7 @@ class _Session:
                     await self._send_all(record, reply)
                 finally:
                     service.engine.abort(reply.generation)
-            except Exception as error:  # the connection goes on
+            except Exception as error:  # only this request fails; the connection goes on
                 refused = as_api_error(error)
                 record.status = record.status or refused.status
                 await self._send(refused.body())

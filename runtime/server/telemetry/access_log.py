@@ -1,6 +1,6 @@
 """``AccessLog``: every request gets an id, a line when it ends, its trace, and a count if it was refused.
 
-It never sees a body, so no line of it can hold a prompt or an answer.
+It never sees a body, so none of its lines can hold a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from qserve.runtime.server.telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
-# Asked every few seconds, or part of a page: told at level debug, not traced, not counted.
+# Called every few seconds, or part of a page: logged at level debug, not traced, not counted.
 PROBES = ("/health", "/ready", "/metrics", "/", "/v1/engine", "/v1/engine/events")
 HEADER = b"x-request-id"
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_HASH = re.compile(r"[0-9a-f]{64}")  # of a key that has no name: its start is enough to tell callers apart
+_HASH = re.compile(r"[0-9a-f]{64}")  # the name of a key without one: its beginning is enough to tell callers apart
 _STARTS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
 class AccessLog:
-    """What is to be said of requests: a line each, a trace, and a count of those that were refused."""
+    """Reports requests: a line and a trace for each, and a count of those that were refused."""
 
     def __init__(self, model: str, metrics: Metrics, tracer: Tracer | None, draining: Callable[[], bool]) -> None:
         self._model = model
@@ -43,7 +43,7 @@ class AccessLog:
 
     @contextlib.contextmanager
     def request(self, method: str, headers: Mapping[bytes, bytes]) -> Iterator[RequestRecord]:
-        """The record of one request, which is told when the block ends; log lines within it have its id."""
+        """The record of one request. It is reported when the block ends; log lines within the block have its id."""
         record = RequestRecord(_request_id(headers.get(HEADER)), method, _trace_context(headers))
         token = current_request_id.set(record.request_id)
         try:
@@ -66,7 +66,7 @@ class AccessLog:
 
 
 class AccessLogMiddleware:
-    """ASGI middleware, to be the outermost: what an inner one refuses gets its id and its line too."""
+    """ASGI middleware. It goes outside all that may refuse, so that refused requests get an id and a line too."""
 
     def __init__(self, app: ASGIApp, log: AccessLog) -> None:
         self._app = app
@@ -96,7 +96,7 @@ class AccessLogMiddleware:
             await self._app(scope, receive, named)
         except Exception as error:  # a defect of this server, not of the request
             if record.status is not None or scope["type"] != "http":
-                raise  # the answer has begun: the connection is closed, which ends it
+                raise  # the answer has begun: closing the connection ends it
             await as_api_error(error).response()(scope, receive, named)
 
 
@@ -128,7 +128,7 @@ def _caller(tenant: str) -> str | None:
 
 
 def _request_id(given: bytes | None) -> str:
-    """The client's own, if it is short and printable: it looks for it in its log and in ours."""
+    """The client's own id, if it is short and printable, so that it can be found in both logs; otherwise a new one."""
     if given is not None and _CLIENT_ID.fullmatch(given):
         return given.decode("ascii")
     return f"req-{secrets.token_hex(12)}"

@@ -1,6 +1,6 @@
-"""``EngineView``: the state of the engine as JSON. One snapshot serves all who watch; where nobody does, none is taken.
+"""``EngineView``: the state of the engine as JSON. One snapshot serves all watchers; without one none is taken.
 
-No prompt, text or tenant is in it.
+It holds no prompt, text or tenant.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Json = dict[str, Any]
 INTERVAL = 0.25  # seconds between pictures, for one watcher or many
 MAX_WATCHERS = 16
 MAX_CELLS = 4096
-FREE, CACHED, SHARED, FIRST_REQUEST = range(4)  # what a cell of the grid of blocks holds
+FREE, CACHED, SHARED, FIRST_REQUEST = range(4)  # values of a cell in the grid of blocks
 
 
 class EngineView:
-    """All methods belong to one event loop."""
+    """Snapshots of the engine for watchers. All methods belong to one event loop."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -40,7 +40,7 @@ class EngineView:
         if self._picture is None or (self._picture.done() and now - self._taken >= INTERVAL * 0.9):
             self._taken = now
             self._picture = asyncio.create_task(self._take())
-        return await asyncio.shield(self._picture)  # one that leaves takes nothing from the others
+        return await asyncio.shield(self._picture)  # a watcher that leaves must not cancel it for the others
 
     def enter(self) -> None:
         """Count a watcher. Raises ``APIError`` 503 where there are too many."""
@@ -74,11 +74,11 @@ class EngineView:
 
 
 def to_json(snapshot: EngineSnapshot) -> Json:
-    """``kv.cells`` is the grid of blocks in runs ``[what, cells]``: 0 free, 1 nobody's but still to be found by its
-    content, 2 held by several requests, 3 + i held by ``requests[i]`` alone.
+    """``kv.cells`` is the grid of blocks as runs ``[what, cells]``. ``what``: 0 free, 1 cached and held by no request,
+    2 held by several requests, 3 + i held by ``requests[i]`` alone.
 
     Where there are more than ``MAX_CELLS`` blocks, a cell stands for ``blocks_per_cell`` of them and shows the highest
-    of their numbers.
+    of their values.
     """
     held: dict[int, int] = {}
     for number, request in enumerate(snapshot.running, FIRST_REQUEST):

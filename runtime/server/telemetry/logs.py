@@ -1,7 +1,6 @@
 """Log lines: as text for people or as JSON objects for machines, one a line, with the id of the request they belong to.
 
-Knows formats and levels; does not know what is worth a line. Nothing here ever sees a prompt, an output or a key:
-``event`` writes the fields that it is given.
+Nothing here ever sees a prompt, an output or a key: ``event`` writes the fields that it is given.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _PLAIN = re.compile(r"[\w.:/+@{}#,-]+", re.ASCII)
 def configure(log_format: str, level: str, stream: TextIO | None = None) -> None:
     """Send the lines of this process to ``stream`` (standard error), uvicorn's and warnings among them.
 
-    What other packages have to say is shown from ``WARNING`` on. Called by the command line: a program that has the
-    server in it keeps its own logging.
+    Lines of other packages are shown from ``WARNING`` on. Only the command line calls this: a program that contains
+    the server keeps its own logging.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Json() if log_format == "json" else _Text())
@@ -40,7 +39,7 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
 
 
 def start(log_format: str, level: str, note: Callable[[str], None]) -> Callable[[str], None]:
-    """``configure`` for a command. Returns how it tells what is going on: ``note`` in text, a line of the log in JSON.
+    """``configure`` for a command. Returns what takes its notes: ``note`` in text, a line of the log in JSON.
 
     Raises ``UsageError`` for an unknown format or level.
     """
@@ -86,7 +85,7 @@ class _Text(logging.Formatter):
     """``TIME LEVEL logger: message key=value ...``; a value with spaces or control characters is quoted."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")  # a message is one line
+        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")  # one message, one line
         pairs = "".join(f" {name}={_quoted(value)}" for name, value in _fields(record).items())
         line = f"{_time(record)} {record.levelname} {record.name}: {message}{pairs}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

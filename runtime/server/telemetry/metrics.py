@@ -1,7 +1,4 @@
-"""``Metrics``: what Prometheus is told, under the names that dashboards of LLM servers query.
-
-Knows metric names and the times of one request; does not know the engine's insides or HTTP.
-"""
+"""``Metrics``: the metrics for Prometheus, under the names that dashboards of LLM servers query."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ REJECTIONS = {  # status -> why a request was not taken on
 
 
 class Metrics:
-    """Written by the engine thread, rendered by the server. ``vllm_alias`` repeats all as ``vllm:``."""
+    """Written by the engine thread, rendered by the server. ``vllm_alias`` repeats all under ``vllm:``."""
 
     def __init__(
         self,
@@ -83,7 +80,7 @@ class Metrics:
         self._output_total = self._counter("generation_tokens", "Tokens generated.")
         self._success = self._by("request_success", "Requests that ended, by reason.", "finished_reason")
         self._rejected = self._by("requests_rejected", "Requests that were refused, by reason.", "reason")
-        for reason in sorted(set(REJECTIONS.values()) | {"draining"}):  # a rate needs the zero before the first one
+        for reason in sorted(set(REJECTIONS.values()) | {"draining"}):  # a rate needs a zero before the first count
             self._rejected.labels(model_name, "0", reason)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", _TOKEN_SECONDS)
@@ -113,7 +110,7 @@ class Metrics:
             )
 
     def step(self, record: StepRecord, seconds: float) -> None:
-        """Count one step of the engine, which took so long."""
+        """Count one step of the engine, which took ``seconds``."""
         self._step_seconds.observe(seconds)
         self._step_tokens.observe(record.prefill_tokens + record.decode_tokens)
         self._step_prefill.observe(record.prefill_tokens)
@@ -123,10 +120,10 @@ class Metrics:
         self._failures.inc()
 
     def observe(self, request: Timeline, output: RequestOutput, now: float) -> None:
-        """Count what one step added to a request; ``request`` takes it in as well."""
+        """Count what one step added to a request; ``request`` takes it in too."""
         opening, previous = request.first_token is None, request.last_token.get(output.index)
         request.add(output, now)
-        if (opening and output.token_ids) or output.embedding is not None:  # its prompt was computed
+        if (opening and output.token_ids) or output.embedding is not None:  # the prompt was computed
             queued = output.queue_seconds
             self._queue.observe(queued)
             self._prefill.observe(max(0.0, now - request.arrival - queued))

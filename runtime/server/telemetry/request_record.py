@@ -49,7 +49,7 @@ class RequestRecord:
 
     @property
     def queue_seconds(self) -> float | None:
-        """The longest that a prompt of it waited."""
+        """The longest wait of any of its prompts."""
         return max((t.queue_seconds for t in self.timelines if t.queue_seconds is not None), default=None)
 
     @property
@@ -60,5 +60,5 @@ class RequestRecord:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Each that occurred, once. A choice that was left in the middle counts as ``abort``."""
+        """Each finish reason that occurred, once. An unfinished choice counts as ``abort``."""
         return sorted({reason for timeline in self.timelines for reason in timeline.reasons()})

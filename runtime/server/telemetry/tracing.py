@@ -1,8 +1,8 @@
 """``Tracer``: a request as OpenTelemetry spans, under the semantic conventions for generative AI.
 
-Knows spans and where they are sent; does not know HTTP or the engine. opentelemetry is imported where a ``Tracer`` is
-made and nowhere else: it comes with the ``tracing`` extra. Spans are made when a request has ended, from its timeline,
-so nothing is done for them while tokens flow, and a collector that is slow or gone costs dropped spans and no time.
+opentelemetry is imported only where a ``Tracer`` is made: it comes with the ``tracing`` extra. Spans are made from a
+request's timeline when it has ended, so they cost nothing while tokens flow. A collector that is slow or gone costs
+dropped spans and no time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPERATIONS = {
 def otlp_exporter(endpoint: str) -> SpanExporter:
     """Sends spans to ``endpoint`` by OTLP over HTTP; an address without a path gets the usual ``/v1/traces``.
 
-    Raises ``UsageError`` for what is no URL and ``QServeError`` where the extra is missing.
+    Raises ``UsageError`` for an invalid URL and ``QServeError`` where the extra is missing.
     """
     try:
         parts = urlsplit(endpoint)
@@ -63,7 +63,7 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         resource = Resource.create({"service.name": "qserve", "service.version": version("qserve-llm")})
-        # Who calls decides what is traced; what comes without a decision is traced.
+        # The caller decides what is traced; a request without a decision is traced.
         self._provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("qserve")
@@ -101,7 +101,7 @@ class Tracer:
         span.end(at(request.ended))
 
     def close(self) -> None:
-        """Send what is left, within a few seconds."""
+        """Send the spans that are left, within a few seconds."""
         self._provider.force_flush(int(EXPORT_TIMEOUT * 1000))
         self._provider.shutdown()
 
@@ -141,7 +141,7 @@ def _attributes(request: RequestRecord, model: str) -> dict[str, Any]:
 
 
 def _phases(timeline: Timeline, ended: float) -> list[tuple[str, float, float]]:
-    """What a prompt went through, each with its start and end; what it did not reach is left out."""
+    """The phases that a prompt reached: (name, start, end)."""
     started, first = timeline.prefill_start, timeline.first_token
     phases = [("queue", timeline.arrival, ended if started is None else started)]
     if started is not None:
