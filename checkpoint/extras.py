@@ -11,7 +11,7 @@ EXTRAS = {"matplotlib": "reports", "httpx": "chat", "sentencepiece": "sentencepi
 
 
 def require(package: str, purpose: str) -> None:
-    """Raise ``QServeError`` that says what to install where ``package`` is missing; it is not imported."""
+    """Raise ``QServeError``, which says what to install, where ``package`` is missing. It is not imported."""
     if find_spec(package) is None:
         extra = EXTRAS[package]
         raise QServeError(f"{purpose} needs {package}, which is not installed: pip install 'qserve-llm[{extra}]'")

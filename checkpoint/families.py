@@ -1,6 +1,6 @@
-"""``Family``: what a model type is made of that its configuration does not say, and the table of all of them.
+"""``Family``: the properties of a model type that its configuration does not say, and the table of all families.
 
-One description is read by the native decoder, the GGUF reader and the planner. A family of Llama's kin is a row here.
+The native decoder, the GGUF reader and the planner read the same row. A family similar to Llama is a row here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Multipliers:
     """Constants by which a model scales what it computes.
 
     Attributes:
-        embedding: of the embeddings.
-        residual: of what each sublayer adds to the residual stream.
-        attention: of the scores; None for one over the square root of the size of a head.
-        logits: of the logits.
+        embedding: scales the embeddings.
+        residual: scales what each sublayer adds to the residual stream.
+        attention: scales the attention scores; None for 1 / sqrt(head_dim).
+        logits: scales the logits.
     """
 
     embedding: float = 1.0
@@ -52,12 +52,12 @@ class Experts:
 
 @dataclass(frozen=True)
 class Gguf:
-    """A family in files of llama.cpp.
+    """How llama.cpp's files store a family.
 
     Attributes:
-        architecture: its name there. Families may share one, and differ in whether they have a window.
-        class_name: of transformers, as ``config.json`` has it.
-        permuted: rows of queries and keys lie in the order of llama.cpp's rotation, of neighbouring pairs.
+        architecture: its name there. Families that differ only in having a window may share one.
+        class_name: the class of transformers, as ``config.json`` has it.
+        permuted: rows of queries and keys lie in the order of llama.cpp's rotation, which rotates neighbouring pairs.
     """
 
     architecture: str
@@ -67,20 +67,20 @@ class Gguf:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model type says that its configuration does not.
+    """The properties of a model type that its configuration does not say.
 
     Attributes:
         native: the native decoder serves it.
-        norms: weights of normalization per layer, in hidden sizes.
+        norms: normalization weights per layer, in multiples of the hidden size.
         qk_norm: queries and keys are normalized per head.
         qkv_bias, out_bias: biases of the attention's linears; None where the configuration says (``attention_bias``).
         mlp_bias: biases of the feed-forward; None where the configuration says (``mlp_bias``).
         tied: whether the output layer is the embedding where the configuration does not say.
-        sliding: every ``sliding``-th layer looks at everything, the others at a window; 1 where all have the window,
+        sliding: every ``sliding``-th layer attends to everything, the others to a window; 1 where all have the window,
             0 where there is none.
-        window_asked: a window counts only with ``use_sliding_window``.
+        window_asked: the window holds only with ``use_sliding_window``.
         partial_rotary: the first ``partial_rotary_factor`` of each head is rotated; elsewhere all of it is.
-        rotated: the key of the configuration that says of each layer whether queries and keys are rotated; None where
+        rotated: the key of the configuration that says for each layer whether queries and keys are rotated; None where
             all are.
         latent: attention goes through one latent vector for each token (DeepSeek).
         sinks: each head has a score that belongs to no key.

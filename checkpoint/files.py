@@ -1,7 +1,4 @@
-"""Reading and writing files so that what goes wrong is one clear line: JSON, hashes, durable writes.
-
-Knows the operating system's errors; does not know what the files mean.
-"""
+"""Reading and writing files, with one clear line for every error: JSON, hashes, durable writes."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 
 from qserve.checkpoint.errors import CheckpointError
 
-# EFBIG: a file-size limit of the process or of the file system; to a user that is no room, too.
+# EFBIG is a file-size limit of the process or of the file system; for a user that means no room, too.
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

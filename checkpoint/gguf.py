@@ -1,7 +1,6 @@
 """``GGUFFile``: a model in llama.cpp's single-file format, read as if it were a Hugging Face directory.
 
-Knows the block types it can dequantize and the row order llama.cpp gives q and k; does not know what computes
-with the tensors. The container and the block formats are read by the ``gguf`` package.
+The ``gguf`` package reads the container and the block formats. This file undoes llama.cpp's row order of q and k.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ BLOCKS = (
     GGMLQuantizationType.Q6_K,
 )
 
-# How text is cut before BPE, by ``tokenizer.ggml.pre``: names that transformers follows (an expression of
-# their own, or GPT-2's), and names where each digit stands alone before GPT-2's expression cuts the rest.
+# How text is cut before BPE, by ``tokenizer.ggml.pre``. First the names that transformers follows, with an expression
+# of their own or GPT-2's; then the names where each digit stands alone before GPT-2's expression cuts the rest.
 # An unknown name is refused: a model fed with wrong tokens talks nonsense without any error.
 _PRE_KNOWN = {"gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "falcon3", "pixtral", "tekken",
               "qwen2", "deepseek-r1-qwen", "megrez"}
@@ -67,7 +66,7 @@ class GGUFFile:
     def __init__(self, path: str | Path, *, name: str | None = None) -> None:
         self.path = Path(path)
         self.name = name or self.path.stem
-        # With every token and merge of the vocabulary; kept until the tokenizer is made of it.
+        # It holds every token and merge of the vocabulary, and is kept until the tokenizer is made.
         self._reader: GGUFReader | None = (reader := _open(self.path))
         try:
             self._metadata = {key: field.contents() for key, field in reader.fields.items()
@@ -137,7 +136,7 @@ class GGUFFile:
         stored = self._stored[gguf_name]
         shape = [int(n) for n in reversed(stored.shape)]
         if stored.tensor_type in PLAIN:
-            # Seen as bytes, since numpy has no bfloat16.
+            # Read as bytes, since numpy has no bfloat16.
             raw = torch.from_numpy(np.ascontiguousarray(stored.data).view(np.uint8).copy())
             return raw.view(PLAIN[stored.tensor_type]).reshape(shape)
         return torch.from_numpy(dequantize(stored.data, stored.tensor_type)).reshape(shape)
@@ -196,7 +195,8 @@ def unpermute(tensor: Tensor, heads: int) -> Tensor:
 
 
 class _Reader(GGUFReader):
-    """Slices of a ``memmap`` cost several times those of an array, and one is made for every token and merge."""
+    """Views the file as a plain array. A slice is made for every token and merge, and slices of a ``memmap`` cost
+    several times as much."""
 
     @property  # type: ignore[override]
     def data(self) -> np.ndarray[Any, Any]:
@@ -209,7 +209,7 @@ class _Reader(GGUFReader):
 
 @contextmanager
 def _lent(reader: GGUFReader) -> Iterator[None]:
-    """To transformers, which would read the file once more: of a small model, that took most of the time to load."""
+    """Lend ``reader`` to transformers, which would read the file again: most of the load time of a small model."""
     before = gguf.GGUFReader
     gguf.GGUFReader = lambda path: reader  # type: ignore[misc, assignment]
     try:

@@ -1,6 +1,6 @@
 """From GGUF metadata to the ``config.json`` Hugging Face would have, and from its tensor names to theirs.
 
-What transformers' model of the architecture cannot express is refused, so nothing runs with a wrong setting.
+A setting that transformers' model of the architecture cannot express is refused, so nothing runs with a wrong one.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str],
 
 
 def _biases(family: Family, model_type: str, shapes: Shapes) -> dict[str, bool]:
-    """The keys of the configuration that say what its family leaves open."""
+    """The keys of the configuration for the biases that the family leaves open."""
     qkv, out = "blk.0.attn_q.bias" in shapes, "blk.0.attn_output.bias" in shapes
     mlp = "blk.0.ffn_gate.bias" in shapes
     expected = (family.qkv_bias, family.out_bias, family.mlp_bias)
@@ -127,7 +127,7 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
         value = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if value is not None:
             ids[name] = int(value)
-    # The end of a turn ends an answer too, where the model has a token of its own for it.
+    # An answer also ends with the end of a turn, where the model has a token for it.
     turn = metadata.get("tokenizer.ggml.eot_token_id")
     if turn is not None and int(turn) != ids.get("eos_token_id"):
         ids["eos_token_id"] = [ids["eos_token_id"], int(turn)] if "eos_token_id" in ids else int(turn)
@@ -174,7 +174,7 @@ def llama3_factors(theta: float, head_dim: int, factor: float, original: int,
 def llama3_scaling(stored: Tensor, config: Mapping[str, Any], original: int) -> dict[str, Any]:
     """``rope_scaling`` of rope type llama3 for the stored divisors (float32 [head_dim / 2]).
 
-    GGUF keeps the divisors, not the rule that made them; the rule is found again and compared.
+    GGUF keeps the divisors, not the rule that made them. The rule is derived again, and its divisors are compared.
     """
     factor = round(float(stored.max()), 4)
     rule = llama3_factors(config["rope_theta"], config["head_dim"], factor, original)
@@ -185,7 +185,7 @@ def llama3_scaling(stored: Tensor, config: Mapping[str, Any], original: int) -> 
 
 
 def _check_tensors(config: Mapping[str, Any], family: Family, shapes: Shapes) -> None:
-    """Every tensor the model needs is there with its shape, and none that it would ignore."""
+    """Check that every tensor the model needs is there with its shape, and none that it would ignore."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     block: dict[str, tuple[int, ...]] = {
@@ -216,7 +216,7 @@ def _check_tensors(config: Mapping[str, Any], family: Family, shapes: Shapes) ->
         for layer in range(config["num_hidden_layers"]):
             yield from ((f"blk.{layer}.{name}", shape) for name, shape in of_block.items())
 
-    # Stops at the first that is missing, so a file that claims a billion blocks is refused at once.
+    # It stops at the first missing tensor, so a file that claims a billion blocks is refused at once.
     found = {ROPE_FACTORS}
     for name, shape in wanted():
         if name not in shapes:

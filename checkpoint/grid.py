@@ -1,7 +1,7 @@
-"""``Grid``: which numbers codes stand for. Knows codes, not scales or formats.
+"""``Grid``: the numbers that codes stand for, before scales.
 
-Adding a number format begins with a row in ``GRIDS``: the reference kernel then computes with it, while formats,
-loaders, other kernels and methods refuse it until they name it. Nothing is taken for a grid that it is not.
+Adding a number format begins with a row in ``GRIDS``. The reference kernel then computes with it; formats, loaders,
+other kernels and methods refuse it until they name it, so none can mistake it for another grid.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Grid:
     """
     name         what a scheme's ``dtype`` calls it
     bits         the sizes of its codes
-    zero_points  whether a group may have a code of its own for zero, which is subtracted from its codes
+    zero_points  whether a group may have a zero point, a code that is subtracted from its codes
     exact        whether products of codes, and sums of them, are exact on integers
-    largest      the largest magnitude of an input that is rounded to it in 8 bits
-    numbers      uint8 codes of any shape -> float32: what they stand for before zero point and scale
-    nan          the code that is no number, but for its sign bit
+    largest      the largest magnitude of an input that is rounded to the grid in 8 bits
+    numbers      uint8 codes of any shape -> float32: the numbers they stand for, before zero point and scale
+    nan          the code of NaN without its sign bit, or None
     """
 
     name: str
@@ -55,14 +55,14 @@ _OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
 
 
 def grid_named(name: str) -> Grid:
-    """Of a weight. Raises ``UsageError`` for a name that is not known."""
+    """The grid of a weight. Raises ``UsageError`` for an unknown name."""
     if name not in GRIDS:
         raise UsageError(f"unknown numbers {name!r}; known: {', '.join(GRIDS)}")
     return GRIDS[name]
 
 
 def input_grid(name: str) -> Grid:
-    """Of the input of a product, or of a KV cache: int8 or fp8. Raises ``UsageError`` for another name."""
+    """The grid of the input of a product or of a KV cache: int8 or fp8. Raises ``UsageError`` for another name."""
     if name not in _OF_INPUTS:
         raise UsageError(f"inputs are rounded to {' or '.join(_OF_INPUTS)}, not to {name!r}")
     return _OF_INPUTS[name]

@@ -1,7 +1,4 @@
-"""``HFDirectory``: a model stored as Hugging Face does, dense or with packed linears, read tensor by tensor.
-
-Knows which files a model directory has; does not know architectures, nor what computes with the tensors.
-"""
+"""``HFDirectory``: a model in Hugging Face's layout, dense or with packed linears, read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -132,7 +129,7 @@ class HFDirectory:
         return self._stored(name).nbytes
 
     def tensor(self, name: str) -> Tensor:
-        """Read, not mapped: mapped pages count as memory of this process, and for a large model all of them add up."""
+        """Read, not mapped: mapped pages count as memory of this process, and those of a large model add up."""
         stored = self._stored(name)
         dtype = DTYPES.get(stored.dtype)
         if dtype is None or stored.nbytes != stored.numel * dtype.itemsize:
@@ -221,14 +218,14 @@ class HFDirectory:
 
     @cached_property
     def _sha256(self) -> str:
-        """Over config.json and the weight files as they are, whatever a manifest says of them."""
+        """The hash of config.json and the weight files as they are, whatever a manifest says."""
         digest = hashlib.sha256()
         for file in [self.path / "config.json", *self._weight_files()]:
             digest.update(f"{file.name} {file_sha256(file)}\n".encode())
         return digest.hexdigest()
 
     def verify(self) -> None:
-        """Compare every file with the manifest; nothing to compare where the directory has none."""
+        """Compare every file with the manifest; without a manifest do nothing."""
         verify_manifest(self.path)
 
     def _weight_files(self) -> list[Path]:

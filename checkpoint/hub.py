@@ -1,7 +1,4 @@
-"""Model ids on the Hugging Face hub: a snapshot of safetensors, JSON and tokenizer files, nothing that runs.
-
-Knows what can go wrong between here and the hub; does not know what the files hold.
-"""
+"""Fetches models from the Hugging Face hub: safetensors, JSON and tokenizer files, nothing that can run code."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 
 from qserve.checkpoint.errors import CheckpointError
 
-# No *.bin and no *.py: neither pickles nor code are ever fetched.
+# No *.bin and no *.py: pickles and code are never fetched.
 # Files in folders, and "consolidated" ones, are the same weights in another layout.
 IGNORED = ["*/*", "consolidated*"]
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -26,7 +23,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def split_hub_id(text: str) -> tuple[str, str | None]:
-    """The id and the revision (a branch, tag or commit; None for the main branch) of what ``is_hub_id``."""
+    """The id and the revision (a branch, tag or commit; None for the main branch) in a text that ``is_hub_id``."""
     match = _HUB_ID.fullmatch(text)
     assert match is not None
     return match["name"], match["revision"]
@@ -44,7 +41,7 @@ def fetch_snapshot(text: str, *, offline: bool = False) -> Path:
 
 @contextmanager
 def hub_errors(text: str) -> Iterator[None]:
-    """What goes wrong with the model ``text`` inside becomes one line."""
+    """Errors inside become one line about the model ``text``."""
     from huggingface_hub import errors as hub
 
     try:
@@ -62,7 +59,7 @@ def hub_errors(text: str) -> Iterator[None]:
     except (
         hub.LocalEntryNotFoundError,
         hub.OfflineModeIsEnabled,
-        hub.HTTPError,  # type: ignore[attr-defined]  # of the HTTP library, whichever it is
+        hub.HTTPError,  # type: ignore[attr-defined]  # that of whichever HTTP library is used
         ConnectionError,
         TimeoutError,
     ):

@@ -1,7 +1,4 @@
-"""The scales of a quantized KV cache and the centre of its keys, which are plain tensors beside the attention.
-
-Knows their names; does not know what is done with them.
-"""
+"""Reads the scales of a quantized KV cache and the centre of its keys, stored as plain tensors beside the attention."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ KEY_CENTER = "k_center"
 
 
 def is_kv(name: str) -> bool:
-    """Whether the tensor ``name`` describes a KV cache and no weight."""
+    """Whether the tensor ``name`` describes a KV cache, not a weight."""
     return name.endswith((".k_scale", ".v_scale", f".{KEY_CENTER}"))
 
 
 def key_center(source: ModelSource, attention_module: str) -> Tensor | None:
-    """float32 [kv_heads, head_dim], which ``attention_module`` takes from every rotated key it caches, or None.
+    """float32 [kv_heads, head_dim], which ``attention_module`` subtracts from every rotated key it caches, or None.
 
     Raises ``CheckpointError`` where it is not finite.
     """

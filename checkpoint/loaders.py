@@ -1,7 +1,7 @@
-"""What would load a checkpoint, and what would refuse it and why.
+"""Which loaders would accept a checkpoint, and why others would refuse it.
 
-Knows the published limits of each loader; does not import any of them. Asked before calibration starts, so
-that hours of work never end in files that load nowhere.
+The limits are those that each loader publishes; none is imported. They are checked before calibration starts, so that
+hours of work never end in files that load nowhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LoaderVerdict:
 
 @dataclass(frozen=True)
 class _Case:
-    """What is judged: ``schemes`` are those of the packed modules among ``shapes``."""
+    """A checkpoint to judge: ``schemes`` has the packed modules among ``shapes``."""
 
     spec: QuantSpec
     schemes: Schemes
@@ -55,7 +55,7 @@ class _Case:
 def verdicts(
     spec: QuantSpec, shapes: Shapes, loaders: Iterable[str] | None = None, *, format: Format
 ) -> list[LoaderVerdict]:
-    """What each loader makes of ``spec`` for modules of ``shapes`` (module -> (out, in)) in ``format``.
+    """The verdict of each loader on ``spec`` for modules of ``shapes`` (module -> (out, in)) in ``format``.
 
     Raises ``UsageError`` for a loader that is not known.
     """
@@ -87,8 +87,8 @@ def _sglang(case: _Case) -> str | None:
 
 
 def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool) -> str | None:
-    """The limits that vLLM has and SGLang took over. ``small_inputs``: symmetric weights that Marlin cannot take
-    run in a slower kernel."""
+    """The limits of vLLM, which SGLang took over. ``small_inputs``: symmetric weights that Marlin cannot take run in a
+    slower kernel."""
     kv_cache = case.spec.kv_cache
     if kv_cache is not None and kv_cache.dtype != "fp8":
         return "a KV cache in int8 is not supported, only in fp8"
@@ -149,7 +149,7 @@ def _fits_marlin(shape: tuple[int, int]) -> bool:
 
 
 def _unlike_siblings(case: _Case) -> str | None:
-    """Loaders fuse q, k and v, and gate and up, into one linear each: it has one scheme."""
+    """Loaders fuse q, k and v into one linear, and gate and up into another; a fused linear has one scheme."""
     spec = case.spec
     for module in case.shapes:
         parent, _, leaf = module.rpartition(".")
@@ -170,7 +170,7 @@ def _transformers(case: _Case) -> str | None:
     if name == "fp8":
         return _transformers_fp8(case)
     if name.startswith("gptq"):
-        # It replaces every linear of the decoder blocks by one with the global scheme and reads no "dynamic".
+        # transformers gives every linear of the decoder blocks the global scheme and does not read "dynamic".
         for module in case.shapes:
             if module != "lm_head" and case.schemes.get(module) != case.spec.weights:
                 return f"{module}: every linear must have the one global scheme"
@@ -180,8 +180,8 @@ def _transformers(case: _Case) -> str | None:
 
 
 def _transformers_compressed(case: _Case) -> str | None:
-    """The limits of transformers 5.23 with compressed-tensors 0.20. Experts, which it stacks, and what is dequantized
-    while it is loaded are read by one scheme alone, that of the first group in the configuration."""
+    """The limits of transformers 5.23 with compressed-tensors 0.20. It reads stacked experts, and modules that are
+    dequantized while loading, by one scheme alone: that of the first group in the configuration."""
     weights, stored = case.spec.weights, layout(case.spec.weights, case.spec.activations)
     for module in filter(_EXPERT.search, case.schemes):
         if case.schemes[module] != weights:
@@ -196,8 +196,8 @@ def _transformers_compressed(case: _Case) -> str | None:
 
 
 def _dequantized_at_once(case: _Case) -> str | None:
-    """What transformers does not keep packed until it is used, as it looks for an embedding's weight, and for zero
-    points of one byte each; or None."""
+    """Why transformers must dequantize while loading, or None: it looks for an embedding's plain weight, and for zero
+    points of one byte each."""
     for module, scheme, activations in case.kinds():
         if is_embedding(module):
             return "an embedding is packed"

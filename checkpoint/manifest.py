@@ -1,6 +1,6 @@
 """``manifest.json``: size and SHA-256 of every file of a checkpoint that qserve wrote.
 
-Knows files; does not know their content. The quality card is left out: it is written after the rest is final.
+The quality card is left out: it is written after the rest is final.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parts: the durable steps of a checkpoint in the making, one file each, checked by a hash.
 
-Knows how a part lies on disk; does not know where parts lie, nor what they add up to. A part is the bytes of its
-tensors one after another, a JSON footer that describes them, the footer's length (8 bytes, little-endian) and
-the SHA-256 of all that. The footer comes last so that a tensor goes straight to the disk when it is put.
+A part is the bytes of its tensors one after another, a JSON footer that describes them, the footer's length (8 bytes,
+little-endian) and the SHA-256 of all that. The footer comes last so that a tensor goes straight to the disk when it is
+put.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from qserve.checkpoint.files import sync
 _TAIL = struct.Struct("<Q32s")
 
 Keep = Callable[[Iterable[tuple[str, Tensor]], dict[str, Any]], None]
-"""Takes named tensors and JSON that unfinished work can go on from, and makes them durable in place of the last ones.
-They come back as a ``Part``."""
+"""Makes named tensors and JSON durable, so that unfinished work can go on from them, and replaces the last ones. They
+come back as a ``Part``."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A committed part: its key, what it was made after, what the caller stored with it, its tensors, and its hash.
 
-    ``follows`` is the ``digest`` of the part before, of the first part the job that it belongs to.
+    ``follows`` is the ``digest`` of the part before; for the first part it is the job's fingerprint.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class Part:
 
 
 class PartWriter:
-    """A part being written; it bears its name only once it is complete and durable. Raises ``OSError``."""
+    """A part being written. It gets its name only when it is complete and durable. Raises ``OSError``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,7 +81,7 @@ class PartWriter:
         if tensor.dtype not in NAMES:
             raise CheckpointError(f"{name} is {tensor.dtype}, which cannot be stored")
         flat = tensor.detach().cpu().contiguous()
-        # Not a reshape: a dimension of one element may keep any stride, and then cannot be seen as bytes.
+        # Not a reshape: a dimension of one element may keep any stride, and then cannot be viewed as bytes.
         data = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
         for start in range(0, len(data), CHUNK):
             self._write(data[start : start + CHUNK])
@@ -90,7 +90,7 @@ class PartWriter:
         self._end += len(data)
 
     def commit(self, key: str | None, follows: str | None, extra: dict[str, Any]) -> Part:
-        """Complete the part: after a crash it is there as a whole or not at all, and what it replaces until then."""
+        """Complete the part. After a crash there is the whole part, or what it was to replace."""
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in self._tensors]
         footer = {"key": key, "follows": follows, "extra": extra, "tensors": tensors}
         text = json.dumps(footer, separators=(",", ":"), ensure_ascii=False).encode()
@@ -107,7 +107,7 @@ class PartWriter:
 
     def abandon(self) -> None:
         """Leave nothing behind."""
-        with suppress(OSError):  # what is buffered may not fit the disk either
+        with suppress(OSError):  # the buffered bytes may not fit the disk either
             self._file.close()
         with suppress(OSError):
             self._partial.unlink()
@@ -147,7 +147,7 @@ def _parse(path: Path, file: BufferedReader, size: int) -> Part:
 
 
 def _sha256(file: BufferedReader, size: int) -> bytes:
-    """Of the first ``size`` bytes."""
+    """The hash of the first ``size`` bytes."""
     digest = hashlib.sha256()
     file.seek(0)
     while size and (data := file.read(min(size, CHUNK))):

@@ -1,7 +1,6 @@
-"""``RemoteModel``: what of a model on the hub is worth fetching, and fetching it, checked, into the hub's cache.
+"""``RemoteModel``: chooses the files of a model on the hub, fetches them into the hub's cache and checks their hashes.
 
-Knows the hub's file list and its hashes; does not know what the files hold. Whole files that are there already are
-not fetched again, so a pull that was interrupted goes on with the file it was at.
+Whole files in the cache are not fetched again, so a pull that was interrupted goes on with the file it was at.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as the hub describes it: large ones by their SHA-256, others by git's hash. None: it does not say."""
+    """A file as the hub describes it: large ones by SHA-256, others by git's hash. None where the hub does not say."""
 
     name: str
     bytes: int
@@ -59,7 +58,7 @@ class RemoteModel:
         return sum(file.bytes for file in self.files)
 
     def pull(self, progress: Progress = lambda done, total: None) -> tuple[Path, int]:
-        """Fetch what is missing and check everything; the path of the model and the number of bytes that came.
+        """Fetch what is missing and check everything; returns the model's path and the number of bytes fetched.
 
         Raises ``CheckpointError``, also where a file still differs from its hash after it was fetched again; that
         file is removed.
@@ -85,7 +84,7 @@ class RemoteModel:
             done += file.bytes
             progress(done, self.bytes)
         names = [file.name for file in self.files]
-        with hub_errors(self.text):  # nothing is fetched any more: the cache learns which commit the revision is
+        with hub_errors(self.text):  # fetches nothing more: it tells the cache which commit the revision is
             directory = Path(snapshot_download(model_id, revision=revision, allow_patterns=names))
         return directory / names[0] if names[0].endswith(".gguf") else directory, fetched
 
@@ -108,7 +107,7 @@ class RemoteModel:
 
     @contextmanager
     def _watched(self, progress: Progress, done: int) -> Iterator[None]:
-        """Report ``done`` and the bytes of a file in the making, which the hub's library shows only by its own bar."""
+        """Report ``done`` and the bytes of the file being fetched; the hub's library shows them only in its own bar."""
         blobs = _cache() / f"models--{split_hub_id(self.text)[0].replace('/', '--')}" / "blobs"
         left_over = set(blobs.glob("*.incomplete"))
         ended = threading.Event()
@@ -130,8 +129,8 @@ class RemoteModel:
 def find_remote(text: str, gguf: str | None = None) -> RemoteModel:
     """Ask the hub what ``text`` (an id, with or without ``@revision``) holds, and choose the files of a model.
 
-    Its safetensors with what belongs to them, or else its one GGUF file; ``gguf`` names one of several.
-    Raises ``CheckpointError`` where there is no such model, or none that is read here.
+    They are its safetensors with the files that belong to them, or else its one GGUF file; ``gguf`` names one of
+    several. Raises ``CheckpointError`` where there is no such model, or none that qserve reads.
     """
     from huggingface_hub import HfApi
 
@@ -190,5 +189,5 @@ def _listed(names: Sequence[str]) -> str:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # complete meanwhile
+    except FileNotFoundError:  # it was completed meanwhile
         return 0

@@ -16,8 +16,8 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """W[o, i] = (number(codes[o, i]) - zeros[o, g(i)]) * scales[o, g(i)], number being that of the scheme's grid: of
-    integers the code itself, of fp8 the e4m3 number of that byte. Grids without zero points subtract nothing.
+    """W[o, i] = (number(codes[o, i]) - zeros[o, g(i)]) * scales[o, g(i)]. The scheme's grid gives the number: for
+    integers the code itself, for fp8 the e4m3 number of that byte. Grids without zero points subtract nothing.
 
     codes        uint8 [out, in], each in [0, 2**bits)
     scales       float32 [out, groups]; where the scheme shares a scale among outputs, their rows repeat it
@@ -89,13 +89,13 @@ class QuantizedWeight:
         return torch.arange(self.in_features) // self.scheme.group_width(self.in_features)
 
     def block_scales(self) -> Tensor:
-        """float32 [out / rows rounded up, groups]: each scale once."""
+        """float32 [ceil(out / rows), groups]: each scale once."""
         return self.scales[:: self.scheme.row_height(self.out_features)].contiguous()
 
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
         group = self.group_of_input()
-        # In place: of the largest linears each buffer is a quarter of a gigabyte.
+        # In place: for the largest linears each buffer is a quarter of a gigabyte.
         numbers = self.scheme.grid.numbers(self.codes)
         if self.zeros is not None:
             numbers.sub_(self.zeros.to(torch.float32)[:, group])
@@ -126,7 +126,7 @@ def concat_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
         zeros = torch.cat([torch.full_like(p.scales, p.scheme.zero).to(torch.uint8) if p.zeros is None
                            else p.zeros for p in parts])
     return QuantizedWeight(
-        scheme=replace(first.scheme, rows=1),  # what a scale was shared by need not be whole any more
+        scheme=replace(first.scheme, rows=1),  # the rows that shared a scale may no longer form whole blocks
         codes=torch.cat([p.codes for p in parts]),
         scales=torch.cat([p.scales for p in parts]),
         zeros=zeros,

@@ -1,6 +1,6 @@
-"""``Removal``: what ``qserve rm`` is about to take away, found and checked before anything is touched.
+"""``Removal``: what ``qserve rm`` is about to remove, found and checked before anything is touched.
 
-Knows what is a checkpoint of ours and what is not; does not ask anybody.
+Only what qserve wrote, measured or cached is found. The command asks the user.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from qserve.checkpoint.files import sync, write_error
 from qserve.checkpoint.hub import PATTERNS, is_hub_id, split_hub_id
 from qserve.checkpoint.manifest import MANIFEST, read_manifest
 
-# What a published checkpoint may also hold, beside what the hub's patterns name.
+# Files that a published checkpoint may also hold, besides those of the hub's patterns.
 _BESIDE = (*PATTERNS, "*.md", "LICENSE*", ".gitattributes")
 
 
 @dataclass(frozen=True)
 class Removal:
-    """``what`` is a line for people, ``bytes`` what will be free. ``run`` raises ``CheckpointError``."""
+    """``what`` is a line for people, ``bytes`` the space that becomes free. ``run`` raises ``CheckpointError``."""
 
     what: str
     bytes: int
@@ -34,10 +34,10 @@ class Removal:
 
 
 def find_removal(model: str) -> Removal:
-    """What ``model`` names, in the order in which ``open_model`` would find it.
+    """Find what ``model`` names, in the order in which ``open_model`` would.
 
-    Raises ``CheckpointError`` for what is no checkpoint that qserve wrote or measured, no model in the hub's cache,
-    and not the demo.
+    Raises ``CheckpointError`` unless it is a checkpoint that qserve wrote or measured, a model in the hub's cache, or
+    the demo.
     """
     path = Path(model).expanduser()
     if model == "demo" and not path.is_dir():
@@ -98,7 +98,7 @@ def _cached(model: str) -> Removal:
 
 
 def _remove_directory(path: Path) -> None:
-    """Out of sight first, at once: whatever happens then, nobody finds half a checkpoint under its name."""
+    """Rename it first, so that whatever happens nobody finds half a checkpoint under its name."""
     path = path.absolute()
     doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removed")
     try:

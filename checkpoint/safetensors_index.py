@@ -1,7 +1,7 @@
 """Which tensor lies in which safetensors file, read from the headers alone.
 
-Knows the safetensors container (8 bytes of header length, a JSON header, data) and Hugging Face's shard
-index; does not know what the tensors mean. What truncation or a missing shard breaks is found here, at open.
+It reads the safetensors container (8 bytes of header length, a JSON header, data) and Hugging Face's shard index.
+Truncated files and missing shards are found here, when a model is opened.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from qserve.checkpoint.files import read_json_object
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ASIDE = "kv_cache.qserve"
-"""A safetensors file of what other loaders do not know. Some read every ``*.safetensors`` and refuse strange names."""
+"""A safetensors file of tensors that other loaders do not know. Some read every ``*.safetensors`` and refuse strange
+names."""
 _MAX_HEADER = 100_000_000  # the limit of the reference implementation
 _AGAIN = "fetch or write it again"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: its file, the dtype by its name in the header ("BF16"), the shape, the bytes of the file."""
+    """Where a tensor lies: its file, the dtype by its name in the header ("BF16"), its shape, its bytes in the file."""
 
     file: Path
     dtype: str

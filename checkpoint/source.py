@@ -1,7 +1,4 @@
-"""``ModelSource``: a model that can be read, whatever it is stored as, and ``open_model`` that finds one.
-
-Knows how a MODEL argument is resolved; does not know any file format.
-"""
+"""``ModelSource``: a model that can be read, however it is stored; ``open_model`` finds one for a MODEL argument."""
 
 from __future__ import annotations
 

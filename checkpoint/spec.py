@@ -1,7 +1,4 @@
-"""``QuantSpec``: what a checkpoint's numbers mean, independent of any on-disk format.
-
-Knows schemes and module names; does not know tensors or files.
-"""
+"""``QuantSpec``: what a checkpoint's numbers mean, independent of any on-disk format."""
 
 from __future__ import annotations
 
@@ -68,8 +65,8 @@ class WeightScheme:
         return (1 << self.bits) - 1
 
     def storage_bits(self, out_features: int, in_features: int, *, symmetric_zeros: bool = True) -> int:
-        """Bits of a weight [out, in] in a packed format: codes, 16-bit scales, packed zero points, those that are all
-        the same only where the format has ``symmetric_zeros``."""
+        """Bits of a weight [out, in] in a packed format: codes, 16-bit scales and packed zero points. Zero points that
+        are all the same count only where the format has ``symmetric_zeros``."""
         blocks = self.groups(in_features) * -(-out_features // self.row_height(out_features))
         zero_bits = self.bits if self.grid.zero_points and (symmetric_zeros or not self.symmetric) else 0
         return out_features * in_features * self.bits + blocks * (16 + zero_bits)
@@ -128,7 +125,7 @@ class KVScheme:
 class QuantSpec:
     """The quantization of a whole checkpoint.
 
-    ``method`` is how the codes were chosen, for people: a reader need not know it ("unknown" where no file says).
+    ``method`` tells people how the codes were chosen; readers do not need it ("unknown" where no file says).
     ``overrides`` maps a full module name (``model.layers.0.mlp.down_proj``) to its own scheme; ``ignored`` names
     linears that stay in floating point; ``float_inputs`` names packed linears whose input is not rounded although
     ``activations`` says so for the others (an output layer, an embedding).

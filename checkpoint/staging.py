@@ -1,13 +1,13 @@
 """``Staging``: the hidden directory beside OUT in which a checkpoint is made, held by one process at a time.
 
-Knows its layout, the lock, and the renames that put a checkpoint in its place; does not know what is in it.
+This file has its layout, the lock, and the renames that put a checkpoint in its place:
 
     .NAME.partial/
         lock          locked as long as a process works here; a killed one holds no lock
-        parts/        00001, 00002 and so on; 00003.state is what unfinished work on the third can go on from
-        checkpoint/   put together from them, renamed to OUT at the end
-        unfinished    a file of whoever looks at the checkpoint before that, for a run that resumes
-        replaced/     what OUT was, only between the two renames of an overwrite
+        parts/        00001, 00002 and so on; 00003.state is the state of unfinished work on the third
+        checkpoint/   made from the parts, renamed to OUT at the end
+        unfinished    the state of a measurement of the checkpoint before that rename, for a run that resumes
+        replaced/     the old OUT, only between the two renames of an overwrite
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Staging:
         path = self.path / "lock"
         while True:
             self.path.mkdir(exist_ok=True)
-            # Its holder may remove the directory at any moment, and with it the file that was opened or locked here.
+            # The holder of the lock may remove the directory at any moment, and with it the file opened or locked here.
             with suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
                 try:
@@ -75,9 +75,9 @@ class Staging:
             sync(self._out.parent)
 
     def open(self, fingerprint: str | None) -> tuple[list[Part], Part | None]:
-        """The parts that the job ``fingerprint`` committed, and the state of work on the next; everything else goes.
+        """The parts that the job ``fingerprint`` committed, and the state of work on the next; all else is removed.
 
-        The first that is damaged or of another job ends them, as what follows was made after it.
+        They end before the first part that is damaged or of another job, since later parts depend on it.
         """
         self._parts.mkdir(exist_ok=True)
         self.checkpoint.mkdir(exist_ok=True)
@@ -105,15 +105,15 @@ class Staging:
         self._clear()
 
     def part(self, number: int) -> Path:
-        """Where part ``number``, counted from 1, lies."""
+        """The path of part ``number``, counted from 1."""
         return self._parts / f"{number:05d}"
 
     def state(self, number: int) -> Path:
-        """Where the state of unfinished work on part ``number`` lies."""
+        """The path of the state of unfinished work on part ``number``."""
         return self._parts / f"{number:05d}.state"
 
     def publish(self) -> None:
-        """Rename the checkpoint to OUT. An old one there is moved aside first and put back should that fail, so
+        """Rename the checkpoint to OUT. An old one there is moved aside first and put back if that fails, so
         that one of the two is always complete on disk."""
         for path in self.checkpoint.iterdir():
             sync(path)
@@ -147,7 +147,7 @@ class Staging:
             os.close(self._lock)
 
     def _forget_unfinished(self) -> None:
-        """And what a kill left of writing it."""
+        """Remove ``unfinished``, and what a kill left while it was written."""
         for path in self.path.glob(f"*{self.unfinished.name}*"):
             path.unlink()
 
@@ -169,7 +169,7 @@ def _read(path: Path, follows: str) -> Part | None:
 
 
 def leftover(out: Path) -> int:
-    """Bytes that lie beside ``out`` already: they are needed no more, or will be free again."""
+    """Bytes that lie beside ``out`` already: they are no longer needed, or will be free again."""
     return sum(path.lstat().st_size for path in _beside(out).rglob("*") if path.is_file())
 
 

@@ -1,6 +1,6 @@
 """``StoredModel`` and ``find_models``: the models on this machine, wherever they lie.
 
-Knows directories, the hub's cache and the demo model; reads headers only. Does not know how any of them came here.
+It looks in directories, in the hub's cache and for the demo model, and reads headers only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEPTH = 2
 
 @dataclass(frozen=True)
 class StoredModel:
-    """``name`` is what other commands take as MODEL; ``modified`` is in seconds since 1970, ``bytes`` are on disk.
+    """``name`` is the MODEL argument of other commands, ``modified`` in seconds since 1970, ``bytes`` those on disk.
 
     ``problem`` says why a checkpoint cannot be read; then format, bits and card are unknown.
     """
@@ -53,7 +53,7 @@ class StoredModel:
 def find_models(directories: list[Path]) -> Iterator[StoredModel]:
     """The models in ``directories`` and two levels below, in the hub's cache, and the demo model.
 
-    Of the hub's cache only what can be read here. Raises ``CheckpointError`` where a directory is none.
+    From the hub's cache come only models that qserve can read. Raises ``CheckpointError`` for what is not a directory.
     """
     seen: set[Path] = set()
     for directory in directories:
@@ -69,7 +69,7 @@ def find_models(directories: list[Path]) -> Iterator[StoredModel]:
 
 
 def _candidates(directory: Path, depth: int) -> Iterator[Path]:
-    """Model directories and GGUF files; hidden directories (unfinished work) and links to directories are passed."""
+    """Model directories and GGUF files; hidden directories (unfinished work) and links to directories are skipped."""
     try:
         entries = sorted(directory.iterdir())
     except OSError:
@@ -101,14 +101,14 @@ def _cached_models() -> Iterator[StoredModel]:
             refs = sorted(revision.refs)
             suffix = "" if "main" in refs else f"@{refs[0] if refs else revision.commit_hash}"
             for path in paths:
-                # One of several GGUF files has no name but its path.
+                # If there are several GGUF files, each is named by its path.
                 found = _describe(path, f"{repo.repo_id}{suffix}" if len(paths) == 1 else str(path))
                 if found.problem is None:
                     yield found
 
 
 def _describe(path: Path, name: str) -> StoredModel:
-    # Links of the hub's cache point to what takes the room.
+    # Links of the hub's cache point to the files that take the space.
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
     stats = [file.stat() for file in files]
     size, modified = sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)

@@ -1,4 +1,4 @@
-"""``Summary``: what a model is made of, for people. Knows sources; reads headers only."""
+"""``Summary``: what a model is made of, for people. It reads headers only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Summary:
 
     @property
     def bits_per_weight(self) -> float:
-        """Over all weights, scales and everything else in the files included."""
+        """Over all weights; scales and everything else in the files count too."""
         return 8 * self.stored_bytes / self.parameters
 
     @property

@@ -1,7 +1,4 @@
-"""Loading a tokenizer with transformers, with one clear line where that fails.
-
-Knows file names and the vocabulary check; does not know how text is split.
-"""
+"""Loading a tokenizer with transformers, with one clear line where that fails."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def load_tokenizer(directory: Path, *, vocab_size: Any = None,
 
 def split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
     """Cut each digit off before GPT-2's expression cuts the rest, as SmolLM's and StarCoder's vocabularies
-    were trained; without it the two spaces of "x  5" fall apart and the model sees tokens it never saw."""
+    were trained. Without it the two spaces of "x  5" fall apart and the model sees tokens it never saw."""
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,7 +1,6 @@
 """``CheckpointWriter``: a checkpoint directory that appears whole or not at all, made in durable steps.
 
-Knows shards, the index, and what is kept of unfinished work; does not know what the tensors mean. Tensors go
-straight to parts on disk and from there to shards in small pieces, so writing takes no memory.
+Tensors go straight to parts on disk, and from there to shards in small pieces, so writing takes no memory.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from qserve.checkpoint.staging import Staging, leftover
 class CheckpointWriter:
     """Write a checkpoint to ``out``: ``with CheckpointWriter(out) as w: w.put(name, tensor); w.finish()``.
 
-    Until ``finish`` everything lies in a hidden directory beside ``out``. With a ``fingerprint``, which names the
-    job that makes the checkpoint (everything its bytes depend on), each ``commit`` is a step that is not lost:
-    leaving the block unfinished keeps the committed parts, as a killed process does, and a writer for the same
-    job finds them (``resumed`` of them, see ``committed`` and ``part``). What takes longer than one may lose is kept
-    on the way to its commit (see ``keep``), or where the sealed checkpoint is looked at, by whoever does, in a file
-    ``unfinished``. ``discard`` gives all of it up; another job for ``out``, or one without a fingerprint, removes it.
+    Until ``finish`` everything lies in a hidden directory beside ``out``. A ``fingerprint`` names the job that makes
+    the checkpoint (everything its bytes depend on). With it each ``commit`` is a step that is not lost: the committed
+    parts stay if the block is left unfinished or the process is killed, and a writer for the same job finds them
+    (``resumed`` of them, see ``committed`` and ``part``). Longer work can be kept on the way to its commit (see
+    ``keep``); a measurement of the sealed checkpoint keeps its state in the file ``unfinished``. ``discard`` gives all
+    of it up; another job for ``out``, or one without a fingerprint, removes it.
 
     Tensors are stored in the order in which they were put, in ``model.safetensors`` or in numbered shards of at
-    most ``shard_bytes`` (or one tensor, where that is larger) with an index. ``expected_bytes`` of checkpoint are
-    checked against the free space first; twice that is needed while the shards are made from the parts, or once and
-    ``kept_bytes``, where that is more (see ``keep``). With ``overwrite`` a checkpoint at ``out`` is replaced at
+    most ``shard_bytes`` (or one tensor, where that is larger) with an index. The free space is checked
+    first: it must hold twice ``expected_bytes``, for the parts and the shards made from them, or ``expected_bytes`` and
+    ``kept_bytes`` (see ``keep``), where that is more. With ``overwrite`` a checkpoint at ``out`` is replaced at
     ``finish`` and kept until then. Only one process can write to ``out`` at a time. Raises ``CheckpointError``.
     """
 
@@ -75,7 +74,7 @@ class CheckpointWriter:
                 check_out(self.out, overwrite=overwrite, expected_bytes=expected_bytes, kept_bytes=kept_bytes)
                 self._parts, self._state = self._staging.open(fingerprint)
             except BaseException:
-                # Unfinished work of a run before this one stays; without its directory nothing is unfinished.
+                # Unfinished work of an earlier run stays; without its directory there is none.
                 self._staging.close(keep=self.directory.exists())
                 raise
         self.resumed = len(self._parts)
@@ -114,7 +113,7 @@ class CheckpointWriter:
             self.put(f"{module}.{part}", tensor)
 
     def replace_linear(self, module: str, before: QuantizedWeight, after: QuantizedWeight) -> None:
-        """Replace what differs of a linear in a committed part, put there as ``before``."""
+        """Replace the tensors of a linear that differ; it is in a committed part as ``before``."""
         old = self._pack(module, before)
         for part, tensor in self._pack(module, after).items():
             if not torch.equal(tensor, old[part]):
@@ -137,9 +136,9 @@ class CheckpointWriter:
             (self.directory / filename).write_text(text, encoding="utf-8")
 
     def commit(self, key: str, extra: dict[str, Any] | None = None) -> None:
-        """Make what was put since the last commit one durable part, with ``extra`` (JSON) beside the tensors.
+        """Make the tensors since the last commit one durable part, with ``extra`` (JSON) beside them.
 
-        What is put after the last commit is written by ``seal``, and lost if the process is killed.
+        Tensors after the last commit are written by ``seal``, and lost if the process is killed before.
         """
         if key in self.committed():
             raise ValueError(f"the part {key} is committed twice")
@@ -155,8 +154,8 @@ class CheckpointWriter:
         return part.load(), part.extra
 
     def keep(self, key: str, tensors: Iterable[tuple[str, Tensor]], extra: dict[str, Any]) -> None:
-        """Make ``tensors`` and ``extra`` (JSON) durable as what unfinished work on the part ``key``, the next one, can
-        go on from (see ``kept``), in place of what was kept before. It is no part, and gone after the next commit."""
+        """Make ``tensors`` and ``extra`` (JSON) durable, so that unfinished work on ``key``, the next part, can go on
+        from them (see ``kept``). They replace what was kept before, are no part, and are gone after the next commit."""
         with self._guard():
             state = PartWriter(self._staging.state(len(self._parts) + 1))
             try:
@@ -172,7 +171,7 @@ class CheckpointWriter:
         return self._state if self._state is not None and self._state.key == key else None
 
     def begin_again(self, key: str, extra: dict[str, Any]) -> None:
-        """Give up all parts for a first one ``key`` without tensors: after a crash there are the old ones or this."""
+        """Replace all parts by one, ``key``, without tensors. After a crash there are the old parts or this one."""
         with self._guard():
             first = PartWriter(self._staging.part(1)).commit(key, self._fingerprint, extra)
             self._staging.sweep([first])
@@ -180,13 +179,13 @@ class CheckpointWriter:
         self._committed, self._names = set(), set()
 
     def discard(self) -> None:
-        """Leaving the block keeps nothing, whatever was committed: the result is not wanted."""
+        """Keep nothing when the block is left, whatever was committed: the result is not wanted."""
         self._discarded = True
 
     def seal(self) -> Path:
         """Write the shards, the index and the manifest; the directory can now be read as a checkpoint.
 
-        Nothing can be put after that, but a quality card may be stored, which is not in the manifest.
+        Nothing can be put after that, except a quality card, which is not in the manifest.
         """
         if not self._sealed:
             if self._part is not None:
@@ -198,7 +197,7 @@ class CheckpointWriter:
         return self.directory
 
     def finish(self) -> None:
-        """Seal, make everything durable and move it to OUT."""
+        """Seal, make everything durable and rename it to OUT."""
         self.seal()
         with self._guard():
             check_out(self.out, overwrite=self._overwrite)  # again: somebody may have put something there meanwhile
@@ -223,8 +222,8 @@ class CheckpointWriter:
         return self._parts[-1].digest if self._parts else self._fingerprint
 
     def _write_shards(self) -> None:
-        """The parts stay until the checkpoint is in its place, so this can be done again."""
-        # One that was replaced keeps its place in the order.
+        """Write the shards. The parts stay until the checkpoint is in its place, so this can be done again."""
+        # A replaced tensor keeps its place in the order.
         stored = {tensor.name: tensor for part in self._parts for tensor in part.tensors}
         aside = [stored.pop(name) for name in list(stored) if name.endswith(f".{KEY_CENTER}")]
         if aside:
@@ -241,7 +240,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """A failure of the disk becomes one line."""
+        """Errors of the disk become one line."""
         try:
             yield
         except OSError as error:

@@ -43,7 +43,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
 
 
 def default_format(spec: QuantSpec) -> Format:
-    """What is written where nothing else is asked for: GPTQ, which loads most widely, where it can say ``spec``."""
+    """The format where none was asked for: GPTQ, which most loaders read, if it can express ``spec``."""
     if GPTQ_V1.limit(spec, schemes := _schemes(spec), shapes := dict.fromkeys(schemes, (32, 32))) is None:
         return GPTQ_V1
     if spec.act_order and GPTQ_V2.limit(spec, schemes, shapes) is None:
@@ -52,5 +52,5 @@ def default_format(spec: QuantSpec) -> Format:
 
 
 def _schemes(spec: QuantSpec) -> dict[str, WeightScheme]:
-    """Every scheme of ``spec``, under a module that has it."""
+    """Every scheme of ``spec``, each under the name of a module that has it."""
     return {"model.layers.0": spec.weights, **spec.overrides}

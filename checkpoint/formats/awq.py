@@ -1,7 +1,5 @@
 """The AWQ format in its "gemm" version: 4-bit codes of eight neighbouring outputs in a word, interleaved.
 
-Knows bits and field names; does not know files, nor how a weight was quantized.
-
 W is [out, in]; the parts of one linear are
     qweight  int32 [in, out / 8]       nibble i of word c is the code of output 8c + ORDER[i]
     qzeros   int32 [groups, out / 8]   zero points in the same order

@@ -1,6 +1,6 @@
 """The compressed-tensors format, as llm-compressor and vLLM write and read it.
 
-Knows part names and the layouts of one module; its configuration is in ``compressed_tensors_config``.
+This file has the layouts of one module; the configuration is in ``compressed_tensors_config``.
 
 W is [out, in], b the bits, s = 2 ** (b - 1); every part is stored row by row
     weight_packed      int32 [out, ceil(in * b / 32)]   codes along the input, unsigned  (pack-quantized)
@@ -110,7 +110,7 @@ class CompressedTensors:
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
     ) -> QuantizedWeight:
-        """What is there decides between the layouts, whatever the configuration calls them."""
+        """The parts that exist decide the layout, not its name in the configuration."""
         if "weight_packed" in parts:
             codes, zeros = _unpack(parts, scheme)
         else:

@@ -1,6 +1,6 @@
 """The configuration of compressed-tensors: groups of targets, each with its scheme for weights and inputs.
 
-Knows the JSON; does not know tensors. A target is a module's name, a regular expression after ``re:``, or a class
+A target is a module's name, a regular expression after ``re:``, or a class
 (``Linear``, ``Embedding``); the most specific one that matches a module counts.
 """
 
@@ -33,7 +33,7 @@ _PLAIN_ORDER = (None, False, "weight", "static")
 
 
 def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout:
-    """What the format calls the layout that a module of this kind is written in."""
+    """The format's name for the layout in which a module of this kind is written."""
     if reason := unsayable(scheme, activations):
         raise UsageError(reason)
     if scheme.grid is E4M3:
@@ -42,7 +42,7 @@ def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout
 
 
 def unsayable(scheme: WeightScheme, activations: ActivationScheme | None) -> str | None:
-    """Why the configuration has no words for a scheme, or None."""
+    """Why the configuration cannot express a scheme, or None."""
     if scheme.grid not in _TYPES:
         return f"compressed-tensors has no layout for {scheme}"
     if scheme.rows != 1 and (scheme.rows == -1) != (scheme.group_size == -1):
@@ -57,7 +57,7 @@ def unsayable(scheme: WeightScheme, activations: ActivationScheme | None) -> str
 
 
 def config_of(spec: QuantSpec) -> dict[str, Any]:
-    """The modules of ``overrides`` and ``float_inputs`` are listed by name, ``Linear`` stands for all others."""
+    """The modules of ``overrides`` and ``float_inputs`` are listed by name; ``Linear`` stands for all others."""
     named: dict[tuple[WeightScheme, ActivationScheme | None], list[str]] = {}
     default = (spec.weights, spec.activations)
     for module in dict.fromkeys((*spec.overrides, *spec.float_inputs)):

@@ -1,7 +1,4 @@
-"""``Format``: how a quantized model lies on disk, and what the formats have in common.
-
-Knows the questions a format answers; does not know any one format, nor files.
-"""
+"""``Format``: how a quantized model lies on disk, and what the formats have in common."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ Shapes = Mapping[str, tuple[int, int]]
 """Module -> (out, in)."""
 Schemes = Mapping[str, WeightScheme]
 
-# Loaders fuse these siblings into one linear, so they look for one scheme under the fused name.
+# Loaders fuse these siblings into one linear and look for one scheme under the fused name.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-# A name, not text of any length that a file may hold: it is printed.
+# It is printed, so it must be a short name and not just any text of a file.
 _METHOD = re.compile(r"[a-z0-9][a-z0-9+_-]{0,31}")
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
 
@@ -37,8 +34,8 @@ class Format(Protocol):
 
     name             what ``--format`` calls it
     parts            suffixes of every tensor that may belong to a packed module
-    marks            those of ``parts`` of which a packed module has exactly one, and a dense module none
-    symmetric_zeros  whether zero points are stored where all of them are the same
+    marks            some of ``parts``: a packed module has exactly one of them, a dense module none
+    symmetric_zeros  whether zero points are stored even where they are all the same
     """
 
     @property
@@ -55,7 +52,7 @@ class Format(Protocol):
         ...
 
     def config_of(self, spec: QuantSpec) -> dict[str, Any]:
-        """The ``quantization_config`` of ``spec``; raises ``UsageError`` where the format cannot say it."""
+        """The ``quantization_config`` of ``spec``; raises ``UsageError`` where the format cannot express it."""
         ...
 
     def spec_of(self, config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec:
@@ -76,13 +73,13 @@ class Format(Protocol):
     def shape(
         self, scheme: WeightScheme, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
     ) -> tuple[int, int]:
-        """(out, in) of a module from the shapes of its parts; ``read`` fetches a part of a few bytes where they
-        do not tell."""
+        """(out, in) of a module from the shapes of its parts; where they do not tell, ``read`` fetches a part of a few
+        bytes."""
         ...
 
 
 def is_embedding(module: str) -> bool:
-    """Whether ``module`` looks up rows, and multiplies nothing."""
+    """Whether ``module`` only looks up rows, without a matrix product."""
     return module.rpartition(".")[2] in _EMBEDDINGS
 
 
@@ -184,7 +181,7 @@ def narrowest(tensor: Tensor) -> Tensor:
 
 
 def in_order(weight: QuantizedWeight) -> QuantizedWeight:
-    """``weight`` without its ``g_idx`` where that names consecutive groups."""
+    """``weight``, without its ``g_idx`` if that only names consecutive groups."""
     if weight.g_idx is None:
         return weight
     plain = replace(weight, g_idx=None)

@@ -1,11 +1,9 @@
 """The fp8 format of Hugging Face and vLLM: e4m3 numbers with a scale per tensor or per block.
 
-Knows part names and the configuration; does not know files, nor how a weight was quantized.
-
 W is [out, in]; the parts of one linear are
     weight            e4m3 [out, in]
     weight_scale      float32 [1]                            one for the tensor, or
-    weight_scale_inv  float32 [ceil(out/r), ceil(in/c)]      one per block of r x c: a multiplier, despite its name
+    weight_scale_inv  float32 [ceil(out/r), ceil(in/c)]      one per block of r x c; a multiplier, despite its name
     input_scale       float32 [1]                            only where ``activation_scheme`` is static
     bias              [out]                                  only where the linear has one
 All linears share one scheme. Blocks go with inputs rounded in groups of c, scales per tensor with inputs rounded per
@@ -72,14 +70,14 @@ class FP8:
             "fmt": "e4m3",
             "activation_scheme": "dynamic" if spec.activations.dynamic else "static",
             "weight_block_size": None if spec.weights.rows == -1 else [spec.weights.rows, spec.weights.group_size],
-            # The first is what transformers reads, the second what vLLM does.
+            # transformers reads the first, vLLM the second.
             "modules_to_not_convert": kept,
             "ignored_layers": kept,
             "meta": meta_of(spec),
         }
 
     def spec_of(self, config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec:
-        """A module stays in floating point where a listed name is its own, its parent's, or the end of its own."""
+        """A module stays in floating point where its name, its parent's name or the end of its name is listed."""
         for key, known in (("fmt", (None, "e4m3")), ("scale_fmt", (None, "float"))):
             if config.get(key) not in known:
                 raise CheckpointError(f"fp8 configuration: {key} {config[key]!r} is not supported")
@@ -125,7 +123,7 @@ class FP8:
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
     ) -> QuantizedWeight:
-        """The names that transformers gives a scale per tensor are read too."""
+        """Also reads the names that transformers gives scales per tensor."""
         codes = require(parts, "weight", torch.float8_e4m3fn, 2).view(torch.uint8)
         out, inp = codes.shape
         scale = require(parts, "weight_scale" if "weight_scale" in parts else "weight_scale_inv")

@@ -1,7 +1,5 @@
 """The GPTQ format: codes in 32-bit words, fp16 scales, zero points, and its configuration in JSON.
 
-Knows bits and field names; does not know files, nor how a weight was quantized.
-
 W is [out, in], b the bits (2, 3, 4 or 8); the parts of one linear are
     qweight  int32 [in * b / 32, out]       codes along the input, the first in the lowest bits
     qzeros   int32 [groups, out * b / 32]   zero points along the output, in natural order
@@ -130,7 +128,7 @@ class GPTQ:
         return out, words * 32 // scheme.bits
 
     def config_of(self, spec: QuantSpec) -> dict[str, Any]:
-        """``act_order`` is what readers call ``desc_act``: groups that do not follow the order of the input."""
+        """``act_order`` is ``desc_act`` to readers: groups that do not follow the order of the input."""
         if spec.activations is not None or spec.kv_cache is not None or spec.weights.grid is not INTEGERS:
             raise UsageError(_SAYS_TOO_LITTLE)
         dynamic: dict[str, dict[str, Any]] = {}
@@ -150,7 +148,7 @@ class GPTQ:
         }
 
     def spec_of(self, config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec:
-        """The regular expressions of ``dynamic`` are tried in order, the first that matches wins."""
+        """The regular expressions of ``dynamic`` are tried in order; the first that matches wins."""
         if "bits" not in config:
             raise CheckpointError('the GPTQ configuration lacks "bits"')
         weights = _scheme(config, WeightScheme(bits=4, group_size=128))

@@ -1,7 +1,7 @@
 """Values of a few bits in 32-bit words: one little-endian bit stream, the first value in the lowest bits.
 
-Knows bits; does not know what the values mean. At 3 and 6 bits some values cross the end of a word. Works by bytes,
-which are those of the words as every processor that this runs on holds them.
+At 3 and 6 bits some values cross the end of a word. The code works on bytes and assumes little-endian words, as on
+every processor that this runs on.
 """
 
 from __future__ import annotations
