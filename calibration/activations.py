@@ -1,7 +1,4 @@
-"""``Activations``: the hidden states of every calibration sample between two blocks, in memory or in a file.
-
-Knows samples and bytes; does not know models.
-"""
+"""``Activations``: the hidden states of every calibration sample between two blocks, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from torch import Tensor
 class Activations:
     """float32 [samples, length, width], read and written a few samples at a time.
 
-    With ``directory`` they lie in an unnamed file there and are read and written, not mapped: mapped pages would
-    count as memory of this process.
+    With ``directory`` the states lie in an unnamed file there. They are read and written, not mapped: mapped pages
+    would count as memory of this process.
     """
 
     def __init__(self, samples: int, length: int, width: int, directory: Path | None = None) -> None:
@@ -26,7 +23,7 @@ class Activations:
         self._sample_bytes = 4 * length * width
 
     def read(self, start: int, stop: int) -> Tensor:
-        """float32 [stop - start, length, width]; a view where they are in memory."""
+        """float32 [stop - start, length, width], fewer at the end; a view where the states are in memory."""
         if self._memory is not None:
             return self._memory[start:stop]
         assert self._file is not None

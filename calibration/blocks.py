@@ -1,7 +1,7 @@
 """Walks a model one decoder block at a time with the calibration text, and lets a caller replace weights on the way, so
 that later blocks see quantized activations (true-sequential).
 
-Knows the order in which blocks run and what is in memory; does not know what happens within one (``Visit``).
+It decides the order of blocks and what is in memory; what happens within a block is in ``Visit``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.visit import DRY_TOKENS, Visit
 from qserve.runtime import heap
 
-# How much larger than after its first block the process may become before memory is returned.
+# How much the process may grow beyond its size after the first block before memory is returned.
 _KEPT = 1.3
 
 
@@ -55,7 +55,7 @@ def walk(
             for row in range(floats.shape[0]):
                 floats.write(row, inputs.read(row, row + 1))
     total = len(skeleton.blocks)
-    # Workers use buffers of the same sizes in every block, which are kept; a little more is left behind by each.
+    # Workers use buffers of the same sizes in every block, so freed memory is kept; each block leaves a bit more.
     whole = inputs is not None and count >= inputs.shape[0]
     enough = 0
     with heap.kept() if whole else nullcontext():
@@ -79,6 +79,6 @@ def walk(
 
 
 def copy_sharing_weights(block: nn.Module) -> nn.Module:
-    """A copy of a block whose parameters share the memory of ``block``'s until those are replaced."""
+    """A copy of ``block`` whose parameters share its memory until they are replaced."""
     shared: dict[int, Any] = {id(p): nn.Parameter(p.data, False) for p in block.parameters()}
     return copy.deepcopy(block, shared | {id(b): b for b in block.buffers()})

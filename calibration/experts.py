@@ -1,7 +1,7 @@
 """``Experts``: the experts of a mixture-of-experts layer as linears, one for each expert and projection.
 
-transformers keeps the weights of all experts in two tensors; checkpoints name them one by one, and calibration has
-to see which tokens each of them gets. Knows these modules; does not know files or statistics.
+transformers keeps the weights of all experts in two tensors. Checkpoints name them one by one, and calibration must see
+which tokens each expert gets.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from qserve.checkpoint.errors import UsageError
 
 _JOINED, _LAST = "gate_up_proj", "down_proj"
-# What transformers says of experts whose product differs from down(act(gate(x)) * up(x)) without biases.
+# Attributes of transformers' experts that do not compute down(act(gate(x)) * up(x)) without biases.
 _UNUSUAL = {"is_transposed": True, "is_concatenated": False, "has_bias": True, "has_gate": False,
             "has_post_expert_norm": True}  # fmt: skip
 
 
 class Expert(nn.Module):
-    """One expert. ``names`` are those of its gate, up and down projection; ``combine`` maps the outputs of the
-    first two, one after the other [tokens, 2 * inner], to the input of the third [tokens, inner]."""
+    """One expert. ``names`` are those of its gate, up and down projection. ``combine`` maps the outputs of the first
+    two, one after the other [tokens, 2 * inner], to the input of the third [tokens, inner]."""
 
     def __init__(
         self, names: Sequence[str], hidden: int, inner: int, combine: Callable[[Tensor], Tensor], device: Any
@@ -53,7 +53,7 @@ class Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [tokens, hidden]; the experts of each token int64 [tokens, k] with their weights.
 
-        An expert without tokens does not run; an index beyond the last stands for no expert.
+        An expert without tokens does not run. An index beyond the last expert stands for none.
         """
         output = torch.zeros_like(hidden_states)
         for index in top_k_index.unique().tolist():
@@ -68,8 +68,8 @@ class Experts(nn.Module):
 def split_experts(model: nn.Module, stored: dict[str, list[str]]) -> None:
     """Replace every module of ``model`` that holds the weights of its experts together.
 
-    ``stored`` is what ``stored_names`` found, and gives their names. Raises ``UsageError`` for experts that are
-    stored together as well, or that compute something else than gated projections without biases.
+    Their names come from ``stored``, the result of ``stored_names``. Raises ``UsageError`` for experts that the
+    checkpoint stores together too, or that do not compute gated projections without biases.
     """
     for path, module in list(model.named_modules()):
         joined = getattr(module, _JOINED, None)
@@ -89,8 +89,8 @@ def split_experts(model: nn.Module, stored: dict[str, list[str]]) -> None:
 
 
 def routers(block: nn.Module) -> list[str]:
-    """What decides between experts, which stays in floating point: of the modules beside experts, those whose
-    weight has one row for each expert, or a single one (the gate of an expert that all tokens share)."""
+    """The modules that choose experts and stay in floating point. They stand beside experts, and their weight has one
+    row for each expert, or a single row (the gate of an expert that all tokens share)."""
     found = []
     for path, module in block.named_modules():
         children = dict(module.named_children())

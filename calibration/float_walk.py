@@ -1,7 +1,4 @@
-"""``FloatWalk``: calibration text on its way through a model while nothing is rounded, one block after the other.
-
-Knows how text passes through the blocks; does not know what it is for.
-"""
+"""``FloatWalk``: sends calibration text through the unrounded model, one block after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from qserve.calibration.stats import LayerStats
 from qserve.calibration.visit import Visit
 from qserve.checkpoint.parts import Part
 
-# Samples in a forward at once, and the tokens that are enough to see which linears share an input.
+# Samples in one forward, and the number of tokens that is enough to see which linears share an input.
 _AT_ONCE, _FEW = 4, 4
 
 
@@ -34,20 +31,20 @@ class FloatWalk:
         self._calls, self._few = skeleton.stem(windows, _FEW, self._outputs)
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, float32 [samples, length, width]) a few samples at a time: what the block after the one that was
-        entered last will be given."""
+        """(name, float32 [samples, length, width]) a few samples at a time: the inputs of the block after the one
+        entered last."""
         for start in range(0, self._outputs.shape[0], _AT_ONCE):
             yield f"float.{start}", self._outputs.read(start, start + _AT_ONCE)
 
     def resume(self, kept: Part) -> None:
-        """Go on with the block that ``kept``, the ``states`` of another walk, was for."""
+        """Go on with the block whose inputs are in ``kept``, the ``states`` of an earlier walk."""
         for start in range(0, self._outputs.shape[0], _AT_ONCE):
             self._outputs.write(start, kept.read(f"float.{start}"))
 
     @torch.no_grad()
     def enter(self, index: int) -> list[tuple[tuple[str, ...], LayerStats]]:
-        """(linears that share an input, its statistics with the Hessian) of block ``index``, which is loaded; those
-        that no token reached are left out. To be called for every block, in order, or from the one to resume at on."""
+        """(linears that share an input, its statistics with the Hessian) of block ``index``, which must be loaded.
+        Linears that no token reached are left out. Call it for every block in order, or from the resumed block on."""
         self._inputs, self._outputs = self._outputs, self._inputs
         block, linears, call = self._skeleton.block(index), self._skeleton.linears(index), self._calls[index]
         self._groups = shared_inputs(block, linears, self._inputs.read(0, 1)[:, :_FEW], self._few[index])
@@ -64,8 +61,8 @@ class FloatWalk:
         return [(tuple(group), stats[group[0]]) for group in self._groups if group[0] in stats]
 
     def visit(self, index: int, changed: nn.Module, after: Collection[str]) -> Visit:
-        """Of block ``index``, which was entered last, as it is in ``changed``, a copy whose weights are to be replaced:
-        of the linears that run after all of ``after``, following the float model. Without such it has no groups."""
+        """A visit of block ``index``, which was entered last, that follows the float model. ``changed`` is a copy of
+        the block whose weights are to be replaced. Its groups are the linears that run after all of ``after``."""
         name = self._skeleton.blocks[index]
         places = (place for place, group in enumerate(self._groups) if not set(group).isdisjoint(after))
         groups = self._groups[max(places, default=len(self._groups)) + 1 :]

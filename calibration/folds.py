@@ -1,12 +1,10 @@
 """Which scales can be moved out of the inputs of linears into the module before them, found by experiment.
 
-Knows how to try things out on one decoder block; does not know architectures, nor which scale would be good.
-
-Two experiments on a few tokens decide. What a module puts out is replaced by random numbers and then multiplied by
-powers of two, a different one for each channel: an input of a linear that comes out multiplied by the very same
-power carries that channel. Then the module's output is divided by a random scale and the linears' input multiplied by
-it: only where nothing else reads that output does the block compute the same as before. Powers of two pass through
-sums and products without rounding, so there is little to mistake.
+Two experiments on a few tokens decide, without naming architectures. First, a module's output is replaced by random
+numbers, then multiplied by powers of two, a different one for each channel. A linear's input that is multiplied by the
+same power carries that channel. Second, the module's output is divided by a random scale and the linears' input is
+multiplied by it. The block computes the same as before only where nothing else reads that output. Powers of two pass
+through sums and products without rounding, so mistakes are unlikely.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from qserve.calibration.experts import Expert
 from qserve.calibration.groups import shared_inputs
 from qserve.calibration.skeleton import Call
 
-# Random outputs per experiment: half of them are positive everywhere, so that a ReLU lets them pass.
+# Random outputs per experiment. Half of them are positive everywhere, so that they pass a ReLU.
 _SAMPLES = 4
 # Channels are told apart by a power of two for each digit of their number.
 _BASE = 32
@@ -32,11 +30,11 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Fold:
-    """A scale of the consumers' input can be divided out of the producer's output.
+    """A scale of the consumers' input that the producer's output can be divided by.
 
     producer   module of the block, named relative to it: a norm or a linear
     consumers  the linears that share that input, named as they were given
-    channels   int64 [in]: the output of the producer (a row of a linear) that each input of the consumers carries
+    channels   int64 [in]: for each input of the consumers, the producer's output (a row of a linear) that it carries
     offset     what the producer adds to its weight before it multiplies by it (1 in Gemma's norms)
     """
 
@@ -50,7 +48,7 @@ class Fold:
 def find_folds(block: nn.Module, linears: Mapping[str, nn.Linear], hidden: Tensor, call: Call) -> list[Fold]:
     """Every fold of ``block``, at most one for each group of linears that share an input.
 
-    ``hidden`` float32 [1, few tokens, width] with its ``call``. Experts are tried one by one, whatever tokens they got.
+    ``hidden`` float32 [1, few tokens, width] with its ``call``. Experts are tried one by one, with any tokens.
     """
     names = {id(linear): name for name, linear in linears.items()}
     generator = torch.Generator().manual_seed(0)
@@ -67,7 +65,7 @@ def find_folds(block: nn.Module, linears: Mapping[str, nn.Linear], hidden: Tenso
 
 
 def apply(block: nn.Module, fold: Fold, scale: Tensor) -> list[str]:
-    """Divide what the producer of ``fold`` puts out by ``scale`` float32 [in], in place.
+    """Divide the output of ``fold``'s producer by ``scale`` float32 [in], in place.
 
     Inputs that carry the same channel must have the same scale. The caller multiplies the consumers' columns by it.
     Returns the names of the changed parameters, relative to the block.
@@ -116,7 +114,7 @@ class _Block:
         assert isinstance(weight, Tensor)
         rows = len(weight)
         parts = {(0, rows)}
-        if weight.dim() == 2:  # of fused linears only a part of the rows may be what is carried
+        if weight.dim() == 2:  # of a fused linear, perhaps only a part of the rows is carried
             widths = {self.linears[first].in_features for first in self.groups}
             parts |= {(row, row + width) for width in widths if rows % width == 0 for row in range(0, rows, width)}
         result: dict[str, Tensor] = {}
@@ -147,9 +145,9 @@ class _Block:
         return channels
 
     def _inputs(self, module: nn.Module, outputs: Tensor) -> dict[str, Tensor]:
-        """The input [samples, in] of every group at the first token, where ``module`` puts out ``outputs``.
+        """The input [samples, in] of every group at the first token, when ``module`` outputs ``outputs``.
 
-        The first token attends to itself alone, so its attention passes values on whatever queries and keys are.
+        The first token attends to itself alone, so its attention returns its value for any queries and keys.
         """
         seen: dict[str, Tensor] = {}
         samples, tokens = self.hidden.shape[:2]
@@ -194,7 +192,7 @@ class _Block:
 
 
 def _offset(module: nn.Module) -> float | None:
-    """What ``module`` adds to its weight before it multiplies by it; None where its output is not that of a weight."""
+    """What ``module`` adds to its weight before it multiplies by it; None where its output is no multiple of that."""
     if isinstance(module, nn.Linear):
         return 0.0
     weight = getattr(module, "weight", None)
@@ -210,7 +208,7 @@ def _offset(module: nn.Module) -> float | None:
             doubled = functional_call(module, twice, (inputs,))
             if doubled.shape == inputs.shape and torch.allclose(doubled, 2 * plain, rtol=_TOLERANCE):
                 return offset
-    except (RuntimeError, TypeError, AttributeError):  # no norm: it takes something else
+    except (RuntimeError, TypeError, AttributeError):  # not a norm: it takes other arguments
         pass
     return None
 
@@ -221,7 +219,7 @@ def _powers(plain: Tensor, changed: Tensor) -> Tensor | None:
     ratio = torch.where(alive, changed / plain, 1.0)
     power = torch.where(alive & (ratio > 0), ratio, 1.0).log2().round()
     exact = (ratio / torch.exp2(power) - 1).abs() < _TOLERANCE
-    # A row where a channel is zero tells nothing of it.
+    # A row where a channel is zero says nothing about that channel.
     common = torch.where(alive, power, -torch.inf).amax(0)
     same = torch.where(alive, power == common, changed == 0) & exact
     return common.long() if bool(same.all() and alive.any(0).all()) else None

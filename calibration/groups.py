@@ -1,7 +1,4 @@
-"""Which linears of a block share an input, found by running it.
-
-Knows modules and the identity of tensors; does not know statistics, nor the names of any architecture.
-"""
+"""Which linears of a block share an input, found by running it."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from qserve.checkpoint.errors import UsageError
 
 
 class StopForward(Exception):
-    """Every linear of interest has been seen: the rest of the forward is not needed."""
+    """Every linear of interest has run, so the rest of the forward is not needed."""
 
 
 class Hooks:
-    """``before(name, input)`` runs in front of each linear; a tensor that it returns is the input instead."""
+    """``before(name, input)`` runs in front of each linear; a tensor that it returns replaces the input."""
 
     def __init__(self, linears: Mapping[str, nn.Module], before: Callable[[str, Tensor], Tensor | None]) -> None:
         self._linears, self._before = linears, before
@@ -44,13 +41,13 @@ class Hooks:
 
 @torch.no_grad()
 def shared_inputs(block: nn.Module, linears: dict[str, nn.Linear], hidden: Tensor, call: Call) -> list[list[str]]:
-    """Which linears are given the very same tensor, found by a forward over a few tokens.
+    """Groups of linears that are given the very same tensor, found by a forward over a few tokens.
 
-    Modules are told apart by their input's identity (memory, layout, version), not by their names, so it works
-    for any architecture. Experts that none of the few tokens reached are grouped as the reached ones are.
+    Inputs are compared by identity (memory, layout, version), not by the names of modules, so it works for any
+    architecture. Experts that none of the few tokens reached are grouped like the reached ones.
     """
     seen: dict[tuple[Any, ...], list[str]] = {}
-    alive: list[Tensor] = []  # while they live, no other tensor can have their address
+    alive: list[Tensor] = []  # while these tensors live, no other can have their address
 
     def before(name: str, inputs: Tensor) -> None:
         alive.append(inputs)
@@ -73,7 +70,7 @@ def shared_inputs(block: nn.Module, linears: dict[str, nn.Linear], hidden: Tenso
 
 
 def _unreached(groups: list[list[str]], names: list[str]) -> list[list[str]]:
-    """Groups of the linears that did not run, formed as their siblings with other numbers in their names were."""
+    """Groups of the linears that did not run, formed like those of their siblings with other numbers in their names."""
     roles = {role(name): index for index, group in enumerate(groups) for name in group}
     found: dict[tuple[str, int], list[str]] = {}
     for name in names:
@@ -83,7 +80,7 @@ def _unreached(groups: list[list[str]], names: list[str]) -> list[list[str]]:
 
 
 def stages(groups: list[list[str]]) -> list[list[list[str]]]:
-    """Groups that run in parallel, such as those of one layer's experts, in one stage: they differ in numbers only."""
+    """Put groups that run in parallel, such as experts of one layer, in one stage: only their numbers differ."""
     found: dict[str, list[list[str]]] = {}
     for group in groups:
         found.setdefault(role(group[0]), []).append(group)

@@ -1,7 +1,4 @@
-"""The end of a model, run by itself: from the last block's output to log-probabilities.
-
-Knows transformers' module trees; does not know text, statistics or quantization.
-"""
+"""The end of a model, run by itself: from the last block's output to log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from qserve.calibration.skeleton import Skeleton
 
 @contextmanager
 def head(skeleton: Skeleton) -> Iterator[tuple[dict[str, nn.Linear], Callable[[Tensor], Tensor]]]:
-    """What follows the last block, with its weights: the output layer by its name, and a function from the last
+    """The part after the last block, with its weights: the output layer by its name, and a function from the last
     block's output float32 [1, tokens, width] to log-probabilities float32 [1, tokens, vocabulary].
 
-    The model runs with blocks that hand on the given states, so final norms, projections and caps are its own.
+    The whole model runs, with blocks that pass the given states on, so final norms, projections and caps are its own.
     """
     model = skeleton.model
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()

@@ -1,7 +1,4 @@
-"""The keys and values that a cache would hold, as attention gets them: after rotation, norms and biases.
-
-Knows transformers' attention interface; does not know architectures, nor how scales are chosen.
-"""
+"""The keys and values that a cache would hold, as attention gets them: after rotation, norms and biases."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ OnCache = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @contextmanager
 def cached(model: nn.Module, on_cache: OnCache) -> Iterator[None]:
-    """While it lasts, attention inside ``model`` goes on with what ``on_cache`` makes of its keys and values.
+    """Within the ``with``, attention inside ``model`` uses the keys and values that ``on_cache`` returns for its own.
 
     ``on_cache(attention module, keys, values)``: float32 [batch, kv_heads, tokens, head_dim] each.
     """
@@ -29,7 +26,7 @@ def cached(model: nn.Module, on_cache: OnCache) -> Iterator[None]:
 
     def wrapped(usual: Callable[..., Any] | None) -> Callable[..., Any]:
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # Eager attention is not registered: each architecture has its own, beside its modules.
+            # Eager attention is not registered: each architecture has its own, in the file of its modules.
             compute = usual or sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
             if module in inside:
                 key, value = on_cache(module, key, value)
@@ -50,7 +47,7 @@ def cached(model: nn.Module, on_cache: OnCache) -> Iterator[None]:
 
 
 class KVRecorder:
-    """Notes the mean key and the largest keys and values that the attention of ``block`` is given within a ``with``."""
+    """Notes the mean key, and the largest keys and values, that the attention of ``block`` gets within a ``with``."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
@@ -79,7 +76,7 @@ class KVRecorder:
         return (self._sum / self._tokens).float()
 
     def key_spread(self) -> Tensor:
-        """float32 [kv_heads]: how far a key gets from ``key_mean`` in any channel."""
+        """float32 [kv_heads]: the largest distance of a key from ``key_mean`` in any channel."""
         mean = self.key_mean()
         return torch.maximum(self._highest - mean, mean - self._lowest).amax(dim=1)
 

@@ -1,7 +1,7 @@
 """``PausableForward``: a forward over some of the samples that can be stopped in front of a linear and goes on later.
 
-So a batch goes through a block in parts that stay in cache, and yet a linear's weight is only replaced once the input
-of all parts was seen. Each forward has a thread of its own, of which never more than one runs: while the owner waits.
+So a batch goes through a block in parts that stay in cache, and yet a linear's weight is replaced only after the inputs
+of all parts were seen. Each forward has its own thread. At most one of them runs at a time, while the owner waits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _here = local()
 
 
 class PausableForward:
-    """``forward`` over the samples ``start`` .. ``stop``, which begins with the first ``resume``.
+    """``forward`` over the samples ``start`` .. ``stop``. It begins with the first ``resume``.
 
-    ``at`` is (name, tensor) where it is stopped, None before it began and after it ended; then there is ``output``.
+    ``at`` is (name, tensor) where it is stopped; None before it began and after it ended. ``output`` is set at the end.
     """
 
     def __init__(self, start: int, stop: int, forward: Callable[[], Tensor]) -> None:
@@ -60,14 +60,14 @@ class PausableForward:
             self.output = self._forward()
         except StopForward:
             pass
-        except BaseException as error:  # for the owner
+        except BaseException as error:  # ``resume`` raises it
             self._error = error
         self._ended = True
         self._owners.release()
 
 
 def pause(name: str, tensor: Tensor) -> None:
-    """Called from inside a forward: the owner goes on, until it resumes this forward."""
+    """Called inside a forward: stop here and let the owner go on until it resumes this forward."""
     forward: PausableForward = _here.forward
     forward.at = name, tensor
     del tensor

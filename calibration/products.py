@@ -1,7 +1,4 @@
-"""The products of a calibration forward, as this processor multiplies fastest (``kernels.products``).
-
-Knows torch's functions; does not know models, nor what a forward is for.
-"""
+"""The products of a calibration forward, in the way this processor multiplies fastest (``kernels.products``)."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ from qserve.kernels import products
 
 @contextmanager
 def fast_products() -> Iterator[None]:
-    """The products of a calibration forward in bfloat16, where this processor has them: twice as fast, and their
-    rounding is far below what quantization does. Elsewhere our kernels multiply float32. Hidden states and sums stay in
-    float32."""
+    """Compute the products of a calibration forward in bfloat16 where this processor has them: that is twice as fast,
+    and the rounding is far below that of quantization. Elsewhere our kernels multiply float32. Hidden states and sums
+    stay in float32."""
     rounds = products.multiplied() == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=rounds), _Fast(rounds):
         yield
 
 
 class _Fast(TorchFunctionMode):
-    """Plain causal attention by our kernel, linears by ours in float32 and by torch's in bfloat16, which what several
-    of them share is rounded to only once."""
+    """Plain causal attention by our kernel. Linears by our kernel in float32, or by torch's in bfloat16, where an input
+    that several linears share is rounded only once."""
 
     def __init__(self, rounds: bool) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""``Skeleton``: a Hugging Face causal LM without weights, filled from a ``ModelSource`` one part at a time.
-
-Knows transformers' module trees; does not know text or statistics, nor how packed weights were made.
-"""
+"""``Skeleton``: a Hugging Face causal LM without weights, filled from a ``ModelSource`` one part at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from qserve.checkpoint.source import ModelSource
 
 @dataclass(frozen=True)
 class Call:
-    """What a block is called with besides the hidden states, for one sequence: it broadcasts over a batch."""
+    """The arguments of a block besides the hidden states, for one sequence; they broadcast over a batch."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -79,11 +76,11 @@ class Skeleton:
         return max(4 * sum(p.numel() for p in block.parameters()) for block in self._modules)
 
     def embedding_bytes(self) -> int:
-        """float32 bytes of what is loaded to compute the first block's input."""
+        """float32 bytes of the parameters that compute the first block's input."""
         return 4 * sum(parameter.numel() for _, parameter in self._stem())
 
     def block(self, index: int) -> nn.Module:
-        """Block ``index`` as it is: without weights unless it is loaded."""
+        """Block ``index`` as it is; it has no weights unless it is loaded."""
         return self._modules[index]
 
     def load_linear(self, name: str) -> None:
@@ -139,7 +136,7 @@ class Skeleton:
         return [(name, p) for name, p in named if id(p) in body and not name.startswith(inside)]
 
     def _trace(self, window: Tensor) -> tuple[Tensor, list[Call]]:
-        """Run the body with blocks that only note how they are called and hand their input on."""
+        """Run the body with blocks that only note their arguments and return their input."""
         # Some models take a block's output as a tensor, some as the first of a tuple.
         for wrap in (lambda hidden: hidden, lambda hidden: (hidden,)):
             inputs: list[Tensor] = []
@@ -189,7 +186,7 @@ class Skeleton:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Extremes of slices, in place of a mask as large as the tensor: NaN is an extreme wherever it stands."""
+    """By the extremes of slices rather than a mask as large as the tensor: a NaN makes both extremes NaN."""
     parts = tensor.reshape(-1).split(1 << 22)
     return all(bool(extreme.isfinite()) for part in parts if len(part) for extreme in torch.aminmax(part.float()))
 
@@ -204,7 +201,7 @@ def _recorder(inputs: list[Tensor], calls: list[Call], wrap: Callable[[Tensor], 
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters are allocated with ``torch.empty`` and buffers are computed: only the former need no memory."""
+    """Puts parameters, allocated with ``torch.empty``, on the meta device. Buffers are computed and take memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -230,7 +227,7 @@ def _build(config: dict[str, Any], name: str) -> Any:
 
 
 def _find_blocks(model: nn.Module, name: str) -> tuple[str, nn.ModuleList]:
-    """The decoder blocks: of all lists of one class of module, the one that holds most parameters."""
+    """The decoder blocks: the list of modules of one class that holds the most parameters."""
     candidates = [
         (sum(p.numel() for p in module.parameters()), path, module)
         for path, module in model.named_modules()

@@ -1,7 +1,4 @@
-"""``LayerStats``: what the inputs of linear layers looked like during calibration.
-
-Knows matrices of activations; does not know models, nor how weights are rounded.
-"""
+"""``LayerStats``: what the inputs of linear layers looked like during calibration."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from qserve.kernels.products import add_moment
 
-# Rows are added in chunks, of which each is shared among threads; the triangle of H is mirrored in blocks of columns.
+# Rows are added in chunks, each shared among threads. The triangle of H is mirrored in blocks of columns.
 _ROWS = 4096
 _COLUMNS = 192
 
@@ -27,13 +24,13 @@ class LayerStats:
     diagonal  float32 [in], H's diagonal, the importance of each input
     absmax    float32 [in], the largest magnitude of each input
     absmean   float32 [in], the mean magnitude of each input
-    sample    float32 [at most sample_rows, in], rows of X, evenly spaced; for what no moment can tell
-    drift     float32 [in, in], 2/rows * (F - X)^T X over the rows for which F, the float model's input, is known;
-              None where it never was: how far X has drifted away from F, as a linear layer can make up for
-    target    float32 [out, in], 2/tokens * Y^T X, with Y = F W^T what the float model's layer puts out without its
-              bias; None where that is not known of every row: W ``drift`` is ``target`` - W H
-    The mean is updated rather than a sum, so a long run does not overflow. Where products are in bfloat16,
-    moments are those of X and F rounded to it, which is what layers see then; they are summed in float32.
+    sample    float32 [at most sample_rows, in], evenly spaced rows of X; for what no moment can tell
+    drift     float32 [in, in], 2/rows * (F - X)^T X over the rows for which F, the float model's input, is known: the
+              drift of X away from F, as far as a linear layer can make up for it; None where F is known for no row
+    target    float32 [out, in], 2/tokens * Y^T X, where Y = F W^T is the output of the float model's layer without its
+              bias; None unless Y is known for every row. W ``drift`` is ``target`` - W H
+    The mean is updated rather than a sum, so a long run does not overflow. Where products are in bfloat16, moments are
+    those of X and F rounded to it, as layers see them; they are summed in float32.
     """
 
     def __init__(self, in_features: int, *, hessian: bool = True, sample_rows: int = 0) -> None:
@@ -50,7 +47,7 @@ class LayerStats:
         self._diagonal = torch.zeros(in_features)
 
     def update(self, inputs: Tensor, share: float = 1.0) -> None:
-        """Add the rows of ``inputs`` [..., in], which are ``share`` of all that will come."""
+        """Add the rows of ``inputs`` [..., in], a fraction ``share`` of all rows that will come."""
         rows = inputs.reshape(-1, inputs.shape[-1])
         wanted = min(len(rows), self._sample_rows - len(self.sample), math.ceil(share * self._sample_rows))
         if wanted > 0:
@@ -60,14 +57,14 @@ class LayerStats:
             self._add(chunk)
 
     def update_drift(self, inputs: Tensor, floats: Tensor) -> None:
-        """Compare rows of ``inputs`` [..., in] with what the float model has in their place."""
+        """Compare rows of ``inputs`` [..., in] with ``floats``, the float model's inputs in their place."""
         rows, wanted = inputs.reshape(-1, inputs.shape[-1]), floats.reshape(-1, inputs.shape[-1])
         if self.drift is None:
             self.drift = torch.zeros(rows.shape[1], rows.shape[1])
         self._add_floats(self.drift, rows, wanted.to(torch.float32).sub(rows.to(wanted.dtype)))
 
     def update_target(self, inputs: Tensor, outputs: Tensor) -> None:
-        """Note what the float model's layer puts out, [..., out], where this one gets ``inputs`` [..., in]."""
+        """Note ``outputs`` [..., out] of the float model's layer, where this layer gets ``inputs`` [..., in]."""
         rows, wanted = inputs.reshape(-1, inputs.shape[-1]), outputs.reshape(-1, outputs.shape[-1])
         if self._target is None:
             self._target = torch.zeros(wanted.shape[1], rows.shape[1])

@@ -1,7 +1,4 @@
-"""How a checkpoint names the tensors of a transformers model, and that model's module tree renamed to match.
-
-Knows transformers' table of renamed and fused tensors; does not know any architecture, nor reads a tensor.
-"""
+"""How a checkpoint names the tensors of a transformers model, and that model's module tree renamed to match."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 
 def stored_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
-    """Tensor of ``model`` -> those of the stored ``names`` that it is loaded from, in the order they are joined.
+    """Tensor of ``model`` -> the stored ``names`` that it is loaded from, in the order they are joined.
 
     Mixtral's ``mlp.experts.gate_up_proj`` is loaded from ``block_sparse_moe.experts.0.w1.weight`` and its seven
-    siblings, then the eight ``w3``. Tensors that are stored under their own name are there, too.
+    siblings, then the eight ``w3``. Tensors that are stored under their own name are included.
     """
     table = get_model_conversion_mapping(model)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -32,9 +29,9 @@ def stored_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def rename_modules(model: nn.Module, names: Mapping[str, Sequence[str]]) -> None:
-    """Give the modules of ``model`` the names that ``names``, made by ``stored_names``, have for what they hold.
+    """Give the modules of ``model`` the names under which their tensors are stored; ``names`` is from ``stored_names``.
 
-    Their code keeps finding them under the old names. What is stored at another depth keeps its name.
+    Their code still finds them under the old names. Modules that are stored at another depth keep their names.
     """
     renamed: dict[tuple[str, ...], str] = {}
     for tensor, (first, *others) in names.items():

@@ -1,7 +1,4 @@
-"""Calibration and evaluation text: where it comes from, and which part may be used for what.
-
-Knows text files, JSONL, the prose inside Python itself, and ``datasets``; does not know tokens.
-"""
+"""Calibration and evaluation text: where it comes from, and which part may be used for what."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _DRAWING = re.compile(r"^[\s*=\-~^#.+|_]*$")
 @dataclass(frozen=True)
 class Text:
     """``sha256`` is the hash of exactly ``text``, in UTF-8, so a card can say what was read. ``documents`` are its
-    parts where the source has such: the lines of a JSONL file, the rows of a dataset."""
+    parts, where the source has parts: the lines of a JSONL file, the rows of a dataset."""
 
     name: str
     text: str
@@ -143,8 +140,8 @@ def _texts(source: str, rows: Iterable[dict[str, Any]]) -> list[str]:
 
 @lru_cache(maxsize=2)
 def _builtin(split: Split) -> str:
-    """The language reference that every CPython carries, as paragraphs: hard-wrapped lines become one line
-    each; underlines and tables go. Evaluation takes the last paragraphs, each once, and calibration takes no
+    """The language reference that every CPython carries, as paragraphs. The hard-wrapped lines of a paragraph become
+    one line; underlines and tables are removed. Evaluation takes the last paragraphs, each once. Calibration takes no
     copy of them (some topics repeat each other).
     """
     from pydoc_data.topics import topics

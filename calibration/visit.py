@@ -1,11 +1,9 @@
-"""``Visit``: one decoder block while calibration is at it. Its linears are handed to a caller with statistics of their
-inputs, and what the caller returns takes their place.
+"""``Visit``: one decoder block during calibration. A caller gets its linears with statistics of their inputs, and
+returns the weights that replace theirs.
 
-Knows a block, its inputs and which linears share one; does not know other blocks, nor how weights are rounded.
-
-The calibration batch goes through the block in one of two ways with the same result. Where memory allows, ONCE, by
-workers: each part of it pauses in front of a linear until the statistics of all parts are gathered and the caller has
-replaced the weight, then goes on with the new one. Otherwise the samples go through in parts, once for each stage of
+The calibration batch goes through the block in one of two ways, with the same result. Where memory allows it goes ONCE,
+by workers: each part pauses in front of a linear until the statistics of all parts are gathered and the caller has
+replaced the weight, then goes on with the new weight. Otherwise the samples go through in parts, once for each stage of
 linears that do not feed each other.
 """
 
@@ -30,16 +28,16 @@ from qserve.calibration.stats import LayerStats
 from qserve.kernels import products
 
 DRY_TOKENS = 4
-"""StopForward to try things out with."""
-# Bytes of as many numbers as samples go through a block at once: with more, passes come from memory, and buffers are of
-# a size that the allocator does not keep; with fewer, threads wake too often.
+"""Tokens to try things out with."""
+# Samples that go through a block at once, times the bytes of a number. With more, passes come from memory, and buffers
+# have a size that the allocator does not keep; with fewer, threads wake too often.
 _TOGETHER = 32
 
 
 @dataclass(frozen=True)
 class Gather:
-    """What statistics a caller wants: ``LayerStats``' ``hessian`` and ``sample_rows``, and ``drift`` where the walk
-    follows the float model."""
+    """The statistics that a caller wants: ``hessian`` and ``sample_rows`` of ``LayerStats``, and ``drift``, which
+    counts where the walk follows the float model."""
 
     hessian: bool = True
     sample_rows: int = 0
@@ -51,7 +49,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Linears that are given the very same tensor: their weights float32 [out, in], and what that tensor was like.
+    """Linears that are given the very same tensor: their weights float32 [out, in], and the statistics of that tensor.
 
     ``stats`` is None for linears that the calibration batch never reached.
     """
@@ -63,8 +61,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The weights to go on with, and what their input is divided by from now on (float32 [in]) where the caller
-    moved a scale into the layer before."""
+    """The weights to go on with. Where the caller moved a scale into the layer before, their input is divided by
+    ``divisor`` (float32 [in]) from now on."""
 
     weights: Sequence[Tensor]
     divisor: Tensor | None = None
@@ -75,10 +73,10 @@ OnInputs = Callable[[Inputs], Replacement]
 
 @dataclass
 class Visit:
-    """One block while the walk is at it. ``groups`` are the linears that share an input, in the order they run.
+    """One block of the walk. ``groups`` are the linears that share an input, in the order they run.
 
-    ``floats`` are the inputs that this block has in the float model, for the first few samples, and ``float_block`` is
-    the block with its own weights; both None where the walk does not follow the float model.
+    ``floats`` are this block's inputs in the float model, for the first samples, and ``float_block`` is the block with
+    its own weights; both are None where the walk does not follow the float model.
     Without calibration text there are no groups, nothing runs, and each linear is loaded (by ``load``) only while it is
     handed over.
     """
@@ -111,7 +109,7 @@ class Visit:
         return self._run(self.block, self.inputs, self._together())
 
     def float_forward(self) -> Iterator[tuple[int, Tensor]]:
-        """The same of the float model: (first sample, output of this block there), for the samples of ``floats``."""
+        """The same for the float model: (first sample, output of this block there), for the samples of ``floats``."""
         assert self.floats is not None and self.float_block is not None
         if self._float_outputs is not None:
             return iter(self._float_outputs)
@@ -136,11 +134,11 @@ class Visit:
             else:
                 self._in_stages(on_inputs, gather, reached)
         for name in self.linears:
-            if name not in reached:  # they have no input in common either: each is handed over alone
+            if name not in reached:  # never reached, so no shared input is known: each is handed over alone
                 self._hand_over([name], on_inputs, None)
 
     def finish(self) -> None:
-        """The outputs become the inputs of the next block. Done by the walk where the caller did not."""
+        """Make the outputs the inputs of the next block. The walk does it if the caller did not."""
         if self.inputs is None or self._finished:
             return
         self._finished = True
@@ -153,12 +151,12 @@ class Visit:
         self._outputs = None
 
     def changed(self) -> None:
-        """To be called after weights were changed once ``replace`` was done: the outputs are computed again."""
+        """Call it if weights change after ``replace``: the outputs are then computed again."""
         self._outputs = None
 
     def _together(self) -> int:
-        """How many samples go through the block at once. Where a router sends tokens to experts a worker would not know
-        whether another still comes to a linear: then all do."""
+        """How many samples go through the block at once: all of them where a router sends tokens to experts, since one
+        worker could not know whether another will still come to a linear."""
         assert self.inputs is not None
         samples = self.inputs.shape[0]
         if self.samples_at_once < samples:
@@ -174,7 +172,7 @@ class Visit:
         def before(name: str, inputs: Tensor) -> Tensor | None:
             if name not in reached:
                 pause(name, inputs)
-            # The layer before ran already, without the scale that was just moved into it.
+            # The layer before has already run, without the scale that was just moved into it.
             return inputs / divisors[name] if name in divisors else None
 
         workers = self._workers()
@@ -209,8 +207,8 @@ class Visit:
         return [PausableForward(start, stop, partial(forward, start, stop)) for start, stop in parts]
 
     def _float_states(self, gather: Gather) -> dict[str, dict[int, Tensor]]:
-        """What the float model has at the first linear of each group, by the first sample of each part: what goes in,
-        or where that is less and says as much, what comes out. Not of experts, whose rows could not be matched."""
+        """The float model's inputs of the first linear of each group, by the first sample of each part; or its outputs,
+        where they are smaller and tell as much. Not for experts, whose rows could not be matched."""
         seen: dict[str, dict[int, Tensor]] = {}
         if not gather.drift or self.floats is None or self.float_block is None or self.call is None:
             return seen
@@ -234,7 +232,7 @@ class Visit:
         return seen
 
     def _by_outputs(self, group: list[str]) -> bool:
-        """Whether what the float model's linear puts out for the same rows says as much as its inputs, in less."""
+        """Whether the float model's outputs of the linear tell as much as its inputs, and are smaller."""
         assert self.inputs is not None and self.floats is not None
         linear = self.linears[group[0]]
         return len(group) == 1 and linear.out_features < linear.in_features and self.floats.shape == self.inputs.shape
@@ -242,7 +240,7 @@ class Visit:
     def _paused_stats(
         self, workers: list[PausableForward], floats: dict[int, Tensor], group: list[str], gather: Gather
     ) -> LayerStats:
-        """Of the inputs of ``group``, which ``workers`` are stopped with, beside what the float model has there."""
+        """Statistics of the inputs of ``group``, where ``workers`` are stopped, and of the float model there."""
         assert self.inputs is not None and workers[0].at is not None
         samples, length, _ = self.inputs.shape
         note = LayerStats.update_target if floats and self._by_outputs(group) else LayerStats.update_drift
@@ -298,7 +296,7 @@ class Visit:
         return stats
 
     def _float_inputs(self, start: int, stop: int, names: list[str]) -> dict[str, Tensor]:
-        """The float model's inputs of the linears ``names``, for those of the samples that it is followed for."""
+        """The float model's inputs of the linears ``names``, for those of the samples for which it is followed."""
         assert self.floats is not None and self.float_block is not None and self.call is not None
         stop = min(stop, self.floats.shape[0])
         found: dict[str, Tensor] = {}
@@ -321,8 +319,8 @@ class Visit:
         return {name: torch.cat(parts.pop(name)) for name in names if parts[name]}
 
     def _note_drift(self, stats: LayerStats, inputs: Tensor, floats: Tensor | None, samples: int) -> None:
-        """``inputs`` are those of ``samples`` samples, ``floats`` those of as many or fewer. Where a router chose
-        which tokens come here, rows cannot be matched."""
+        """``inputs`` are those of ``samples`` samples, ``floats`` those of as many or fewer. Where a router chose the
+        tokens, rows cannot be matched and nothing is noted."""
         assert self.inputs is not None
         length = self.inputs.shape[1]
         rows = inputs.reshape(-1, inputs.shape[-1])
@@ -341,12 +339,12 @@ class Visit:
 
 
 def _at_once() -> int:
-    """Samples in a part, where memory does not ask for fewer."""
+    """Samples in a part, unless memory asks for fewer."""
     return _TOGETHER // products.multiplied().itemsize
 
 
 def _parts(inputs: Activations, together: int) -> list[tuple[int, int]]:
-    """(first sample, the one after the last) of so many samples at a time."""
+    """(first sample, the one after the last) of each part of ``together`` samples."""
     samples = inputs.shape[0]
     return [(start, min(start + together, samples)) for start in range(0, samples, together)]
 

@@ -1,7 +1,4 @@
-"""Token windows cut from one long text.
-
-Knows token ids; does not know tokenizers, files or models.
-"""
+"""Token windows cut from one long text."""
 
 from __future__ import annotations
 
