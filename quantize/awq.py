@@ -1,10 +1,8 @@
-"""AWQ (Lin et al., arXiv 2306.00978): scale the inputs that matter most up before their weights are rounded.
+"""AWQ (Lin et al., arXiv 2306.00978): scales up the weights of the most important inputs before rounding.
 
-Knows the weights that share an input and its statistics; does not know which layer the scale is folded into.
-
-The paper's clipping is not here: the search of ``scales`` already chooses every scale below or beyond min-max by
-the error weighted with each input's importance. What that search cannot see is how the errors of different groups
-add up in the output; ``quantize`` therefore fits the scales of an output's groups together.
+The paper's clipping is not needed: the search of ``scales`` already chooses scales below or beyond min-max, by the
+error weighted with each input's importance. That search cannot see how the errors of different groups add up in the
+output, so ``quantize`` then fits the scales of an output's groups together.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from qserve.quantize import refit, rtn
 from qserve.quantize.channel_scale import evenly, normalized, shared
 from qserve.quantize.layer import LayerResult
 
-# Rows that the error is measured on: they tell candidates apart whose errors differ by far less than a scale gains.
+# Rows that the error is measured on. They tell candidates apart whose errors differ by far less than a scale gains.
 _ROWS = 256
 # A scale must remove this share of the error: less may be chance, and folding is not free (it rounds norms).
 _GAIN = 0.01
@@ -32,7 +30,7 @@ _WEIGHT_POWERS = (0.0, 0.25, 0.75, 1.0)
 def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme) -> LayerResult:
     """Round ``weight`` float32 [out, in] to nearest, then fit its scales to the output where there is a Hessian.
 
-    ``weight`` and ``stats`` are those after scaling: columns multiplied, ``stats.divided(scale)``.
+    ``weight`` and ``stats`` are already scaled: columns multiplied, ``stats.divided(scale)``.
     """
     return refit.fit(weight, rtn.quantize(weight, stats, scheme), stats)
 
@@ -45,18 +43,18 @@ def search(
     *,
     importance: Tensor | None = None,
 ) -> Tensor | None:
-    """float32 [in], positive, geometric mean 1: what the input is divided by and the columns of every weight are
-    multiplied by for the least error of the outputs; None where no scale is clearly better than none.
+    """The scale of least output error, float32 [in], positive, geometric mean 1: the input is divided by it and the
+    columns of every weight are multiplied by it. None where no scale is clearly better than none.
 
     weights     float32 [out, in] each, with their ``schemes``
-    channels    int64 [in], the channel of the layer before that each input comes from: inputs that share one (the
-                heads of a group in grouped-query attention) get the same scale; None where each has its own
-    importance  float32 [in], what a squared error in each input's weights costs, instead of the Hessian: for a
+    channels    int64 [in], the channel of the layer before that each input comes from. Inputs that share one (the
+                heads of a group in grouped-query attention) get the same scale. None where each has its own
+    importance  float32 [in], the cost of a squared error in each input's weights, in place of the Hessian; for a
                 method that makes up for part of the error afterwards
 
     A scale is mean|x|**a / rms(w)**b. The paper takes b = 1 - a or 0; searching a, then b, then a again is never
-    worse. The error is that of weights rounded with searched scales: with min-max scales, as in the paper, the
-    best a is about twice as large, and with searched scales that one may be worse than none.
+    worse. The error is that of weights rounded with searched scales. With min-max scales, as in the paper, the best a
+    is about twice as large; with searched scales, that a may be worse than no scaling.
     """
     if not stats.finite():
         return None
@@ -84,7 +82,7 @@ def search(
 
 
 class _Error:
-    """The squared error of the outputs for a candidate, on some rows of every weight."""
+    """The squared error of the outputs with a candidate scale, on some rows of every weight."""
 
     def __init__(
         self,

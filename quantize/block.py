@@ -1,7 +1,4 @@
-"""``BlockQuantizer``: applies a job's method to the linears of one block while the calibration text passes through.
-
-Knows which method is for what and how they compose; does not know files, nor how any method works.
-"""
+"""``BlockQuantizer``: applies a job's method to the linears of one block while the calibration text passes through."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ from qserve.quantize.mixed.units import of_experts
 from qserve.quantize.scales import storable
 
 _UNREACHED = "rounded to nearest: calibration never reached it"
-# Of an input that nobody saw: e4m3 numbers as they are, to 448 and with all their bits from 1/64 on.
+# The scale of an input that calibration never saw: e4m3 numbers as they are, to 448, with all their bits from 1/64 on.
 _UNSEEN_SCALE = 1.0
 
 
 @dataclass
 class BlockResult:
-    """What became of one block: packed linears, dense tensors that changed (or are new), and a line for each linear."""
+    """The result of one block: packed linears, dense tensors that changed or are new, and a line for each linear."""
 
     packed: dict[str, QuantizedWeight] = field(default_factory=dict)
     dense: dict[str, Tensor] = field(default_factory=dict)
@@ -42,8 +39,8 @@ class BlockResult:
 
 
 class BlockQuantizer:
-    """``dtype`` is that of dense tensors in the checkpoint: whatever changes is rounded to it at once, so that what
-    later blocks see is what will be served."""
+    """``dtype`` is that of dense tensors in the checkpoint. A changed tensor is rounded to it at once, so that later
+    blocks see what will be served."""
 
     def __init__(self, spec: QuantSpec, job: QuantizeJob, dtype: torch.dtype) -> None:
         self.spec, self.job, self.dtype = spec, job, dtype
@@ -91,7 +88,7 @@ class BlockQuantizer:
                     self._original[name] = weights[name]
                 self._result.packed[name] = part.weight
                 self._result.reports.append(part.report(name))
-                if self._visit.inputs is not None:  # somebody will see it
+                if self._visit.inputs is not None:  # the rest of the block will see it
                     weights[name] = part.weight.dequantize()
                 if (bias := self._visit.linears[name].bias) is not None:
                     bias.data = bias.data.to(torch.float16).to(torch.float32)
@@ -103,8 +100,8 @@ class BlockQuantizer:
     def _round_together(
         self, weights: Mapping[str, Tensor], members: list[str], stats: LayerStats | None, scheme: WeightScheme
     ) -> Iterable[tuple[str, LayerResult]]:
-        """They share one Hessian, so they are rounded as one weight: rows do not touch each other. Scales that
-        several outputs share may not reach from one linear into the next."""
+        """The linears share one Hessian, and rows do not affect each other, so they are rounded as one weight. Only
+        where several outputs share a scale are they rounded alone: a scale may not reach into the next linear."""
         if scheme.rows != 1:
             yield from ((name, self._round([name], weights[name], stats, scheme)) for name in members)
             return
@@ -137,10 +134,10 @@ class BlockQuantizer:
         return with_activations(result, activations, stats, input_scale)
 
     def _too_few(self, names: Sequence[str], stats: LayerStats | None) -> str:
-        """Why the Hessian of an input that a router chooses tokens for is not used, or "".
+        """Why the Hessian of an expert's input is not used, or "".
 
-        Of fewer tokens than inputs it is singular, held up by damping alone, and what is fitted to those few is worse
-        on others than rounding to nearest, for which the inputs' magnitudes are enough.
+        With fewer tokens than inputs it is singular but for damping. Weights fitted to those few tokens are worse on
+        others than rounding to nearest, for which the inputs' magnitudes are enough.
         """
         if stats is None or not self._gather.hessian or not of_experts(tuple(names)):
             return ""
@@ -151,8 +148,8 @@ class BlockQuantizer:
         return f"rounded to nearest: calibration reached it with {count}, fewer than its {inputs} inputs"
 
     def _unseen_scale(self, name: str) -> tuple[float, str]:
-        """The static input scale of a linear that calibration never reached, and where it comes from. Those that it
-        did reach are done: see ``Visit.replace``."""
+        """The static input scale of a linear that calibration never reached, and where it comes from. The linears that
+        it reached are already done, see ``Visit.replace``."""
         reached = [each.module for each in self._result.reports if not each.fallback.startswith(_UNREACHED)]
         alike = [self._result.packed[module].input_scale for module in reached if role(module) == role(name)]
         if scales := [scale for scale in alike if scale is not None]:
@@ -160,12 +157,12 @@ class BlockQuantizer:
         return _UNSEEN_SCALE, f"its input scale is {_UNSEEN_SCALE:g}"
 
     def _moved_scale(self, weights: Mapping[str, Tensor], stats: LayerStats | None) -> Tensor | None:
-        """Choose what the inputs of these linears are divided by, and move it into the layer before."""
+        """Choose a scale to divide the inputs of these linears by, and fold it into the layer before."""
         fold = self._folds.get(frozenset(weights))
         if fold is None or stats is None or not stats.finite() or self._too_few(list(weights), stats):
             return None
         if all(self.spec.scheme_of(name) is None for name in weights):
-            return None  # mixed precision keeps them all
+            return None  # mixed precision keeps them all in floating point
         schemes = [self.spec.scheme_of(name) or self.spec.weights for name in weights]
         assert self._method.search_scale is not None
         columns = list(weights.values())
@@ -175,7 +172,7 @@ class BlockQuantizer:
         producer = f"{self._visit.name}.{fold.producer}"
         if producer in self._result.packed:
             if self._result.packed[producer].scheme.rows != 1:
-                return None  # a scale shared by outputs cannot be divided for one of them
+                return None  # a scale that outputs share cannot be divided for one of them
             row_scale = torch.ones(self._visit.linears[producer].out_features)
             row_scale[fold.channels] = scale
             self._divide_rows(producer, row_scale)
@@ -187,7 +184,7 @@ class BlockQuantizer:
         return scale
 
     def _divide_rows(self, name: str, scale: Tensor) -> None:
-        """A linear that is quantized already keeps its codes: a row is divided by dividing its scales."""
+        """Divide the rows of a linear that is already quantized: its scales are divided and its codes stay."""
         packed, linear = self._result.packed[name], self._visit.linears[name]
         scales = packed.scales / scale[:, None]
         packed = replace(packed, scales=storable(scales) if packed.scheme.grid is INTEGERS else scales)
@@ -199,7 +196,7 @@ class BlockQuantizer:
             linear.bias.data = (linear.bias.data / scale).to(torch.float16).to(torch.float32)
 
     def _learn(self, visit: Visit) -> None:
-        """Towards what the float model's block puts out, on the inputs that this one gets."""
+        """Learn the rounding: the targets are the float model's outputs of this block, the inputs are its own."""
         assert visit.inputs is not None and visit.floats is not None and visit.call is not None
         packed = {name: weight for name, weight in self._result.packed.items() if name in self._original}
         targets = torch.cat([part for _, part in visit.float_forward()])
@@ -211,7 +208,7 @@ class BlockQuantizer:
 
     def _record_kv(self, visit: Visit) -> None:
         assert self.spec.kv_cache is not None
-        visit.changed()  # recorded on the weights as they are now
+        visit.changed()  # record with the present weights
         with KVRecorder(visit.block) as recorder:
             visit.finish()
         self._result.dense |= recorded(recorder, visit.name, self.spec.kv_cache)
@@ -221,7 +218,7 @@ class BlockQuantizer:
 
 
 def restore(name: str, block: nn.Module, linears: Mapping[str, nn.Linear], result: BlockResult) -> None:
-    """Put ``result`` into the block ``name``: what ran it once then runs it as it will be served."""
+    """Put ``result`` into the block ``name``, which then runs as it will be served."""
     for module, weight in result.packed.items():
         linear = linears[module]
         linear.weight.data = weight.dequantize()

@@ -1,8 +1,4 @@
-"""Vectors of one positive number per input, by which a linear's input is divided and its columns are multiplied.
-
-Knows how such vectors are formed; does not know what makes one better than another, nor where the division is
-folded to.
-"""
+"""Forms scales: one positive number per input, by which a linear's input is divided and its columns are multiplied."""
 
 from __future__ import annotations
 
@@ -11,13 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Folded into a norm or a weight that is stored as float16, a factor within these bounds loses nothing.
+# A factor within these bounds can be folded into a norm or weight stored as float16 without loss.
 _SMALLEST, _LARGEST = 1e-3, 1e3
 
 
 def shared(values: Tensor, channels: Tensor | None, reduce: Literal["mean", "amax"]) -> Tensor:
-    """``values`` float32 [in], non-negative, as the base of a power: inputs that share a channel of the layer
-    before (``channels`` int64 [in]) get their mean or maximum, and zeros the geometric mean of the others."""
+    """``values`` float32 [in], non-negative, made ready for a power. Inputs that share a channel of the layer before
+    (``channels`` int64 [in]) get their mean or maximum. Zeros get the geometric mean of the others."""
     if channels is not None:
         merged = torch.zeros(int(channels.max()) + 1).scatter_reduce(0, channels, values, reduce, include_self=False)
         values = merged[channels]

@@ -1,8 +1,8 @@
-"""Scales that make the whole model's predictions those of the float model: by Adam on the Kullback-Leibler divergence
-of its next-token distributions, with every code fixed.
+"""Tunes scales so that the whole model predicts what the float model does: Adam on the Kullback-Leibler divergence of
+the next-token distributions, with every code fixed.
 
-Knows a whole causal LM and its quantized linears, all in memory; does not know how they were rounded. What rounding
-layer by layer or block by block cannot see, errors that add up and others that cancel, this sees.
+The whole causal LM is in memory. So this sees errors that add up or cancel across layers and blocks, which rounding by
+layers or blocks cannot see.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.quantize.scales import storable
 from qserve.quantize.signround import Progress, learnable, trainable
 
-_TRAVEL = 0.05  # how far all steps together can take a scale, as a part of it; with 0.2 unseen text got worse
+_TRAVEL = 0.05  # how far all steps together can move a scale, as a fraction of it; with 0.2 unseen text got worse
 _JUDGED = 16  # windows on which the result must be better than the start
 STEPS, BATCH = 120, 2
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """The weights, and the divergence (nats) over the first windows with those it started from and with these."""
+    """The weights, and the divergence (nats) over the first windows before and after."""
 
     weights: dict[str, QuantizedWeight]
     before: float
@@ -39,7 +39,7 @@ class Distilled:
 
 @torch.no_grad()
 def head_inputs(model: nn.Module, windows: Tensor, *, batch: int = 2) -> Tensor:
-    """What a causal LM feeds its output layer, float32 [samples, length, hidden], for int64 [samples, length]."""
+    """The input of a causal LM's output layer, float32 [samples, length, hidden], for int64 [samples, length]."""
     seen: list[Tensor] = []
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -73,17 +73,17 @@ def distill(
 ) -> Distilled:
     """``packed``, the weights of ``linears``, with better scales; codes and zero points stay.
 
-    model     a transformers causal LM in float32 that holds ``linears``; its embedding and output layer are those of
-              the float model, whatever becomes of them
+    model     a transformers causal LM in float32 that holds ``linears``; its embedding and output layer are the float
+              model's, even if they will be quantized
     windows   int64 [samples, length]
     targets   ``head_inputs`` of the float model for ``windows``; both models have one output layer
     progress  is told (steps done, ``steps``)
-    keep      gets what the next steps need, after each ``keep_every``; ``kept`` is what the same descent gave it last,
-              and goes on from there
+    keep      gets the state that the next steps need, every ``keep_every`` steps; ``kept`` is the last such state of
+              the same descent, to go on from
 
-    Each step takes ``batch`` windows. The result is ``packed`` where the divergence over the first windows does not
-    fall. Weights that are not ``learnable`` come back as they are. Afterwards the model holds the result. Takes the
-    memory of the model's weights three times, and the activations of ``batch`` windows in every layer.
+    Each step takes ``batch`` windows. If the divergence over the first windows does not fall, the result is
+    ``packed``. Weights that are not ``learnable`` come back as they are. Afterwards the model holds the result. It
+    takes three times the memory of the model's weights, and the activations of ``batch`` windows in every layer.
     """
     for name, start in packed.items():
         linears[name].weight.data = start.dequantize()
@@ -120,7 +120,7 @@ def distill(
             if progress is not None:
                 progress(step + 1, steps)
     after = _judge(model, windows, targets, batch)
-    better = after < before  # not where either is NaN
+    better = after < before  # false where either is NaN
     result = dict(packed)
     for name, weight in scaled.items():
         if better:
@@ -130,7 +130,7 @@ def distill(
 
 
 class _Scaled:
-    """One linear while its scales are learned; ``multiplier`` float32 [out, groups] is of those it started with."""
+    """One linear while its scales are learned; ``multiplier`` float32 [out, groups] multiplies its first scales."""
 
     def __init__(self, linear: nn.Linear, packed: QuantizedWeight) -> None:
         self.linear, self.packed = linear, packed
@@ -170,7 +170,7 @@ def _head(model: nn.Module) -> nn.Module:
 
 
 def _divergence(model: nn.Module, windows: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all tokens. What a model does to its logits after the output layer is left out on both sides."""
+    """The mean over all tokens. Changes to the logits after the output layer are left out on both sides."""
     head, seen = _head(model), []
     handle = head.register_forward_hook(lambda _, args, output: seen.append(output))
     try:

@@ -1,4 +1,4 @@
-"""How long quantizing a model takes here, from its first block. Knows a walk and a clock; writes nothing."""
+"""How long quantizing a model takes here, from its first block. Writes nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from qserve.quantize.prepare import arrange
 
 
 def expected_seconds(source: ModelSource, job: QuantizeJob, token_ids: Sequence[int]) -> float:
-    """Quantizes the first block of ``source``, and takes the others to be like it. ``token_ids``: of the calibration
-    text. What comes of it is thrown away."""
+    """Quantize the first block of ``source`` and assume that the others take as long. ``token_ids``: those of the
+    calibration text. The result is thrown away."""
     windows = calibration_windows(token_ids, job.samples, job.sequence_length, job.seed)
     prepared = arrange(Skeleton(source), job, torch.float16)
     quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype)

@@ -1,7 +1,4 @@
-"""Expected memory and time of a quantization, before it starts.
-
-Knows sizes, this machine's free memory and its speed; does not know weights.
-"""
+"""Expected memory and time of a quantization, before it starts."""
 
 from __future__ import annotations
 
@@ -32,35 +29,35 @@ from qserve.quantize.plan import Shapes
 from qserve.quantize.signround import ITERATIONS
 from qserve.runtime.memory import available_memory
 
-# Steps of learned rounding, each of two samples, in tokens of a forward.
+# The steps of learned rounding, each of two samples, as tokens of a forward.
 _LEARNING_TOKENS = ITERATIONS * 2 * 512 * fitted.LEARNING_STEP.value
-# A pass of the float model alone, relative to one that follows it, which includes one.
+# A pass of the float model alone, relative to a pass that follows it, which includes one.
 _FLOAT_PASS = 0.5
 # Modules that share an input share its Hessian: 7 linears of a usual block have 4 inputs, and only the upper
 # triangle is computed, by blocks.
 _HESSIAN_SHARE = 0.4
-# The same of what compares them with the float model's, which is no triangle.
+# The same for the comparison with the float model's inputs, whose matrix has no second half to leave out.
 _DRIFT_SHARE = 0.45
 # Partial forwards of a block whose samples go through in parts: attention input, output, MLP input, output, result.
 _STAGES = 3.0
 # Bytes per weight of the linear that is being rounded: its rows in order, their errors, codes twice, the result.
 _ROUNDED_BYTES = 22
-# The same to nearest and without calibration: the weight, its codes as floats and as bytes, and scales (and zero
-# points) spread to one for each weight.
+# The same for rounding to nearest without calibration: the weight, its codes as floats and as bytes, and the scales
+# (and zero points) spread to one for each weight.
 _NEAREST_BYTES, _ZERO_BYTES = 13, 4
-# Code and buffers of libraries that are touched only when they compute: of a small model a tenth of all.
+# Code and buffers of libraries that are touched only when they compute: for a small model a tenth of all.
 _LIBRARY_BYTES = 128 << 20
-# Bytes per squared input of a Hessian, its factor and what inverting takes, in float64 and for the widest in float32;
-# there one more where the float model is followed.
+# Bytes per squared input for a Hessian, its factor and the inversion: in float64, and in float32 for the widest, which
+# take one more where the float model is followed.
 _HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 13, 8192
-# What a forward holds, relative to the outputs of its linears in float32: where workers pause at the widest of them,
-# and in one piece, where samples go through in parts.
+# Memory of a forward, relative to the outputs of its linears in float32: first where workers pause at the widest of
+# them, then in one piece, where samples go through in parts.
 _WORKERS, _PIECE = 0.8, 1.3
-# Hidden states' worth of what the float model leaves behind for the workers: what its linears see, and its outputs.
+# What the float model keeps for the workers, the inputs of its linears and its outputs, in units of the hidden states.
 _FLOAT_STATES = 4
-# Windows that the sensitivities of mixed precision are gathered from, where GPTQ rounds.
+# Windows that give the statistics for mixed precision's sensitivities, where GPTQ rounds.
 GATHERED = 32
-# Seconds that each speed is measured for: while others are busy the best of many tries still tells what there is.
+# Seconds of measuring each speed. The best of many tries tells the speed even while other processes are busy.
 _MEASURING = 0.4
 # Part of the free memory that a job may plan with where the samples can go through in parts.
 _SHARE = 0.8
@@ -68,10 +65,10 @@ _SHARE = 0.8
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected peak memory of the process (bytes), seconds until the checkpoint is written, its size (bytes; the most
-    it may be where mixed precision has yet to choose), and what is done so that the peak stays within what is there:
-    how many samples go through a block together, and whether the best effort ends with the whole model in memory.
-    ``kept_bytes`` of disk are the most it takes beside the checkpoint's own parts to go on after a kill."""
+    """Expected peak memory of the process (bytes), seconds until the checkpoint is written, and its size (bytes; the
+    largest possible where mixed precision has yet to choose). Two choices keep the peak within the memory: how many
+    samples go through a block together, and whether the best effort ends with the whole model in memory (``distills``).
+    ``kept_bytes``: the most disk space, besides the checkpoint's own parts, for going on after a kill."""
 
     peak_bytes: int
     seconds: float
@@ -84,12 +81,12 @@ class Forecast:
 def forecast(
     job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSpec, format: Format, offered: Offered
 ) -> Forecast:
-    """Peak memory counts what lives at once: this process as it is, one block in float32, what rounding its largest
-    linear takes, and what the tokens of one forward leave behind. Time is the products to compute, at the speed
+    """Peak memory is the sum of what lives at once: this process as it is, one block in float32, the memory for
+    rounding its largest linear, and the activations of one forward. Time is the products to compute, at the speed
     measured here.
 
-    The whole batch goes through a block together where that fits, else the most samples that do. What mixed precision
-    has yet to choose from is ``offered``; nothing where all is decided.
+    The whole batch goes through a block together if it fits, else as many samples as fit. ``offered`` is what mixed
+    precision has yet to choose from, empty where all is decided.
     """
     rss = psutil.Process().memory_info().rss
     limit = rss + available_memory() if job.max_memory is None else job.max_memory
@@ -131,11 +128,11 @@ def forecast(
     kept = _tuning_bytes(shapes, spec, offered) if distills else 0
     if job.mixed:
         kept = max(kept, _probe_bytes(skeleton) + _gathered_bytes(job, skeleton))
-    return Forecast(peak, seconds, stored, at_once, distills, 2 * kept)  # the last, and the next one until it is safe
+    return Forecast(peak, seconds, stored, at_once, distills, 2 * kept)  # the last, and the next one until it is durable
 
 
 def _tuning_bytes(shapes: Shapes, spec: QuantSpec, offered: Offered) -> int:
-    """A multiplier with Adam's two moments for each scale, in float32; of what is ``offered`` the most there may be."""
+    """A multiplier with Adam's two moments for each scale, in float32; the most that ``offered`` allows."""
     choices = {module: schemes for unit, schemes in offered.items() for module in unit}
     most = 0
     for module, (out, inp) in shapes.linears.items():
@@ -147,7 +144,7 @@ def _tuning_bytes(shapes: Shapes, spec: QuantSpec, offered: Offered) -> int:
 def _checkpoint_bytes(
     job: QuantizeJob, skeleton: Skeleton, shapes: Shapes, spec: QuantSpec, format: Format, offered: Offered
 ) -> int:
-    """As ``format`` stores it; of what is ``offered`` the most that may be chosen."""
+    """The checkpoint's bytes in ``format``; the most that ``offered`` allows."""
     sizes = shapes.of(spec)
 
     def stored(module: str, scheme: WeightScheme | None) -> int:
@@ -164,10 +161,10 @@ def _checkpoint_bytes(
 
 
 def _choosing_products(job: QuantizeJob, skeleton: Skeleton, offered: Offered) -> float:
-    """Of measuring sensitivities. An excerpt goes through the model with each unit rounded, from the unit's block on
-    (half of the blocks), and through the output layer. Where GPTQ rounds each unit, more text goes through the float
-    model, and where GPTQ follows that, through the block again with each unit but the last, which nothing makes up
-    for."""
+    """The products of measuring sensitivities. For each rounded unit an excerpt goes through the model from the unit's
+    block on (on average half of the blocks), and through the output layer. Where GPTQ rounds the units, more text goes
+    through the float model. Where GPTQ also follows the float model, that text goes through the block again with each
+    unit but the last, which nothing makes up for."""
     weights = sum(math.prod(size) for size in skeleton.shapes.values())
     tokens = min(job.samples, EXCERPT[0]) * min(job.sequence_length, EXCERPT[1])
     head: int = skeleton.model.get_input_embeddings().weight.numel()
@@ -182,14 +179,14 @@ def _choosing_products(job: QuantizeJob, skeleton: Skeleton, offered: Offered) -
 
 
 def _compensating_products(job: QuantizeJob, shapes: Shapes) -> float:
-    """Of GPTQ itself, in float32: with many inputs far more than those of calibration."""
+    """The products of GPTQ itself, in float32. With many inputs they are far more than those of calibration."""
     if not job.algorithm.compensates:
         return 0.0
     each = fitted.SWEEP.value + (fitted.FOLLOWING.value if job.float_samples else 0.0)
     products = 0.0
     for unit in units(shapes.linears):
         sizes = [shapes.linears[module] for module in unit]
-        inputs = [inp for _, inp in (sizes if of_experts(unit) else sizes[:1])]  # others share theirs
+        inputs = [inp for _, inp in (sizes if of_experts(unit) else sizes[:1])]  # the others share theirs
         products += each * sum(out * inp**2 for out, inp in sizes)
         products += fitted.INVERSE.value * sum(inp**3 for inp in inputs)
     return products
@@ -216,7 +213,7 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     forward = _forward_bytes(_WORKERS if whole else _PIECE, tokens, skeleton)
     if whole and job.float_samples:
         forward += _FLOAT_STATES * states
-    # Statistics are rounded while the whole batch waits in front of its layer, or after the last part went through.
+    # A weight is rounded while the whole batch waits in front of its layer, or after the last part went through.
     block = skeleton.block_bytes() + hidden + (forward + rounding if whole else max(forward, rounding))
     if job.effort == "best":
         block += 2 * hidden + 6 * skeleton.block_bytes()
@@ -224,7 +221,7 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
 
 
 def _copying_bytes(skeleton: Skeleton) -> int:
-    """The largest tensor outside the blocks as it is stored, and in float16 where it becomes that."""
+    """The largest tensor outside the blocks as it is stored, plus its copy in float16 where it is converted."""
     source, sizes = skeleton.source, [0]
     for name in source.names():
         if name.removesuffix(".weight") not in skeleton.shapes:
@@ -235,9 +232,9 @@ def _copying_bytes(skeleton: Skeleton) -> int:
 
 
 def distillation_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
-    """What ``distill`` needs on top of the process as it is: each parameter, its gradient, its code, a copy in
-    bfloat16 and Adam's moments of its scale; what the output layer is fed for every token; and for one step's tokens
-    what the layers put out, with its gradient, and some vectors as long as the vocabulary."""
+    """What ``distill`` needs on top of the process as it is: each parameter, its gradient, its code, a copy in bfloat16
+    and Adam's moments of its scale; the output layer's input for every token; and for one step's tokens the outputs of
+    the layers with their gradients, and some vectors as long as the vocabulary."""
     tokens = BATCH * job.sequence_length
     outputs = sum(out + inp for out, inp in skeleton.shapes.values())
     vocabulary = int(skeleton.model.get_input_embeddings().weight.shape[0])
@@ -246,8 +243,8 @@ def distillation_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
 
 
 def measures_compensated(job: QuantizeJob, skeleton: Skeleton) -> bool:
-    """Whether mixed precision can go by what error compensation will make of each linear: where GPTQ rounds in the end
-    and there is memory for it."""
+    """Whether mixed precision can measure each linear with error compensation: GPTQ must round in the end, and the
+    memory must suffice."""
     if not job.mixed or not job.algorithm.compensates:
         return False
     rss = psutil.Process().memory_info().rss
@@ -266,14 +263,14 @@ def _probe_bytes(skeleton: Skeleton) -> int:
 
 
 def _gathered_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
-    """The hidden states of the text that is gathered from."""
+    """The hidden states of the text that gives the statistics."""
     return 4 * min(job.samples, GATHERED) * job.sequence_length * skeleton.hidden_size
 
 
 def _compensating_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
-    """On top of that: the Hessian of each input of a block with its factor (counted as if no linears shared one), what
-    inverting the widest takes, and hidden states. Where the float model is followed, a copy of the block, and what lies
-    between its linears, too."""
+    """On top of ``_choosing_bytes``: the Hessian of each input of a block with its factor (counted as if no linears
+    shared one), the inversion of the widest, and hidden states. Where the float model is followed, also a copy of the
+    block and the activations inside it."""
     squares = [inp * inp for _, inp in skeleton.shapes.values()]
     factored = 8 * sum(squares) // len(skeleton.blocks) + _HESSIAN_BYTES * max(squares)
     tokens = min(job.samples, GATHERED) * job.sequence_length
@@ -285,13 +282,13 @@ def _compensating_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
 
 
 def _forward_bytes(share: float, tokens: int, skeleton: Skeleton) -> int:
-    """What a forward of ``tokens`` holds; ``share`` is ``_WORKERS`` or ``_PIECE``."""
+    """The memory of a forward of ``tokens``; ``share`` is ``_WORKERS`` or ``_PIECE``."""
     outputs = sum(out for out, _ in skeleton.shapes.values()) // len(skeleton.blocks)
     return int(share * 4 * tokens * (outputs + 4 * skeleton.hidden_size))
 
 
 def require_memory(expected: Forecast, job: QuantizeJob) -> None:
-    """Raise ``CapacityError`` where the forecast exceeds the limit given, or what this process may still get."""
+    """Raise ``CapacityError`` where the forecast exceeds the given limit, or the memory that this process can get."""
     used = psutil.Process().memory_info().rss
     limit = job.max_memory if job.max_memory is not None else used + available_memory()
     if expected.peak_bytes > limit:
@@ -304,8 +301,8 @@ def require_memory(expected: Forecast, job: QuantizeJob) -> None:
 
 @dataclass(frozen=True)
 class _Speed:
-    """Of this machine, by the second: multiplications of a calibration forward and of matrices in float32, and numbers
-    that an elementwise operation goes through."""
+    """This machine's speed, per second: multiplications of a calibration forward, multiplications of float32 matrices,
+    and numbers of an elementwise operation."""
 
     products: float
     float32: float
@@ -314,7 +311,7 @@ class _Speed:
 
 @cache
 def _speed() -> _Speed:
-    """Measured once by this process."""
+    """The speed, measured once per process."""
     rows, weight, out = torch.ones(4096, 1024), torch.ones(1024, 1024), torch.ones(4096, 1024)
 
     def best(work: Callable[[], Tensor]) -> float:
@@ -338,8 +335,8 @@ def _speed() -> _Speed:
 def peak_bytes() -> int:
     """The most memory this process has held so far.
 
-    As /proc has it where it does: what ``getrusage`` tells begins with what the process was forked from, a large one
-    that runs this command, perhaps.
+    From /proc where there is one: the peak of ``getrusage`` includes that of the process this one was forked from,
+    which may be large.
     """
     status = Path("/proc/self/status")
     told = status.read_text().partition("VmHWM:")[2].split() if status.exists() else []

@@ -1,7 +1,4 @@
-"""Weights as e4m3 numbers (OCP 8-bit floating point): one scale per output, per tensor, or per block.
-
-Knows one weight; does not know how activations are rounded, nor the layers around it.
-"""
+"""Weights as e4m3 numbers (OCP 8-bit floating point): one scale per output, per tensor, or per block."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from qserve.checkpoint.spec import WeightScheme
 
 # Elements per pass of the search.
 _CHUNK = 1 << 20
-# Within a factor of two every scale puts the weights elsewhere between e4m3's numbers; then it all repeats, but
-# for what underflows. Twice as many steps gain about 1 %.
+# Scales within a factor of two put the weights in different places between e4m3's numbers. Beyond that everything
+# repeats, except for underflow. Twice as many steps gain about 1 %.
 _STEPS = 16
 _SMALLEST = 2.0**-100
 
@@ -26,8 +23,8 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
     float32 [in], and the nearest e4m3 numbers; blocks at the edges may be short. Raises ``ValueError`` for integer
     schemes.
 
-    Of the scales from absmax / 448 to twice that, each tensor, output or block takes the one of least error: a few
-    inputs often carry most of it, and their weights then lie near e4m3 numbers. Scales are float32 and positive.
+    Each tensor, output or block takes the scale of least error between absmax / 448 and twice that. A few inputs often
+    carry most of the error, and their weights then lie near e4m3 numbers. Scales are float32 and positive.
     """
     if scheme.grid is not E4M3:
         raise ValueError(f"e4m3 numbers cannot store {scheme}")
@@ -80,6 +77,6 @@ def _spread(scales: Tensor, scheme: WeightScheme, inp: int) -> Tensor:
 
 
 def _encode(weight: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
-    """float8_e4m3fn; the clamp keeps a quotient that rounding carried past 448 from becoming NaN."""
+    """float8_e4m3fn. The clamp keeps a quotient that rounding carried past 448 from becoming NaN."""
     steps = weight / _spread(scales, scheme, weight.shape[1])
     return steps.clamp_(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)

@@ -1,7 +1,5 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323): round one input at a time, and let the inputs not yet rounded make
-up for the error.
-
-Knows one weight and the Hessian of its input; does not know the layers around it.
+"""GPTQ (Frantar et al., arXiv 2210.17323): rounds one input at a time, and lets the inputs that are not yet rounded
+make up for the error.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from qserve.quantize.fitted import SHRINKAGE, SHRINKAGE_BY_CHANCE
 from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 
 DAMPING_LADDER = (0.01, 0.1, 1.0)
-# Columns rounded one by one before their error is applied to others by a matrix product.
+# Columns rounded one by one before a matrix product applies their error to the others.
 _LEAF = 8
 # Up to this many inputs a Hessian is inverted in float64; leaves of its factorization.
 _DOUBLE, _TILE = 8192, 256
@@ -38,24 +36,24 @@ def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_ord
     Either way they minimize the error weighted by the Hessian's diagonal. Scales of e4m3 weights are always fixed
     beforehand, as several outputs may share one.
 
-    Correlations of inputs are taken for less than they are in ``stats``, the more so the fewer tokens were seen, as a
-    covariance is estimated from few samples (shrinkage towards the diagonal: Ledoit and Wolf, 2004; Schaefer and
-    Strimmer, 2005). Without any left, this would be rounding to nearest.
+    Correlations of inputs are lowered, the more the fewer tokens were seen, as for any covariance estimated from few
+    samples (shrinkage towards the diagonal: Ledoit and Wolf, 2004; Schaefer and Strimmer, 2005). Without any
+    correlation this would be rounding to nearest.
 
-    Where ``stats`` tell how the input has drifted away from the float model's (F, against X), the layer aims at what
-    it put out there, W F, instead of W X (asymmetric calibration, arXiv 2504.02692): the weight to round is then the
-    least-squares solution W + W (F - X) X^T (X X^T)^-1. What earlier layers lost is made up for as far as this one can.
+    Where ``stats`` have the drift of the input X from the float model's F, the layer aims at the float model's output
+    W F instead of W X (asymmetric calibration, arXiv 2504.02692). The weight to round is then the least-squares
+    solution W + W (F - X) X^T (X X^T)^-1. So this layer makes up for what earlier layers lost, as far as it can.
 
-    Never fails for numeric reasons: damping climbs ``DAMPING_LADDER``, then the diagonal is raised until the
-    Hessian must be positive definite; where it is not finite the weight is rounded to nearest. The result says so.
+    It never fails for numeric reasons. Damping climbs ``DAMPING_LADDER``, then the diagonal is raised until the Hessian
+    must be positive definite. If the Hessian is not finite, the weight is rounded to nearest. The result says so.
     """
     return quantize_with(inverse_of(stats, act_order=act_order), weight, stats, scheme)
 
 
 @dataclass(frozen=True)
 class Inverse:
-    """In which order inputs are rounded, and the factor of their Hessian's inverse in that order, or None where the
-    Hessian is of no use and why. It takes much of the time and serves every weight and every scheme of an input."""
+    """The order in which inputs are rounded, and the factor of the Hessian's inverse in that order; or None and the
+    reason where the Hessian is of no use. It takes much of the time, and serves every weight and scheme of an input."""
 
     order: Tensor
     act_order: bool
@@ -64,7 +62,7 @@ class Inverse:
 
 
 def inverse_of(stats: LayerStats, *, act_order: bool = True) -> Inverse:
-    """Of ``stats.hessian``. Raises ``ValueError`` without one."""
+    """The inverse of ``stats.hessian``. Raises ``ValueError`` where there is none."""
     hessian = stats.hessian
     if hessian is None:
         raise ValueError("GPTQ needs statistics with a Hessian")
@@ -77,12 +75,12 @@ def inverse_of(stats: LayerStats, *, act_order: bool = True) -> Inverse:
 
 
 def shrinkage(stats: LayerStats) -> float:
-    """What the diagonal of the Hessian is raised by, relative to itself: correlations fall to 1 / (1 + this)."""
+    """How much the Hessian's diagonal is raised, relative to itself: correlations fall to 1 / (1 + this)."""
     return SHRINKAGE.value + SHRINKAGE_BY_CHANCE.value * len(stats.absmax) / max(1, stats.tokens)
 
 
 def quantize_with(inverse: Inverse, weight: Tensor, stats: LayerStats, scheme: WeightScheme) -> LayerResult:
-    """``quantize`` with the inverse of ``stats`` that is there already."""
+    """``quantize`` with the inverse of ``stats``, already computed."""
     factor = inverse.factor
     if factor is None:
         return _to_nearest(weight, stats, scheme, inverse.reason)
@@ -121,8 +119,8 @@ def sweep_with_torch(
     scales: Tensor | None = None,
     zeros: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``rounding.sweep``, for an install without it and to test it; and for e4m3, and for scales that are not fixed
-    beforehand (None). Returns codes, scales and zeros."""
+    """The reference for ``rounding.sweep``, also used by installs without it, for e4m3, and for scales that are not
+    fixed beforehand (None). Returns codes, scales and zeros."""
     sweep = _Sweep(weight, diagonal, scheme, order.tolist(), upper, scales, zeros)
     sweep.run(0, weight.shape[1])
     codes = torch.empty_like(sweep.codes)
@@ -131,7 +129,7 @@ def sweep_with_torch(
 
 
 def following(inverse: Inverse, weight: Tensor, stats: LayerStats) -> Tensor:
-    """``weight`` float32 [out, in], unrounded, as it makes up best for what was lost before, where ``stats`` tell."""
+    """``weight`` float32 [out, in], unrounded, changed to make up for earlier losses where ``stats`` have the drift."""
     order, factor = inverse.order, inverse.factor
     drifted = None if factor is None else _drifted(weight, stats)
     if factor is None or drifted is None or not bool(torch.isfinite(drifted).all()):
@@ -140,7 +138,7 @@ def following(inverse: Inverse, weight: Tensor, stats: LayerStats) -> Tensor:
 
 
 def _drifted(weight: Tensor, stats: LayerStats) -> Tensor | None:
-    """2/rows W (F - X)^T X, float32 [out, in], where ``stats`` tell."""
+    """2/rows W (F - X)^T X, float32 [out, in], or None where ``stats`` do not have it."""
     if stats.target is not None and stats.hessian is not None:
         return torch.addmm(stats.target, weight, stats.hessian, alpha=-1.0)
     return None if stats.drift is None else weight @ stats.drift
@@ -161,7 +159,7 @@ class Factor:
 
 def inverse_factor(hessian: Tensor, order: Tensor, shrinkage: float = 0.0) -> Factor | None:
     """The Cholesky factor of the damped inverse of ``hessian[order, order]``, or None where no rung of the ladder
-    gives one. In float64, but in float32 for inputs so wide that the memory would not do.
+    gives one. In float64; in float32 for inputs so wide that float64 would take too much memory.
 
     Dead inputs (a zero on the diagonal) get the mean diagonal, so they are rounded without touching others.
     """
@@ -185,8 +183,8 @@ def inverse_factor(hessian: Tensor, order: Tensor, shrinkage: float = 0.0) -> Fa
 def _invert(hessian: Tensor, order: Tensor, diagonal: Tensor) -> Tensor | None:
     """Upper U with U^T U = M^-1, M being ``hessian`` in ``order`` with another ``diagonal``.
 
-    With M = R R^T and R upper triangular, U is R^-1; and R is the ordinary Cholesky factor of M with both axes
-    reversed. So one factorization and one triangular inverse suffice, both in place.
+    With M = R R^T and R upper triangular, U is R^-1. R is the ordinary Cholesky factor of M with both axes reversed. So
+    one factorization and one triangular inverse suffice, both in place.
     """
     backward = order.flip(0)
     dtype = torch.float64 if len(order) <= _DOUBLE else torch.float32
@@ -205,8 +203,8 @@ def _invert(hessian: Tensor, order: Tensor, diagonal: Tensor) -> Tensor | None:
 
 
 def _cholesky(matrix: Tensor) -> bool:
-    """The lower triangle of ``matrix`` becomes its Cholesky factor; False where it is not positive definite. By
-    halves, so that all but the leaves are matrix products; the upper triangle is left as it was."""
+    """The lower triangle of ``matrix`` becomes its Cholesky factor; False where it is not positive definite. It works
+    by halves, so that all but the leaves are matrix products. The upper triangle is left as it was."""
     size = len(matrix)
     if size <= _TILE:
         lower, info = torch.linalg.cholesky_ex(matrix)
@@ -252,7 +250,7 @@ class _Sweep:
         self.scheme, self.upper = scheme, upper
         self.width = scheme.group_width(inp)
         self.group = [column // self.width for column in order]
-        self.left = weight.t()[order].contiguous()  # what remains to be rounded, errors made up for
+        self.left = weight.t()[order].contiguous()  # weights not yet rounded, with earlier errors made up for
         self.error = torch.empty_like(self.left)
         self.codes = torch.empty(inp, out, dtype=torch.uint8)
         self.importance = diagonal
@@ -272,10 +270,10 @@ class _Sweep:
             self.zeros[group] = zeros
 
     def run(self, start: int, stop: int) -> None:
-        """Round rows start..stop, which already make up for every earlier row: the first half, then what its
-        error means for the second half in one product, then the second half."""
+        """Round rows start..stop, which already make up for every earlier row. First the first half; then one product
+        applies its error to the second half; then the second half."""
         size = stop - start
-        # Halves are whole groups as long as possible, so that a group's scales see every earlier error.
+        # Halves are whole groups where possible, so that a group's scales see every earlier error.
         unit = self.width if size > self.width else _LEAF
         if not self.fixed_scales and size == self.width:
             self._choose_scales(start // self.width, self.left[start : start + self.width].t())

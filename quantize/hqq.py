@@ -1,7 +1,5 @@
-"""HQQ (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023): zero points with which
-few weights have a large error and most a small one, found without calibration.
-
-Knows one weight; does not know its inputs.
+"""HQQ (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023): finds zero points that
+give few weights a large error and most a small one, without calibration.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from qserve.quantize import scales as scale_search
 from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 
 P = 0.7
-"""Of the norm: below 1, so that one large error counts for less than several small ones of the same sum."""
-# How closely the part that is counted is held to the error at first, by how much more with each step, and for how
-# many steps; then some more with whole zero points.
+"""The power of the norm: below 1, so that one large error counts less than several small ones of the same sum."""
+# beta at first, its growth with each step, and the number of steps (see ``search``); then some steps with whole zero
+# points.
 _BETA, _GROWTH, _STEPS = 10.0, 1.01, 20
 _WHOLE_STEPS = 3
 _TINY = 1e-9
@@ -30,7 +28,7 @@ _CHUNK = 1 << 16
 def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> LayerResult:
     """Round ``weight`` float32 [out, in] to integers with a zero point for each group, which must divide ``in``.
 
-    ``stats`` decide nothing; the error of the result is measured by them. Raises ``ValueError`` for schemes without
+    ``stats`` only measure the error of the result. Raises ``ValueError`` for schemes without
     zero points.
     """
     if scheme.grid is not INTEGERS or scheme.symmetric or scheme.rows != 1:
@@ -38,7 +36,7 @@ def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> 
     out, inp = weight.shape
     groups = weight.reshape(-1, scheme.group_width(inp))
     scales, zeros, codes = torch.empty(len(groups)), torch.empty(len(groups)), torch.empty_like(groups)
-    with torch_threads(1):  # the operations are too small for two
+    with torch_threads(1):  # the operations are too small for two threads
         for part in torch.arange(len(groups)).split(max(1, _CHUNK // groups.shape[1])):
             rows = slice(int(part[0]), int(part[-1]) + 1)
             scales[rows], zeros[rows] = search(groups[rows], scheme)
@@ -52,11 +50,11 @@ def search(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """Scales and whole zero points float32 [groups] for ``weight`` float32 [groups, width]: those of the least sum of
     |w - dequantized w| ** P that half-quadratic splitting finds, or min-max where it finds no less.
 
-    In steps of the scale, with codes q = round(w / s + z), the error is w / s - (q - z). Splitting adds a part e that
-    the norm counts, and holds it to the error by beta / 2 * (e - error) ** 2. In turn, e is what minimizes the sum (see
-    ``shrink``), z is the mean of q - (w / s - e), the scale follows by least squares, and beta grows. The paper keeps
-    the scale and stores fractions of zero points. The formats here hold whole ones, which the scale has to make up for:
-    the last steps are with z rounded.
+    In units of the scale, with codes q = round(w / s + z), the error is w / s - (q - z). Splitting adds a variable e,
+    which the norm counts, and ties it to the error by beta / 2 * (e - error) ** 2. Each step sets e to the minimum of
+    that sum (see ``shrink``), z to the mean of q - (w / s - e), and s by least squares; then beta grows. The paper
+    keeps the scale and stores fractional zero points. The formats here hold whole ones, and the scale must make up for
+    that: the last steps are with z rounded.
     """
     start_scales, start_zeros = scale_search.minmax(weight, scheme)
     assert start_zeros is not None
@@ -79,14 +77,14 @@ def search(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
 
 
 def _sum(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:
-    """What is to be small, float32 [groups]."""
+    """The sum to minimize, float32 [groups]."""
     rounded = (_codes(weight / scales[:, None], zeros, scheme) - zeros[:, None]) * scales[:, None]
     return (weight - rounded).abs().pow(P).sum(dim=1)
 
 
 def shrink(errors: Tensor, beta: float) -> Tensor:
     """The proximal operator of |e| ** P / beta, to first order: errors lose |error| ** (P - 1) / beta of their
-    magnitude, and those that have less than that become zero."""
+    magnitude, and smaller ones become zero."""
     magnitude = errors.abs()
     return errors.sign() * (magnitude - magnitude.pow(P - 1) / beta).clamp(min=0)
 

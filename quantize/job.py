@@ -1,4 +1,4 @@
-"""``QuantizeJob``: what the pipeline is asked to do. Knows options and their limits; does not know models."""
+"""``QuantizeJob``: what the pipeline is asked to do: the options and their limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMES = ("weights", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block")
 
 @dataclass(frozen=True)
 class QuantizeJob:
-    """Which numbers a checkpoint holds (the first options), how they are found, and from what.
+    """The numbers that a checkpoint holds (the first options), how they are found, and from what data.
 
     scheme           weights: integers of ``bits`` in groups; w8a8: int8 weights per channel, int8 inputs per token;
                      fp8: e4m3 weights per channel, inputs per token; fp8-tensor: one scale for each, inputs dynamic;
@@ -27,8 +27,8 @@ class QuantizeJob:
     head_bits        of the output head, 0 keeps it; embedding_bits likewise. A tied head has the bits of the embedding;
                      with bits of its own it becomes a layer of its own
     kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key
-    target_bits      mixed precision: stored bits per weight at most, scales included; of w8a8 and fp8, where linears
-                     are kept in 16-bit floats
+    target_bits      mixed precision: stored bits per weight at most, scales included; with w8a8 and fp8 it chooses the
+                     linears that are kept in 16-bit floats
     max_kl           mixed precision: the smallest checkpoint within this divergence (nats)
     calibration      a SOURCE of ``load_text`` or None (every input counts the same)
     format           of the checkpoint, or auto
@@ -120,12 +120,12 @@ class QuantizeJob:
 
     @property
     def algorithm(self) -> Method:
-        """The row of ``method``, or of what is usual for the scheme."""
+        """The row of ``method``, or of the usual method for the scheme."""
         return usual_method(self.scheme) if self.method is None else METHODS[self.method]
 
     @property
     def text(self) -> str | None:
-        """The calibration text that is read: None where nothing that was asked for uses it."""
+        """The calibration text to read, None where no option uses it."""
         used = self.algorithm.text != "unused" or self.kv_cache is not None or self.mixed
         return self.calibration if used else None
 
@@ -135,7 +135,7 @@ class QuantizeJob:
 
     @property
     def weights(self) -> WeightScheme:
-        """Of the linears inside the blocks, where nothing else is said of one."""
+        """The scheme of the linears inside the blocks, unless another is chosen for one."""
         match self.scheme:
             case "weights":
                 return WeightScheme(self.bits, self.group_size, self.symmetric)
@@ -166,8 +166,8 @@ class QuantizeJob:
 
     @property
     def float_samples(self) -> int:
-        """Calibration samples for which the float model is followed: all, since with another set of samples than the
-        Hessian's the regression on the drift would fit noise."""
+        """Calibration samples for which the float model is followed. It is all of them: with other samples than the
+        Hessian's, the regression on the drift would fit noise."""
         return self.samples if self.algorithm.compensates and self.effort != "fast" and self.tokens else 0
 
     @property

@@ -1,7 +1,4 @@
-"""The static numbers with which keys and values are cached: scales, and what keys are centred by.
-
-Knows magnitudes and their names; does not know models, caches or formats.
-"""
+"""The static numbers with which keys and values are cached: scales, and the centre of the keys."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ def kv_scale(absmax: Tensor, scheme: KVScheme) -> Tensor:
 def recorded(recorder: KVRecorder, block: str, scheme: KVScheme) -> dict[str, Tensor]:
     """The scales of the attention inside ``block`` and the centre of its keys, under the names of a checkpoint.
 
-    The centre is the mean key of each head: some channels of a key hardly change from token to token, and what is
-    common to all keys moves all scores of a query alike, which its softmax does not see. Without that part the rest
-    keeps more of its bits. e4m3 scales are made for keys as they are, since other readers use them without the centre.
+    The centre is the mean key of each head. Some channels of a key hardly change from token to token. A part common to
+    all keys shifts all scores of a query alike, which the softmax does not see; without it the rest keeps more bits.
+    e4m3 scales are made for keys as they are, since other readers use them without the centre.
     """
     keys, values = recorder.absmax()
     mean, spread = recorder.key_mean(), recorder.key_spread()

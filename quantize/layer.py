@@ -1,7 +1,4 @@
-"""``LayerResult``: one weight after a method had it, and the line about it in the report.
-
-Knows packed weights, the scale of their input and the error of a layer's output; does not know any method.
-"""
+"""``LayerResult``: one weight after quantization, and the line about it in the report."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import products
 
-# Columns of a Hessian that are in a second precision at once: of 28,672 inputs it would be gigabytes.
+# Columns of a Hessian that are converted at once: all of 28,672 inputs would take gigabytes.
 _TILE = 4096
 
 
@@ -86,14 +83,14 @@ def quantized_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme
 
 
 def output_error(weight: Tensor, change: Tensor, stats: LayerStats | None) -> tuple[Tensor, Tensor]:
-    """(squared error, energy), float64 [out]: d H d^T and w H w^T of each row, with H the identity where there
-    are no (finite) statistics and its diagonal where only that was gathered."""
+    """(squared error, energy), float64 [out]: d H d^T and w H w^T of each row. H is the identity where there are no
+    finite statistics, and diagonal where only the diagonal was gathered."""
     if stats is None or not stats.finite():
         return change.square().sum(dim=1).double(), weight.square().sum(dim=1).double()
     hessian = stats.hessian
     if hessian is None:
         return (change.square() @ stats.diagonal).double(), (weight.square() @ stats.diagonal).double()
-    # What an error is compared with need not be as precise as an error, in which much cancels out.
+    # The energy need not be as precise as the error, in which much cancels out.
     dtype = products.multiplied()
     rounded, energy = weight.to(dtype), torch.zeros(len(weight))
     for tile, part in zip(hessian.split(_TILE, dim=1), weight.split(_TILE, dim=1), strict=True):
@@ -107,10 +104,10 @@ def with_activations(
     stats: LayerStats | None,
     input_scale: float | None = None,
 ) -> LayerResult:
-    """``quantized`` for an input that is rounded as ``activations`` say; its error remains that of the weight alone.
+    """``quantized`` for an input that is rounded by ``activations``; its error stays that of the weight alone.
 
     ``input_scale`` is the static scale of an input without ``stats``. Raises ``ValueError`` for a static scale with
-    neither, or whose statistics are not finite.
+    neither, or where the statistics are not finite.
     """
     scale = None
     if activations is not None and not activations.dynamic:
@@ -124,6 +121,6 @@ def with_activations(
 
 
 def static_scales(absmax: Tensor, grid: Grid) -> Tensor:
-    """float32, shaped as ``absmax``, positive: the scale that lays ``absmax`` on the largest number of ``grid``.
-    What was always zero is taken to reach 1."""
+    """float32, shaped as ``absmax``, positive: the scale that maps ``absmax`` to the largest number of ``grid``. An
+    ``absmax`` of 0 counts as 1."""
     return (torch.where(absmax > 0, absmax.float(), 1.0) / grid.largest).clamp(min=torch.finfo(torch.float32).tiny)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qserve.checkpoint.spec import ActivationScheme, WeightScheme
     from qserve.quantize.layer import LayerResult
 
-# Rows of a layer's input that are kept for methods that round inputs.
+# Rows of a layer's input that are sampled for methods that round inputs.
 _SAMPLE_ROWS = 512
 
 
@@ -33,9 +33,9 @@ class Quantize(Protocol):
 
 
 class SearchScale(Protocol):
-    """What to divide an input by, float32 [in], and to multiply the columns of its ``weights`` by, float32 [out, in]
-    each; None where nothing is better. ``channels`` int64 [in] is the channel of the layer before that each input comes
-    from."""
+    """A scale float32 [in] to divide an input by, and to multiply the columns of its ``weights`` (float32 [out, in]
+    each) by; None where no scale is better. ``channels`` int64 [in] is the channel of the layer before that each input
+    comes from."""
 
     def __call__(
         self,
@@ -54,17 +54,17 @@ class Method:
     name          what ``--method`` calls it, and what the checkpoint records
     help          what it does, for the command line
     quantize      how a weight is rounded
-    usual_for     the schemes of a job that take it where no method is named
-    inputs        which linears it is for: those whose inputs stay floats, those whose inputs are rounded, or any
-    instead       what a refusal for other inputs recommends
+    usual_for     the schemes of a job that use it where no method is named
+    inputs        the linears it is for: those whose inputs stay floats, those whose inputs are rounded, or any
+    instead       the advice in a refusal for other inputs
     text          whether it needs calibration text, uses it where there is some, or has no use for it
     symmetric     whether it can leave out zero points
     hessian       gathers the Hessian of each input
     sample_rows   gathers so many rows of each input
-    compensates   makes up for the error of earlier weights by later ones: the float model can be followed, and the
-                  rounding learned after it
-    search_scale  how a scale is found that is folded into the layer before, or None
-    cost          multiplications that rounding one weight is worth
+    compensates   later weights make up for the error of earlier ones: the float model can be followed, and the rounding
+                  learned after it
+    search_scale  finds a scale that is folded into the layer before, or None
+    cost          multiplications that take as long as rounding one weight
     """
 
     name: str
@@ -197,5 +197,5 @@ METHODS: dict[str, Method] = {
 
 
 def usual_method(scheme: str) -> Method:
-    """What ``scheme`` takes where no method is named."""
+    """The method of ``scheme`` where none is named."""
     return next(method for method in METHODS.values() if scheme in method.usual_for)

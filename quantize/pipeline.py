@@ -1,8 +1,4 @@
-"""From a model to a checkpoint: refuse what cannot work, calibrate, quantize block by block, tune, measure, publish.
-
-Knows the order of things; does not know how a weight is rounded, how text becomes statistics, nor what is
-measured (the caller hands in a function for that).
-"""
+"""From a model to a checkpoint: refuse what cannot work, calibrate, quantize block by block, tune, measure, publish."""
 
 from __future__ import annotations
 
@@ -66,12 +62,11 @@ def run(
 ) -> QuantizeReport:
     """Quantize ``source`` into a checkpoint directory ``out``, which appears complete or not at all.
 
-    ``measure`` gets the finished checkpoint before it is moved to ``out``, and a path where it may keep what it has
-    done, for the same call in a run that resumes; a card it returns is stored inside.
-    ``accept`` may refuse that card (``GateFailed``); then nothing is left behind. Everything that can be refused is
-    refused before calibration, see ``prepare``; text raises ``DataError``. What a killed or interrupted run had done
-    is kept beside ``out``, and the same call goes on from there with the same result: about one block's work is lost
-    at most.
+    ``measure`` gets the finished checkpoint before it is moved to ``out``, and a path where it may keep its state for
+    the same call in a run that resumes. A card that it returns is stored in the checkpoint. ``accept`` may refuse that
+    card (``GateFailed``); then nothing is left behind. Everything that can be refused is refused before calibration,
+    see ``prepare``; bad text raises ``DataError``. The work of a killed or interrupted run is kept beside ``out``, and
+    the same call goes on from there with the same result: at most about one block's work is lost.
     """
     started = time.perf_counter()
     heap.one_arena()
@@ -79,7 +74,7 @@ def run(
     if job.max_kl is not None and measure is None:
         raise UsageError("the smallest checkpoint within a divergence needs a measurement of it")
     prepared, windows, text_hash = _prepare(source, out, job)
-    if windows is not None:  # otherwise the blocks are read as soon, and those before the damage are not much to lose
+    if windows is not None:  # without text the blocks are read at once, and little work is lost before the damage
         check_blocks(prepared.skeleton)
     expected = prepared.forecast
     offload = out.parent if job.offload else None
@@ -125,8 +120,8 @@ def run(
 
 
 def check(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
-    """What ``run`` would do. Raises what that would raise before calibration, but for damage inside the blocks, which
-    are not read; writes nothing."""
+    """What ``run`` would do. Raises what ``run`` would raise before calibration, except for damage inside the blocks,
+    which are not read. Writes nothing."""
     prepared, _, _ = _prepare(source, out, job)
     expected = prepared.forecast
     check_out(
@@ -136,7 +131,7 @@ def check(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
 
 
 def _prepare(source: ModelSource, out: Path, job: QuantizeJob) -> tuple[Preparation, Tensor | None, str | None]:
-    """With the calibration windows and the hash of their text."""
+    """The preparation, the calibration windows and the hash of their text."""
     prepared = prepare(source, out, job)
     windows, text_hash = _windows(source, job)
     require_memory(prepared.forecast, job)
@@ -145,7 +140,7 @@ def _prepare(source: ModelSource, out: Path, job: QuantizeJob) -> tuple[Preparat
 
 @dataclass(frozen=True)
 class _Written:
-    """A checkpoint that is complete and not yet published: what became of each linear, and what tuning gained."""
+    """A checkpoint that is complete but not yet published: a report for each linear, and what tuning gained."""
 
     directory: Path
     layers: list[LayerReport]
@@ -154,7 +149,7 @@ class _Written:
 
 
 def _write(prepared: Preparation, windows: Tensor | None, writer: CheckpointWriter, tell: Progress) -> _Written:
-    """The blocks, then the scales of all where the job wants that, then what is outside the blocks."""
+    """Write the blocks, then the tuned scales of all where the job wants that, then the tensors outside the blocks."""
     _announce(prepared, writer, tell)
     layers, written, distills = _quantize(prepared, windows, writer, tell)
     notices: tuple[str, ...] = ()
@@ -186,7 +181,7 @@ def _accept(card: QualityCard, accept: Accept, writer: CheckpointWriter) -> None
 
 
 def _assignment(mixed: MixedPrecision, writer: CheckpointWriter) -> Assignment:
-    """What mixed precision decided: now, or in the run that is being resumed."""
+    """The decision of mixed precision: made now, or in the run that is being resumed."""
     if _PLAN in writer.committed():
         mixed.resume(writer.part(_PLAN)[1])
     else:
@@ -208,8 +203,8 @@ def _announce(prepared: Preparation, writer: CheckpointWriter, tell: Progress) -
 def _quantize(
     prepared: Preparation, windows: Tensor | None, writer: CheckpointWriter, tell: Progress
 ) -> tuple[list[LayerReport], set[str], bool]:
-    """Every block. Returns a line for each linear, the names of the dense tensors that were written, and whether the
-    scales are tuned after that: a run that resumes keeps to what the first one could afford."""
+    """Quantize every block. Returns a line for each linear, the names of the dense tensors that were written, and
+    whether the scales are tuned after that: a run that resumes keeps to what the first one could afford."""
     job, skeleton = prepared.job, prepared.skeleton
     quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype)
     reports: list[LayerReport] = []
@@ -218,12 +213,12 @@ def _quantize(
     start, first = time.perf_counter(), 0
     finished = [name for name in skeleton.blocks if name in writer.committed()]
     at_once, distills = prepared.forecast.samples_at_once, prepared.forecast.distills
-    if finished:  # sums in another order would end in other bits
+    if finished:  # sums in another order would give other bits
         extra = writer.part(finished[0])[1]
         at_once, distills = extra["samples_at_once"], extra["distills"]
     offload = writer.directory.parent if job.offload else None
     if len(finished) == len(skeleton.blocks):
-        windows = None  # for no block that is left
+        windows = None  # no block is left that needs them
     walking = walk(skeleton, windows, samples_at_once=at_once, float_samples=job.float_samples, offload=offload)
     for visit in walking:
         if visit.name in finished:
@@ -236,7 +231,7 @@ def _quantize(
             _commit(visit, result, {"samples_at_once": at_once, "distills": distills}, prepared, writer)
         reports += result.reports
         written |= result.dense.keys()
-        del result  # a block of codes, which the next one's need not lie beside
+        del result  # frees a block of codes before the next one is made
         done = visit.index + 1
         if done > first:
             remaining = (time.perf_counter() - start) / (done - first) * (visit.total - done)
@@ -250,7 +245,7 @@ def _commit(
     for module, packed in result.packed.items():
         writer.put_linear(module, packed)
     for name, tensor in result.dense.items():
-        # What belongs to the KV cache is float32 in every format.
+        # The tensors of the KV cache are float32 in every format.
         kept = tensor if is_kv(name) else narrow(name, tensor, prepared.dtype)
         writer.put(name, kept)
     writer.commit(visit.name, {
@@ -262,7 +257,7 @@ def _commit(
 
 
 def _stored(name: str, prepared: Preparation, writer: CheckpointWriter) -> BlockResult:
-    """A block that is finished, in this run or an earlier one, read back."""
+    """A block that was finished in this run or an earlier one, read back."""
     tensors, extra = writer.part(name)
     result = BlockResult(reports=[LayerReport.from_json(report) for report in extra["reports"]])
     for module in extra["packed"]:
@@ -275,12 +270,12 @@ def _stored(name: str, prepared: Preparation, writer: CheckpointWriter) -> Block
 
 
 def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, tell: Progress) -> str:
-    """The scales of all blocks again, for the predictions of the whole model. Returns a line about it."""
+    """Tune the scales of all blocks again, for the predictions of the whole model. Returns a line about it."""
     if _SCALES not in writer.committed():
         tell(ProgressEvent("distill", 0, distill.STEPS))
-        skeleton = Skeleton(prepared.skeleton.source)  # the walk has taken the other apart
+        skeleton = Skeleton(prepared.skeleton.source)  # the walk has taken the other one apart
         model = skeleton.load_all()
-        targets = distill.head_inputs(model, windows)  # again in a run that resumes, as hidden states are
+        targets = distill.head_inputs(model, windows)  # computed again in a run that resumes, like hidden states
         linears: dict[str, nn.Linear] = {}
         packed: dict[str, QuantizedWeight] = {}
         for index, name in enumerate(skeleton.blocks):
@@ -305,7 +300,7 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
             progress=progress,
             kept=kept,
             keep=partial(writer.keep, _SCALES),
-            # About as often as a block was done, which took its learning so many steps through it alone.
+            # About as often as a block was finished, which took ``ITERATIONS`` steps through that block alone.
             keep_every=max(1, signround.ITERATIONS // len(skeleton.blocks)),
         )
         for module, weight in tuned.weights.items():
@@ -326,7 +321,7 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
 
 @torch.no_grad()
 def _kv_numbers(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[str, Tensor]:
-    """Of every block's cache, as the model in memory fills it."""
+    """The numbers of every block's cache, as the model in memory fills it."""
     with ExitStack() as stack, fast_products():
         recorders = [stack.enter_context(KVRecorder(skeleton.block(i))) for i in range(len(skeleton.blocks))]
         for part in windows.split(distill.BATCH):
@@ -346,8 +341,8 @@ def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str 
 
 
 def _fingerprint(source: ModelSource, job: QuantizeJob, text_hash: str | None) -> str:
-    """Everything that the numbers of the result depend on. Loaders only allow or refuse a uniform scheme; they decide
-    what mixed precision chooses from, and in which format."""
+    """A hash of everything that the numbers of the result depend on. Loaders can only refuse a uniform scheme, but they
+    decide what mixed precision chooses from, and the format."""
     loaders = tuple(sorted(job.loaders)) if job.mixed else ()
     numbers = dataclasses.replace(job, overwrite=False, max_memory=None, loaders=loaders, offload=False)
     versions = [f"{package} {version(package)}" for package in ("qserve-llm", "torch", "transformers")]

@@ -1,7 +1,4 @@
-"""Which scheme each linear gets: the one asked for, a smaller group where that does not divide, or none.
-
-Knows shapes; does not know weights.
-"""
+"""Which scheme each linear gets: the one asked for, a smaller group where its group does not divide, or none."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ _GROUP_SIZES = (128, 64, 32, 16, 8)
 
 @dataclass(frozen=True)
 class Shapes:
-    """(out, in) of every linear inside the blocks, and of the embedding, which is that of the output head too.
+    """(out, in) of every linear inside the blocks, and of the embedding, which the output head shares.
 
-    ``tied``: the head has no weight of its own; ``kept`` are linears that always stay in floating point (routers, and
-    a head of another name than ``lm_head``).
+    ``tied``: the head has no weight of its own. ``kept`` are linears that always stay in floating point: routers, and a
+    head with another name than ``lm_head``.
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -44,7 +41,7 @@ def plan(
     job: QuantizeJob, shapes: Shapes, chosen: Mapping[str, WeightScheme | None] | None = None
 ) -> tuple[QuantSpec, tuple[str, ...]]:
     """The specification for ``shapes``, and a line for each deviation. ``chosen`` is what mixed precision decided,
-    None for what it keeps in 16-bit floats.
+    with None for linears that it keeps in 16-bit floats.
 
     Raises ``UsageError`` where nothing would be quantized.
     """
@@ -114,7 +111,7 @@ def plan(
 
 
 def word_values(scheme: WeightScheme) -> int:
-    """Both sizes of a weight must be multiples of this: the values that fill whole 32-bit words."""
+    """The number of values that fill whole 32-bit words: both sizes of a weight must be multiples of it."""
     if scheme.grid is E4M3:
         return 1
     if scheme.grid is not INTEGERS:
@@ -123,8 +120,8 @@ def word_values(scheme: WeightScheme) -> int:
 
 
 def group_size_for(in_features: int, wanted: int) -> int:
-    """``wanted`` where it divides ``in_features``, else the largest smaller size of those kernels know that
-    does, else -1 (per channel)."""
+    """``wanted`` where it divides ``in_features``, else the largest smaller size of the kernels that does, else -1 (per
+    channel)."""
     if wanted == -1 or in_features % wanted == 0:
         return wanted
     return next((size for size in _GROUP_SIZES if size < wanted and in_features % size == 0), -1)

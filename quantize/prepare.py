@@ -1,6 +1,6 @@
 """``Preparation``: everything that is known, and can be refused, before calibration starts.
 
-Knows what would stop a job later: options, shapes, loaders, damage, memory; rounds nothing.
+It checks what would stop a job later: options, shapes, loaders, damage, memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from qserve.runtime.models.config import decoder_config
 
 @dataclass(frozen=True)
 class Preparation:
-    """What will be done. ``shapes`` (out, in) of every module that becomes packed or might; ``dtype`` of what stays
-    dense; ``notices`` one line for each deviation from what was asked; ``offered`` what mixed precision has yet to
-    choose from, until then ``spec`` has the uniform scheme there."""
+    """The plan. ``shapes``: (out, in) of every module that will or may be packed; ``dtype``: that of dense tensors;
+    ``notices``: one line for each deviation from what was asked; ``offered``: what mixed precision has yet to choose
+    from, until then ``spec`` has the uniform scheme there."""
 
     skeleton: Skeleton
     job: QuantizeJob
@@ -69,7 +69,7 @@ class Preparation:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits of a weight in the linears inside the blocks, scales included; floats have 16."""
+        """Stored bits per weight of the linears inside the blocks, scales included; floats count 16."""
         bits, weights = 0, 0
         for module, (out, inp) in self.shapes.linears.items():
             scheme = self.spec.scheme_of(module)
@@ -85,7 +85,7 @@ class Preparation:
 
 
 def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
-    """Everything that can be refused is refused here: ``UsageError`` for options, ``CapacityError`` for memory,
+    """Refuse here everything that can be refused: ``UsageError`` for options, ``CapacityError`` for memory,
     ``CheckpointError`` for the model. Reads the dense tensors once."""
     if source.spec is not None:
         raise UsageError(f"{source.name} is already quantized; give the model it was made from")
@@ -132,7 +132,7 @@ def _format(spec: QuantSpec, skeleton: Skeleton, shapes: Shapes, job: QuantizeJo
     if job.format != "auto":
         return format_named(job.format)
     if job.mixed and job.symmetric:
-        # It stores no zero points that are all the same: their bits go to the codes.
+        # It does not store zero points that are all the same, so their bits go to the codes.
         denser = format_named("compressed-tensors")
         if all(verdict.accepts for verdict in judge(spec, skeleton, shapes, job.loaders, denser)[: len(job.loaders)]):
             return denser
@@ -142,7 +142,7 @@ def _format(spec: QuantSpec, skeleton: Skeleton, shapes: Shapes, job: QuantizeJo
 def judge(
     spec: QuantSpec, skeleton: Skeleton, shapes: Shapes, loaders: tuple[str, ...], format: Format
 ) -> tuple[LoaderVerdict, ...]:
-    """What every known loader makes of ``spec``, those that must accept it first."""
+    """The verdict of every known loader on ``spec``, those that must accept it first."""
     every = (*loaders, *(name for name in LOADERS if name not in loaders))
     judged = verdicts(spec, shapes.of(spec), every, format=format)
     try:
@@ -166,7 +166,7 @@ def _shapes(skeleton: Skeleton, job: QuantizeJob) -> Shapes:
 
 
 def _check_rest(source: ModelSource, skeleton: Skeleton, dtype: torch.dtype) -> None:
-    """What is copied and not calibrated: damage there would otherwise be found after hours, or by users."""
+    """Check the tensors that are only copied: damage there would otherwise be found after hours, or by users."""
     for part in (source.config, source.generation_config()):
         try:
             json.dumps(part, allow_nan=False)
@@ -179,8 +179,8 @@ def _check_rest(source: ModelSource, skeleton: Skeleton, dtype: torch.dtype) -> 
 
 
 def check_blocks(skeleton: Skeleton) -> None:
-    """What calibration would find when it gets there, maybe after hours: ``CheckpointError`` for NaN or infinity in a
-    linear. Reads the linears once, one at a time, which is less than the hash of the same files takes."""
+    """Raise ``CheckpointError`` for NaN or infinity in a linear, which calibration might find only after hours. Reads
+    the linears once, one at a time; that is faster than hashing the same files."""
     inside = _weights(skeleton)
     for name in skeleton.source.names():
         if name in inside:
@@ -193,7 +193,7 @@ def _weights(skeleton: Skeleton) -> set[str]:
 
 
 def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floats become float16 where the model is not natively bfloat16 (there, float32 was chosen on purpose).
+    """Floats become float16, unless the model is natively bfloat16 (there, float32 was chosen on purpose).
 
     Raises ``CheckpointError`` for NaN, infinity, and what float16 cannot hold.
     """

@@ -1,7 +1,4 @@
-"""Scales fitted to given codes: for each output, all its groups together, for the least error of the output.
-
-Knows one quantized weight and the Hessian of its input; does not know the method that chose the codes.
-"""
+"""Scales fitted to given codes: for each output, all its groups together, for the least error of the output."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _DAMPING = 1e-4
 
 
 def fit(weight: Tensor, quantized: LayerResult, stats: LayerStats) -> LayerResult:
-    """``quantized`` with other scales, where ``stats`` has a finite Hessian; an output whose error would not fall
+    """``quantized`` with better scales, where ``stats`` has a finite Hessian. An output whose error would not fall
     keeps its scales.
 
     With c_g the codes of group g about their zero point (and zero elsewhere), the error of an output w is
@@ -49,8 +46,8 @@ def fit(weight: Tensor, quantized: LayerResult, stats: LayerStats) -> LayerResul
 
 
 def _solve(weight: Tensor, codes: Tensor, hessian: Tensor, groups: int, start: Tensor) -> Tensor:
-    """float32 [rows, groups]: the change that least squares makes to ``start``. Solving for a change keeps groups
-    whose codes are all zero as they were, and damping draws towards ``start``."""
+    """float32 [rows, groups]: the least-squares change of ``start``. Because the change is solved for, groups whose
+    codes are all zero stay as they were, and damping draws towards ``start``."""
     rows, inp = weight.shape
     width = inp // groups
     by_group = codes.reshape(rows, groups, width)

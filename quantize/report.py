@@ -1,4 +1,4 @@
-"""What the pipeline tells on its way, and what it returns. Knows no model and no method."""
+"""The progress that the pipeline reports, and the report that it returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # these load torch, and the command line imports this module 
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """``done`` of ``total`` steps of ``phase``; ``remaining`` seconds as far as known; a line to show, or ""."""
+    """``done`` of ``total`` steps of ``phase``; ``remaining`` seconds, if known; a line to show, or ""."""
 
     phase: Literal["prepare", "sensitivity", "quantize", "distill", "write", "measure"]
     done: int
@@ -31,10 +31,10 @@ class QuantizeReport:
     """What was done: one ``LayerReport`` per quantized linear, in the order they ran.
 
     notices          what differs from what was asked, what mixed precision chose, what tuning gained, one line each
-    tried            sizes and divergences that mixed precision weighed
+    tried            sizes and divergences that mixed precision compared
     verdicts         which loaders accept the checkpoint, and why others do not
-    forecast         made before the start; ``checkpoint_bytes`` is what the weight files came to
-    bits_per_weight  of the linears inside the blocks, scales included, where floats have 16
+    forecast         made before the start; ``checkpoint_bytes`` is the real size of the weight files
+    bits_per_weight  of the linears inside the blocks, scales included; floats count 16
     """
 
     spec: QuantSpec

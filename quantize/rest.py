@@ -1,7 +1,4 @@
-"""Writes what is not inside a decoder block: embeddings, norms, the output head, configuration and tokenizer.
-
-Knows which of it is rounded; does not know calibration.
-"""
+"""Writes what is not inside a decoder block: embeddings, norms, the output head, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from qserve.quantize.prepare import Preparation, narrow
 
 
 def write_rest(prepared: Preparation, written: Iterable[str], writer: CheckpointWriter) -> list[LayerReport]:
-    """Everything but the tensors ``written``, which the blocks brought. Returns a line for each packed module."""
+    """Write everything except the tensors ``written`` with the blocks. Returns a line for each packed module."""
     source, spec, embedding = prepared.skeleton.source, prepared.spec, prepared.shapes.embedding
     packed_modules = [module for module in prepared.skeleton.shapes if spec.scheme_of(module) is not None]
     done = {*written, *(f"{module}.{part}" for module in packed_modules for part in ("weight", "bias"))}
@@ -26,7 +23,7 @@ def write_rest(prepared: Preparation, written: Iterable[str], writer: Checkpoint
     for module, stored in (("lm_head", _head_of(prepared)), (embedding, f"{embedding}.weight")):
         if module not in spec.overrides:
             continue
-        if module in writer.committed():  # a large vocabulary to nearest takes as long as some blocks
+        if module in writer.committed():  # rounding a large vocabulary takes as long as some blocks
             report = LayerReport.from_json(writer.part(module)[1])
         else:
             packed, report = _round(prepared, module, stored)
@@ -49,7 +46,7 @@ def _head_of(prepared: Preparation) -> str:
 
 
 def _round(prepared: Preparation, module: str, stored: str) -> tuple[QuantizedWeight, LayerReport]:
-    """To nearest, in slices: a large vocabulary in float32 is gigabytes."""
+    """Round to nearest, in slices: a large vocabulary in float32 is gigabytes."""
     scheme = prepared.spec.overrides[module]
     weight = prepared.skeleton.source.tensor(stored)
     slices = [rtn.quantize(part.to(torch.float32), None, scheme) for part in weight.split(4096)]
@@ -73,7 +70,7 @@ def _write_configuration(prepared: Preparation, writer: CheckpointWriter) -> Non
         config["tie_word_embeddings"] = False
     writer.put_json("config.json", config)
     if prepared.format.name in ("gptq", "gptq_v2"):
-        writer.put_json("quantize_config.json", quantization)  # where older loaders look
+        writer.put_json("quantize_config.json", quantization)  # older loaders look here
     if generation := source.generation_config():
         writer.put_json("generation_config.json", generation)
     source.save_tokenizer(writer.directory)

@@ -1,4 +1,4 @@
-"""Round to nearest: every weight by itself, with searched scales. Knows one weight, not the layers around it."""
+"""Round to nearest: every weight by itself, with searched scales."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The scale and zero point of each group of a weight: min-max, or searched for the least weighted error.
 
-Knows numbers; does not know layers, Hessians beyond their diagonal, or formats (except that scales are
-stored as float16: every scale here is a float16 value already, so codes are chosen for what is stored).
+Formats store scales as float16. Every scale here is already a float16 value, so codes are chosen for what is stored.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]
     """Scales that just cover every value.
 
     weight float32 [groups, width] -> (scales float32 [groups], zeros float32 [groups] or None where symmetric).
-    Symmetric scales may be negative: the end of the code range that reaches one further (-2**(bits-1)) is
-    laid on the side of zero with the larger value.
+    Symmetric scales may be negative: the end of the code range that reaches one further (-2**(bits-1)) is put on the
+    side of zero with the larger value.
     """
     low, high = torch.aminmax(weight, dim=1)
     if scheme.symmetric:
@@ -38,16 +37,16 @@ def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]
 
 
 def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
-    """Scales of least error, sum over a group of importance * (w - dequantized w)**2.
+    """Scales of least error: the sum over a group of importance * (w - dequantized w)**2.
 
     weight float32 [groups, width]; importance float32 [width] or [period, width], non-negative, that of group g being
-    g % period; returns as ``minmax``. A candidate is the range that a group's largest magnitude is laid on; for each,
-    codes are chosen and the scale is then solved exactly (least squares), so the steps may be coarse. Symmetric: both
-    signs of the scale are tried. Asymmetric: the range shrinks about its zero point.
+    g % period; returns as ``minmax``. A candidate is the range that a group's largest magnitude is mapped to. For each
+    candidate codes are chosen and the scale is then solved exactly (least squares), so the steps may be coarse.
+    Symmetric: both signs of the scale are tried. Asymmetric: the range shrinks about its zero point.
     """
     scales, zeros = minmax(weight, scheme)
     importance = importance.reshape(-1, weight.shape[1])
-    # A group whose inputs were never seen has no preference: any value is as good, plain error decides.
+    # For a group whose inputs were never seen any value is as good, so the plain error decides.
     importance = torch.where(importance.amax(dim=1, keepdim=True) > 0, importance, 1.0)
     if native.missing() is None:
         ranges = _ranges(scheme) if zeros is None else _shares(scheme)
@@ -71,10 +70,10 @@ def search_groups(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> t
 def search_with_torch(
     weight: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme
 ) -> tuple[Tensor, Tensor | None]:
-    """What the C kernel does, for an install without it and to test it: ``scales`` and ``zeros`` made better."""
+    """The reference for the C kernel, also used by installs without it: improves ``scales`` and ``zeros``."""
     period, width = importance.shape
     rows = max(1, _CHUNK // (width * period)) * period
-    with torch_threads(1):  # the operations are too small for two
+    with torch_threads(1):  # the operations are too small for two threads
         for start in range(0, weight.shape[0], rows):
             part = slice(start, start + rows)
             count = len(weight[part])
@@ -87,13 +86,13 @@ def search_with_torch(
 
 
 def storable(scales: Tensor) -> Tensor:
-    """float32 holding float16 values, never zero and never infinite, the sign kept."""
+    """float32 with float16 values, never zero or infinite, with the same sign."""
     sign = torch.where(scales < 0, -1.0, 1.0)
     return sign * scales.abs().clamp(_SMALLEST, _LARGEST).to(torch.float16).to(torch.float32)
 
 
 def zero_points(low: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
-    """The code of 0.0 when ``low`` shall have code 0."""
+    """The code of 0.0 when ``low`` has code 0."""
     return torch.round(-low / scales).clamp_(0, scheme.max_code)
 
 
@@ -103,15 +102,15 @@ def encode(weight: Tensor, scales: Tensor, zeros: Tensor | float, max_code: int)
 
 
 def _ranges(scheme: WeightScheme) -> list[float]:
-    """Which code the largest magnitude is laid on, counted from the zero point: from a little inside the
-    code range (fewer codes, better aligned) to well beyond it (clipped)."""
+    """The codes to which the largest magnitude is mapped, counted from the zero point: from a little inside the code
+    range (fewer codes, better aligned) to well beyond it (clipped)."""
     half = float(scheme.zero)
     low, high = half - 1.5, half * (1.6 if scheme.bits <= 4 else 1.03)
     return torch.linspace(low, high, _STEPS).tolist()
 
 
 def _shares(scheme: WeightScheme) -> list[float]:
-    """Which part of a group's range the codes cover."""
+    """The parts of a group's range that the codes cover, one for each candidate."""
     return torch.linspace(0.5 if scheme.bits <= 4 else 0.95, 1.05, _STEPS).tolist()
 
 
@@ -136,8 +135,8 @@ def _symmetric(weight: Tensor, importance: Tensor, start: Tensor, scheme: Weight
 def _keep_best(
     weighted: Tensor, importance: Tensor, codes: Tensor, product: Tensor, best: Tensor, scales: Tensor, sign: float
 ) -> None:
-    """With codes c, the best scale is s = sum(h w c) / sum(h c c), and it removes sum(h w c)**2 / sum(h c c) of
-    the error sum(h w w). ``codes`` may be those of the mirrored weight, then the scale stored is negative."""
+    """With codes c, the best scale is s = sum(h w c) / sum(h c c), and it removes sum(h w c)**2 / sum(h c c) of the
+    error sum(h w w). If ``codes`` are those of the mirrored weight, the stored scale is negative."""
     torch.mul(weighted, codes, out=product)
     along = product.sum(dim=1)
     torch.mul(importance, codes, out=product).mul_(codes)
@@ -184,7 +183,7 @@ def _worse(
     zeros: tuple[Tensor, Tensor] | None,
     scheme: WeightScheme,
 ) -> Tensor:
-    """Where the found scale has more error than min-max: float16 rounding or a degenerate group can do that."""
+    """Where the found scale has more error than min-max: float16 rounding or a degenerate group can cause that."""
     before, after = zeros if zeros is not None else (None, None)
     return _error(weight, importance, found, after, scheme) > _error(weight, importance, start, before, scheme)
 

@@ -1,9 +1,8 @@
 """SignRound (Cheng et al., arXiv 2309.05516): learn which way each weight of a decoder block is rounded, and the
 scales, by signed gradient descent on the error of the block's output.
 
-Knows one block, what it is fed and what it shall put out; does not know how the weights it starts from were
-rounded, nor the blocks around it. It starts from good codes (GPTQ's), not from rounding to nearest, and returns
-nothing that is worse by its own measure.
+It starts from good codes (GPTQ's), not from rounding to nearest, and never returns a result that is worse by its own
+measure.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.quantize import scales as scale_search
 
-_TRAVEL = 0.5  # how far all steps together can go: in codes, and as a part of each scale
-_HALF = 0.499  # so far around a code, rounding surely gives it
-# Error compensation puts many weights outside of the cell of their code: were they to start from its very edge,
-# the noise of the first gradients would flip them all.
+_TRAVEL = 0.5  # how far all steps together can go: in codes, and as a fraction of each scale
+_HALF = 0.499  # within this distance of a code, rounding surely gives that code
+# Error compensation puts many weights outside the cell of their code. If they started from its very edge, the noise of
+# the first gradients would flip them all.
 _SHRINK = 0.8
 ITERATIONS = 200
 _CHECKS = 2  # how often the loss over all samples decides whether to keep what the descent has reached
@@ -51,15 +50,14 @@ def tune(
 
     original  the weights before quantization, float32 [out, in], under the names of ``packed``
     inputs    float32 [samples, length, hidden]: what the quantized model feeds this block
-    targets   float32, as ``inputs``: what the block shall put out
+    targets   float32, shaped as ``inputs``: the outputs that the block should have
     call      the block's other arguments, for one sequence
     progress  is told (iterations done, ``iterations``)
 
-    The loss is the squared error of each token's output over the mean square of its target: the norm that follows
-    sees no more than that. Each iteration takes ``batch`` samples. Where the loss over all samples never falls
-    below that of ``packed``, the result is ``packed``. Zero points and schemes stay; fp8 weights, those that share
-    scales among outputs and those with a ``g_idx`` come back as they are. Afterwards the block holds the result.
-    Groups must be whole.
+    The loss is the squared error of each token's output over the mean square of its target: the norm that follows sees
+    no more than that. Each iteration takes ``batch`` samples. If the loss over all samples never falls below that of
+    ``packed``, the result is ``packed``. Zero points and schemes stay. Weights in fp8, with scales shared among
+    outputs, or with a ``g_idx`` come back as they are. Afterwards the block holds the result. Groups must be whole.
     """
     learned = {
         name: _Learned(linears[name], weight, original[name]) for name, weight in packed.items() if learnable(weight)
@@ -71,7 +69,7 @@ def tune(
     objective = _Objective(block, inputs, targets, call)
     generator = torch.Generator().manual_seed(seed)
     check_every = -(-iterations // _CHECKS)
-    # Signs alone serve millions of codes; the few scales gain from their gradients' history.
+    # For millions of codes the signs alone are enough; the few scales gain from the history of their gradients.
     optimizer = torch.optim.Adam([weight.multiplier for weight in learned.values()], betas=(0.9, 0.95), eps=1e-16)
     with trainable(block, [weight.linear for weight in learned.values()]):
         best = objective.total(batch)
@@ -104,7 +102,7 @@ def tune(
 
 
 def learnable(packed: QuantizedWeight) -> bool:
-    """Whether it holds integers whose scales are each of one output and of consecutive inputs."""
+    """Whether it holds integers, and each scale belongs to one output and consecutive inputs."""
     return packed.scheme.grid is INTEGERS and packed.scheme.rows == 1 and packed.g_idx is None
 
 
@@ -135,7 +133,7 @@ class _Learned:
     """One linear while its rounding is learned.
 
     latent      float32 [out, groups, width], in units of the scale: codes are its nearest integers
-    multiplier  float32 [out, groups, 1], of the scales it started with
+    multiplier  float32 [out, groups, 1], multiplies the first scales
     """
 
     def __init__(self, linear: nn.Linear, packed: QuantizedWeight, original: Tensor) -> None:
@@ -178,7 +176,7 @@ class _Learned:
 
 @contextmanager
 def trainable(module: nn.Module, linears: Iterable[nn.Linear]) -> Iterator[None]:
-    """Gradients for the weights of ``linears``, parts of ``module``, and nothing else, whatever the caller's mode."""
+    """Enable gradients only for the weights of ``linears``, parts of ``module``, whatever the caller's mode."""
     before = {parameter: parameter.requires_grad for parameter in module.parameters()}
     try:
         with torch.enable_grad():

@@ -1,7 +1,5 @@
-"""SmoothQuant (Xiao et al., arXiv 2211.10438): move part of the inputs' outliers into the weights before both are
+"""SmoothQuant (Xiao et al., arXiv 2211.10438): moves part of the inputs' outliers into the weights before both are
 rounded to 8 bits.
-
-Knows the weights that share an input and its statistics; does not know which layer the scale is folded into.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ def search(
     activations: ActivationScheme,
     channels: Tensor | None = None,
 ) -> Tensor | None:
-    """float32 [in], positive, geometric mean 1: what the input is divided by and the columns of every weight are
-    multiplied by; None where none is clearly better for the products of the rounded.
+    """A scale float32 [in], positive, geometric mean 1: the input is divided by it and the columns of every weight are
+    multiplied by it. None where no scale clearly improves the products of rounded inputs and weights.
 
     A scale is max|x|**alpha / max|w|**(1 - alpha); alpha is the one of least error between the float product of
     ``stats.sample`` and that of rounded inputs with rounded weights. ``weights`` float32 [out, in] each;
@@ -52,7 +50,7 @@ def search(
 
 
 class _Error:
-    """The squared error of the products for a candidate, of some rows of every weight."""
+    """The squared error of the products with a candidate scale, for some rows of every weight."""
 
     def __init__(
         self, weights: Sequence[Tensor], stats: LayerStats, scheme: WeightScheme, activations: ActivationScheme

@@ -1,7 +1,6 @@
 """Mixed precision: one scheme for each unit, from measured sensitivities and a budget.
 
-Knows bits and predicted divergences; does not know weights or models. Divergences of units add up in the
-prediction, as second-order effects of independent errors do.
+The prediction adds the divergences of units, as second-order effects of independent errors add up.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize.mixed.sensitivity import Candidate, Sensitivities, Sensitivity
 
-# Sizes that are told apart, over the whole range.
+# Sizes that the table tells apart, over the whole range.
 _CELLS = 1 << 16
 _CURVE = 160
 
@@ -38,8 +37,8 @@ class Tried:
 
 @dataclass(frozen=True)
 class Allocation:
-    """``chosen`` is a scheme for each unit, in the order of ``sensitivities``; ``curve`` the best found for every
-    size, the smallest first; ``calibration_factor`` is in every divergence."""
+    """``chosen`` is a scheme for each unit, in the order of ``sensitivities``; ``curve`` has the best mix for every
+    size, the smallest first. Every divergence is multiplied by ``calibration_factor``."""
 
     sensitivities: Sensitivities
     chosen: tuple[Candidate, ...]
@@ -48,7 +47,7 @@ class Allocation:
 
     @property
     def schemes(self) -> dict[str, WeightScheme | None]:
-        """By module; None is kept in 16-bit floats."""
+        """The scheme of each module; None keeps it in 16-bit floats."""
         pairs = zip(self.sensitivities, self.chosen, strict=True)
         return {module: candidate.scheme for unit, candidate in pairs for module in unit.modules}
 
@@ -116,8 +115,8 @@ def allocate(
     """Least predicted divergence within ``target_bits`` stored bits per weight (scales included, over all units), or
     the fewest bits within ``max_kl`` (nats). Exactly one of them is given.
 
-    ``calibration_factor`` is what predictions are multiplied by: a measured divergence over the one predicted for the
-    same mix. It is the multiple-choice knapsack, solved by dynamic programming over sizes. Raises ``UsageError`` where
+    ``calibration_factor`` multiplies predictions: it is a measured divergence over the one predicted for the same mix.
+    This is the multiple-choice knapsack, solved by dynamic programming over sizes. Raises ``UsageError`` where
     even the smallest, or the most precise, candidates do not fit.
     """
     assert (target_bits is None) != (max_kl is None) and sensitivities
@@ -159,7 +158,7 @@ class _Table:
         exact = math.gcd(*(size for sizes in extra for size in sizes))
         self.step = max(1, exact, -(-(sum(most) - self.smallest) // _CELLS))
         # Where the step does not divide the sizes, they are rounded to it both ways and the errors nearly cancel.
-        # What takes more than the smallest is never rounded to it, so cell 0 keeps within ``smallest``.
+        # A larger size is never rounded to the smallest one, so cell 0 keeps within ``smallest``.
         self._sizes = [[max(size > 0, round(size / self.step)) for size in sizes] for sizes in extra]
         self.best = np.zeros(sum(map(max, self._sizes)) + 1)
         self._choices: list[NDArray[np.uint8]] = []
@@ -174,7 +173,7 @@ class _Table:
             self._choices.append(choice)
 
     def within(self, budget: float) -> tuple[Candidate, ...]:
-        """The best mix of at most ``budget`` bits, no less than ``smallest``."""
+        """The best mix of at most ``budget`` bits, which must be at least ``smallest``."""
         rounding = len(self._units) // 2 + 1
         cell = min(int((budget - self.smallest) / self.step) + rounding, len(self.best) - 1)
         while _bits(chosen := self.at(cell)) > budget:
@@ -192,7 +191,7 @@ class _Table:
 
 
 def short_name(unit: Sensitivity) -> str:
-    """``model.layers.3.self_attn.q_proj, k_proj, v_proj``; of many, such as experts, the first and how many more."""
+    """``model.layers.3.self_attn.q_proj, k_proj, v_proj``; for many, such as experts, the first and how many more."""
     first, *others = unit.modules
     if len(others) > 2:
         return f"{first} and {len(others)} more"

@@ -1,7 +1,4 @@
-"""``MixedPrecision``: schemes over the course of a job: measure once, choose, and choose again where it missed.
-
-Knows candidates and attempts; does not know how sensitivities are measured, nor how a choice is optimized.
-"""
+"""``MixedPrecision``: the choice of schemes over a job: measure once, choose, and choose again where it missed."""
 
 from __future__ import annotations
 
@@ -22,15 +19,15 @@ from qserve.quantize.mixed.sensitivity import Compensation, Sensitivities, Sensi
 from qserve.quantize.prepare import Preparation
 from qserve.quantize.report import ProgressEvent
 
-# For the smallest checkpoint within a divergence: runs at most, and what is close enough below the limit to stop.
+# For the smallest checkpoint within a divergence: the most attempts, and the share of the limit that is close enough.
 _ATTEMPTS, _CLOSE = 4, 0.85
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A scheme for each linear, why in sentences, and how it came about; it survives the process as JSON.
+    """A scheme for each linear, the reasons in sentences, and what was tried. It outlives the process as JSON.
 
-    ``schemes`` holds None for what is kept in 16-bit floats.
+    ``schemes`` holds None for linears that are kept in 16-bit floats.
     """
 
     schemes: dict[str, WeightScheme | None]
@@ -55,8 +52,8 @@ class Assignment:
 class MixedPrecision:
     """``windows`` int64 [samples, length] is the calibration text, ``offload`` a directory for hidden states.
 
-    ``measure`` and ``choose``, or ``resume`` with what an interrupted run had come to; after each ``assignment`` that
-    ``wants_another``, ``choose`` again.
+    Call ``measure`` and ``choose``, or ``resume`` with the state of an interrupted run. Call ``choose`` again after
+    each ``assignment`` for which ``wants_another`` is true.
     """
 
     def __init__(
@@ -67,13 +64,13 @@ class MixedPrecision:
         self._sensitivities: Sensitivities = ()
         self._measured: tuple[Tried, ...] = ()
         self._assignment: Assignment | None = None
-        # Attempts count from 1; predictions are corrected by what was measured before.
+        # Attempts count from 1. The factor corrects predictions by earlier measurements.
         self._attempt, self._factor = 1, 1.0
         self._notes: tuple[str, ...] = ()
 
     @property
     def assignment(self) -> Assignment:
-        """The last one."""
+        """The last assignment."""
         assert self._assignment is not None
         return self._assignment
 
@@ -82,7 +79,7 @@ class MixedPrecision:
         return (*self.assignment.tried, *self._measured)
 
     def to_json(self) -> dict[str, Any]:
-        """For ``resume``."""
+        """The state, for ``resume``."""
         return {
             "assignment": self.assignment.to_json(),
             "sensitivities": [each.to_json() for each in self._sensitivities],
@@ -93,7 +90,7 @@ class MixedPrecision:
         }
 
     def resume(self, content: dict[str, Any]) -> None:
-        """Take over the choice of an interrupted run, and what another would be made from."""
+        """Take over the choice of an interrupted run, and the data for another choice."""
         self._assignment = Assignment.from_json(content["assignment"])
         self._sensitivities = tuple(Sensitivity.from_json(each) for each in content["sensitivities"])
         self._measured = tuple(Tried(**each) for each in content["measured"])
@@ -118,8 +115,8 @@ class MixedPrecision:
     def wants_another(self, card: QualityCard) -> bool:
         """Whether to choose again after what ``card`` says of the last choice.
 
-        Where a size was asked for: never. Otherwise the predictions are corrected by the measurement; too much
-        divergence is another attempt, and so is, once, much less than allowed.
+        Never where a size was asked for. Otherwise the measurement corrects the predictions. Too much divergence leads
+        to another attempt; so does, once, much less than allowed.
         """
         assignment, limit = self.assignment, self._job.max_kl
         label = f"measured, attempt {self._attempt}" if limit is not None else "measured"
@@ -129,14 +126,14 @@ class MixedPrecision:
         if card.kl_mean <= limit and (self._attempt > 1 or card.kl_mean >= _CLOSE * limit):
             return False
         if assignment.predicted_kl > 0:
-            # Where the corrected prediction failed again, it is raised a little beyond what was measured.
+            # If the corrected prediction failed again, raise it a little beyond the measurement.
             self._factor *= card.kl_mean / assignment.predicted_kl * (1.0 if self._attempt == 1 else 1.05)
         self._attempt += 1
         return True
 
     def measure(self, kept: Part | None, keep: Keep) -> None:
-        """What to choose by. Goes on from what was ``kept``, as an earlier run could afford it, and hands ``keep`` the
-        same for a later one."""
+        """Measure the sensitivities to choose by. Goes on from ``kept``, the state of an earlier run, with the kind of
+        measurement that run could afford, and gives ``keep`` the state for a later run."""
         prepared, job = self._prepared, self._job
         compensated = measures_compensated(job, prepared.skeleton) if kept is None else kept.extra["compensated"]
         follows = bool(job.float_samples)

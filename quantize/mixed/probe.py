@@ -1,7 +1,4 @@
-"""``Probe``: one unit rounded in an otherwise float model, to see what that costs.
-
-Knows the schemes that a unit may have and what each does to its outputs; does not know the rest of the model.
-"""
+"""``Probe``: one unit rounded in an otherwise float model, to see what that costs."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ from qserve.quantize.mixed.units import Unit
 
 @dataclass(frozen=True)
 class Probe:
-    """A unit of ``weights`` weights. For each of its ``schemes`` (None: 16-bit floats) the ``bits`` it stores, scales
-    included, and the squared ``errors`` of its output. ``reached`` are those of its modules that some token came to,
-    ``measured`` is which scheme the unit has while it is tried."""
+    """A unit of ``weights`` weights. For each of its ``schemes`` (None: 16-bit floats) it has the stored ``bits``,
+    scales included, and the squared ``errors`` of the output. ``reached`` are the modules that some token came to;
+    ``measured`` is the index of the scheme that is tried."""
 
     modules: Unit
     reached: tuple[str, ...]
@@ -42,8 +39,8 @@ class Probe:
         around: float,
         symmetric_zeros: bool,
     ) -> Probe | None:
-        """With the scheme nearest to ``around`` bits per weight. None where ``linears`` are not those of ``unit``, or
-        no token reached them: then they have no rounder."""
+        """A probe of the scheme nearest to ``around`` bits per weight. None where ``unit`` is not among ``linears``, or
+        no token reached it: then it has no rounder."""
         reached = tuple(module for module in unit if module in rounders)
         if not reached:
             return None
@@ -59,7 +56,7 @@ class Probe:
             alike.setdefault(rounders[module], []).append(linears[module].weight.data)
         each = [errors(rounder, parts, schemes) for rounder, parts in alike.items()]
         total = tuple(map(sum, zip(*each, strict=True)))
-        # What changes nothing tells nothing of the others.
+        # A scheme without error tells nothing about the others.
         telling = [index for index, error in enumerate(total) if error > 0] or [0]
         measured = min(telling, key=lambda index: abs(bits[index] / weights - around))
         return cls(unit, reached, tuple(schemes), bits, total, weights, measured)
@@ -74,7 +71,7 @@ class Probe:
 
     @contextmanager
     def rounded(self, linears: Mapping[str, nn.Linear], rounders: Mapping[str, Rounder]) -> Iterator[None]:
-        """While the unit has the scheme to be measured."""
+        """Within the ``with`` the unit has the scheme to be measured."""
         scheme = self.schemes[self.measured]
         changed = {name: linears[name] for name in self.reached if scheme is not None}
         kept = {name: linear.weight.data for name, linear in changed.items()}
@@ -89,7 +86,7 @@ class Probe:
     def rounded_inputs(
         self, linears: Mapping[str, nn.Linear], activations: ActivationScheme | None
     ) -> Iterator[None]:
-        """While what goes into the unit is rounded, where that is part of the scheme to be measured."""
+        """Within the ``with`` the unit's inputs are rounded, where the scheme to be measured does that."""
         with ExitStack() as hooks:
             if activations is not None and self.schemes[self.measured] is not None:
                 for name in self.reached:
@@ -101,5 +98,5 @@ class Probe:
 
 
 def scheme_of(content: dict[str, Any] | None) -> WeightScheme | None:
-    """From its fields, None for 16-bit floats."""
+    """A scheme from its fields; None for 16-bit floats."""
     return None if content is None else WeightScheme(**content)

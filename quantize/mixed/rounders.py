@@ -1,7 +1,5 @@
-"""``Rounder``: what rounding a linear will cost its output, for every scheme it may get, before one is chosen; and
-``compensate``: what the linears behind it will make up for.
-
-Knows one linear's input and the two ways of rounding, to nearest and with error compensation; does not know models.
+"""``Rounder``: rounds a linear to every scheme it may get, to nearest or with error compensation, and tells the error
+of its output before a scheme is chosen. ``compensate`` lets the linears behind it make up for that error.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from qserve.kernels.threads import torch_threads
 from qserve.quantize import gptq, rtn
 from qserve.quantize.layer import output_error
 
-# Schemes of one weight are compared on so many of its rows.
+# Rows of a weight on which its schemes are compared.
 _ROWS = 48
 
 
@@ -31,11 +29,11 @@ class Rounder(Protocol):
         """``weight`` float32 [out, in] as ``scheme`` will leave it."""
 
     def error(self, rows: Tensor, scheme: WeightScheme) -> float:
-        """The squared error of the output, of ``rows`` float32 [n, in] of a weight alone."""
+        """The squared error of the output of ``rows``, float32 [n, in], some rows of a weight."""
 
 
 class Nearest:
-    """Each weight by itself. ``inputs`` float32 [..., in]."""
+    """Rounds each weight by itself, to nearest. ``inputs`` float32 [..., in]."""
 
     def __init__(self, inputs: Tensor) -> None:
         inputs = inputs.reshape(-1, inputs.shape[-1])
@@ -61,18 +59,18 @@ class Compensated:
         return gptq.quantize_with(self._inverse, weight, self._stats, scheme).weight.dequantize()
 
     def error(self, rows: Tensor, scheme: WeightScheme) -> float:
-        with torch_threads(1):  # the operations are too small for two
+        with torch_threads(1):  # the operations are too small for two threads
             change = self.round(rows, scheme).sub_(rows)
             error = float(output_error(rows, change, self._stats)[0].sum())
             if self._inverse.factor is None:  # nothing was cancelled out, and the statistics may be infinite
                 return error
-            # What rounding cancels out by correlations that are there by chance is lost on any other text.
+            # Errors that cancel by chance correlations do not cancel on other texts.
             return error + gptq.shrinkage(self._stats) * float((change.square() @ self._stats.diagonal).sum())
 
 
 def compensate(visit: Visit) -> None:
-    """Let the linears of ``visit``, unrounded, make up for what was lost before them as far as they can: its block is
-    left with their new weights. The walk must follow the float model."""
+    """Let the unrounded linears of ``visit`` make up for losses before them, as far as they can. Its block keeps their
+    new weights. The walk must follow the float model."""
     if not visit.groups:
         return
 
@@ -89,7 +87,7 @@ def errors(
     rounder: Rounder, weights: Sequence[Tensor], schemes: Sequence[WeightScheme | None]
 ) -> list[float]:
     """The squared error of all outputs of ``weights`` float32 [out, in] together under each scheme, from evenly spaced
-    rows; None keeps 16-bit floats, which is none."""
+    rows; 0 for None, which keeps 16-bit floats."""
     total = sum(len(weight) for weight in weights)
     share = min(1.0, _ROWS / total)
     rows = torch.cat([_spaced(weight, math.ceil(share * len(weight))) for weight in weights])

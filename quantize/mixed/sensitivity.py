@@ -1,7 +1,7 @@
-"""What each linear's rounding costs in the model's own output: KL divergence, measured one linear at a time.
+"""What rounding each linear costs in the model's own output: KL divergence, measured one linear at a time.
 
-Knows how to send variants of a model through its blocks; does not know budgets (``allocate``), nor how a linear is
-rounded for it (``probe``, ``rounder``).
+This file sends variants of the model through its blocks; ``probe`` and ``rounders`` round a linear, ``allocate``
+chooses within a budget.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from qserve.quantize.mixed.units import Unit, of_experts
 from qserve.runtime import heap
 
 EXCERPT = (4, 128)
-"""Windows, and tokens of each, that are enough to rank linears by."""
+"""Windows, and tokens of each, that are enough to rank linears."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One scheme for a unit: what it stores (bits, scales included) and what it is predicted to add to the
-    mean KL divergence (nats). ``scheme`` None keeps 16-bit floats."""
+    """One scheme for a unit: its stored bits, scales included, and its predicted part of the mean KL divergence (nats).
+    ``scheme`` None keeps 16-bit floats."""
 
     scheme: WeightScheme | None
     bits: int
@@ -63,16 +63,16 @@ Sensitivities = tuple[Sensitivity, ...]
 
 
 def excerpt(windows: Tensor) -> Tensor:
-    """``EXCERPT`` of ``windows`` int64 [samples, length]."""
+    """The first ``EXCERPT`` of ``windows`` int64 [samples, length]."""
     samples, length = EXCERPT
     return windows[:samples, :length]
 
 
 @dataclass(frozen=True)
 class Compensation:
-    """GPTQ will round in the end, with or without ``act_order``: its Hessians come from ``windows`` int64 [samples,
-    length], of which ``excerpt`` is a part. With ``follows`` it will follow the float model, so that the linears
-    behind one in its block make up for part of what it loses: very unequal parts."""
+    """GPTQ will round in the end, with or without ``act_order``. Its Hessians come from ``windows`` int64 [samples,
+    length], of which ``excerpt`` is a part. With ``follows`` it will follow the float model: then the linears behind
+    one in its block make up for part of its loss, for very unequal parts."""
 
     windows: Tensor
     act_order: bool = True
@@ -96,20 +96,20 @@ def measure(
 ) -> Sensitivities:
     """Measure one candidate of each unit, the one nearest to ``around`` bits per weight, and predict the others.
 
-    The hidden states of one more model for each unit go through the blocks, with only that unit rounded; at the end
-    their next-token distributions are compared with the float model's over ``windows`` int64 [samples, length]
-    (see ``excerpt``). Rounding acts on KL to second order, so the other candidates cost in proportion to the squared
-    error of the unit's output. Units are linears of blocks, or the output layer alone. One that ``windows`` never
-    reach is left out. Linears of blocks are rounded as ``compensation`` says, to nearest without it, the output layer
-    to nearest; the inputs of what is rounded as ``activations`` (dynamic) say. Where ``compensation`` follows the float
-    model, so do the unrounded linears behind the unit in its block: much of what rounding q, k and v loses is made up
-    for there, and nothing of what the down projection loses; what is measured is then evened (see ``_evened``).
-    ``offload`` is a directory for the hidden states; ``symmetric_zeros`` as in ``Format``. One block is in memory at a
-    time, and a copy of its weights where they follow.
+    For each unit, the hidden states of a model with only that unit rounded go through the blocks. At the end its
+    next-token distributions are compared with the float model's, over ``windows`` int64 [samples, length] (see
+    ``excerpt``). Rounding acts on KL to second order, so the other candidates cost in proportion to the squared error
+    of the unit's output. Units are linears of blocks, or the output layer alone. A unit that ``windows`` never reach is
+    left out. Linears of blocks are rounded as ``compensation`` says, or to nearest without it; the output layer is
+    rounded to nearest. The inputs of a rounded unit are rounded by ``activations`` (dynamic). Where ``compensation``
+    follows the float model, so do the unrounded linears behind the unit in its block: they make up for much of what
+    rounding q, k and v loses, and for nothing of what the down projection loses. The measured costs are then evened
+    (see ``_evened``). ``offload`` is a directory for the hidden states; ``symmetric_zeros`` as in ``Format``. One block
+    is in memory at a time, and a copy of its weights where they follow.
 
-    After each step that ``progress`` is told of, ``keep`` gets what the next ones need: the hidden states. To make them
-    again would be a good part of the work, as there are more with every block. ``kept`` is what the same measurement
-    gave it last, and goes on from there.
+    After each step that ``progress`` is told of, ``keep`` gets the hidden states that the next steps need. Making them
+    again would be a large part of the work, since every block adds some. ``kept`` is the last state that the same
+    measurement gave to ``keep``; it goes on from there.
     """
     walk = _Walk(
         skeleton, windows, candidates, around, symmetric_zeros, activations, compensation, offload, progress, keep
@@ -125,8 +125,8 @@ def measure(
 
 @dataclass
 class _Walk:
-    """One measurement on its way: ``passed`` blocks, then ``scored`` samples, of ``probes`` of the blocks' units; their
-    divergences over those samples add up to ``sums``. The fields before are the arguments of ``measure``."""
+    """One measurement in progress. ``probes`` of the blocks' units have passed ``passed`` blocks, and then ``scored``
+    samples; ``sums`` are their divergences over those samples. The fields before are the arguments of ``measure``."""
 
     skeleton: Skeleton
     windows: Tensor
@@ -152,7 +152,7 @@ class _Walk:
         self._floats = FloatWalk(self.skeleton, text.windows, self.offload) if text else None
 
     def resume(self, kept: Part) -> None:
-        """Go on from what ``keep`` of another measurement was given."""
+        """Go on from ``kept``, the state that an earlier run gave to ``keep``."""
         self.passed, self.scored, self.sums = kept.extra["passed"], kept.extra["scored"], kept.extra["sums"]
         self.probes += (Probe.from_json(each) for each in kept.extra["probes"])
         for number in range(1 + len(self.probes)):
@@ -161,7 +161,7 @@ class _Walk:
             self._floats.resume(kept)
 
     def pass_blocks(self) -> None:
-        """Every variant through the blocks that are left, with a new one for each unit that a block has."""
+        """Send every variant through the remaining blocks. Each block adds a variant for each of its units."""
         while self.passed < len(self.skeleton.blocks):
             self._pass_block(self.passed)
             heap.release()
@@ -169,7 +169,7 @@ class _Walk:
             self._note()
 
     def score(self) -> tuple[list[Probe], list[float]]:
-        """Every probe, that of the output layer last, and its mean divergence from the float model (nats)."""
+        """Every probe, the output layer's last, and its mean divergence from the float model (nats)."""
         tried = list(self.probes)
         with head(self.skeleton) as (linears, log_probabilities):
             rounders: dict[str, Rounder] = {}
@@ -213,14 +213,14 @@ class _Walk:
         self.skeleton.unload(index)
 
     def _output_with(self, probe: Probe, index: int, rounders: Mapping[str, Rounder]) -> Tensor:
-        """What block ``index`` makes of the float model's states with the unit of ``probe`` rounded."""
+        """The output of block ``index`` for the float model's states, with the unit of ``probe`` rounded."""
         block = copy_sharing_weights(self.skeleton.block(index))
         parts = block.named_modules(prefix=self.skeleton.blocks[index])
         linears = {name: part for name, part in parts if isinstance(part, nn.Linear)}
         with probe.rounded(linears, rounders):
             if self._floats and self.compensation and self.compensation.follows:
                 compensate(self._floats.visit(index, block, probe.reached))
-            with probe.rounded_inputs(linears, self.activations):  # noise, for which nothing is made up
+            with probe.rounded_inputs(linears, self.activations):  # this noise is not made up for
                 return _runner(block, self._calls[index])(self._variant(0))
 
     def _probe(
@@ -229,7 +229,7 @@ class _Walk:
         return Probe.of(unit, linears, rounders, self.candidates[unit], self.around, self.symmetric_zeros)
 
     def _variant(self, number: int) -> Tensor:
-        """The hidden states of one model: the float one's are 0."""
+        """The hidden states of one variant; number 0 is the float model."""
         return self._states.read(number * self._samples, (number + 1) * self._samples)
 
     def _write(self, number: int, states: Tensor) -> None:
@@ -252,7 +252,7 @@ class _Walk:
 
 
 def _predicted(probe: Probe, kl: float) -> Sensitivity:
-    """What the other schemes cost where the one that was tried costs ``kl``."""
+    """The costs of the other schemes, where the scheme that was tried costs ``kl``."""
     error = probe.errors[probe.measured]
     rate = kl / error if error else 0.0
     found = zip(probe.schemes, probe.bits, probe.errors, strict=True)
@@ -261,8 +261,8 @@ def _predicted(probe: Probe, kl: float) -> Sensitivity:
 
 
 def _evened(probes: Sequence[Probe], measured: Sequence[float], times: float) -> list[float]:
-    """``times`` the divergences ``measured``, each nearer, per weight, to that of all units together. Not of experts:
-    that they cost little is because they seldom run, and nothing is made up for them."""
+    """The divergences ``measured``, drawn per weight towards that of all units together, and multiplied by ``times``.
+    Experts keep theirs: they cost little because they seldom run, and nothing is made up for them."""
     pairs = [(probe.weights, kl) for probe, kl in zip(probes, measured, strict=True) if not of_experts(probe.modules)]
     mean = sum(kl for _, kl in pairs) / max(1, sum(weights for weights, _ in pairs))
 
@@ -285,7 +285,7 @@ def _runner(block: nn.Module, call: Call) -> Callable[[Tensor], Tensor]:
 
 
 def _inputs(linears: Mapping[str, nn.Linear], run: Callable[[], object]) -> dict[str, Tensor]:
-    """float32 [..., in]: what each of ``linears`` is given while ``run`` runs; nothing for one that does not."""
+    """float32 [..., in]: the inputs of each of ``linears`` while ``run`` runs; without those that do not run."""
     seen: dict[str, list[Tensor]] = {}
 
     def before(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

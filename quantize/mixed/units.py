@@ -1,7 +1,4 @@
-"""What mixed precision chooses for, and from: linears that must share a scheme, and the schemes they can have.
-
-Knows names, shapes, formats and loaders; does not know weights, nor what anything costs.
-"""
+"""The units of mixed precision: linears that must share a scheme, and the schemes they can have."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from qserve.quantize.job import QuantizeJob
 from qserve.quantize.plan import word_values
 
 Unit = tuple[str, ...]
-"""Linears that must share a scheme, because a loader makes one of them."""
+"""Linears that must share a scheme, because a loader fuses them into one."""
 Offered = Mapping[Unit, Sequence[WeightScheme | None]]
 """The schemes that each unit can have; None keeps 16-bit floats."""
 
@@ -37,25 +34,25 @@ def units(modules: Iterable[str]) -> list[Unit]:
 
 
 def of_experts(unit: Unit) -> bool:
-    """Whether a router decides which tokens come to it."""
+    """Whether a router decides which tokens come to the unit."""
     return _EXPERT.match(f"{unit[0]}.") is not None
 
 
 def offered(job: QuantizeJob, shapes: Mapping[str, tuple[int, int]], format: Format) -> Offered:
-    """What mixed precision chooses from; nothing where ``job`` is not mixed."""
+    """What mixed precision chooses from; empty where ``job`` is not mixed."""
     if not job.mixed:
         return {}
     if job.activations is None:
         return candidates(shapes, format, job.loaders, symmetric=job.symmetric)
-    # Where inputs are rounded, too, there is nothing between that and leaving both alone.
+    # Where inputs are rounded too, the only other choice is to leave weights and inputs alone.
     return dict.fromkeys(units(shapes), (job.weights, None))
 
 
 def candidates(
     shapes: Mapping[str, tuple[int, int]], format: Format, loaders: Sequence[str], *, symmetric: bool = True
 ) -> dict[Unit, tuple[WeightScheme, ...]]:
-    """For each unit of ``shapes`` (module -> (out, in)) the schemes that ``format`` can hold and every one of
-    ``loaders`` accepts. A unit with none is left out."""
+    """For each unit of ``shapes`` (module -> (out, in)), the schemes that ``format`` can hold and all of ``loaders``
+    accept. A unit without any is left out."""
     result = {}
     for unit in units(shapes):
         own = {module: shapes[module] for module in unit}
@@ -63,7 +60,7 @@ def candidates(
         for bits in INTEGERS.bits:
             sizes = [WeightScheme(bits, size, symmetric) for size in _GROUP_SIZES]
             fit = [scheme for scheme in sizes if _fits(scheme, own, format, loaders)]
-            # With many codes small groups cost more than they save, with few the whole input is too much for one scale.
+            # With many codes, small groups cost more than they save. With few, one scale is too little for an input.
             fitting += fit[-2:] if bits > 4 else [scheme for scheme in fit if bits == 4 or scheme.group_size != -1]
         if fitting:
             result[unit] = tuple(fitting)
