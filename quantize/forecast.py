@@ -128,7 +128,7 @@ def forecast(
     kept = _tuning_bytes(shapes, spec, offered) if distills else 0
     if job.mixed:
         kept = max(kept, _probe_bytes(skeleton) + _gathered_bytes(job, skeleton))
-    return Forecast(peak, seconds, stored, at_once, distills, 2 * kept)  # the last, and the next one until it is durable
+    return Forecast(peak, seconds, stored, at_once, distills, 2 * kept)  # the last, and the next one until that is safe
 
 
 def _tuning_bytes(shapes: Shapes, spec: QuantSpec, offered: Offered) -> int:

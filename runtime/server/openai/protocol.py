@@ -139,7 +139,7 @@ class CompletionRequest(_GenerationRequest):
 
 
 class TemplateOptions(Strict):
-    """The variables of chat templates that a client may set. A template may trust any other variable."""
+    """The variables of chat templates that a client may set. Others are refused: a template may trust them."""
 
     enable_thinking: bool | None = None
 

@@ -1,6 +1,6 @@
 """``/v1/embeddings``: texts as vectors, the pooled hidden states of the model that is served.
 
-They are computed like prompts, beside everything else that runs, and never read from the prefix cache.
+They are computed like prompts, together with everything else that runs, and never read from the prefix cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Calls to the server: the API key that they show, errors as sentences, and streams of events.
+// Calls to the server: their API key, errors as sentences, and streams of events.
 // The key is kept in sessionStorage: this tab has it until it is closed, and nothing else does.
 
 const KEY = "qserve.key";
@@ -7,7 +7,7 @@ const field = document.getElementById("key");
 const why = document.getElementById("key-why");
 let asking = null;
 
-// Whoever was asked for a key gave none: there is no use in trying again.
+// The user was asked for a key and gave none: trying again is of no use.
 export class NoKey extends Error {}
 
 // The response, if it is one of success; asks for a key as often as the server wants one.

@@ -1,4 +1,4 @@
-// A model's text as elements: paragraphs, fenced code, inline code and bold. Only text nodes are made of it.
+// A model's text as elements: paragraphs, fenced code, inline code and bold. The text only ever becomes text nodes.
 
 // Brings `parent` up to date with `text`; what has not changed since the last call stays as it is.
 export function render(parent, text) {
