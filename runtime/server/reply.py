@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """What was begun for a call. Its user must abort the generation in the end."""
+    """The generation begun for a call, and its answer. Its user must abort the generation in the end."""
 
     generation: Generation
     answer: Answer | ResponseAnswer

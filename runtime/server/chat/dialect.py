@@ -62,7 +62,7 @@ class OutputParser:
         return list(self._through(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
 
     def finish(self) -> list[Part]:
-        """What was held back, at the end of the output."""
+        """Return what was held back, at the end of the output."""
         parts = list(self._through(self._reasoning.finish())) if self._reasoning else []
         return parts + (self._tools.finish() if self._tools else [])
 

@@ -63,7 +63,7 @@ class ReasoningParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """What was held back, at the end of the output."""
+        """Return what was held back, at the end of the output."""
         thinking, rest, self._buffer = self.thinking, self._buffer, ""
         if self._state == self._answer:
             return []

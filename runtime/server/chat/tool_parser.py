@@ -56,7 +56,7 @@ class ToolParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """What was held back, at the end of the output."""
+        """Return what was held back, at the end of the output."""
         if self._state in (self._text, self._opening, self._marker, self._object, self._named):
             rest = self._raw + self._buffer
             self._content(rest.rstrip() if self.num_calls else rest)
