@@ -116,7 +116,7 @@ class Answer(ABC):
     async def chunks(
         self, outputs: Outputs, *, include_usage: bool, continuous_usage: bool = False
     ) -> AsyncIterator[Json]:
-        """The stream. A choice opens with its ``_first`` deltas and ends with an empty chunk that has the finish reason."""
+        """A choice opens with its ``_first`` deltas and ends with an empty chunk that has the finish reason."""
         usage: Json = {"usage": None} if include_usage else {}
         opened: set[int] = set()
         async for index, output in outputs:
