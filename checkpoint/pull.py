@@ -86,6 +86,8 @@ class RemoteModel:
         names = [file.name for file in self.files]
         with hub_errors(self.text):  # fetches nothing more: it tells the cache which commit the revision is
             directory = Path(snapshot_download(model_id, revision=revision, allow_patterns=names))
+        if directory.name != self.commit:  # what it fetched then was not checked
+            raise CheckpointError(f"{self.text} changed on the hub while it was fetched; try again")
         return directory / names[0] if names[0].endswith(".gguf") else directory, fetched
 
     def _cached(self, file: RemoteFile) -> str | None:

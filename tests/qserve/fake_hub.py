@@ -15,6 +15,7 @@ from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NEXT_COMMIT = COMMIT[::-1]
 LFS_SUFFIXES = (".safetensors", ".gguf", ".bin")
 
 
@@ -23,7 +24,8 @@ class FakeHub:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.revisions = {"main", "v1", COMMIT}
+        self.revisions = {"main", "v1", COMMIT, NEXT_COMMIT}
+        self.commit = COMMIT  # which main and v1 are
         self.served: list[str] = []
         self.damage: Callable[[str, bytes], bytes] = lambda name, content: content
         self.cut: str | None = None  # of this file only the half comes, once
@@ -81,7 +83,11 @@ class _Handler(BaseHTTPRequestHandler):
         for path in files:
             blob, entry = _entry(path)
             siblings.append({"rfilename": path.name, "blobId": blob, **entry})
-        self._json({"id": model, "sha": COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0})
+        commit = self._commit(revision)
+        self._json({"id": model, "sha": commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0})
+
+    def _commit(self, revision: str) -> str:
+        return revision if revision in (COMMIT, NEXT_COMMIT) else self.hub.commit
 
     def _file(self, model: str, revision: str, name: str) -> None:
         path = self.hub.root / model / name
@@ -93,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.hub.damage(name, content)[start:]
         self.send_response(206 if start else 200)
         self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", self._commit(revision))
         self.send_header("Content-Length", str(len(body)))
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")

@@ -139,6 +139,17 @@ def test_a_connection_that_breaks_and_a_file_that_is_wrong(hub, quick, tmp_path)
     assert "model.safetensors" in hub.served and "config.json" not in hub.served
 
 
+def test_a_branch_that_moves_while_it_is_pulled(hub, quick, tmp_path) -> None:
+    def moved(name: str, content: bytes) -> bytes:
+        hub.commit = fake_hub.NEXT_COMMIT
+        return content
+
+    hub.damage = moved
+    quick("pull", "org/tiny").refused(1, "org/tiny changed on the hub", "try again")
+    assert quick("pull", "org/tiny").code == 0
+    assert open_model("org/tiny", offline=True).path == snapshot(tmp_path).with_name(fake_hub.NEXT_COMMIT)
+
+
 def test_what_is_not_pulled(hub, quick) -> None:
     quick("pull", "org/pickled").refused(1, "only as pickles (pytorch_model.bin)")
     quick("pull", "org/absent").refused(1, "org/absent is neither a local path nor a model on the hub")
