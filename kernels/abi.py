@@ -1,7 +1,7 @@
-"""``csrc/qserve.h`` as ctypes sees it: the structures of operations, which follow from their dataclasses, those of the
-offline kernels, and the numbers of the enumerations.
+"""The structures of ``csrc/qserve.h`` for ctypes: operations, offline kernels, and the numbers of the enumerations.
 
-``tests/kernels/test_abi.py`` compares every offset and size with the C compiler's.
+The structure of an operation follows from its dataclass. ``tests/kernels/test_abi.py`` compares every offset and size
+with the C compiler's.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _ORDER = (C.c_void_p, C.c_int32, C.c_float)
 
 
 def name_of(operation: type) -> str:
-    """``RopeKV`` -> ``rope_kv``: the operation in C. What is laid out in tiles there has no other name."""
+    """The operation's name in C: ``RopeKV`` -> ``rope_kv``. A class that holds tiles has the name without ``Tiled``."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", operation.__name__.removeprefix("Tiled"))
     return words.lower()
 
 
 @cache
 def structure(declared: type) -> type[C.Structure]:
-    """The C structure of a dataclass: its fields and then its properties, by name. Pointers come first, then integers,
-    then floats, each in the order of declaration. ``rows`` is not among them: ``qs_op`` has it."""
+    """The C structure of a dataclass: its fields, then its properties, by name. Pointers come first, then integers,
+    then floats, each in the order of declaration. ``rows`` is left out: ``qs_op`` has it."""
     hints = get_type_hints(declared)
     properties = [name for name, value in vars(declared).items() if isinstance(value, property)]
     hints |= {name: get_type_hints(vars(declared)[name].fget)["return"] for name in properties}
@@ -51,10 +51,10 @@ def _c_type(hint: Any) -> Any:
 
 
 def describe(declared: object, address: Callable[[Tensor], int]) -> C.Structure:
-    """``declared`` as its structure; ``address`` of each of its tensors.
+    """``declared`` as its C structure; ``address`` gives the address of each of its tensors.
 
-    Raises ``ValueError`` for a tensor that is not contiguous. The rows of one with a stride among the fields may lie
-    apart (``out_stride`` for ``out``).
+    Raises ``ValueError`` for a tensor that is not contiguous. Where a tensor has a stride among the fields
+    (``out_stride`` for ``out``), its rows may lie apart.
     """
     kind: Any = type(declared)
     made = structure(kind)()
@@ -72,7 +72,7 @@ def describe(declared: object, address: Callable[[Tensor], int]) -> C.Structure:
 
 
 def operation(kinds: Mapping[str, int], declared: Mapping[str, type]) -> type[C.Structure]:
-    """``qs_op``: one of the operations that the library names, each with its number. ``declared``: by name."""
+    """``qs_op``: one of the operations that the library names, with its number. ``declared`` maps names to classes."""
     bodies = [(name, structure(declared[name])) for name in kinds]
     union = type("body", (C.Union,), {"_fields_": bodies})
     return type("op", (C.Structure,), {"_fields_": [("kind", C.c_int32), ("rows", C.c_int32), ("body", union)]})

@@ -1,5 +1,5 @@
-"""Which neighbouring operations the C kernels do in one: a norm with the products that read it, and a product of gate
-and up projections with the SiLU that joins them. What passes between them is not written then.
+"""Which neighbouring operations the C kernels compute as one: a norm with the products that read it, and the product of
+gate and up projections with the SiLU that joins them. The intermediate values are then never written.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from qserve.kernels.prepack import LANES
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """``linear`` of its input normed by ``norm``, its outputs joined by ``silu``. The rows of its weight and its bias
-    alternate then: 16 of the gate projection, 16 of the up projection."""
+    """``linear`` of its input normed by ``norm``, its outputs joined by ``silu``. With ``silu``, the rows of the weight
+    and of the bias alternate: 16 of the gate projection, 16 of the up projection."""
 
     linear: Linear
     norm: RMSNorm | None = None
@@ -26,7 +26,7 @@ class FusedLinear:
 
 
 def fuse(ops: Sequence[Op], has_kernel: Callable[[Op], bool] = lambda op: True) -> list[Op | FusedLinear]:
-    """``ops`` with what can be done in one done in one, in order. What has no kernel stays as it is."""
+    """``ops`` in order, with neighbours fused where possible. An operation without a kernel stays as it is."""
     fused: list[Op | FusedLinear] = []
     norm: RMSNorm | None = None
     for i, op in enumerate(ops):
@@ -45,7 +45,7 @@ def fuse(ops: Sequence[Op], has_kernel: Callable[[Op], bool] = lambda op: True) 
 
 
 def _is_for_products(norm: RMSNorm, behind: Sequence[Op], has_kernel: Callable[[Op], bool]) -> bool:
-    """Whether products alone read what ``norm`` writes, next of all, and before its input changes."""
+    """Whether only products read what ``norm`` writes, and they follow directly, before its input changes."""
 
     def is_product(op: Op) -> bool:
         return isinstance(op, Linear) and op.x is norm.out and op.out is not norm.x and has_kernel(op)

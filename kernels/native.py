@@ -36,7 +36,7 @@ _DECLARED = {abi.name_of(op): op for op in (*get_args(Op), TiledEmbed, TiledLine
 
 
 def library_path() -> Path | None:
-    """Where the compiled library lies beside this file, or None where the install had no compiler."""
+    """The path of the compiled library beside this file, or None where the install had no compiler."""
     path = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
     return path if path.exists() else None
 
@@ -104,12 +104,12 @@ def best_isa() -> Isa:
 
 
 def available() -> tuple[Isa, ...]:
-    """The ISAs that this machine has; none where there is no library."""
+    """The ISAs that this machine has; empty where there is no library."""
     return () if missing() else tuple(isa for i, isa in enumerate(ISAS) if library().qs_has_isa(i))
 
 
 def not_run() -> tuple[Isa, ...]:
-    """The ISAs that the library has kernels for and this machine cannot run; none where there is no library."""
+    """The ISAs that the library has kernels for but this machine cannot run; empty where there is no library."""
     on_arm = platform.machine() in ("aarch64", "arm64")
     compiled = ("scalar", "neon") if on_arm else tuple(isa for isa in ISAS if isa != "neon")
     return () if missing() else tuple(isa for isa in ISAS if isa in compiled and isa not in available())
@@ -126,7 +126,7 @@ def address(tensor: Tensor | None) -> int | None:
 def run_pieces(
     kernel: C._NamedFuncPointer, op: C.Structure, pieces: int, threads: int | None = None, isa: Isa | None = None
 ) -> None:
-    """Compute ``op`` by a kernel that does any of its ``pieces``, shared among ``threads``."""
+    """Compute ``op`` by a kernel that takes a range of its ``pieces``; ``threads`` share them."""
     level = ISAS.index(isa or best_isa())
 
     def part(first: int, count: int) -> int:
@@ -154,7 +154,7 @@ class _Pool:
             raise CapacityError(f"cannot start {threads} threads{where}: use a smaller --{option}")
 
     def describe(self, step: Step) -> C.Structure:
-        """Mostly two programs run for a step, one after the other."""
+        """``step`` as its C structure. It is kept, because usually two programs run one after the other for a step."""
         if step is not self._step:
             self._step, self._described = step, abi.describe(step, Tensor.data_ptr)
         return self._described
@@ -165,8 +165,8 @@ class _Pool:
 
 
 class _NativeProgram:
-    """Operations as C structures, and between them those that have no kernel. Keeps alive every tensor whose address it
-    gave away."""
+    """Operations as C structures, with fallbacks between them where there is no kernel. Keeps every tensor alive whose
+    address it gave away."""
 
     def __init__(self, executor: NativeExecutor, max_rows: int) -> None:
         self._library = library()
@@ -189,7 +189,7 @@ class _NativeProgram:
         needed = self._library.qs_scratch_bytes(self._ops, count, self._max_rows, self._pool.threads)
         self._scratch = torch.empty(needed + 64, dtype=torch.uint8)
         self._aligned = -(-self._scratch.data_ptr() // 64) * 64
-        # Runs of C operations, each (address, number), with what is computed otherwise before it.
+        # Runs of C operations as (fallback to compute before them, address, number).
         self._runs: list[tuple[Fallback | None, int, int]] = []
         breaks = [(0, None), *self._fallbacks, (count, None)]
         for (begin, fallback), (end, _) in pairwise(breaks):
@@ -263,8 +263,8 @@ def _unsupported(weight: QuantizedWeight) -> str | None:
 class NativeExecutor:
     """The C kernels on ``threads`` threads. A row's result does not depend on the rest of the batch.
 
-    ``cpus``: one thread is pinned to each; the first is that of the thread that runs a program, while it does.
-    Raises ``CapacityError`` where threads cannot be had, or not there.
+    ``cpus``: one thread is pinned to each. The first is for the thread that calls ``run``, for the time of the call.
+    Raises ``CapacityError`` where the threads cannot be started, or not on these CPUs.
     """
 
     name = "native"

@@ -4,8 +4,8 @@ A model describes itself once as a list of operations over fixed buffers (a prog
 list at load and runs it for every step. Every buffer is row-major, lies where the executor's ``Placement`` says, and
 has room for the largest step.
 
-An operation is declared here alone. Its fields, and after them its properties, are what the C kernels are told by
-name (``abi.structure``); ``reference.compute`` says in torch what it is; an executor without a kernel for it runs that.
+An operation is declared only here. The C kernels get its fields and then its properties by name (``abi.structure``).
+``reference.compute`` defines it in torch, and an executor without a kernel for it runs that.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Rows = Literal["tokens", "logits"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and in which form an executor takes a model's buffers.
+    """Where an executor takes a model's buffers, and in which form.
 
     Attributes:
-        device: of every buffer and of the cache; the tensors of a ``Step`` are in the memory of the machine.
-        activations: dtype of what products read. The residual stream and the logits are float32 everywhere.
-        keys_by_token: a page's keys lie token by token in memory, like its values; the shape that an operation sees
-            is that of ``RopeKV`` all the same.
-        dense: dtype in which products hold dense weights; None where each stays as it is stored.
+        device: of every buffer and of the cache; the tensors of a ``Step`` are in the machine's own memory.
+        activations: dtype of the inputs of products. The residual stream and the logits are float32 everywhere.
+        keys_by_token: a page's keys lie token by token in memory, like its values. The shape that an operation sees
+            is still that of ``RopeKV``.
+        dense: dtype in which products hold dense weights; None keeps each as it is stored.
     """
 
     device: torch.device
@@ -53,11 +53,11 @@ HOST = Placement(torch.device("cpu"), torch.float32)
 class Embed:
     """out[r] = table[token_ids[r]] * scale; table [vocab, width] in float32, float16 or bfloat16, or packed.
 
-    A packed one lies a byte to a code, of 6 bits too: a token reads one row, so narrower codes would not be faster,
-    only a quarter smaller.
+    A packed table takes a byte for each code, even for 6 bits: a token reads only one row, so narrower codes would not
+    be faster, only a quarter smaller.
 
-    Where the executor is asynchronous, a token id -1 - i stands for ``sampled[i]`` (int32), or for token 0 where that
-    is negative: a token that is on the device and not yet known to the machine.
+    On an asynchronous executor a token id -1 - i stands for ``sampled[i]`` (int32), or for token 0 where that is
+    negative: a token that is on the device and not yet known to the host.
     """
 
     table: Tensor | QuantizedWeight
@@ -85,9 +85,9 @@ class RMSNorm:
 class Linear:
     """out[r] = W x[r] + bias, or added to ``out[r]`` where ``accumulate`` (the residual stream).
 
-    ``weight`` is dense [out, in] or packed. Where a packed weight has ``activations``, the input is rounded exactly as
-    they say (see ``reference.round_input``) before the product. Where it has none, a product of integers may round its
-    input to int8 with one scale per 64 inputs or fewer; every other product takes the input as it is, in float32.
+    ``weight`` is dense [out, in] or packed. If a packed weight has ``activations``, the input is rounded exactly as
+    they say (see ``reference.round_input``) before the product. Otherwise an integer product may round its input to
+    int8 with one scale per 64 inputs or fewer; every other product takes the input as it is, in float32.
     ``out`` may be a slice of the columns of a wider buffer.
     """
 
@@ -107,12 +107,12 @@ class RopeKV:
     rotates nothing. q_norm and k_norm [head_dim] normalize each head first (Qwen3).
 
     Caches: k [blocks, kv_heads, head_dim, 16], v [blocks, kv_heads, 16, head_dim], float32, float16, bfloat16, int8 or
-    float8_e4m3fn. The last two hold k / k_scale and v / v_scale (float32 [kv_heads]), rounded to the nearest, ties to
-    even, and saturated: int8 at 127 either way, e4m3 at 448. What is not finite is stored as NaN, which int8 writes as
-    -128.
+    float8_e4m3fn. The last two hold k / k_scale and v / v_scale (scales float32 [kv_heads]), rounded to nearest, ties
+    to even, and saturated: int8 at -127 and 127, e4m3 at -448 and 448. Values that are not finite are stored as NaN,
+    which int8 writes as -128.
 
-    k_center, float32 [kv_heads, head_dim], is taken from each rotated key: all scores of a query move alike, and what
-    is common to all keys takes no bits of a coarse cache.
+    k_center, float32 [kv_heads, head_dim], is subtracted from each rotated key. All scores of a query shift by the same
+    amount, and a coarse cache spends no bits on what all keys have in common.
     """
 
     qkv: Tensor
@@ -258,8 +258,8 @@ class Program(Protocol):
     """Operations made ready by an executor, in order."""
 
     def add(self, ops: Sequence[Op]) -> None:
-        """Make ``ops`` ready now; packed weights are laid out for the kernels, and need not be kept. What one of them
-        writes for others of them, and nothing else reads, may stay unwritten."""
+        """Make ``ops`` ready now. Packed weights are laid out for the kernels; the originals need not be kept. A value
+        that one of ``ops`` writes and only others of them read may stay unwritten."""
         ...
 
     def run(self, step: Step) -> None: ...
@@ -268,9 +268,9 @@ class Program(Protocol):
 class Executor(Protocol):
     """A way to compute operations.
 
-    ``supports`` answers None, or why there is no kernel for an operation: programs compute it by its reference then.
-    ``asynchronous``: a program's run returns before it is computed. ``warm_sizes``: numbers of rows, the first step of
-    which takes long to make ready.
+    ``supports`` returns None, or why an operation has no kernel; programs then compute it by its reference.
+    ``asynchronous``: a program's run returns before it is computed. ``warm_sizes``: numbers of rows whose first step
+    takes long to prepare.
     """
 
     name: str
@@ -282,8 +282,8 @@ class Executor(Protocol):
     def supports(self, op: Op) -> str | None: ...
 
     def packed_bytes(self, scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
-        """Bytes of a packed weight [out, in] as its product holds it, but for an order of inputs. At most so many: what
-        its scales are is not known before they are read."""
+        """Bytes of a packed weight [out, in] as its product holds it, without an order of inputs. An upper bound: the
+        type of its scales is not known before they are read."""
         ...
 
     def program(self, max_rows: int) -> Program:

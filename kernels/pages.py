@@ -1,5 +1,5 @@
-"""Memory in huge pages, where the system gives them: what a step reads is far more than the address caches of a
-processor cover in small ones. Knows bytes; does not know what they hold.
+"""Memory in huge pages, where the system gives them: a step reads far more than a processor's address caches cover in
+small pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LINE = 64
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialized tensor that begins a huge page. What nothing touches never becomes resident."""
+    """An uninitialized tensor that begins a huge page. Memory that nothing touches never becomes resident."""
     count = int(torch.Size(shape).numel())
     if count == 0:
         return torch.empty(*shape, dtype=dtype)
@@ -35,7 +35,7 @@ def _mapped(size: int) -> Tensor:
 
 
 class Arena:
-    """Tensors that are only read, one behind the other in the order in which they are used."""
+    """Read-only tensors, one behind the other in the order in which they are used."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)

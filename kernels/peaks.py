@@ -1,4 +1,4 @@
-"""What this machine does at most, measured: the roof that kernels are compared with."""
+"""The peak rates of this machine, measured: the roof that kernels are compared with."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from qserve.kernels.threads import default_threads
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the machine does at most: ``products`` of bytes per second, None where no instruction sets their rate, and
-    ``bytes`` read from memory per second."""
+    """The peak rates of this machine: ``products`` of bytes per second (None where it has no instruction whose rate a
+    kernel could reach) and ``bytes`` read from memory per second."""
 
     products: float | None
     bytes: float
 
 
 def measure(threads: int | None = None, isa: native.Isa | None = None, repeats: int = 5) -> Peaks:
-    """The best of ``repeats`` tries of some hundredths of a second, all ``threads`` at once."""
+    """The best of ``repeats`` tries of some hundredths of a second each, with all ``threads`` at once."""
     c, threads, level = native.library(), threads or default_threads(), native.ISAS.index(isa or native.best_isa())
     share = 128 << 20  # of each thread: far more than caches hold
     memory = pages.empty((threads, share), torch.uint8).fill_(1)

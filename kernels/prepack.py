@@ -24,9 +24,9 @@ _ROWS = 4096
 class IntTiles:
     """A packed weight as tiles.
 
-    weight uint8; scales [tiles, groups, 16], float16 where it holds all of them exactly, as most checkpoints store
-    them, else float32; zeros int32 of the same shape, or None for the constant ``zero``; permutation int32 [k]: the
-    column of x behind each input, -1 for padding; or None.
+    weight uint8; scales [tiles, groups, 16], float16 where that holds all of them exactly (as most checkpoints store
+    them), else float32; zeros int32 of the same shape, or None for the constant ``zero``; permutation int32 [k], the
+    column of x behind each input (-1 for padding), or None.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
     activation scale.
     """
@@ -61,15 +61,15 @@ def float8_tiles(packed: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 
 def is_expanded(scheme: WeightScheme, activations: ActivationScheme | None) -> bool:
-    """Whether no kernel multiplies what is packed, and the weight is held in float32 instead: integers by e4m3."""
+    """Whether no kernel multiplies the packed weight, so it is held in float32: integer weights, e4m3 inputs."""
     return scheme.grid is INTEGERS and activations is not None and activations.grid is E4M3
 
 
 def tile_bytes(
     scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int, *, half_scales: bool = False
 ) -> int:
-    """Bytes of a packed weight [out, in] as the kernels hold it, but for padding. ``half_scales``: float16 holds its
-    scales, which is not known before they are read; without, it is the most."""
+    """Bytes of a packed weight [out, in] as the kernels hold it, without padding. ``half_scales``: float16 holds its
+    scales, which is not known before they are read; False gives the upper bound."""
     if is_expanded(scheme, activations):
         return 4 * out * inp
     codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
@@ -80,8 +80,8 @@ def tile_bytes(
 def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple[int, int, int]:
     """(group, act_group, act_span) for weight groups of ``width`` inputs; the span is 0 for a whole token.
 
-    Inputs that no scheme rounds share a scale by 64, or by 32 where the weights have more than 4 bits: there rounding
-    the inputs is most of the error (five sixths of that of an output head). An odd width, which only weights per
+    Inputs that no scheme rounds share a scale by 64, or by 32 where the weights have more than 4 bits: there most of
+    the error comes from rounding the inputs (five sixths for an output head). An odd width, which only weights per
     channel have, is padded to a multiple of the activation group.
     """
     if activations is not None and activations.granularity != "group":
@@ -97,9 +97,9 @@ def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple
 def int_tiles(packed: QuantizedWeight) -> IntTiles:
     """Tiles of 4-bit nibbles for up to 4 bits, of bytes above.
 
-    Inputs are reordered where the groups are not consecutive, and padded where they are short, so that every
-    group has the same width and holds a whole number of activation groups. Without a scheme for the activations they
-    have a scale of their own, see ``_spans``.
+    Inputs are reordered where groups are not consecutive, and padded where groups are short, so that every group has
+    the same width and holds a whole number of activation groups. Without an activation scheme, inputs get scales of
+    their own, see ``_spans``.
     """
     width = packed.scheme.group_width(packed.in_features)
     group, act_group, act_span = _spans(width, packed.scheme.bits, packed.activations)
@@ -146,15 +146,15 @@ def _narrowed(scales: Tensor) -> Tensor:
 
 
 def int8_scheme(inp: int, group_size: int = 64) -> WeightScheme:
-    """What ``round_to_int8`` makes of ``inp`` inputs: groups, or one where they are no whole number of groups."""
+    """The scheme that ``round_to_int8`` uses for ``inp`` inputs: groups, or one group where they do not divide it."""
     return WeightScheme(8, group_size if inp % group_size == 0 and inp != group_size else -1)
 
 
 def round_to_int8(weight: Tensor, group_size: int = 64) -> QuantizedWeight:
     """A dense [out, in] as symmetric int8 with a scale per group, for products that int8 serves as well.
 
-    Rounded to nearest; on the output head of a small model it costs a KL divergence of about 0.001. Scales are numbers
-    of float16, of its normal ones: a group below 2^-7 is rounded to steps of 2^-14.
+    Rounded to nearest. On the output head of a small model this costs a KL divergence of about 0.001. Scales are normal
+    float16 numbers: a group below 2^-7 is rounded to steps of 2^-14.
     """
     out, inp = weight.shape
     scheme = int8_scheme(inp, group_size)

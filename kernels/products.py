@@ -1,7 +1,7 @@
-"""What calibration multiplies: linears, second moments and causal attention, with sums in float32.
+"""The products of calibration: linears, second moments and causal attention, with sums in float32.
 
-Knows in which precision this processor multiplies fastest, how work is packed and shared among threads; does not know
-what the results are for. See ``csrc/qserve.h``. Without the C library it is all torch's, in float32.
+They run in the precision in which this processor multiplies fastest, packed and shared among threads, see
+``csrc/qserve.h``. Without the C library torch computes everything, in float32.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from qserve.kernels import abi, native
 # As in ``qserve.h``: columns of a panel, and rows of a chunk.
 _PANELS = {torch.float32: 48, torch.bfloat16: 64}
 _CHUNK = 96
-# Bytes of a column that are packed together: enough that threads seldom meet, few enough for the last-level cache.
+# Bytes of a column to pack at a time: enough that threads seldom meet, few enough for the last-level cache.
 _COLUMN = 4096
-# With fewer rows, packing a weight costs more than multiplying it faster gains.
+# With fewer rows, packing a weight costs more than the faster product gains.
 _WORTH_PACKING = 64
 
 
 def multiplied() -> torch.dtype:
-    """What this machine multiplies: bfloat16 where it does so faster than float32 (AVX512-BF16), else float32."""
+    """The dtype this machine multiplies: bfloat16 where that is faster than float32 (AVX512-BF16), else float32."""
     here = native.missing() is None and native.library().qs_multiplies_bf16(native.ISAS.index(native.best_isa()))
     return torch.bfloat16 if here else torch.float32
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, threads: int | None = None) -> Tensor:
-    """``inputs`` float32 [..., in] by ``weight`` float32 [out, in]: float32 [..., out]. No row's result depends on
-    another, nor on the number of threads."""
+    """``inputs`` float32 [..., in] by ``weight`` float32 [out, in]: float32 [..., out]. A row's result depends neither
+    on other rows nor on the number of threads."""
     outputs, width = weight.shape
     rows = inputs.reshape(-1, width)
     if len(rows) < _WORTH_PACKING or native.missing() is not None:
@@ -55,12 +55,12 @@ def add_moment(
     magnitudes: tuple[Tensor, Tensor] | None = None,
     threads: int | None = None,
 ) -> None:
-    """``out = keep * out + gain * left^T right``, in place; ``left`` None is ``right``, and then only what lies on or
-    above the diagonal of ``out`` is right afterwards.
+    """``out = keep * out + gain * left^T right``, in place. If ``left`` is None, it is ``right``, and afterwards only
+    the diagonal of ``out`` and what lies above it are valid.
 
     out float32 [left's width, right's width], contiguous; left and right [rows, width], rounded to ``multiplied()``.
-    ``magnitudes`` float32 [width] each: the largest of each column of ``right`` so far, and their sum, both updated.
-    The result does not depend on the number of threads.
+    ``magnitudes`` float32 [width] each: the largest magnitude of each column of ``right`` so far, and the sum of
+    magnitudes; both are updated. The result does not depend on the number of threads.
     """
     rows, width = right.shape
     height = width if left is None else left.shape[1]
@@ -134,7 +134,7 @@ def _panels(width: int, rows: int, dtype: torch.dtype) -> Tensor:
 def _pack(
     rows: Tensor, packed: Tensor, magnitudes: tuple[Tensor, Tensor] | None, threads: int | None, *, turned: bool = False
 ) -> None:
-    """``rows`` [count, width], float32 and the transpose of a matrix in rows where ``turned``."""
+    """``rows`` [count, width] in panels. ``turned``: ``rows`` is float32 and the transpose of the matrix."""
     along = 0 if turned else 1
     rows = rows if turned else _readable(rows, packed.dtype)
     most, total = magnitudes or (None, None)

@@ -1,7 +1,7 @@
 """Every operation in plain torch: slow, obvious, and what the fast kernels are tested against.
 
-It computes packed products from dequantized weights and rounds their inputs only where the weight says so, so it is
-also the measure of what the kernels' own rounding costs.
+Packed products use dequantized weights, and inputs are rounded only where the weight says so. The reference therefore
+also measures what the kernels' own rounding costs.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def round_input(x: Tensor, activations: ActivationScheme, input_scale: float | N
     """The input of a product [..., in] as ``activations`` rounds it, in float32.
 
     A dynamic scale is the largest magnitude over 127 (int8) or 448 (e4m3): of a token, or of each ``group_size``
-    inputs of it (the last group may be short). One for the whole tensor would let a token's neighbours change it, so
-    ``tensor`` is taken per token, which is finer. A static scheme takes ``input_scale`` and saturates. Values are
-    rounded half to even; what shares a dynamic scale with NaN or infinity becomes NaN, with a static one the whole row.
+    inputs of it (the last group may be short). ``tensor`` is taken per token, which is finer: with one scale for the
+    whole tensor a token's neighbours could change it. A static scheme takes ``input_scale`` and saturates. Values are
+    rounded half to even. NaN or infinity turns all inputs that share its dynamic scale into NaN, and the whole row
+    where the scale is static.
     """
     spans = x.float()[..., None, :]
     width = x.shape[-1]
@@ -63,7 +64,7 @@ def round_input(x: Tensor, activations: ActivationScheme, input_scale: float | N
     limit = activations.grid.largest
     if input_scale is None:
         scale = absmax / limit
-        # A number over a tensor would be its reciprocal times the number, rounded twice.
+        # A scalar divided by a tensor would be computed as reciprocal times scalar, which rounds twice.
         inverse = torch.where(absmax < _SMALLEST, 0.0, torch.full_like(absmax, limit) / absmax)
     else:
         scale = torch.tensor(input_scale, dtype=torch.float32)
@@ -188,7 +189,7 @@ class _Product:
 
 
 def prepare(op: Op) -> Op | _Product:
-    """``op`` as ``compute`` does it at once: its weight is dequantized."""
+    """``op`` made ready for ``compute``: its weight is dequantized."""
     if not isinstance(op, Linear):
         return op
     weight = op.weight.dequantize() if isinstance(op.weight, QuantizedWeight) else op.weight.float()
@@ -196,8 +197,8 @@ def prepare(op: Op) -> Op | _Product:
 
 
 def compute(op: Op | _Product, step: Step, rows: slice) -> None:
-    """The ``rows`` of an operation of ``step``: this says what every operation is. Rows that are computed by themselves
-    depend on no other; together their sums may have another order."""
+    """Compute ``rows`` of an operation of ``step``: the definition of every operation. Rows that are computed one at a
+    time depend on no other; computed together, their sums may have another order."""
     match op:
         case _Product():
             op.run(rows)
@@ -241,15 +242,15 @@ D = TypeVar("D", bound="Op | _Product | Step")
 
 
 def on_device(declared: D, device: torch.device) -> D:
-    """``declared`` with all of its tensors on ``device``, those that are there already as they are."""
+    """``declared`` with all of its tensors on ``device``; those that are there already are not copied."""
     found = {field.name: getattr(declared, field.name) for field in fields(declared)}
     moved: Any = {name: x.to(device) for name, x in found.items() if isinstance(x, Tensor)}
     return replace(declared, **moved)
 
 
 class Fallback:
-    """An operation without a kernel, in a program that has kernels for others: computed by its reference, a row at a
-    time where ``invariant``, so that no neighbour changes a row there either. ``device``: of the buffers."""
+    """The reference of an operation without a kernel, inside a program that has kernels for others. ``invariant``: one
+    row at a time, so that no neighbour changes a row there either. ``device``: where the buffers are."""
 
     def __init__(self, op: Op, *, invariant: bool, device: torch.device = HOST.device) -> None:
         self._op, self._invariant = on_device(prepare(op), device), invariant

@@ -29,7 +29,7 @@ class ExecutorStatus:
 
 
 def _triton_missing() -> str | None:
-    """None where the GPU kernels run here, on a GPU or in Triton's interpreter; otherwise the reason why not."""
+    """None where the GPU kernels run here, on a GPU or in Triton's interpreter; otherwise the reason."""
     if find_spec("triton") is None:
         return "triton is not installed (no GPU kernels on this platform)"
     from qserve.kernels.triton import target  # Triton takes a while to import, and few commands need it
@@ -56,7 +56,7 @@ def executors() -> list[ExecutorStatus]:
 
 
 def triton_kernels() -> list[tuple[str, str]]:
-    """Each Triton kernel with what it computes, and why it is not used here where it is not."""
+    """Each Triton kernel: what it computes, and if it is not used here, why."""
     if find_spec("triton") is None:
         return []
     from qserve.kernels.triton import support, target
@@ -74,7 +74,7 @@ def triton_kernels() -> list[tuple[str, str]]:
 
 
 def configurations() -> list[str]:
-    """By which configurations the GPU that is here computes products, in lines."""
+    """Which configurations this machine's GPU computes products by, in lines."""
     missing = _triton_missing()
     if missing is None and not torch.cuda.is_available():
         missing = "Triton's interpreter needs none"
@@ -103,10 +103,11 @@ def require_autotune(executor: Executor) -> None:
 
 
 def settle(executor: Executor, autotune: bool = False, progress: Callable[[int, int], None] | None = None) -> list[str]:
-    """Decide how ``executor`` divides the products of the programs that it was given, before the first step. What there
-    is to say of it, in lines.
+    """Decide how ``executor`` divides the products of its programs, before the first step. Returns notes on that, in
+    lines.
 
-    ``autotune`` times those that were not timed here before, as ``require_autotune`` allowed; ``progress`` counts them.
+    ``autotune`` times products that were not timed here before, if ``require_autotune`` allowed it; ``progress`` counts
+    them.
     """
     if executor.name != "triton" or executor.placement.device.type != "cuda" or executor.batch_invariant:
         return []
@@ -125,8 +126,8 @@ def settle(executor: Executor, autotune: bool = False, progress: Callable[[int, 
 
 
 def compile_kernels(executor: Executor, work: Callable[[], None]) -> None:
-    """Have the kernels of ``work`` compiled, as many at a time as there are threads, where ``executor`` compiles them
-    at their first launch: one after another they take a minute. What ``work`` computes here is rubbish."""
+    """If ``executor`` compiles kernels at their first launch, compile those of ``work`` now, as many at a time as there
+    are threads: one after another they take a minute. The results of ``work`` are rubbish."""
     if executor.name != "triton" or executor.placement.device.type != "cuda":
         return
     from qserve.kernels.triton.launch import compiling
@@ -145,8 +146,8 @@ def make(
     name: str = "auto", threads: int | None = None, activations: torch.dtype = torch.bfloat16,
     cpus: Sequence[int] | None = None,
 ) -> Executor:
-    """The executor called ``name``; ``auto`` is the best that this machine has. ``activations`` is in which dtype a GPU
-    computes; everything else computes in float32. ``threads`` and ``cpus``: of the native kernels.
+    """The executor called ``name``; ``auto`` is the best that this machine has. ``activations`` is the dtype in which a
+    GPU computes; everything else computes in float32. ``threads`` and ``cpus`` are for the native kernels.
 
     Raises ``UsageError`` for an unknown name and ``CapacityError`` for one that is not available here.
     """
@@ -183,7 +184,7 @@ def without_kernels() -> list[str]:
 
 
 def fallbacks(executor: Executor, ops: Iterable[Op]) -> Counter[str]:
-    """The operations among ``ops`` that have no kernel and are computed by their torch reference, in words: each with
-    the reason, and how often."""
+    """The operations among ``ops`` that have no kernel and are computed by their torch reference: a line with the name
+    and the reason for each, and how often it occurs."""
     reasons = ((op, executor.supports(op)) for op in ops)
     return Counter(f"{name_of(type(op))}: {reason}" for op, reason in reasons if reason is not None)

@@ -1,7 +1,6 @@
-"""What quantizers compute in C: scales of least error, and GPTQ's pass over the inputs.
+"""Quantizers' inner loops in C: scales of least error, and GPTQ's pass over the inputs.
 
-Knows how a weight is handed to C and shared among threads; does not know how scales or an order are chosen. See
-``csrc/qserve.h``.
+Weights are handed to ``csrc/qserve.h`` and shared among threads; scales and orders are chosen elsewhere.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ def search_scales(
     threads: int | None = None,
     isa: Isa | None = None,
 ) -> None:
-    """Replace ``scales`` float32 [rows] and ``zeros`` (the same, or None where every code of 0 is ``zero``) by better
-    ones for ``weight`` float32 [rows, width]; ``importance`` float32 [period, width], that of row r is r % period.
-    What the search is: ``qs_scale_search`` in ``csrc/qserve.h``."""
+    """Replace ``scales`` float32 [rows] and ``zeros`` (of the same shape, or None where the code of 0 is always
+    ``zero``) by better ones for ``weight`` float32 [rows, width]. ``importance`` is float32 [period, width]; row r uses
+    row r % period. The search is that of ``qs_scale_search`` in ``csrc/qserve.h``."""
     rows, width = weight.shape
     candidates = torch.tensor(ranges, dtype=torch.float32)
     op = abi.ScaleSearch(
         weight=address(weight), importance=address(importance), ranges=address(candidates), scales=address(scales),
         zeros=address(zeros), width=width, period=len(importance), steps=len(candidates), zero=zero, max_code=max_code,
     )  # fmt: skip
-    # A thread wakes in the time in which so many weights are searched, about.
+    # Waking a thread takes about as long as searching this many weights.
     threads = threads or min(default_threads(), max(1, weight.numel() >> 15))
     run_pieces(library().qs_search_scales, op, rows, threads, isa)
 
@@ -56,13 +55,13 @@ def sweep(
     threads: int | None = None,
     isa: Isa | None = None,
 ) -> Tensor:
-    """The codes uint8 [out, in] of ``weight`` float32 [out, in], input by input, later ones making up for the
+    """The codes uint8 [out, in] of ``weight`` float32 [out, in], chosen input by input; later inputs compensate for the
     error of earlier ones.
 
-    ``order`` int64 [in] says which comes when; ``upper`` float32 [in, in], in that order, is the factor of the inverse
-    Hessian; ``scales`` and ``zeros`` float32 [out, groups] belong to consecutive inputs, zeros None where every code of
-    0 is ``zero``. What it computes: ``qs_sweep`` in ``csrc/qserve.h``. No row's result depends on another, nor on
-    ``threads``.
+    ``order`` int64 [in] says which input comes when. ``upper`` float32 [in, in], in that order, is the factor of the
+    inverse Hessian. ``scales`` and ``zeros`` float32 [out, groups] belong to consecutive inputs; zeros is None where
+    the code of 0 is always ``zero``. The computation is that of ``qs_sweep`` in ``csrc/qserve.h``. A row's result
+    depends neither on other rows nor on ``threads``.
     """
     outputs, inputs = weight.shape
     if upper.shape != (inputs, inputs) or len(order) != inputs or inputs % scales.shape[1] or len(scales) != outputs:

@@ -1,4 +1,4 @@
-"""How many threads compute, and where. Torch's pool and ours share the same cores; only one of them may be at work."""
+"""How many threads compute, and where. Torch's pool and ours share the same cores, so only one may work at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def usable_cpus() -> list[int] | None:
 
 
 def require_cpus(cpus: Sequence[int]) -> None:
-    """Raise ``CapacityError`` where a thread cannot be pinned to each of ``cpus``."""
+    """Raise ``CapacityError`` where threads cannot be pinned to all of ``cpus``."""
     usable = usable_cpus()
     if usable is None:
         raise CapacityError("this system does not let a program choose its CPUs: leave out --cpu-list")
@@ -59,8 +59,8 @@ def cpu_ranges(cpus: Sequence[int]) -> str:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Torch's threads spin between operations: they take the cores from ours, and where another process keeps a
-    core busy every small operation waits for the thread that was put aside."""
+    """Limit torch to ``count`` threads. They spin between operations: they take the cores from ours, and where another
+    process keeps a core busy, every small operation waits for the thread that was put aside."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -70,8 +70,8 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def share(work: Callable[[int, int], T], count: int, threads: int | None = None) -> list[T]:
-    """``work(first, how many)`` by each thread, the caller being one, of what is left of ``count`` pieces, some at a
-    time: a core that others keep busy does fewer. For C kernels: a call lets go of the interpreter's lock."""
+    """Run ``work(first, how many)`` in each thread, the caller included, on some of the remaining ``count`` pieces at a
+    time: a core that others keep busy does fewer. For C kernels, whose calls release the interpreter's lock."""
     threads = max(1, min(threads or default_threads(), count))
     step = count if threads == 1 else max(1, count // (_TURNS * threads))
     starts = iter(range(0, count, step))
@@ -85,5 +85,5 @@ def share(work: Callable[[int, int], T], count: int, threads: int | None = None)
 
 @cache
 def _helpers(threads: int) -> ThreadPoolExecutor:
-    """They sleep when there is nothing to do."""
+    """A pool whose threads sleep when there is nothing to do."""
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="kernels")

@@ -1,6 +1,6 @@
-"""Products and embeddings as the C kernels read them: the weight in tiles or in bytes, numbers for what it is.
+"""Products and embeddings as the C kernels read them: weights in tiles or bytes, and numbers that describe them.
 
-``qs_linear`` and ``qs_embed`` of ``csrc/qserve.h`` have these fields, and say what they mean.
+The fields are those of ``qs_linear`` and ``qs_embed`` in ``csrc/qserve.h``, which says what they mean.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TiledEmbed:
 
 
 def tile_linear(fused: FusedLinear, keep: Keep) -> TiledLinear:
-    """Raises ``ValueError`` where the weight does not map ``x`` to ``out``: the C side trusts its numbers."""
+    """Raises ``ValueError`` where the weight does not map ``x`` to ``out``: the C side does not check its numbers."""
     op, norm = fused.linear, fused.norm
     x, out = norm.x if norm else op.x, fused.silu.out if fused.silu else op.out
     packed = isinstance(op.weight, QuantizedWeight)
@@ -95,7 +95,7 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
     if scheme.grid is INTEGERS and not is_expanded(scheme, activations):
         tiles = int_tiles(weight)
         return {
-            # In this order: what is fetched ahead at the end of the weights before are these scales.
+            # In this order: at the end of the preceding weights, the prefetch runs into these scales.
             "scales": keep(tiles.scales),
             "zeros": None if tiles.zeros is None else keep(tiles.zeros),
             "weight": keep(tiles.weight),

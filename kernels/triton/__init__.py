@@ -2,5 +2,5 @@
 
 import os
 
-# Multiplications and additions are fused where a kernel does not say; versions of Triton differ, unless told.
+# Fuse multiplications and additions where a kernel does not say: unless told, versions of Triton differ.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

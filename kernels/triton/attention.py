@@ -1,15 +1,17 @@
 """Causal attention over the paged cache: prompts by tiles of queries, decodes by tiles of heads and pieces of keys.
 
-The softmax is computed online (Milakov and Gimelshein, 2018; Dao et al., 2022). The keys of every query are divided
-at the multiples of ``CHUNK``, whoever computes it: a tile of a prompt folds its chunks one after another, and of a
-decode the chunks are units of work of their own (Flash-Decoding), folded afterwards in the same order and by the same
-instructions. So the split depends on nothing but the query's own position, and nothing is added by atomics.
+The softmax is computed online (Milakov and Gimelshein, 2018; Dao et al., 2022). The keys of every query are divided at
+the multiples of ``CHUNK``, whichever kernel computes them. A tile of a prompt folds its chunks one after another. The
+chunks of a decode are units of work of their own (Flash-Decoding), folded afterwards in the same order and by the same
+instructions. So the split depends only on the query's own position, and nothing is added by atomics.
 
 Decodes run on a fixed number of programs that share out the units, so that one CUDA graph replays at any length. The
 query heads of a key head are the rows of one matrix product. Codes of 8 bits become float16, which holds them exactly;
-the scale of the keys goes into that of the softmax, the scale of the values into the result. The matrix unit wants
-values across keys, but only words of 16 bits are turned on their way to it: two codes of a key are such a word, and the
-even dimensions are multiplied apart from the odd; by the many rows of a tile that would be more products than it saves.
+the scale of the keys goes into that of the softmax, the scale of the values into the result.
+
+The matrix unit wants values across keys, but only 16-bit words are transposed on their way to it. Two codes of a key
+make such a word, and the even dimensions are multiplied apart from the odd. In a tile with many rows that would cost
+more products than it saves.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ RESERVED = 1 << 10
 
 @dataclass(frozen=True)
 class Shape:
-    """How a product is cut. ``rows`` of queries and heads, ``keys`` at a time, ``stages`` of keys on their way.
+    """How a product is cut: ``rows`` of queries and heads, ``keys`` at a time, ``stages`` of keys in flight.
     ``pairs``: values are read as words of two codes."""
 
     rows: int
@@ -45,24 +47,24 @@ class Shape:
 
 
 def tile_shape(op: Attention, warp: int) -> Shape:
-    """For prompts: queries of a sequence side by side. 64 rows are what the matrix units of Hopper start at; two sums
-    of a row are in registers, its chunk's and its own, which takes 256 threads, in warps of ``warp``."""
+    """For prompts: queries of a sequence side by side. The matrix units of Hopper start at 64 rows. Each row keeps two
+    sums in registers, its chunk's and its own, which takes 256 threads, in warps of ``warp``."""
     wide = op.head_dim > 128
     rows = max(32 if wide else 64, triton.next_power_of_2(op.heads // op.kv_heads))
     return Shape(rows, 32 if wide else 64, 256 // warp, 2)
 
 
 def decode_shape(op: Attention) -> Shape:
-    """For decodes: the heads of one query, 16 of which are the least that a matrix unit takes."""
+    """For decodes: the heads of one query. A matrix unit takes at least 16."""
     rows, size = max(16, triton.next_power_of_2(op.heads // op.kv_heads)), op.k_cache.dtype.itemsize
     return Shape(rows, 32 if op.head_dim > 128 else 64, 4, {1: 4, 2: 3}.get(size, 2), pairs=size == 1)
 
 
 def resident(op: Attention, shape: Shape, shared_bytes: int) -> int:
-    """Programs of decodes that a multiprocessor holds at a time, of which each may have ``shared_bytes``.
+    """How many programs of decodes a multiprocessor holds at a time, if each may have ``shared_bytes``.
 
-    By the copies on their way with 8 KiB besides, and by the registers that the compiler gives a thread: up to 128
-    where narrow heads are codes, else 168; and twice as many threads have the shape of prompts.
+    Shared memory counts the copies in flight plus 8 KiB. Registers count what the compiler gives a thread: up to 128
+    where narrow heads are codes, else 168. The shape of prompts has twice as many threads.
     """
     codes = op.k_cache.dtype.itemsize == 1
     if shape.warps == 4:
@@ -86,7 +88,7 @@ def _fold(top, total, acc, next_top, next_total, next_acc):
 
 
 def _signed(out: str, bits: str) -> str:
-    """Two integers, with their sign turned and the bits of 1280 above, as float16; over the least go those of 1.0,
+    """Two integers as float16: the sign bit turned, under the bits of 1280. The least gets the bits of 1.0 on top,
     which makes it NaN."""
     return f"set.eq.f16x2.f16x2 t, {bits}, least; or.b32 {bits}, {bits}, t; add.f16x2 {out}, {bits}, zero; "
 
@@ -116,8 +118,8 @@ def _with_nan(values, INTEGERS: tl.constexpr):
 def _pair(words, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PTX: tl.constexpr):
     """The codes in the lower and in the upper halves of 16-bit words, as numbers.
 
-    Two words are a register: their lower bytes are one pair of float16, the upper another. The interpreter knows no
-    assembly.
+    Two words fill a register: their lower bytes become one pair of float16, the upper bytes another. The interpreter
+    cannot run assembly.
     """
     if PTX and tl.float16 == COMPUTE:
         ASM: tl.constexpr = _INT8_PAIR if INTEGERS else _E4M3_PAIR
@@ -133,7 +135,7 @@ def _pair(words, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PTX: tl.constexp
 
 @triton.jit
 def _decoded(codes, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PTX: tl.constexpr):
-    """Codes, or numbers, as numbers. Four integers are a register."""
+    """Codes, or numbers, as numbers. Four integers fill a register."""
     if PTX and INTEGERS and tl.float16 == COMPUTE:
         return tl.inline_asm_elementwise(_INT8_ROW, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     return _with_nan(codes.to(COMPUTE), INTEGERS)
@@ -149,7 +151,7 @@ def _chunk(
     dims = tl.arange(0, BLOCK_DIM)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    # PAIRS: values are words of two codes, and sums are of the even and of the odd dimensions.
+    # PAIRS: values are words of two codes; the sums of even and odd dimensions are separate.
     acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS else BLOCK_DIM], tl.float32)
     odd = acc
     halves = tl.arange(0, BLOCK_DIM // 2)
@@ -164,9 +166,9 @@ def _chunk(
         inside = keys < end
         cells = pages[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM) + cell
         pairs = pages[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM // 2) + pair_cell
-        # Those of the next turn: copies of keys that wait for their pages would not run as far ahead.
+        # The pages of the next turn: copies of keys that wait for their pages would not run as far ahead.
         pages = tl.load(table_ptr + (start + KEYS) // PAGE, mask=keys + KEYS < end, other=0)
-        # What lies behind the last key may be NaN: of the keys it is masked by the scores, of the values here.
+        # Memory behind the last key may be NaN. For keys the scores mask it, for values the mask is here.
         if PAIRS:
             v = tl.load(v_ptr + pairs, mask=inside[:, None] & (halves < DIM // 2)[None, :], other=0)
         elif BLOCK_DIM == DIM:
@@ -193,7 +195,7 @@ def _chunk(
             acc = tl.dot(weights.to(q.dtype), v_even, acc, input_precision="ieee")
             odd = tl.dot(weights.to(q.dtype), v_odd, odd * shrink[:, None], input_precision="ieee")
         else:
-            v = _decoded(v, q.dtype, INTEGERS, False)  # the assembly would take registers that sm_80 has not
+            v = _decoded(v, q.dtype, INTEGERS, False)  # the assembly would need registers that sm_80 lacks
             acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
         top = largest
     if PAIRS:
@@ -316,7 +318,7 @@ def merge_kernel(
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-            for chunk in tl.range(first, last + 1, num_stages=4):  # each waits for memory, not for the one before
+            for chunk in tl.range(first, last + 1, num_stages=4):  # each waits for memory, not for the previous one
                 heads = (unit + chunk) * HEADS + head * GROUP + rows
                 next_top = tl.load(softmax_ptr + heads * 2, mask=mine, other=0.0)
                 next_total = tl.load(softmax_ptr + heads * 2 + 1, mask=mine, other=1.0)
@@ -331,14 +333,14 @@ def merge_kernel(
 
 
 def compute_dtype(op: Attention) -> torch.dtype:
-    """In which the products are computed: the cache's own, or float16 for codes."""
+    """The dtype of the products: the cache's own, or float16 for codes."""
     if op.k_cache.dtype.itemsize == 1:
         return torch.float32 if op.qkv.dtype == torch.float32 else torch.float16
     return op.k_cache.dtype
 
 
 def constants(op: Attention, shape: Shape) -> dict[str, object]:
-    """What the kernels are specialized for."""
+    """The constants that the kernels are specialized for."""
     names = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     return {
         "HEADS": op.heads, "KV_HEADS": op.kv_heads, "DIM": op.head_dim,
@@ -361,7 +363,7 @@ def attend_decodes(
     op: Attention, shape: Shape, partial: Tensor, softmax: Tensor, units: Tensor, count: Tensor, decodes: Tensor,
     positions: Tensor, staged: Tensor, programs: int,
 ) -> None:  # fmt: skip
-    """The queries of ``decodes`` int32 [n, 2] by their ``units`` int32 [*, 3], of which ``count`` int32 [1] are there.
+    """The queries of ``decodes`` int32 [n, 2] by the first ``count`` (int32 [1]) of their ``units`` int32 [*, 3].
 
     ``partial`` float32 [units, heads, head_dim] and ``softmax`` float32 [units, heads, 2] hold what the first kernel
     leaves for the second. ``programs`` share out the units.

@@ -9,14 +9,14 @@ from torch import Tensor
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
     """out [rows, n] = x [rows, k] times weight [n, k] transposed, plus bias [n], plus ``out`` where it accumulates.
 
-    x and weight are of one type, bias and out of another or the same: what is float32 is never rounded to fewer bits.
-    The product itself stores its sums, or adds them to what is there.
+    x and weight have one dtype, bias and out the same or another; float32 is never rounded to fewer bits. The product
+    itself stores its sums, or adds them to ``out``.
     """
     if out.dtype == x.dtype and accumulate:
         torch.addmm(out, x, weight.t(), out=out)
     elif out.dtype == x.dtype:
         torch.mm(x, weight.t(), out=out)
-    elif not x.is_cuda:  # the processor's products give the type of what they take
+    elif not x.is_cuda:  # CPU products return the dtype of their inputs
         y = torch.mm(x.to(out.dtype), weight.t().to(out.dtype))
         out.copy_(out + y if accumulate else y)
     elif accumulate:

@@ -1,6 +1,4 @@
-"""Integer weights as floating point, for products with so many rows that cuBLAS is faster than unpacking beside them.
-
-Knows planes and their scales; does not know products.
+"""Integer weights as floating point, for products with so many rows that cuBLAS is faster than unpacking in the kernel.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ def dequantize_kernel(
     ZERO: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     BLOCK_N: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """out [last - first, stride_out] = outputs ``first`` to ``last``; the other arguments as ``weight_only_kernel`` has
-    them, k padded. A weight is its integer times its scale, rounded once."""
+    """out [last - first, stride_out] = outputs ``first`` to ``last``; the other arguments are those of
+    ``weight_only_kernel``, k padded. A weight is its integer times its scale, rounded once."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     PLANES: tl.constexpr = 16 // BITS
     block = tl.program_id(0)
@@ -67,7 +65,7 @@ def dequantize_kernel(
 
 
 def outputs_at_a_time(planes: Planes, outputs: int) -> int:
-    """How many of ``outputs`` are dequantized before they are multiplied by: about equal parts, of at most ``MOST``."""
+    """How many of ``outputs`` are dequantized at a time before their product: about equal parts, at most ``MOST``."""
     width = planes.words.numel() * (16 // planes.bits) // planes.padded_n
     parts = -(-planes.padded_n * width // MOST)
     return min(outputs, -(-outputs // parts // 256) * 256) if parts > 1 else outputs

@@ -129,13 +129,13 @@ def held_bytes(scheme: WeightScheme, activations: ActivationScheme, out: int, in
 
 
 def default(rows: int, grouped: bool, gpu: Target) -> Config:
-    """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``grouped``: with scales by groups."""
+    """A safe default: no spills, and fits the shared memory of the smallest GPU. ``grouped``: with scales by groups."""
     if rows <= 16:
         return Config(16, 128, warps=4, stages=4)
     if rows <= 32:
         return Config(32, 128, warps=4, stages=4)
     if rows <= SPLIT_ROWS and grouped and "tcgen05" in gpu.features:
-        return Config(64, 64, warps=4, stages=3)  # groups are added up apart, and pass through registers there
+        return Config(64, 64, warps=4, stages=3)  # sums of groups are separate and pass through registers
     if rows <= 128:
         return Config(64, 128, warps=8, stages=3)
     return Config(128, 128, warps=8, stages=3, splits=1 if rows > SPLIT_ROWS else 0)
@@ -179,12 +179,12 @@ class EightBit:
         self.configure({})
 
     def configure(self, configs: dict[int, Config]) -> None:
-        """Use ``configs`` for these buckets of rows instead of what was chosen."""
+        """Use ``configs`` for these buckets of rows in place of the earlier choice."""
         self.configs |= configs
         self.partial, self.arrived = self.memory.splits(self.configs, len(self.op.x), self.padded_n)
 
     def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
-        """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
+        """If ``batch_invariant``: the same instruction, order and parts of K for every number of rows."""
         grouped = self.group + self.x_group > 0
 
         def usual(rows: int) -> Config:
@@ -200,16 +200,16 @@ class EightBit:
         return resolve(found, rows, self.padded_n, self.blocks, gpu.sms)
 
     def for_many(self) -> list[Config]:
-        """What else may compute many rows here."""
+        """Other configurations that may compute many rows here."""
         return persistent.configs(self.padded_n, self.group + self.x_group > 0) if self.persistent else []
 
     def fits(self, config: Config) -> bool:
-        """Whether this product may have ``config``."""
+        """Whether this product can use ``config``."""
         return self.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
 
     def take_rounded(self) -> Rounded | None:
-        """Where the kernel that makes the input leaves it rounded, from now on; None where it cannot: inputs are
-        rounded by groups, or in another order, or a row is too wide."""
+        """Where the kernel that makes the input is to leave it rounded, from now on. None where it cannot round: inputs
+        are rounded by groups or in another order, or a row is too wide."""
         if self.x_group or self.order is not None or self.k > WIDEST_ROW:
             return None
         self._rounds = False
@@ -252,7 +252,7 @@ class EightBit:
 
 
 def _values(weight: QuantizedWeight, dtype: torch.dtype, order: Tensor | None, device: torch.device) -> Tensor:
-    """The weight [out, k] without its scales, in ``dtype``, exactly; inputs in ``order``, 0 where it is -1."""
+    """The weight [out, k] without its scales, exactly, in ``dtype``; inputs in ``order``, and 0 where order is -1."""
     codes = weight.codes.to(device)
     if weight.scheme.grid is INTEGERS:
         zeros: Tensor | int = weight.scheme.zero

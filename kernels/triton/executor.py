@@ -1,8 +1,8 @@
 """``TritonExecutor``: programs of Triton kernels on a GPU, decodes from CUDA graphs.
 
 A step's numbers are copied to the device asynchronously and its kernels are queued; nothing here waits for the device.
-A program of one token per sequence is captured as a graph for every padded number of rows that occurs, and replayed
-from then on; whatever else comes is launched kernel by kernel. In Triton's interpreter programs run on the CPU.
+A step with one token per sequence is captured as a graph for each padded number of rows that occurs, and replayed from
+then on; every other step is launched kernel by kernel. In Triton's interpreter programs run on the CPU.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ that reads more of them, from prefixes that its sequences share, is computed in 
 
 
 class _Partials:
-    """What decodes leave between their two kernels; all layers use the same memory, one after another.
+    """Partial results that decodes leave between their two kernels; all layers use the same memory in turn.
 
-    As large as it will ever be from the first decode on: what is free for the cache is counted with it.
+    It has its full size from the first decode on, so that the memory left for the cache is counted correctly.
     """
 
     def __init__(self) -> None:
@@ -84,12 +84,12 @@ class _Partials:
 
     @staticmethod
     def most(op: Attention, decodes: int, positions: int) -> int:
-        """Units of as many ``decodes`` of so many ``positions``, or as many as ``PARTIAL_BYTES`` hold."""
+        """Units of this many ``decodes`` with ``positions`` each, or as many as ``PARTIAL_BYTES`` hold."""
         held = PARTIAL_BYTES // (op.heads * (op.head_dim + 2) * 4)
         return max(1, min(held, decodes * -(-positions // CHUNK)))
 
     def reserve(self, units: int, op: Attention, memory: Workspace) -> bool:
-        """Whether it moved. All programs share ``memory``."""
+        """Make room for ``units``; returns whether the memory moved. All programs share ``memory``."""
         if units <= len(self.values):
             return False
         shapes = (units, op.heads, op.head_dim), (units, op.heads, 2)
@@ -107,14 +107,14 @@ class _TritonProgram:
         self._launches: list[Launch] = []
         self._last: Op | None = None
         self._attention: Attention | None = None
-        self._positions = 1 << 31  # of a sequence; fewer where a rotation knows fewer
-        self._pool: Any = None  # of the memory that its graphs share
+        self._positions = 1 << 31  # of a sequence, at most; a rotation may have fewer
+        self._pool: Any = None  # the memory pool that its graphs share
         self._rows: set[str] = set()
         self._staging = Staging(executor.placement.device)
         self._partials = _Partials()
         self._cache_at = 0
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._has_fallbacks = False  # and no graphs then: the reference looks at the step
+        self._has_fallbacks = False  # if so there are no graphs, because the reference reads the step
 
     def add(self, ops: Sequence[Op]) -> None:
         for op in ops:
@@ -149,7 +149,7 @@ class _TritonProgram:
             moved |= place != self._cache_at
             self._cache_at = place
         if moved and self._graphs:
-            torch.cuda.synchronize()  # one of them may still be running
+            torch.cuda.synchronize()  # a graph may still be running
             self._graphs.clear()
             self._pool = None  # its memory ends with its graphs; nothing may be captured into it any more
         if not captured:
@@ -157,7 +157,7 @@ class _TritonProgram:
         elif graph := self._graphs.get((tokens, logits)):
             graph.replay()
         else:
-            self._launch(batch)  # and compiles what was not: a capture must not
+            self._launch(batch)  # also compiles kernels, which a capture must not do
             self._graphs[tokens, logits] = self._capture(batch)
 
     def _padded(self, rows: int) -> int:
@@ -188,7 +188,7 @@ class _TritonProgram:
                 self._round_at_once(op, product)
                 if isinstance(product, Tunable):
                     self._executor.products.append(product)
-                rows = op.rows  # and not ``op``, which holds the weight as it was
+                rows = op.rows  # not ``op``, which holds the original weight
                 return lambda batch: product.run(_count(batch, rows))
             case RopeKV():
                 ready = self._rope_kv(op)
@@ -219,7 +219,7 @@ class _TritonProgram:
         return lambda batch: rms_norm(op.x, weight, op.out, op.eps, _count(batch, op.rows), into)
 
     def _round_at_once(self, op: Linear, product: linear.Product) -> None:
-        """Where the last operation makes the input of ``op``, it rounds it to the 8 bits that ``product`` reads."""
+        """If the last operation makes the input of ``op``, have it round that input to the 8 bits of ``product``."""
         maker = self._last
         if not isinstance(product, EightBit) or not isinstance(maker, RMSNorm | SiluMul) or maker.out is not op.x:
             return
@@ -254,7 +254,7 @@ class _TritonProgram:
         programs = min(self._executor.programs(op), len(values) * op.kv_heads)
         units, decodes = batch.units, batch.decodes
         for index, (count, used) in enumerate(batch.parts):
-            mine = decodes if index + 1 == len(batch.parts) else decodes[:count]  # padding is behind the last
+            mine = decodes if index + 1 == len(batch.parts) else decodes[:count]  # padding follows the last one
             attend_decodes(
                 op, self._executor.decode_shape(op), values, softmax, units, batch.counts[index:], mine,
                 batch.positions, batch.staged, programs,
@@ -269,8 +269,8 @@ def _count(batch: Batch, rows: str) -> int:
 class TritonExecutor:
     """The Triton kernels on one device.
 
-    With ``invariant``, every shape of work is fixed, whatever runs beside it: a row's result does not depend on the
-    batch, nor on the chunks that its prompt was cut into, for the price of larger tiles in decode attention.
+    With ``invariant``, all work is cut in fixed shapes, whatever runs beside it: a row's result depends neither on the
+    batch nor on the chunks of its prompt. The price is larger tiles in decode attention.
     """
 
     name = "triton"
@@ -282,7 +282,7 @@ class TritonExecutor:
         self.batch_invariant = invariant
         self.target: Target = target(device)
         self.has_graphs = self.asynchronous = device.type == "cuda"
-        self.warm_sizes: Sequence[int] = (*GRAPH_ROWS, BUCKETS[-2])  # that are captured, and compiled for
+        self.warm_sizes: Sequence[int] = (*GRAPH_ROWS, BUCKETS[-2])  # sizes to capture graphs and compile kernels for
         self.products: list[Tunable] = []  # of all programs
         self.memory = Workspace(device)
 
@@ -301,11 +301,11 @@ class TritonExecutor:
         return self.tile_shape(op) if self.batch_invariant else decode_shape(op)
 
     def programs(self, op: Attention) -> int:
-        """That share out the units of decodes: as many as run at a time."""
+        """Programs that share out the units of decodes: as many as run at a time."""
         return self.target.sms * resident(op, self.decode_shape(op), self.target.shared_bytes)
 
     def queries(self, op: Attention) -> int:
-        """Of a sequence in a tile."""
+        """Queries of a sequence in one tile."""
         return self.tile_shape(op).rows // (op.heads // op.kv_heads)
 
     def program(self, max_rows: int) -> _TritonProgram:

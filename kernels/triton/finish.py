@@ -1,4 +1,4 @@
-"""What every product does with its sums: adds the parts of a split K, the bias and what is there, and stores them."""
+"""The end of every product: adds the parts of a split K, the bias, and the previous output, and stores the sums."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def finish(
 ):  # fmt: skip
     """Store a tile of sums, float32 [ms, ns].
 
-    Of a split K, every program leaves its part in ``partial`` [splits, rows, padded_n], and the one that comes last
-    adds all in the order of K: no result depends on who that is. ``arrived`` counts them, one number for a tile, zero
-    before and after.
+    With a split K, every program leaves its part in ``partial`` [splits, rows, padded_n]. The last to arrive adds all
+    parts in the order of K, so the result does not depend on which one it is. ``arrived`` counts them, one number for
+    each tile, zero before and after.
     """
     mine = (ms < rows)[:, None]
     if SPLIT:
@@ -27,7 +27,7 @@ def finish(
         if done == splits - 1:
             total = tl.zeros_like(total)
             for other in range(splits):
-                # Past the first cache, which knows nothing of other programs' stores.
+                # Past the L1 cache, which does not see other programs' stores.
                 total += tl.load(at + other * size, mask=mine, other=0.0, cache_modifier=".cg")
             tl.store(arrived + tile, 0)
             _store(total, out, bias, mine, ms, ns, n, stride_out, HAS_BIAS, ACCUMULATE)

@@ -1,7 +1,7 @@
-"""What is done to inputs before a product: columns put in the order of the weights' groups, and rounding to 8 bits.
+"""Preparing inputs before a product: columns in the order of the weights' groups, and rounding to 8 bits.
 
-A kernel that makes a whole row rounds it while it is at hand (``Rounded``, ``round_row``): the bits are those of
-``round_rows`` of what it made.
+A kernel that makes a whole row can round it at once (``Rounded``, ``round_row``). The bits are those that
+``round_rows`` makes of the row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gather_columns_kernel(x, order, out, k, stride_x, stride_out, WIDTH: tl.cons
 def _codes(scaled, DTYPE: tl.constexpr):
     """Numbers as int8, half to even and saturated, or as e4m3."""
     if tl.int8 == DTYPE:
-        # Past 2 ** 23 the last place of float32 is one: adding puts the rounding where it is wanted.
+        # From 2 ** 23 on, float32 has no bits below one: adding the constant rounds to an integer.
         return ((tl.minimum(tl.maximum(scaled, -128.0), 127.0) + 12582912.0) - 12582912.0).to(tl.int8)
     else:
         return tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(DTYPE)
@@ -46,8 +46,8 @@ def _inverse(absmax, LIMIT: tl.constexpr):
 
 @triton.jit
 def round_row(value, row, at, codes, scales, stride_codes, input_scale, STATIC: tl.constexpr, LIMIT: tl.constexpr):
-    """Store a row, float32 at columns ``at`` and zero behind its end, as 8-bit codes, padded with zeros, and its
-    scale: NaN, which spoils the row, where it is not finite."""
+    """Store a row as 8-bit codes, padded with zeros, and its scale. ``value`` is float32 at columns ``at``, zero behind
+    the row's end. A row that is not finite gets the scale NaN, which spoils it."""
     finite, spoiled = _finite(value)
     absmax = tl.max(tl.abs(finite), 0)
     inverse = _scale_row(absmax, tl.max(spoiled, 0), scales + row, input_scale, STATIC, LIMIT)
@@ -56,14 +56,14 @@ def round_row(value, row, at, codes, scales, stride_codes, input_scale, STATIC: 
 
 @triton.jit
 def _finite(value):
-    """Numbers with 0 for what is not finite, and 1 where that was so."""
+    """The numbers, 0 in place of those that are not finite; and 1 where they are not."""
     finite = tl.abs(value) < float("inf")
     return tl.where(finite, value, 0.0), tl.where(finite, 0, 1)
 
 
 @triton.jit
 def _scale_row(absmax, spoiled, scale_ptr, input_scale, STATIC: tl.constexpr, LIMIT: tl.constexpr):
-    """Store the scale of a row; what its numbers are multiplied by to be codes."""
+    """Store the scale of a row; returns the factor that turns its numbers into codes."""
     if STATIC:
         scale = input_scale + tl.zeros_like(absmax)
         inverse = tl.div_rn(tl.zeros_like(absmax) + 1.0, scale)
@@ -106,7 +106,7 @@ def round_groups_kernel(
     x, codes, scales, k, groups, stride_x, stride_codes,
     LIMIT: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The same by groups of GROUP inputs; a program rounds COUNT of a row."""
+    """Like ``round_rows_kernel``, by groups of GROUP inputs; a program rounds COUNT groups of a row."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -130,7 +130,7 @@ def gather_columns(x: Tensor, order: Tensor, out: Tensor, rows: int) -> None:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Where rows are left in 8 bits: ``codes`` int8 or e4m3 [rows, k padded] and ``scales`` float32 [rows, 1].
+    """Memory for rows rounded to 8 bits: ``codes`` int8 or e4m3 [rows, k padded] and ``scales`` float32 [rows, 1].
     ``input_scale`` is the scale where it is static."""
 
     codes: Tensor
@@ -157,7 +157,7 @@ WIDEST_ROW = 16384
 
 
 def row_block(width: int) -> int:
-    """Columns that a program rounds at a time: all of them, or pieces that leave registers for what is remembered."""
+    """Columns that a program rounds at a time: a whole row, or pieces that leave registers for the rest."""
     return width if width <= WIDEST_ROW else WIDEST_ROW // 2
 
 
@@ -167,7 +167,7 @@ def row_warps(width: int) -> int:
 
 
 def round_rows(x: Tensor, into: Rounded, rows: int) -> None:
-    """x [rows, k] in 8 bits, as ``reference.round_input`` rounds."""
+    """Round x [rows, k] to 8 bits, as ``reference.round_input`` does."""
     width = triton.next_power_of_2(into.codes.shape[1])
     block = row_block(width)
     at(round_rows_kernel, (rows, 1))(

@@ -1,6 +1,6 @@
 """How a kernel is launched: to run it, or (``compiling``) only to have it compiled, many at a time.
 
-Compiling is most of what the first start and tuning take. Knows Triton; does not know kernels.
+Compiling takes most of the time of a first start and of tuning.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _only_compiled: ContextVar[bool] = ContextVar("only_compiled", default=False)
 
 
 def at(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    """``kernel[grid]``, which inside of ``compiling`` computes nothing."""
+    """``kernel[grid]``; inside ``compiling`` it computes nothing."""
     launched: Callable[..., object] = partial(kernel.warmup, grid=grid) if _only_compiled.get() else kernel[grid]
     return launched
 
 
 def only_compiles() -> bool:
-    """Whether what is launched now computes nothing."""
+    """Whether launches compute nothing now."""
     return _only_compiled.get()
 
 
 @contextmanager
 def compiling(threads: int) -> Iterator[None]:
-    """What is launched ``at`` a grid in here is compiled by ``threads``, and is there when this ends. What does not
-    compile says so when it is launched."""
+    """Kernels launched ``at`` a grid in this context are compiled by ``threads``, and ready when it ends. One that does
+    not compile fails when it is launched."""
     with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         token = _only_compiled.set(True)
         try:

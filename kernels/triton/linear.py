@@ -1,7 +1,4 @@
-"""Linear products on the GPU: which kernel serves a weight, and that kernel made ready.
-
-Knows the kernels of this folder; does not know models, steps or graphs.
-"""
+"""Linear products on the GPU: which kernel serves a weight, and that kernel made ready."""
 
 from __future__ import annotations
 
@@ -64,15 +61,15 @@ def supports(weight: Tensor | QuantizedWeight, gpu: Target) -> str | None:
 
 
 def packed_bytes(scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
-    """Bytes, at most, that a product holds of a packed weight [out, in], without an order of inputs."""
+    """Bytes, at most, of a packed weight [out, in] as its product holds it, without an order of inputs."""
     if activations is None:
         return plane_bytes(scheme, out, inp)
     return eight_bit.held_bytes(scheme, activations, out, inp)
 
 
 def prepare(op: ops.Linear, memory: Workspace, batch_invariant: bool = False) -> Product:
-    """``op`` made ready on the device of ``memory``, where ``op.x`` and ``op.out`` already live. All of ``memory`` that
-    it needs is taken now, and is shared with what else is made ready with it: such products must not overlap.
+    """``op`` made ready on the device of ``memory``, where ``op.x`` and ``op.out`` already live. All workspace is taken
+    from ``memory`` now. Other products made ready with ``memory`` share it, so they must not overlap with this one.
 
     ``batch_invariant``: a row's result is bitwise the same in every batch, which costs speed at many rows.
     """
@@ -82,5 +79,5 @@ def prepare(op: ops.Linear, memory: Workspace, batch_invariant: bool = False) ->
         made = kernel(op, memory, batch_invariant)
     else:
         made = DensePrepared(op, memory.device)
-    made.op = replace(op, weight=torch.empty(0))  # or what it was made of would stay in memory beside it
+    made.op = replace(op, weight=torch.empty(0))  # else the original weight would stay in memory too
     return made

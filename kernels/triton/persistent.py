@@ -1,9 +1,8 @@
 """Products of 8-bit weights and 8-bit inputs for many rows: one program on each multiprocessor, fed by the copy engine.
 
-Tiles come as boxes of tensor descriptors (TMA): no thread counts addresses, and what lies outside is zero. A program
-walks over its tiles, a column of few tiles after another, so that what runs at once shares its operands in the cache;
-the loop over tiles and that over blocks of K are one, so that the copies for the next tile begin during the last steps
-of this one. The product is what ``eight_bit_kernel`` computes, in the same order of K.
+Tiles come as boxes of tensor descriptors (TMA): no thread computes addresses, and what lies outside reads as zero. Tiles
+are taken by short columns, one column after another, so that tiles computed at once share their operands in the cache. The loop over tiles and the loop over blocks of K are one, so that the copies for the next tile begin during
+the last steps of this one. The product is that of ``eight_bit_kernel``, in the same order of K.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def persistent_kernel(
               with groups all PART_N outputs of a box have one scale
 
     A step's product is a sum of its own, waited for and added to the others in float32, unless the matrix unit's sums
-    are EXACT and no scale is due. Of a tile, PART_N outputs at a time are multiplied, so that the registers hold one
-    such sum beside the total, and some of it is added while the matrix unit has the next.
+    are EXACT and no scale is due. PART_N outputs of a tile are multiplied at a time, so that the registers hold one
+    such sum beside the total, and one sum is added while the matrix unit computes the next.
     """
     SUMS: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
     PARTS: tl.constexpr = BLOCK_N // PART_N
@@ -81,7 +80,7 @@ def persistent_kernel(
             totals = sums
         for part in tl.static_range(PARTS):
             part_n = first_n + part * PART_N
-            # By quarters: what is there already and what is stored pass through few registers.
+            # By quarters, so that the previous output and the stored values pass through few registers.
             halves = tl.split(tl.permute(tl.reshape(totals[part], (BLOCK_M, 2, PART_N // 2)), (0, 2, 1)))
             for half in tl.static_range(2):
                 ns = part_n + half * (PART_N // 2) + tl.arange(0, PART_N // 2)
@@ -94,7 +93,7 @@ def _store(
     total, x_scales, scales, bias, out, ms, ns, rows, n, stride_out,
     GROUP: tl.constexpr, X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Scale sums [ms, ns], add the bias and what is there, and store them."""
+    """Scale sums [ms, ns], add the bias and the previous output, and store them."""
     total = total.to(tl.float32)
     if GROUP == 0:
         total *= tl.load(scales + ns, mask=ns < n, other=0.0)[None, :]
@@ -110,7 +109,7 @@ def _store(
 
 
 def runs(gpu: Target) -> bool:
-    """Whether it has TMA, and a matrix unit that reads both sides from shared memory."""
+    """Whether the GPU has TMA, and a matrix unit that reads both sides from shared memory."""
     return "tma" in gpu.features and bool({"wgmma", "tcgen05"} & gpu.features)
 
 
@@ -133,13 +132,13 @@ def supports(weight: QuantizedWeight, block_k: int, gpu: Target) -> str | None:
 
 
 def default(rows: int, padded_n: int, grouped: bool) -> Config:
-    """Without spills. ``grouped``: with scales by groups, whose tiles leave no registers for more outputs."""
+    """A default without spills. ``grouped``: with scales by groups, whose tiles leave no registers for more outputs."""
     wide = rows >= _WIDE_ROWS and padded_n % 256 == 0 and not grouped
     return Config(128, 256 if wide else 128, warps=8, stages=3, splits=1, kernel="persistent")
 
 
 def configs(padded_n: int, grouped: bool) -> list[Config]:
-    """All that may be worth timing, none of which spills."""
+    """All configurations worth timing; none of them spills."""
     shapes = [(128, 128, 8, 3), (64, 128, 4, 3)] if grouped else [(128, 128, 8, 3)]
     if padded_n % 256 == 0 and not grouped:
         shapes += [(128, 256, 8, 3), (128, 256, 8, 4)]
@@ -147,12 +146,12 @@ def configs(padded_n: int, grouped: bool) -> list[Config]:
 
 
 def part_n(config: Config, grouped: bool) -> int:
-    """Outputs that are multiplied at a time: half a tile, or all of a small one that has scales by groups."""
+    """Outputs multiplied at a time: half a tile, or a whole small tile with scales by groups."""
     return config.block_n if grouped and config.block_n <= 128 else config.block_n // 2
 
 
 def exact(integers: bool, gpu: Target) -> bool:
-    """Whether the matrix unit adds as many products as come with all the places of float32, or of int32."""
+    """Whether the matrix unit sums a product's terms with full precision: that of int32, or of float32."""
     return integers or "tcgen05" in gpu.features
 
 
@@ -164,7 +163,7 @@ def residents(config: Config, grouped: bool) -> int:
 
 
 def most_registers(config: Config, grouped: bool) -> int | None:
-    """Of a thread, where the compiler would take a few too many for two programs."""
+    """A register limit for each thread, where the compiler would take slightly too many for two programs."""
     return 128 if residents(config, grouped) == 2 and config.warps == 8 else None
 
 

@@ -24,9 +24,9 @@ class Planes:
 
     words   int16 [blocks, padded outputs, slice]
     scales  int32 or float32 [groups or pairs of groups, padded outputs], as ``scales_kind`` says
-    zeros   float32 of the shape of float32 scales, where they are not constant
+    zeros   float32 in the shape of float32 scales, where they are not constant
     order   int32 [k]: the column of x behind each input, -1 for padding; or None
-    group   inputs to a scale, 0 for all; ``k`` counts the inputs, padding included where ``order`` holds it
+    group   inputs that share a scale, 0 for all; ``k`` counts inputs, with padding where ``order`` holds it
     zero    the zero point, or -1 where it varies
     """
 
@@ -76,9 +76,9 @@ def _shape(width: int, groups: int, k: int, planes: int) -> tuple[int, int, int]
 
 
 def slots(packed: QuantizedWeight, group: int) -> Tensor | None:
-    """int64 [groups * group]: the input in each slot of groups of ``group`` slots, -1 for none.
+    """int64 [groups * group]: the input in each slot of groups of ``group`` slots, -1 for an empty slot.
 
-    None where inputs are in their slots as they are.
+    None where the inputs already lie in their slots.
     """
     width, groups = packed.scheme.group_width(packed.in_features), packed.scheme.groups(packed.in_features)
     if groups == 1 or (packed.g_idx is None and group == width):
@@ -127,7 +127,7 @@ def planes(packed: QuantizedWeight, dtype: torch.dtype, device: torch.device) ->
 
 
 def plane_bytes(scheme: WeightScheme, out: int, inp: int) -> int:
-    """Bytes of ``planes`` of a weight [out, in] without ``order``: the most, with scales in float32."""
+    """Bytes of ``planes`` of a weight [out, in] without ``order``: an upper bound, with scales in float32."""
     bits, groups = 4 if scheme.bits <= 4 else 8, scheme.groups(inp)
     _, group, k = _shape(scheme.group_width(inp), groups, inp, 16 // bits)
     scales = 4 * (1 if groups == 1 else -(-k // group))

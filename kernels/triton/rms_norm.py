@@ -1,6 +1,6 @@
 """RMS normalization of rows (Zhang and Sennrich, 2019), and rounding to 8 bits: one program per row, sums in float32.
 
-A residual is added before: the product that makes it accumulates into the row.
+The residual was added before: the product that makes it accumulates into the row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def rms_norm_kernel(
     STATIC: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    # Eight to a thread, codes or not: so the sum has one order.
+    # Eight columns to a thread, with or without codes: so the sum always has the same order.
     columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)
     inside = columns < WIDTH
     x = tl.load(x_ptr + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
@@ -39,7 +39,7 @@ def rms_norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, rows: int, into: Rounded | None = None) -> None:
     """out[:rows] = x[:rows] / sqrt(mean(x ** 2) + eps) * weight; weight float32, x and out of any float type.
 
-    The same goes ``into`` 8 bits, as they would be had from ``out``.
+    ``into``: the same row is also stored in 8 bits, as rounding ``out`` would give them.
     """
     width = x.shape[1]
     block = max(_NARROWEST, triton.next_power_of_2(width))

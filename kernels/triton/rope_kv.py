@@ -22,7 +22,7 @@ _ENCODINGS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 @triton.jit
 def _e4m3(x):
-    """The code of a float32, rounded half to even and saturated: by integers, as compilers and GPUs differ in it."""
+    """The code of a float32, rounded half to even and saturated. Integer arithmetic: compilers and GPUs differ here."""
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -38,7 +38,7 @@ def _encode(x, scale, ENCODING: tl.constexpr):
     """float32 as the cache stores it: rounded half to even, saturated, NaN for what is not finite."""
     if ENCODING == 0:
         return x
-    else:  # what follows a return is compiled all the same
+    else:  # code after a return would be compiled too
         finite = tl.abs(x) < float("inf")
         scaled = tl.div_rn(x, scale + tl.zeros_like(x))
         if ENCODING == 1:

@@ -1,7 +1,6 @@
 """A step divided into the work of attention: tiles of prompts, and units of decodes.
 
-Knows positions and rows; does not know where numbers lie on a device (``staging``), nor how they are used
-(``attention``).
+Positions and rows only: ``staging`` decides where numbers lie on a device, ``attention`` uses them.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class Work:
     """All int32; ``table`` is where a sequence's block table begins among the step's.
 
     tiles    [tiles, 3]: first row, queries, table; those with the most keys first
-    decodes  [decodes, 2]: row, its first unit within its part
-    parts    [parts, 2]: decodes, and units of theirs; one part after another has room in the memory for partial results
-    units    [units, 3]: row, chunk, table; those of a row together and in order, from chunk 0
+    decodes  [decodes, 2]: row, and its first unit within its part
+    parts    [parts, 2]: the number of decodes, and of their units; the memory for partial results holds one part
+    units    [units, 3]: row, chunk, table; the units of a row are together and in order, from chunk 0
     """
 
     tiles: Numbers
@@ -39,7 +38,7 @@ def is_decode(step: Step) -> bool:
 
 
 def divide(step: Step, queries: int, most_units: int = 1 << 30) -> Work:
-    """``queries`` of a sequence make a tile at most, and ``most_units`` a part, or those of one decode."""
+    """A tile has at most ``queries`` of a sequence. A part has at most ``most_units``, or the units of one decode."""
     starts, positions = step.seq_start.numpy(), step.positions.numpy()
     lengths = np.diff(starts)
     width = step.block_tables.shape[1]
@@ -72,7 +71,7 @@ def divide(step: Step, queries: int, most_units: int = 1 << 30) -> Work:
 
 
 def _parts(chunks: NDArray[np.int_], most_units: int) -> NDArray[np.int_]:
-    """Of every decode, by its chunks, the number of its part."""
+    """The number of the part of each decode; ``chunks`` holds how many units each has."""
     part = np.zeros(len(chunks), np.int64)
     if chunks.sum() > most_units:
         index = used = 0

@@ -34,7 +34,7 @@ def silu_mul_kernel(
 def silu_mul(gate_up: Tensor, out: Tensor, rows: int, into: Rounded | None = None) -> None:
     """out[:rows] = silu(gate) * up, where gate_up [rows, 2 * width] holds both.
 
-    The same goes ``into`` 8 bits, as they would be had from ``out``.
+    ``into``: the same row is also stored in 8 bits, as rounding ``out`` would give them.
     """
     width = out.shape[1]
     if into is None:

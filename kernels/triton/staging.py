@@ -1,7 +1,7 @@
 """The numbers of a step on their way to the device: packed into pinned memory, copied at once, asynchronously.
 
-The place of everything but block tables and work depends on the padded number of rows alone, so that a captured graph
-finds it again. Knows steps and devices; does not know operations.
+The place of everything but block tables and work depends only on the padded number of rows, so that a captured graph
+finds it again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SMALLEST = 1 << 14
 
 @dataclass(frozen=True)
 class Batch:
-    """A step on the device; int32. ``tokens`` and ``logits`` count rows, padding included: padding is token 0 at
-    position 0 with the slot -1, and a decode of the row -1. ``staged`` is what the tables of work point into,
-    ``parts`` the decodes and units of each part of the work, and ``counts`` [parts] the latter on the device. Without
-    attention there is no work."""
+    """A step on the device; int32. ``tokens`` and ``logits`` count rows with padding: padding is token 0 at position 0
+    with slot -1, and a decode with row -1. The tables of work point into ``staged``. ``parts`` holds the decodes and
+    units of each part of the work; ``counts`` [parts] holds the units on the device. Without attention there is no
+    work."""
 
     tokens: int
     logits: int
@@ -40,10 +40,10 @@ class Batch:
 
 
 class Staging:
-    """Memory on both sides. What was staged is valid until the next step is.
+    """Memory on both sides. A staged step is valid until the next one is staged.
 
-    Of the machine's there are two that take turns: while the device still has to copy one, behind the step before, the
-    other is written.
+    On the host two buffers take turns: while the device still has to copy one, behind the step before, the other is
+    written.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,8 +59,8 @@ class Staging:
         self._there = torch.empty_like(self._host, device=self._device) if self._on_gpu else self._host
 
     def load(self, step: Step, work: Work | None, tokens: int, logits: int) -> tuple[Batch, bool]:
-        """``step``, padded to ``tokens`` and ``logits`` rows, on its way to the device; and whether everything staged
-        has moved, so that what remembers an address is void."""
+        """Send ``step`` to the device, padded to ``tokens`` and ``logits`` rows. Also returns whether the staged memory
+        has moved, which makes remembered addresses void."""
         parts: list[tuple[Numbers, int, int]] = [  # numbers, padded length, padding
             (step.token_ids.numpy()[:tokens], tokens, 0),
             (step.positions.numpy()[:tokens], tokens, 0),
@@ -77,7 +77,7 @@ class Staging:
         places = [0]
         for _, length, _ in parts:
             places.append(places[-1] + -(-length // _ALIGN) * _ALIGN)
-        if work is not None:  # behind all that has a fixed place
+        if work is not None:  # after everything with a fixed place
             units, tables = work.units.copy(), step.block_tables.numpy().reshape(-1)
             begin = places[-1] + -(-units.size // _ALIGN) * _ALIGN
             units[:, 2] += begin

@@ -1,7 +1,4 @@
-"""What the Triton kernels can compute, on which GPU, and the reason where they cannot.
-
-Knows operations and architectures; does not know a machine (``target``).
-"""
+"""What the Triton kernels can compute, on which GPU, and the reason where they cannot."""
 
 from __future__ import annotations
 
@@ -30,13 +27,13 @@ from qserve.kernels.triton import linear
 from qserve.kernels.triton.target import NEEDED, Feature, Target
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_WIDEST_ROW = 16384  # of a norm: one program holds a row
-_MOST_HEADS = 64  # that share a key head: the rows of a tile
+_WIDEST_ROW = 16384  # of a norm, whose row one program holds
+_MOST_HEADS = 64  # sharing a key head: the rows of a tile
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, for people: ``needs`` is what not every GPU has."""
+    """A kernel as shown to people: ``needs`` is a feature that not every GPU has."""
 
     name: str
     computes: str

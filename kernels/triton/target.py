@@ -1,6 +1,6 @@
-"""Which GPU kernels are prepared for, and whether Triton's interpreter stands in for one.
+"""The GPU that kernels are prepared for, and whether Triton's interpreter stands in for one.
 
-Knows devices; does not know kernels. They ask a ``Target`` for what they need, never for a name.
+Kernels ask a ``Target`` for the features they need, never for a name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Target:
 
 
 def described(architecture: str) -> Target:
-    """A GPU of ``architecture``, as far as that decides; where no device says otherwise, an H100's multiprocessors."""
+    """A GPU of ``architecture``. What that does not decide, and no device says, is as on an H100 (multiprocessors)."""
     shared = _SHARED_KIB.get(architecture, _LEAST_SHARED_KIB) << 10
     if architecture.startswith("gfx"):
         fp8: list[Feature] = ["fp8"] if architecture == "gfx950" else []  # e4m3 of gfx942 has another bias
@@ -81,12 +81,12 @@ def is_interpreted() -> bool:
 
 
 def takes_ptx(device: torch.device) -> bool:
-    """Whether kernels on ``device`` may contain assembly of NVIDIA."""
+    """Whether kernels on ``device`` may contain NVIDIA assembly (PTX)."""
     return not is_interpreted() and "ptx" in target(device).features
 
 
 def architecture(device: torch.device | int | None = None) -> str:
-    """Of a GPU that torch sees."""
+    """The architecture of a GPU that torch sees."""
     found = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return str(found.gcnArchName).partition(":")[0]
@@ -95,7 +95,7 @@ def architecture(device: torch.device | int | None = None) -> str:
 
 @lru_cache
 def target(device: torch.device) -> Target:
-    """What ``device`` is, or ``DEFAULT`` where it is no GPU. What it has is asked of itself."""
+    """What ``device`` is, or ``DEFAULT`` where it is no GPU. Its properties come from the device itself."""
     if device.type != "cuda":
         return DEFAULT
     found = torch.cuda.get_device_properties(device)

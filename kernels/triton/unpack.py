@@ -1,4 +1,4 @@
-"""Fields of 16-bit words as the numbers that they are."""
+"""Fields of 16-bit words as numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton.language as tl
 def _field(word, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, PTX: tl.constexpr):
     """(word >> SHIFT) & MASK | MAGIC.
 
-    Compilers take 16-bit words one by one. Here a register of 32 bits holds two, for what the shift moves from the
-    upper to the lower is masked. The interpreter knows no assembly.
+    Compilers take 16-bit words one by one. Here a 32-bit register holds two: the mask removes what the shift moves from
+    the upper word into the lower. The interpreter cannot run assembly.
     """
     if PTX:
         ASM: tl.constexpr = (
@@ -26,9 +26,9 @@ def _field(word, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, P
 def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """Field PLANE of each 16-bit word less its zero point, in DTYPE, in units of ``unit``, exactly.
 
-    Nothing is converted from integers, which is several times slower. In float16 the bits of 1024, whose last place is
-    one, are put over the field, where one that is not shifted counts 16. In bfloat16, whose last place has seven bits
-    above it, a field alone is a subnormal number or the next above them: its value times 2**-133, for up to 8 bits.
+    Nothing is converted from integers, which is several times slower. In float16 the field lies under the bits of 1024,
+    whose last place is one; a field that is not shifted counts 16 times. In bfloat16, whose last place has seven bits
+    above it, a bare field is a subnormal number or the next above them: its value times 2**-133, for up to 8 bits.
     """
     if tl.float16 == DTYPE:
         if BITS == 4 and PLANE % 2 == 1:
@@ -39,7 +39,7 @@ def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.conste
                 zero + 1024.0
             )
     elif tl.bfloat16 == DTYPE:
-        # Every second of 4 bits stays where it is and counts 16.
+        # Every second 4-bit field stays where it is and counts 16 times.
         SHIFT: tl.constexpr = PLANE * BITS // 8 * 8
         PLACE: tl.constexpr = PLANE * BITS % 8
         field = _field(word, SHIFT, ((1 << BITS) - 1) << PLACE, 0, PTX).to(tl.bfloat16, bitcast=True)
@@ -50,7 +50,7 @@ def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def unit(DTYPE: tl.constexpr):
-    """What a number of ``unpack`` counts: no bfloat16 is large enough to bring a subnormal number to one."""
+    """The value of one in numbers of ``unpack``: no bfloat16 is large enough to bring a subnormal number to one."""
     return 64.0 if tl.bfloat16 == DTYPE else 1.0
 
 

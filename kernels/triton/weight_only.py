@@ -1,9 +1,9 @@
 """Integer weights times inputs in floating point: W4A16, W8A16, and 2, 3 and 6 bits in their fields.
 
 A 16-bit word holds one field of 4 or 8 bits for each of its planes: field j of word i belongs to input
-``j * SLICE + i`` of a block of ``16 / BITS * SLICE`` inputs. So a plane is a slice of K of its own, words reach the
-registers of the matrix unit as float16 would, and every thread unpacks what it multiplies: nothing is shuffled. The
-integers are exact in the product; a group's sum is scaled after it.
+``j * SLICE + i`` of a block of ``16 / BITS * SLICE`` inputs. So each plane is a slice of K, words reach the registers
+of the matrix unit as float16 would, and every thread unpacks what it multiplies: nothing is shuffled. The integers are
+exact in the product; a group's sum is scaled after it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def weight_only_kernel(
     DTYPE: tl.constexpr = x.dtype.element_ty
     BLOCK_K: tl.constexpr = 16 // BITS * SLICE
     PRECISION: tl.constexpr = "tf32x3" if PTX else "ieee"
-    # The inputs that are summed before a scale is due: a group, or the block where a group is wider.
+    # The inputs summed before a scale is due: a group, or the block where a group is wider.
     SUM: tl.constexpr = BLOCK_K if (GROUP == 0) or (GROUP > BLOCK_K) else GROUP
     tile, split = tl.program_id(0), tl.program_id(1)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -123,8 +123,8 @@ def weight_only_kernel(
 
 
 def default(rows: int, bits: int, group: int, gpu: Target, invariant: bool = False) -> Config:
-    """Safe everywhere: no spills, and the shared memory of the smallest GPU. ``group`` 0 is all inputs. ``invariant``:
-    the same instruction for every number of rows, of which there are at most 32."""
+    """A safe default: no spills, and fits the shared memory of the smallest GPU. ``group`` 0 is all inputs.
+    ``invariant``: the same instruction for every number of rows; ``rows`` is at most 32."""
     if rows <= 16:
         # The scales of many groups fit the registers of few outputs; the assembler of some parks them all the same.
         narrow = 0 < group <= 32 and gpu.architecture not in ("sm_89", "sm_100")
@@ -133,7 +133,7 @@ def default(rows: int, bits: int, group: int, gpu: Target, invariant: bool = Fal
     if rows <= 32 and "wgmma" in gpu.features and not invariant:
         return Config(32, 128, warps=4, stages=3, swap=True)  # the older instruction would take longer than the memory
     if rows <= 32:
-        # Two groups to a block are added up apart: half the warps have twice the registers each.
+        # Sums of two groups to a block are separate: half the warps have twice the registers each.
         return Config(32, 128, warps=4 if bits == 4 and group >= 128 else 8, stages=3)
     # Only these matrix units read one side from registers without a detour.
     swap = bool({"wgmma", "tcgen05"} & gpu.features)
@@ -141,7 +141,7 @@ def default(rows: int, bits: int, group: int, gpu: Target, invariant: bool = Fal
 
 
 def most_rows(x: Tensor) -> int:
-    """Of one launch: the kernel counts places of x in 32 bits, for others would take the registers of twice as many."""
+    """Rows of one launch: the kernel counts places of x in 32 bits, because 64 bits would take twice the registers."""
     return max(1, MOST_PLACES // max(1, x.stride(0)))
 
 
@@ -164,16 +164,16 @@ class WeightOnly:
         self.configure({})
 
     def configure(self, configs: dict[int, Config]) -> None:
-        """Use ``configs`` for these buckets of rows instead of what was chosen."""
+        """Use ``configs`` for these buckets of rows in place of the earlier choice."""
         self.configs |= configs
         self.partial, self.arrived = self.memory.splits(self.configs, len(self.op.x), self.planes.padded_n)
-        # Taken now, so that it counts as memory in use; held from the first use on, when it is what the widest needs.
+        # Taken now, so that it counts as memory in use; kept only from the first use on, at the widest product's size.
         self.dequantized: Tensor | None = None
         if any(config.kernel == "dequantize" for config in self.configs.values()):
             self._dequantized()
 
     def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
-        """Batch-invariant: the same instruction, order and parts of K for every number of rows."""
+        """If ``batch_invariant``: the same instruction, order and parts of K for every number of rows."""
         held = self.planes
 
         def usual(rows: int) -> Config:
@@ -190,11 +190,11 @@ class WeightOnly:
         return resolve(found, rows, held.padded_n, held.blocks, gpu.sms)
 
     def for_many(self) -> list[Config]:
-        """What else may compute many rows here."""
+        """Other configurations that may compute many rows here."""
         return [dequantize.CONFIG] if self.dequantizes else []
 
     def fits(self, config: Config) -> bool:
-        """Whether this product may have ``config``."""
+        """Whether this product can use ``config``."""
         return self.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
 
     def run(self, rows: int) -> None:
@@ -211,7 +211,7 @@ class WeightOnly:
             self._launch(x[start:], self.op.out[start:], min(step, rows - start), config)
 
     def _dequantized(self) -> Tensor:
-        """Of the part of a weight that is in floating point at a time."""
+        """Memory for the part of a weight that is dequantized at a time."""
         held = self.planes
         width = held.blocks * 16 // held.bits * held.slice
         elements = dequantize.outputs_at_a_time(held, self.n) * width

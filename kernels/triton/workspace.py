@@ -1,7 +1,7 @@
 """Memory that the products of one executor share: they run one after another.
 
-Two executors may run at once, so each has its own. Allocated when products are prepared. A tensor that was handed out
-stays where it is, for graphs remember addresses.
+Two executors may run at once, so each has its own. Memory is allocated when products are prepared. A tensor that was
+handed out stays where it is, because graphs remember addresses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Workspace:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
-        """At least ``elements`` of ``dtype``; the same memory to everyone who asks by this name."""
+        """At least ``elements`` of ``dtype``; everyone who asks by this name gets the same memory."""
         held = self._held.get((name, dtype))
         if held is None or held.numel() < elements:
             held = torch.zeros(max(1, elements), dtype=dtype, device=self.device)

@@ -1,1 +1,1 @@
-"""How a product is cut on a GPU: the configurations there are, which of them were measured, and how that is done."""
+"""How a product is cut on a GPU: the possible configurations, those that were measured, and how they are measured."""

@@ -1,8 +1,7 @@
-"""The products of a model that was loaded, each with the best configuration for this GPU: timed once, then remembered.
+"""``--autotune``: the products of a loaded model, each with the best configuration for this GPU.
 
-``--autotune``. What was measured is kept in the user's cache, in a file for each GPU, Triton and source of the kernels,
-and added to by every model. Knows products and that file; does not know models, nor how a configuration is found
-(``tune``).
+A configuration is timed once and then remembered in the user's cache, in a file for each GPU, Triton version and source
+of the kernels. Every model adds to that file.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Autotuned:
-    """What came of it: ``timed`` now, ``known`` before, ``left`` for the next start. ``notes``: what is wrong with the
-    cache."""
+    """The result: ``timed`` now, ``known`` before, ``left`` for the next start. ``notes``: problems with the cache."""
 
     path: Path
     timed: int
@@ -41,24 +39,24 @@ class Autotuned:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The result for people."""
         left = f", {self.left} are left for the next start" if self.left else ""
         return [f"{self.timed} timed now, {self.known} known from {self.path}{left}", *self.notes]
 
 
 def cache_file(target: Target) -> Path:
-    """Where what was measured for a GPU is kept."""
+    """The file that keeps what was measured for a GPU."""
     found = file_of(target, cache_dir() / "tuned")
     return found.with_name(f"{found.stem}-{kernels_hash()}.json")
 
 
 def tuner(device: torch.device) -> Tuner:
-    """One for ``device`` that ends after ``LIMIT`` seconds."""
+    """A tuner for ``device`` that ends after ``LIMIT`` seconds."""
     return Tuner(Stopwatch(device), default_threads(), time.monotonic() + LIMIT)
 
 
 def by_key(products: Sequence[Tunable]) -> dict[str, list[Tunable]]:
-    """Equal ones together."""
+    """Equal products together."""
     found: dict[str, list[Tunable]] = {}
     for product in products:
         found.setdefault(product.key, []).append(product)
@@ -69,9 +67,9 @@ def autotune(
     products: Sequence[Tunable], target: Target, tuner: Tuner, path: Path,
     progress: Progress | None = None,
 ) -> Autotuned:  # fmt: skip
-    """Configure every product for all rows that may come, and remember in ``path`` what had to be timed for it.
+    """Configure every product for all numbers of rows that may come, and remember in ``path`` what had to be timed.
 
-    A cache that cannot be read is replaced, one that cannot be written is none: either is a line among the notes.
+    A cache that cannot be read is replaced, and one that cannot be written is not kept; both become notes.
     """
     notes: list[str] = []
     held = begin(target, COMMAND)
@@ -102,8 +100,8 @@ def autotune(
 
 
 def prove(products: Sequence[Tunable], gpu: Target, table: InUse) -> None:
-    """Launch every configuration that ``table`` has for ``products`` once: one that this GPU refuses is noted there,
-    and the products have the default."""
+    """Launch every configuration that ``table`` has for ``products`` once. Where this GPU refuses one, that is noted in
+    ``table``, and the products get the default."""
     for key, group in by_key(products).items():
         found: Mapping[int, Measured] = {} if table.file is None else table.file.entries.get(key, {})
         for bucket, measured in found.items():
@@ -114,7 +112,7 @@ def prove(products: Sequence[Tunable], gpu: Target, table: InUse) -> None:
 
 
 def _runs(group: Sequence[Tunable], bucket: int, measured: Measured) -> bool:
-    """Whether the products can have a configuration, which they then do."""
+    """Whether the products can use a configuration; if so, they have it from now on."""
     first = group[0]
     if not first.fits(measured.config):
         return False
@@ -129,7 +127,7 @@ def _runs(group: Sequence[Tunable], bucket: int, measured: Measured) -> bool:
 
 
 def _save(held: TunedFile, path: Path) -> str | None:
-    """None, or why it cannot be written."""
+    """Write the file; returns None, or why it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         held.write(path)

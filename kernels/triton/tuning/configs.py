@@ -1,6 +1,6 @@
-"""How a kernel divides its work: the configurations that are possible, and the parts of K that a product has.
+"""How a kernel divides its work: the possible configurations, and the number of parts into which K is split.
 
-What was measured on a GPU is in ``tuned``; the safe default of each kernel is beside it.
+Measured configurations are in ``tuned``; the safe default of each kernel is in the kernel's file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ TILE_SIDES = (16, 256)
 MAX_SPLITS = 16
 SPLIT_ROWS = 256
 """The most rows that a launch with a split K has: it bounds the workspace of partial sums."""
-_FILL = 2  # blocks that a program costs besides its own: filling its pipeline, writing its part
+_FILL = 2  # blocks' worth of overhead of a program: filling its pipeline, writing its part
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles and threads of one launch. ``splits`` of K: 0 where the size of the product decides. ``kernel``: "tiles" or
+    """Tiles and threads of one launch. ``splits`` of K; 0 lets the size of the product decide. ``kernel``: "tiles" or
     one of ``FOR_MANY``."""
 
     block_m: int
@@ -34,7 +34,7 @@ class Config:
     kernel: str = "tiles"
 
     def fault(self) -> str | None:
-        """Why no kernel can be launched so, or None."""
+        """Why no kernel can be launched with this, or None."""
         sides = [("block_m", self.block_m, TILE_SIDES), ("block_n", self.block_n, TILE_SIDES)]
         for name, value, (least, most) in (*sides, ("warps", self.warps, (1, 16))):
             if not least <= value <= most or value & (value - 1):
@@ -54,7 +54,7 @@ def bucket_of(rows: int) -> int:
 def splits(tiles: int, blocks: int, sms: int) -> int:
     """Parts of K for ``tiles`` tiles of ``blocks`` steps, so that the last wave of programs is nearly full.
 
-    Two programs share a multiprocessor. The time is that of the waves, each as long as a part and its overhead.
+    Two programs share a multiprocessor. The time is the sum of the waves; each takes as long as a part with overhead.
     """
     slots = 2 * sms
     choices = range(1, max(2, min(MAX_SPLITS, blocks // 2) + 1))

@@ -1,8 +1,7 @@
 """``Stopwatch``: how long a call takes on a GPU whose caches hold none of what it reads.
 
-Equal calls take turns, each with a copy of its own of what is read: when a copy's turn comes, the others have pushed it
-out. All turns are one CUDA graph, so that the time is the GPU's and not that of launching. Knows calls; does not know
-what they compute.
+Equal calls take turns, each with its own copy of what it reads: when a copy's turn comes, the others have pushed it out
+of the caches. All turns are one CUDA graph, so the time is that of the GPU, not of launching.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Time:
-    """``seconds`` of one call, the median. ``replayed``: as part of a graph; else launched one by one, where short
-    calls count the time of their launch."""
+    """``seconds`` of one call, the median. ``replayed``: measured in a graph; otherwise launched one by one, where the
+    time of short calls includes their launch."""
 
     seconds: float
     replayed: bool
@@ -37,7 +36,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """On the current stream of ``device``. On a CPU, where kernels are interpreted, its own clock stands in."""
+    """Measures on the current stream of ``device``. For interpreted kernels on a CPU, by its clock."""
 
     device: torch.device
     repeats: int = 5
@@ -49,7 +48,7 @@ class Stopwatch:
         return max(2, -(-self.cold_bytes // nbytes))
 
     def time(self, calls: Sequence[Call]) -> Time:
-        """Of one of ``calls``, after a first round that compiles."""
+        """The time of one of ``calls``, after a first round that compiles."""
         for call in calls:
             call()
         turns = [*calls] * -(-self.least_turns // len(calls))
@@ -66,13 +65,13 @@ class Stopwatch:
         return Time(median(seconds), replay is not None)
 
     def _captured(self, turns: Sequence[Call]) -> Call | None:
-        """The turns as a graph, or None where one of them cannot be captured: it waits for the GPU, say."""
+        """The turns as a graph, or None where one cannot be captured, for example because it waits for the GPU."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.graph(graph):
                 _run(turns)
         except RuntimeError:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream set
             torch.cuda.synchronize(self.device)
             return None
         return graph.replay

@@ -1,7 +1,6 @@
-"""Which configuration of a linear product is the fastest on the GPU that is here: all that may be it are timed.
+"""The fastest configuration of a linear product on this GPU: all promising ones are timed.
 
-Equal products, each with a weight of its own, take turns, so that the caches hold none of it (``Stopwatch``). Knows
-products; does not know files (``tuned``), nor whose products they are.
+Equal products, each with its own weight, take turns, so that the caches hold none of it (``Stopwatch``).
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ TOLERANCE = 2e-2
 Tunable = WeightOnly | EightBit
 REFUSALS = (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError)
 """What a GPU says of a configuration that it has not the registers or the shared memory for."""
-_FAILURES = (*REFUSALS, triton.CompilationError, RuntimeError)  # of a candidate; passes of a compiler raise the last
+_FAILURES = (*REFUSALS, triton.CompilationError, RuntimeError)  # of a candidate; compiler passes raise RuntimeError
 
 
 def rows_of(bucket: int, product: Tunable) -> int:
-    """With how many a bucket is timed: its most, of those that may come."""
+    """The number of rows with which a bucket is timed: its largest that may come."""
     return min(bucket, len(product.op.x), MOST_ROWS)
 
 
 def weight_bytes(product: Tunable) -> int:
-    """Bytes that one product must read of its weight."""
+    """Bytes of its weight that one product must read."""
     if isinstance(product, WeightOnly):
         tensors = [product.planes.words, product.planes.scales, product.planes.zeros]
     else:
@@ -52,7 +51,7 @@ def weight_bytes(product: Tunable) -> int:
 
 
 def candidates(product: Tunable, rows: int) -> list[Config]:
-    """Configurations worth timing, the one that the product has first."""
+    """Configurations worth timing; the product's current one comes first."""
     swaps = (False, True) if isinstance(product, WeightOnly) else (False,)
     blocks = product.planes.blocks if isinstance(product, WeightOnly) else product.blocks
     sms = target(product.op.x.device).sms
@@ -78,7 +77,7 @@ def candidates(product: Tunable, rows: int) -> list[Config]:
 
 @dataclass(frozen=True)
 class Tuner:
-    """``threads`` compile for it; ``until``: when it ends, as ``time.monotonic`` counts."""
+    """``threads`` compile for it; it ends at ``until``, on the clock of ``time.monotonic``."""
 
     watch: Stopwatch
     threads: int = 1
@@ -86,7 +85,7 @@ class Tuner:
 
     def tune(self, products: Sequence[Tunable], bucket: int) -> Measured | None:
         """The best configuration of ``products``, which are equal, for the rows of ``bucket``; they have it from now
-        on. None, and they are as they were, where the time is over before every candidate had its turn.
+        on. If the time is over before every candidate had its turn: None, and the products are unchanged.
 
         Overwrites the inputs and the outputs of all.
         """
@@ -98,7 +97,7 @@ class Tuner:
 
     def _fastest(self, products: Sequence[Tunable], bucket: int, rows: int) -> Measured | None:
         choices = candidates(products[0], rows)
-        want = _result(products[0], rows)  # of the default; compiles what runs beside the product, too
+        want = _result(products[0], rows)  # of the default; also compiles what runs beside the product
         self._compile(products[0], bucket, rows, choices)
         times: dict[Config, float] = {}
         for config in choices:
@@ -112,7 +111,7 @@ class Tuner:
         best = min(times, key=lambda config: times[config], default=default)
         if default not in times:
             return None
-        # Of many times the least is low by luck, so both have another turn.
+        # The least of many times is low by luck, so both get another turn.
         took = {}
         for config in {default: None, best: None}:
             configure(products, bucket, config)
@@ -125,10 +124,10 @@ class Tuner:
         return self.watch.time([partial(product.run, rows) for product in products]).seconds
 
     def _compile(self, product: Tunable, bucket: int, rows: int, choices: Sequence[Config]) -> None:
-        """All at once; where kernels are interpreted there is nothing to compile."""
+        """Compile all at once; where kernels are interpreted there is nothing to compile."""
         if self.watch.device.type != "cuda":
             return
-        with suppress(Exception), compiling(self.threads):  # what is not compiled now is when its turn comes
+        with suppress(Exception), compiling(self.threads):  # what fails here is compiled when its turn comes
             for config in choices:
                 product.configure({bucket: config})
                 product.run(rows)
@@ -145,11 +144,11 @@ def _result(product: Tunable, rows: int) -> Tensor:
     product.op.x[:rows].normal_(generator=generator)
     product.op.out[:rows].zero_()
     if isinstance(product, EightBit):
-        product.round(rows)  # also where another kernel does so when a model runs
+        product.round(rows)  # even where another kernel rounds when a model runs
     product.run(rows)
     return product.op.out[:rows].float()
 
 
 def _is_near(y: Tensor, want: Tensor) -> bool:
-    """Row by row: of many, a wrong one would be lost in the norm of all."""
+    """Compared row by row: among many rows, a wrong one would be lost in the norm of all."""
     return bool(((y - want).norm(dim=-1) <= TOLERANCE * want.norm(dim=-1)).all())

@@ -1,8 +1,7 @@
-"""Configurations that were measured: a JSON file for each GPU and version of Triton, and which one is in use.
+"""Measured configurations: a JSON file for each GPU and version of Triton, and which one is in use.
 
-Those in ``data`` are shipped; ``qserve bench kernels --device cuda --tune`` makes them. What no file names has the
-default of its kernel, and so has everything where a file cannot be used: that is a line to show, never an error. Knows
-files and configurations; does not know kernels, nor how anything is timed (``tune``).
+Those in ``data`` are shipped; ``qserve bench kernels --device cuda --tune`` makes them. Products that no file names
+have the default of their kernel. If a file cannot be used, all have it: that is a line to show, never an error.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from qserve.kernels.triton.target import Target
 from qserve.kernels.triton.tuning.configs import BUCKETS, FOR_MANY, Config, bucket_of
 
 DATA = Path(__file__).parent / "data"
-_MOST = "more"  # how a file calls the last bucket
+_MOST = "more"  # the name of the last bucket in a file
 _TEXTS = ("gpu", "triton", "torch", "kernels", "command", "date")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The best of the configurations that were timed, and what the one before it took, the default say, in the same
-    minute."""
+    """The best of the configurations that were timed, with its time, and the time of the one before it (say the
+    default) in the same minute."""
 
     config: Config
     microseconds: float
@@ -47,8 +46,8 @@ Entries = dict[str, dict[int, Measured]]
 
 @dataclass(frozen=True)
 class TunedFile:
-    """``kernels``: the hash of their source. ``command`` made it; ``date`` is that of the day, in UTC. ``left_out``:
-    kernels for many rows (``FOR_MANY``) that are never used on this GPU; a way back, written by hand."""
+    """``kernels``: the hash of their source. ``command`` made the file; ``date`` is the day, in UTC. ``left_out``:
+    kernels for many rows (``FOR_MANY``) that are never used on this GPU; written by hand, as a way back."""
 
     gpu: str
     triton: str
@@ -60,7 +59,7 @@ class TunedFile:
     left_out: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Raises ``CheckpointError`` where it cannot be written."""
+        """Raises ``CheckpointError`` where the file cannot be written."""
         content = asdict(self) | {
             "entries": {
                 key: {_MOST if rows == BUCKETS[-1] else str(rows): asdict(each) for rows, each in found.items()}
@@ -75,13 +74,13 @@ class TunedFile:
 
 
 def begin(target: Target, command: str) -> TunedFile:
-    """An empty file of what is measured now."""
+    """An empty file for what is measured now."""
     today = datetime.now(UTC).date().isoformat()
     return TunedFile(target.name, triton.__version__, torch.__version__, kernels_hash(), command, today)
 
 
 def resume(path: Path, target: Target, command: str) -> TunedFile:
-    """What ``path`` holds, to be added to, where it is of this GPU, Triton and source; else an empty file."""
+    """The content of ``path``, to add to, if it is for this GPU, Triton and source; else an empty file."""
     new = begin(target, command)
     try:
         held = read(path, target)
@@ -92,7 +91,7 @@ def resume(path: Path, target: Target, command: str) -> TunedFile:
 
 @lru_cache
 def kernels_hash() -> str:
-    """Of the source of every kernel: what was measured with another one need not be the best any more."""
+    """The hash of every kernel's source: after a change, an older measurement need not be the best any more."""
     found = sha256()
     for path in sorted(Path(__file__).parents[1].glob("*.py")):
         if b"\n@triton.jit" in (content := path.read_bytes()):
@@ -101,7 +100,7 @@ def kernels_hash() -> str:
 
 
 def file_of(target: Target, folder: Path) -> Path:
-    """Where ``folder`` has the measured configurations of a GPU for this Triton."""
+    """The file in ``folder`` with the measured configurations of a GPU for this Triton."""
     name = re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-")
     return folder / f"{name}-triton-{_minor(triton.__version__)}.json"
 
@@ -111,8 +110,8 @@ def _minor(version: str) -> str:
 
 
 def read(path: Path, target: Target) -> TunedFile:
-    """A file for this GPU and Triton. Raises ``CheckpointError`` where it is missing, damaged, of others, or names what
-    cannot be."""
+    """A file for this GPU and Triton. Raises ``CheckpointError`` where it is missing, damaged, for another GPU or
+    Triton, or names what cannot be."""
     try:
         made = _parse(read_json_object(path))
     except (TypeError, ValueError) as error:
@@ -173,8 +172,8 @@ def _require_names(where: str, content: dict[str, Any], of: type) -> None:
 
 @dataclass(frozen=True)
 class InUse:
-    """What the products of a GPU go by. ``reason``: why no file is used, or empty; ``refused``: what is in the file and
-    cannot be used here all the same, with the reason."""
+    """The configurations that a GPU's products use. ``reason``: why no file is used, or empty; ``refused``: entries of
+    the file that cannot be used here, with the reason."""
 
     path: Path
     reason: str
@@ -187,7 +186,7 @@ class InUse:
         return found[bucket].config if bucket in found and (key, bucket) not in self.refused else None
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The state for people."""
         if self.file is None:
             return [f"defaults: {self.reason}"]
         other = "" if self.file.kernels == kernels_hash() else ", of an earlier version of the kernels"
@@ -201,7 +200,7 @@ def _up_to(bucket: int) -> str:
 
 @lru_cache
 def in_use(target: Target) -> InUse:
-    """What is shipped for a GPU, or that it has the defaults, and why."""
+    """The configurations shipped for a GPU, or the defaults and the reason."""
     path = file_of(target, DATA)
     if not path.exists():
         return InUse(path, f"nothing was measured on {target.name} with Triton {_minor(triton.__version__)}")
@@ -212,7 +211,7 @@ def in_use(target: Target) -> InUse:
 
 
 def left_out(target: Target) -> frozenset[str]:
-    """The kernels for many rows that must not be used on a GPU, by the file that is shipped for it."""
+    """The kernels for many rows that must not be used on a GPU, according to the file shipped for it."""
     found = in_use(target).file
     return frozenset() if found is None else frozenset(found.left_out)
 
@@ -220,7 +219,7 @@ def left_out(target: Target) -> frozenset[str]:
 def choose(
     key: str, rows: int, target: Target, default: Callable[[int], Config], fits: Callable[[Config], bool]
 ) -> Config:
-    """The configuration of ``key`` for ``rows`` rows: measured where there is one that fits, else the default."""
+    """The configuration of ``key`` for ``rows`` rows: a measured one that fits, else the default."""
     table = in_use(target)
     found = table.find(key, rows)
     if found is None:
