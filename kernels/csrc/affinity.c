@@ -1,4 +1,4 @@
-/* On which CPUs a thread runs, where the system lets a program say so: on Linux. */
+/* The CPUs on which a thread may run. Only Linux lets a program set them. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>

@@ -1,9 +1,9 @@
-/* Attention over vectors, behind rows.h. An ISA defines ATTEND_ROWS(X) = X(n) for the numbers of query rows that are
+/* Attention over vectors, behind rows.h. An ISA defines ATTEND_ROWS(X) = X(n) for each number of query rows that are
  * computed together, the largest first and 1 last: as many as have accumulators in registers. */
 
 /* A query row and what it has gathered so far: sums = the weighted values, and their total weight, both relative to the
- * highest score `top`. Rows lie at one distance from each other, known when this is compiled: a pointer each would need a
- * register each. */
+ * highest score `top`. The distance between rows is known at compile time: a pointer to each would take a register
+ * each. */
 typedef struct {
     float q[256], sums[256], weights[QS_LANES], total[QS_LANES];
     float top;
@@ -19,7 +19,7 @@ INLINE vf load_kv(const void *cache, int64_t at, const int dtype)
     }
     if (dtype == QS_F8) {
         vf value = load_e4m3((const uint8_t *)cache + at), size = higher(value, all(0.0f) - value);
-        return nan_where(value, size, all(480.0f / 256)); /* as whose bits NaN's are read */
+        return nan_where(value, size, all(480.0f / 256)); /* the value that the bits of NaN read as */
     }
     return load_floats(cache, at, dtype);
 }
@@ -37,7 +37,7 @@ INLINE void add_values(query_row *rows, const void *values, int64_t base, int32_
             UNROLL for (int p = 0; p < PARTS; p++)
                 value[p] = load_kv(values, base + i * dim + j + p * LANES, dtype);
             UNROLL for (int r = 0; r < R; r++)
-                if (every || (rows[r].seen >> i & 1)) /* what a row does not see may be infinite */
+                if (every || (rows[r].seen >> i & 1)) /* values that a row does not see may be infinite */
                     UNROLL for (int p = 0; p < PARTS; p++)
                         sums[r][p] = fused(all(rows[r].weights[i]), value[p], sums[r][p]);
         }
@@ -47,7 +47,7 @@ INLINE void add_values(query_row *rows, const void *values, int64_t base, int32_
     }
 }
 
-/* Raises `top` to the highest of the `risen` scores, and takes what was gathered relative to the old one along. */
+/* Raises `top` to the highest of the `risen` scores, and rescales what was gathered relative to the old one. */
 INLINE void raise_top(query_row *rows, vf scores[][PARTS], const uint32_t *risen, int32_t dim, const int R)
 {
     float shrink[QS_LANES] = {0};
@@ -86,7 +86,7 @@ INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, 
     for (int32_t j = 0; j < dim; j++) {
         UNROLL for (int p = 0; p < PARTS; p++)
             key[p] = load_kv(op->k_cache, base + j * QS_LANES + p * LANES, dtype);
-        if (R <= 4) { /* more rows take so long that the processor fetches it by itself */
+        if (R <= 4) { /* more rows take so long that the processor prefetches by itself */
             __builtin_prefetch((const char *)op->k_cache + (next + j * QS_LANES) * bytes, 0, 2);
             __builtin_prefetch((const char *)op->v_cache + (next + j * QS_LANES) * bytes, 0, 2);
         }
@@ -129,7 +129,7 @@ INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, 
     ATTEND_AS(R, QS_F32) ATTEND_AS(R, QS_F16) ATTEND_AS(R, QS_BF16) ATTEND_AS(R, QS_F8) ATTEND_AS(R, QS_I8)
 ATTEND_ROWS(ATTEND)
 
-/* The tokens of the block from `token` on that each row sees; whether all see all of it. */
+/* For each row, the tokens of the block from `token` on that it sees. Returns whether all rows see all of it. */
 static int find_seen(query_row *rows, const qs_queries *queries, int32_t token)
 {
     uint32_t common = 0xffff;
@@ -171,7 +171,7 @@ static void attend(const qs_attention *op, const qs_queries *queries, const int3
         const int32_t token = block * QS_LANES, begin = from > token ? from - token : 0;
         const int32_t end = to < token + QS_LANES - 1 ? to - token : QS_LANES - 1, every = find_seen(at, queries, token);
         int64_t base = ((int64_t)block_table[block] * op->kv_heads + kv_head) * width;
-        /* What comes next is fetched meanwhile: a block further, or the first one of the next head. */
+        /* Fetch what comes next meanwhile: the next block, or the first one of the next head. */
         int64_t next = block < stop ? ((int64_t)block_table[block + 1] * op->kv_heads + kv_head) * width
                                     : ((int64_t)block_table[start] * op->kv_heads + kv_head + 1) * width;
         for (int32_t row = 0, i = 0; row < rows; row += kernels[i].rows) {

@@ -153,7 +153,7 @@ INLINE vf load_bytes(const int8_t *x)
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
 }
 
-/* Their bits, moved to where float16 has them; bits 15 and 14 are the sign, of which one goes. */
+/* Their bits, moved to where float16 has them; bits 15 and 14 are both the sign, and one is removed. */
 INLINE vf load_e4m3(const uint8_t *x)
 {
     __m128i moved = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)x)), 7);

@@ -1,11 +1,11 @@
 /* The product of integers with AVX-512 and VNNI, behind store_tiles.h. */
 
-#define TILES 4      /* weight tiles of 16 outputs that one block covers */
+#define TILES 4      /* weight tiles of 16 outputs in one block */
 #define INT_ROWS 4   /* rows of an integer block: 16 accumulators and 8 unpacked tiles; 6 rows are no faster */
-#define NEAR (128 << 10) /* bytes, a part of the second-level cache: further ahead nothing is fetched */
+#define NEAR (128 << 10) /* bytes, a part of the second-level cache: the farthest prefetch */
 
-/* sum + the dot of each four bytes of w (unsigned) and x (signed). In assembly because the compiler copies the
- * accumulators of the intrinsic and spills the copies inside of the loop: 205 GMAC/s a core where it gives 150. */
+/* sum + the dot of each four bytes of w (unsigned) and x (signed). In assembly because with the intrinsic the compiler
+ * copies the accumulators and spills the copies inside the loop: 150 GMAC/s a core instead of 205. */
 INLINE __m512i dot4(__m512i sum, __m512i w, __m512i x)
 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
@@ -28,7 +28,7 @@ typedef struct {
     const int32_t *zeros;   /* like scales, or NULL */
     float *sums;            /* [rows][tiles][16] */
     int64_t x_stride, parts, stride, scale_stride;
-    int64_t ahead;          /* bytes from the weights that are read to those fetched meanwhile; 0 for nothing */
+    int64_t ahead;          /* bytes from the weights being read to those prefetched meanwhile; 0: none */
     int64_t scales_ahead;   /* the same of the scales */
 } int_walk;
 
@@ -84,7 +84,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, const int
     }
 }
 
-/* MR rows by NV tiles. The float sums are in memory: the accumulators of a group need the registers. */
+/* MR rows by NV tiles. The float sums are in memory, because the accumulators of a group need the registers. */
 INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, const uint8_t *weight,
                       int64_t stride, int64_t ahead, const int MR, const int NV, const int U4)
 {
@@ -154,8 +154,9 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
     int u4 = op->dtype == QS_U4, wide = tiles == TILES;
     int64_t stride = (int64_t)op->k * (u4 ? 8 : 16);
     const uint8_t *weight = (const uint8_t *)op->weight + tile * stride;
-    /* Narrow tiles are too short for the processor to see a stream: the next piece, which is mostly this thread's, is
-     * fetched meanwhile (measured on one row: 24 GB/s instead of 15; on tiles of 32 KB it does so by itself). */
+    /* Narrow tiles are too short for the processor to detect a stream. So the next piece, which mostly goes to this
+     * thread too, is fetched meanwhile (measured on one row: 24 GB/s instead of 15; on tiles of 32 KB the processor
+     * does so by itself). */
     int64_t ahead = stride * tiles <= NEAR ? stride * tiles : 0;
     if (wide)
         (u4 ? u4_wide : u8_wide)(op, acts, row, end, tile, weight, stride, ahead);

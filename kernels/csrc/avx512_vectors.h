@@ -141,7 +141,7 @@ INLINE vf load_bytes(const int8_t *x)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
 }
 
-/* Their bits, moved to where float16 has them; bits 15 and 14 are the sign, of which one goes. */
+/* Their bits, moved to where float16 has them; bits 15 and 14 are both the sign, and one is removed. */
 INLINE vf load_e4m3(const uint8_t *x)
 {
     __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)x)), 7);

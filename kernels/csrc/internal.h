@@ -29,7 +29,7 @@ typedef struct {
     void (*silu_mul)(const float *gate, const float *up, float *out, int32_t width);
     void (*log_softmax)(float *x, int32_t width);
     int32_t (*argmax)(const float *x, int32_t width);
-    /* One row of the input, rounded: to codes for an integer product, to f32 [k] for one of floats. */
+    /* Prepares one row of the input: codes for an integer product, f32 [k] for a float product. */
     void (*quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums);
     void (*round_input)(const qs_linear *op, const float *x, float *rounded);
     /* Tiles [tile, tile + tiles) of the product, rows [row, end); `unpacked` holds 4 tiles of u8 or f32. */
@@ -49,7 +49,7 @@ extern const qs_kernels qs_kernels_scalar;
 #define QS_X86 1
 extern const qs_kernels qs_kernels_avx2;
 extern const qs_kernels qs_kernels_avx512;
-/* Those of AVX2 with the product of integers of AVX-VNNI, in either encoding; where the compiler knows it. */
+/* AVX2's kernels with the integer product of AVX-VNNI, in either encoding; only where the compiler knows it. */
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define QS_VNNI 1
 extern const qs_kernels qs_kernels_vex, qs_kernels_evex;
@@ -64,13 +64,13 @@ extern const qs_kernels qs_kernels_neon;
 int32_t qs_has_dot_products(void);
 #endif
 
-/* A set of CPUs, as wide as Linux has them. */
+/* A set of CPUs, as large as Linux defines it. */
 #define QS_MAX_CPUS 8192
 typedef struct {
     unsigned long words[QS_MAX_CPUS / 8 / sizeof(unsigned long)];
 } qs_cpus;
 
-/* Lets `thread` run on `cpu` alone. Returns 0 and, where asked, on which CPUs it ran `before`; or -1. */
+/* Lets `thread` run on `cpu` alone. Returns 0, or -1; `before`, unless NULL, gets the CPUs on which it ran before. */
 int32_t qs_pin(pthread_t thread, int32_t cpu, qs_cpus *before);
 void qs_unpin(pthread_t thread, qs_cpus *before);
 
@@ -133,7 +133,7 @@ static inline float qs_e4m3_to_float(uint8_t code)
     return (code & 0x7f) == 0x7f ? NAN : value;
 }
 
-/* The nearest e4m3 of |x| <= 448, ties to even. Adding 2^14, whose last bit is worth 2^-9, rounds the subnormals. */
+/* The nearest e4m3 of |x| <= 448, ties to even. Adding 2^14, whose last bit is worth 2^-9, rounds subnormals. */
 static inline float qs_round_e4m3(float x)
 {
     union { float f; uint32_t u; } v = {x}, normal, small;
@@ -145,7 +145,7 @@ static inline float qs_round_e4m3(float x)
     return v.f;
 }
 
-/* Saturates; what is not finite becomes NaN. */
+/* Saturates; a value that is not finite becomes NaN. */
 static inline uint8_t qs_float_to_e4m3(float x)
 {
     union { float f; uint32_t u; } v = {x};

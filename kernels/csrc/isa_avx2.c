@@ -18,7 +18,7 @@
 
 #define ROWS 4
 #define HALVES 2 /* vectors of a tile */
-#define SPAN 32  /* inputs whose products with nibbles, 8 pairs of at most 2 * 15 * 128, an int16 sum holds */
+#define SPAN 32  /* inputs to an int16 sum of products with nibbles: 8 pairs of at most 2 * 15 * 128 */
 
 #include "linear_int.h"
 
@@ -27,8 +27,8 @@ INLINE __m256i four(const int8_t *x)
     return _mm256_set1_epi32(*(const int32_t *)(const void *)x);
 }
 
-/* What each pair of nibbles and inputs adds to an int16 sum. In assembly because the compiler adds the products first and
- * spills the sums: with nibbles 105 GMAC/s a core where it gives 98, with bytes 55 where it gives 37. */
+/* Adds the products of each pair of nibbles and inputs to an int16 sum. In assembly because the compiler adds the
+ * products first and spills the sums: with nibbles 98 GMAC/s a core instead of 105, with bytes 37 instead of 55. */
 INLINE __m256i add_pairs(__m256i sum, __m256i nibbles, __m256i x)
 {
     __m256i products;
@@ -72,8 +72,8 @@ INLINE void dot_u4(const int8_t *x, int64_t x_stride, const uint8_t *w, int32_t 
             add_dot(dots[m] + 8 * v, pairs[m][v], one);
 }
 
-/* The same by half a tile of bytes. The product of bytes and signed bytes saturates, that of nibbles does not: a byte is its
- * low nibble and 16 times its high one, each with a sum of its own. */
+/* The same by half a tile of bytes. The product of bytes and signed bytes saturates, that of nibbles does not. So a
+ * byte is split into its low nibble and 16 times its high one, each with its own sum. */
 INLINE void dot_u8(const int8_t *x, int64_t x_stride, const uint8_t *w, int32_t width, int32_t dots[ROWS][QS_LANES], int v,
                    const int rows)
 {

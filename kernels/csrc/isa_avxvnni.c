@@ -1,4 +1,4 @@
-/* AVX-VNNI, the dots of bytes for vectors of 32: the product of integers, for the kernels of AVX2. */
+/* AVX-VNNI, dots of bytes in vectors of 32: the integer product for the kernels of AVX2. */
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 
@@ -35,8 +35,8 @@
 
 #include "linear_int.h"
 
-/* sum + the dot of each four bytes of w (unsigned) and x (signed). In assembly because the compiler copies the accumulators
- * of the intrinsic. */
+/* sum + the dot of each four bytes of w (unsigned) and x (signed). In assembly because with the intrinsic the compiler
+ * copies the accumulators. */
 INLINE __m256i dot4(__m256i sum, __m256i w, __m256i x)
 {
     __asm__(DOT " %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
@@ -53,7 +53,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
 {
     const __m256i low = _mm256_set1_epi8(15);
     const uint8_t *w = at->w;
-    __m256i dot[ROWS][HALVES], other[ROWS][HALVES], codes[HALVES]; /* other: so that few rows need not wait for sums */
+    __m256i dot[ROWS][HALVES], other[ROWS][HALVES], codes[HALVES]; /* other: second sums: few rows need not wait */
     UNROLL for (int m = 0; m < rows; m++) {
         UNROLL for (int v = 0; v < HALVES; v++)
             other[m][v] = _mm256_setzero_si256();

@@ -43,7 +43,7 @@ int32_t qs_has_dot_products(void)
 
 #include "linear_int.h"
 
-/* 16 codes as signed bytes: `half` of a byte's two, or a byte less 128, which the zero point makes up for. */
+/* 16 codes as signed bytes: one `half` of each byte, or each byte less 128, which the zero point compensates. */
 INLINE int8x16_t signed_codes(const uint8_t *w, int part, const int half, const int u4)
 {
     uint8x16_t bytes = vld1q_u8(w + 16 * part + (u4 ? 0 : 64 * half));
@@ -52,8 +52,8 @@ INLINE int8x16_t signed_codes(const uint8_t *w, int part, const int half, const 
     return vreinterpretq_s8_u8(half ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
 }
 
-/* sum + the dots of four codes and four inputs, the first or the second. In assembly because clang before its 16th
- * version declares the intrinsic only where the whole file is for such a processor. */
+/* sum + the dots of four codes and four inputs, the first or the second. In assembly because clang before version 16
+ * declares the intrinsic only if the whole file is compiled for such a processor. */
 INLINE int32x4_t dot4(int32x4_t sum, int8x16_t codes, int8x8_t x, const int second)
 {
     if (second)

@@ -1,4 +1,4 @@
-/* The portable kernels as the compiler's baseline builds them: every machine has these. */
+/* The portable kernels, compiled for the baseline ISA: every machine can run them. */
 #define QS_NAME(name) qs_scalar_##name
 #include "portable.h"
 

@@ -1,9 +1,9 @@
-/* Products of floats over vectors, behind store_tiles.h. An ISA defines FLOAT_TILES, the tiles of a block of 6 rows: as many
- * as have accumulators in registers. */
+/* Products of floats over vectors, behind store_tiles.h. An ISA defines FLOAT_TILES, the tiles of a block of 6 rows: as
+ * many as have accumulators in registers. */
 
 #define UNPACK 32 /* from this many rows on, e4m3 tiles are unpacked once and reused */
 
-/* `scale`: of e4m3 weights, times 256; else not read. */
+/* `scale`: of e4m3 weights, times 256; otherwise not read. */
 INLINE vf load_weight(const void *weight, int64_t at, vf scale, const int dtype)
 {
     return dtype == QS_F8 ? load_e4m3((const uint8_t *)weight + at) * scale : load_floats(weight, at, dtype);
@@ -72,7 +72,7 @@ FLOAT_KERNEL(bf16_wide, FLOAT_TILES, QS_BF16)
 FLOAT_KERNEL(f8_wide, FLOAT_TILES, QS_F8)
 #endif
 
-/* Tiles of e4m3 as f32, the very products that a block computes on the fly. */
+/* Tiles of e4m3 as f32, exactly the values that a block computes on the fly. */
 static void unpack_f8(const qs_linear *op, int32_t tile, int32_t tiles, float *unpacked)
 {
     const uint8_t *codes = (const uint8_t *)op->weight + (int64_t)tile * op->k * QS_LANES;

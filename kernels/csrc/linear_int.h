@@ -1,5 +1,5 @@
-/* The product of integers tile by tile, where vectors are short. Behind store_tiles.h; an ISA defines ROWS, the most rows
- * of a block, and then int_group. */
+/* The integer product tile by tile, for short vectors. Behind store_tiles.h; an ISA defines ROWS, the most rows of a
+ * block, and then int_group. */
 
 /* Where a product of one tile reads and adds: advanced by one activation group at a time. */
 typedef struct {

@@ -154,7 +154,7 @@ INLINE vf load_bytes(const int8_t *x)
     return vcvtq_f32_s32(vmovl_s16(four_bytes(x)));
 }
 
-/* Their bits, moved to where float16 has them; bits 15 and 14 are the sign, of which one goes. */
+/* Their bits, moved to where float16 has them; bits 15 and 14 are both the sign, and one is removed. */
 INLINE vf load_e4m3(const uint8_t *x)
 {
     int16x4_t moved = vand_s16(vshl_n_s16(four_bytes(x), 7), vdup_n_s16((int16_t)0xbfff));

@@ -1,4 +1,4 @@
-/* What the machine does at most, to compare kernels with: products in registers, and memory read in streams. */
+/* The peak rates of the machine, to compare kernels with: products in registers, and memory read in streams. */
 #include <stdint.h>
 
 #include "qserve.h"
@@ -31,7 +31,7 @@ READ_STREAMS(read_streams)
 
 READ_STREAMS(read_wide)
 
-/* Six sums, more than an instruction takes cycles, of products of 64 bytes each; none of it touches memory. */
+/* Products of 64 bytes into six sums, more than the cycles of an instruction; none of it touches memory. */
 static int64_t multiply(int64_t loops)
 {
     __m512i w = _mm512_set1_epi8(3), x = _mm512_set1_epi8(1), a = w, b = w, c = w, d = w, e = w, f = w;
@@ -49,7 +49,7 @@ static int64_t multiply(int64_t loops)
 #pragma GCC pop_options
 #endif
 
-/* Of nibbles and bytes, 32 each, and their sums of 16 bits: eight, which wait for nothing. */
+/* Products of 32 nibbles and 32 bytes into eight independent 16-bit sums, so that none waits. */
 __attribute__((target("avx2"))) static int64_t multiply_pairs(int64_t loops)
 {
     __m256i w = _mm256_set1_epi8(3), x = _mm256_set1_epi8(1), sums[8], product;

@@ -1,5 +1,5 @@
 /* Every kernel in portable C. Included once per ISA, with QS_NAME giving each copy its own names, so that the
- * compiler vectorizes the same text for each; it is also the twin that the hand-written kernels are tested
+ * compiler vectorizes the same text for each. It is also the reference that the hand-written kernels are tested
  * against. Contraction to FMA is off (see pyproject.toml), so a row's bits do not depend on how loops were cut. */
 
 #include <string.h>
@@ -10,7 +10,7 @@
  * 2 ulp over [-87, 88], below that 0, and exp(0) = 1 exactly. */
 static inline float QS_NAME(exp)(float x)
 {
-    float clamped = x > -87.0f ? (x < 88.0f ? x : 88.0f) : -87.0f; /* NaN too: it has no place in an integer */
+    float clamped = x > -87.0f ? (x < 88.0f ? x : 88.0f) : -87.0f; /* also for NaN, which no integer can hold */
     float n = floorf(clamped * 1.44269504088896341f + 0.5f);
     float r = clamped - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
@@ -76,7 +76,7 @@ static void QS_NAME(log_softmax)(float *x, int32_t width)
 
 static int32_t QS_NAME(argmax)(const float *x, int32_t width)
 {
-    /* Two passes that the compiler vectorizes, where one that keeps the index would not be. */
+    /* Two passes, which the compiler vectorizes; it does not vectorize one pass that keeps the index. */
     float tops[QS_LANES];
     int32_t bad = 0, whole = width - width % QS_LANES;
     for (int i = 0; i < QS_LANES; i++)
@@ -101,7 +101,7 @@ static int32_t QS_NAME(argmax)(const float *x, int32_t width)
     return best;
 }
 
-/* The bits of |x| compare like |x|, and NaN is above infinity: no NaN is lost in a maximum of them. */
+/* The bits of |x| compare like |x|, and NaN is above infinity: a maximum of them never loses a NaN. */
 static inline uint32_t QS_NAME(magnitude)(float x)
 {
     union { float f; uint32_t u; } v = {x};
@@ -131,7 +131,7 @@ static inline float QS_NAME(clamp)(float x, float low, float high)
     return x < low ? low : (x > high ? high : x);
 }
 
-/* `direct`: the inputs are the columns of x as they lie, so that the loops can be vectorized. */
+/* `direct`: the inputs are the columns of x in order, so that the loops can be vectorized. */
 static inline __attribute__((always_inline)) void QS_NAME(quantize_columns)(
     const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums, const int direct)
 {
@@ -197,7 +197,7 @@ static inline void QS_NAME(store_tile)(const qs_linear *op, const float *sums, i
     float *out = op->out + (int64_t)row * op->out_stride + (op->silu ? tile / 2 * QS_LANES : start);
     for (int i = 0; i < lanes; i++) {
         float value = sums[i] + (op->bias ? op->bias[start + i] : 0.0f);
-        if (op->silu && tile % 2) /* the gate waits where its product belongs */
+        if (op->silu && tile % 2) /* the gate is kept where its product will go */
             value *= QS_NAME(silu)(out[i]);
         out[i] = op->accumulate ? out[i] + value : value;
     }
@@ -336,7 +336,8 @@ static void QS_NAME(store_kv)(const qs_rope_kv *op, const float *k, const float 
         }
 }
 
-/* Rotates the query heads of a key head, and its key, without what is common to all keys: returned. */
+/* Rotates the query heads of a key head, and its key, and subtracts from the key what all keys have in common. Returns
+ * the key. */
 static inline float *QS_NAME(rotate_heads)(const qs_rope_kv *op, float *row, int32_t position, int32_t kv_head)
 {
     int32_t group = op->heads / op->kv_heads, dim = op->head_dim;

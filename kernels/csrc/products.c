@@ -1,4 +1,4 @@
-/* What calibration multiplies: which processor does it how, and how the work is split. */
+/* The products of calibration: which kernels each processor uses, and how the work is split. */
 #include "products.h"
 
 int32_t qs_multiplies_bf16(int32_t isa)

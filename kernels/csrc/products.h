@@ -1,4 +1,4 @@
-/* What calibration multiplies, each kind of processor in its own way: one table for each. Not part of the contract. */
+/* The products of calibration: one table for each kind of processor. Not part of the contract. */
 #ifndef QS_PRODUCTS_H
 #define QS_PRODUCTS_H
 
@@ -16,7 +16,7 @@ extern const qs_products qs_products_portable;
 extern const qs_products qs_products_avx2, qs_products_avx512;
 #if defined(__clang__) || __GNUC__ >= 10
 #define QS_BF16_PRODUCTS 1
-extern const qs_products qs_products_bf16; /* multiplies no linears: others do that as fast */
+extern const qs_products qs_products_bf16; /* no `multiply`: that of the others is as fast */
 #endif
 #endif
 

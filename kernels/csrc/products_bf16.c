@@ -1,4 +1,4 @@
-/* Products of bfloat16: what calibration multiplies on processors that have them (AVX512-BF16). */
+/* Products of bfloat16, for calibration on processors that have them (AVX512-BF16). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,10 +16,10 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define PANEL QS_BF16_PANEL /* four registers */
-#define ROWS 4   /* by four registers: sixteen sums, more than an instruction takes cycles */
+#define ROWS 4   /* by four registers: sixteen sums, more than the cycles of an instruction */
 #define STEP 128 /* pairs of rows whose products stay in registers: two panels of them lie in the second-level cache */
 
-/* In assembly because the compiler copies the sums of the intrinsic, see isa_avx512.c. */
+/* In assembly because with the intrinsic the compiler copies the sums, see avx512_linear_int.h. */
 INLINE __m512 dot2(__m512 sum, __m512i left, __m512i right)
 {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
@@ -184,7 +184,7 @@ static void pack_keys(const uint16_t *keys, int32_t tokens, int32_t dim, uint16_
     }
 }
 
-/* ROWS queries from `first` on, of which some may lie behind the last token. scores, weights [ROWS][padded]. */
+/* ROWS queries from `first` on; some may lie behind the last token. scores, weights [ROWS][padded]. */
 static void attend_rows(const qs_causal *op, const uint16_t *queries, int32_t first, const uint16_t *keys,
                         const uint16_t *values, float *scores, uint16_t *weights, uint16_t *out)
 {
@@ -204,7 +204,7 @@ static void attend_rows(const qs_causal *op, const uint16_t *queries, int32_t fi
         float *row = scores + r * padded;
         __m512 top = least, total = _mm512_setzero_ps();
         int32_t last = first + r;
-        for (int32_t j = last / PANEL * PANEL; j < panels * PANEL; j += 16) { /* what comes later is not seen */
+        for (int32_t j = last / PANEL * PANEL; j < panels * PANEL; j += 16) { /* later keys are not seen */
             __mmask16 seen = _mm512_cmple_epi32_mask(lanes, _mm512_set1_epi32(last - j));
             _mm512_storeu_ps(row + j, _mm512_mask_mov_ps(least, seen, _mm512_loadu_ps(row + j)));
         }
@@ -261,7 +261,7 @@ static int32_t attend(const qs_causal *op, int64_t first, int64_t items)
         return -2;
     uint16_t *weights = (uint16_t *)(scores + ROWS * padded), *rows = weights + ROWS * padded;
     uint16_t *keys = rows + padded * dim, *values = keys + padded * dim;
-    memset(rows, 0, sizeof(uint16_t) * padded * dim); /* what lies behind the last token is multiplied too */
+    memset(rows, 0, sizeof(uint16_t) * padded * dim); /* rows behind the last token are multiplied too */
     for (int64_t item = first; item < first + items; item++)
         attend_group(op, item, rows, keys, values, scores, weights);
     free(scores);

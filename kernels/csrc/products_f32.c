@@ -1,4 +1,4 @@
-/* Products of float32: what calibration multiplies on processors without products of bfloat16. */
+/* Products of float32, for calibration on processors without products of bfloat16. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,10 +6,10 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define PANEL QS_F32_PANEL /* a multiple of what each ISA multiplies at once, rows and columns */
+#define PANEL QS_F32_PANEL /* a multiple of the rows and columns that each ISA multiplies at once */
 #define STEP 96            /* rows whose products stay in registers: two panels of them lie near the first cache */
-#define LONG_STEP 192      /* the same where only some columns of one panel do */
-#define QUERIES 24         /* that are attended to together, a multiple of the rows of each ISA */
+#define LONG_STEP 192      /* the same where only some columns of one panel stay there */
+#define QUERIES 24         /* queries computed together, a multiple of the rows of each ISA */
 
 #define QS_NAME(name) portable_##name
 #define QS_TABLE qs_products_portable
@@ -46,9 +46,9 @@ INLINE portable_floats portable_fused(portable_floats sum, float one, portable_f
 #define QS_TABLE qs_products_avx2
 #define LANES 8
 #define VECTORS 2
-#define ROWS 6 /* twelve sums, more than an instruction takes cycles, of sixteen registers */
+#define ROWS 6 /* twelve sums of sixteen registers, more than the cycles of an instruction */
 typedef __m256 avx2_floats __attribute__((aligned(4), may_alias));
-/* In assembly because the compiler copies the sums of the intrinsic. */
+/* In assembly because with the intrinsic the compiler copies the sums. */
 INLINE __m256 avx2_fused(__m256 sum, float one, __m256 values)
 {
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(_mm256_set1_ps(one)), "x"(values));

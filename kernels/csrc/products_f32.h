@@ -25,11 +25,11 @@ INLINE void QS_NAME(block)(const float *left, int64_t row, int64_t step, const f
             *(floats *)(void *)(sums[r] + LANES * v) = all[r][v];
 }
 
-/* A matrix that is given with its columns as rows: what `rows` holds at [column * stride + row]. */
+/* A matrix given by columns: element [row][column] is rows[column * stride + row]. */
 static void QS_NAME(pack_turned)(const float *rows, int64_t stride, int32_t count, int32_t columns, float *packed)
 {
     memset(packed, 0, sizeof(float) * (size_t)count * PANEL);
-    for (int32_t first = 0; first < columns; first += 8) { /* so many streams stay in the first cache */
+    for (int32_t first = 0; first < columns; first += 8) { /* eight streams stay in the first cache */
         int32_t some = columns - first < 8 ? columns - first : 8;
         for (int32_t k = 0; k < count; k++)
             for (int32_t c = first; c < first + some; c++)
@@ -37,7 +37,7 @@ static void QS_NAME(pack_turned)(const float *rows, int64_t stride, int32_t coun
     }
 }
 
-/* Row after row, of all panels: so memory is read in one stream. */
+/* Row after row across all panels, so that memory is read in one stream. */
 static void QS_NAME(pack)(const qs_pack *op, int32_t first, int32_t panels)
 {
     int32_t start = first * PANEL, stop = (first + panels) * PANEL < op->width ? (first + panels) * PANEL : op->width;
@@ -64,7 +64,7 @@ static void QS_NAME(pack)(const qs_pack *op, int32_t first, int32_t panels)
     }
 }
 
-/* The lines of a panel that are needed next come from far and lie apart; nothing but this fetches them in time. */
+/* The next lines of a panel come from far and lie apart; only this fetches them in time. */
 INLINE void QS_NAME(fetch)(const float *panel, int32_t first, int32_t lines)
 {
     for (int32_t line = first; line < first + lines; line++)
@@ -95,7 +95,7 @@ static void QS_NAME(add_tile)(const qs_moment *op, int32_t i, int32_t j)
     }
 }
 
-/* Some rows by all columns of a packed matrix. Where fewer rows than ROWS are left, each is multiplied alone. */
+/* Some rows by all columns of a packed matrix. If fewer rows than ROWS are left, each is multiplied alone. */
 static void QS_NAME(multiply)(const qs_product *op, int32_t first, int32_t rows)
 {
     enum { SHARE = (LONG_STEP * WIDE / 16 * ROWS + QS_CHUNK - 1) / QS_CHUNK };
@@ -120,10 +120,10 @@ static void QS_NAME(multiply)(const qs_product *op, int32_t first, int32_t rows)
     }
 }
 
-/* e^x for x <= 0, to 3e-7. What is below e^-87 is zero, NaN stays NaN. */
+/* e^x for x <= 0, to 3e-7. Below e^-87 it is zero; NaN stays NaN. */
 INLINE float QS_NAME(exponential)(float x)
 {
-    const float big = 12582912.0f; /* rounds to an integer, and has it in its last bits */
+    const float big = 12582912.0f; /* adding it rounds to an integer, held in the last bits */
     union { float f; uint32_t u; } shifted, power;
     float steps = x * 1.44269504088896341f;
     steps = steps < -127.0f ? -127.0f : steps;
@@ -160,8 +160,8 @@ static float QS_NAME(weigh)(float *scores, int32_t seen)
     return total;
 }
 
-/* QUERIES queries [QUERIES][head_dim] from `first` on, of which some may lie behind the last token: so many share keys
- * and values in the first cache. scores [QUERIES][padded], mixed [QUERIES][wide]. */
+/* QUERIES queries [QUERIES][head_dim] from `first` on; some may lie behind the last token. This many share keys and
+ * values in the first cache. scores [QUERIES][padded], mixed [QUERIES][wide]. */
 static void QS_NAME(attend_some)(const qs_causal *op, const float *queries, int32_t first, const float *keys,
                                  const float *values, float *scores, float *mixed, float *out)
 {
@@ -177,7 +177,7 @@ static void QS_NAME(attend_some)(const qs_causal *op, const float *queries, int3
     for (int32_t q = 0; q < QUERIES; q++) {
         int32_t seen = first + q < end ? first + q + 1 : end;
         inverse[q] = 1.0f / QS_NAME(weigh)(scores + q * padded, seen);
-        for (int32_t j = seen; j < end; j++) /* what comes later is not seen */
+        for (int32_t j = seen; j < end; j++) /* later keys are not seen */
             scores[q * padded + j] = 0;
     }
     memset(mixed, 0, sizeof(float) * QUERIES * (size_t)wide);

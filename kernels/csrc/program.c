@@ -18,20 +18,20 @@
 #define TILES 4       /* weight tiles in one piece of work */
 #define SPIN 4000     /* pauses before a waiting thread sleeps: tens of microseconds */
 #define ROW_PIECE 4   /* rows in one piece of row-wise work */
-#define PART 12       /* of so many rows are the parts into which a product is cut: whole blocks of the kernels */
-#define SHARE 8       /* pieces for each thread from which on the last one makes no thread wait long */
+#define PART 12       /* a product is cut into parts of a multiple of so many rows: whole blocks of the kernels */
+#define SHARE 8       /* pieces for each thread: with so many, waiting for the last one is short */
 
 /* One piece-wise part of an operation: the next piece to take, and how many are done. */
 struct phase {
     atomic_int next, done;
 };
 
-/* Threads help rather than meet: who has no piece holds up nobody, however late the system lets it run. A program goes
- * on as soon as all pieces of an operation are done, and a thread that comes late joins where the others are. */
+/* Threads help, they do not meet: a thread without a piece holds up nobody, however late the system lets it run. A
+ * program goes on as soon as all pieces of an operation are done, and a late thread joins where the others are. */
 struct qs_pool {
     atomic_int epoch;  /* bumped once per qs_run: wakes the workers */
     atomic_int open;   /* whether workers may join the job */
-    atomic_int inside; /* workers that look at the job */
+    atomic_int inside; /* workers that may look at the job */
     atomic_int sleeping;
     atomic_int stop;
     int32_t threads, capacity;
@@ -41,8 +41,8 @@ struct qs_pool {
     const struct job *job;
 };
 
-/* Bytes of scratch: each thread has a prepared row, one that is normed, and unpacked tiles; behind them are the
- * prepared rows that all share. */
+/* Bytes of scratch. Each thread has a prepared row, a normed row, and unpacked tiles. The prepared rows that all
+ * threads share come behind them. */
 struct layout {
     int64_t row, normed, unpacked, shared;
 };
@@ -105,8 +105,8 @@ static int32_t take(struct phase *phase)
     return atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
 }
 
-/* The piece behind a ticket: threads that work at the same time are a share of all pieces apart, for what one writes the
- * processor fetches ahead of the other where they are neighbours, and takes it away. */
+/* The piece behind a ticket. Threads that work at the same time take pieces far apart, each from its own share of all
+ * pieces: near neighbours, the processor would prefetch the lines that another thread writes and take them away. */
 static int32_t spread(int32_t ticket, int32_t pieces, int32_t threads)
 {
     int32_t share = pieces / threads, more = pieces % threads, at = ticket % threads;
@@ -132,7 +132,7 @@ static int is_integer(const qs_linear *op)
     return op->dtype == QS_U8 || op->dtype == QS_U4;
 }
 
-/* Whether the product reads something else than x. */
+/* Whether the product reads a prepared input instead of x. */
 static int is_prepared(const qs_linear *op)
 {
     return op->norm || op->act_dtype != QS_F32;
@@ -188,7 +188,8 @@ int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int3
     return thread_bytes(&layout) * threads + layout.shared;
 }
 
-/* Row r of the input as the product reads it, to `memory`, which holds `rows` of them; `normed` holds a row of x. */
+/* Row r of the input as the product reads it, to `memory`, which has room for `rows`. `normed` has room for a row of
+ * x. */
 static void prepare_row(const struct job *job, const qs_linear *op, uint8_t *memory, float *normed, int64_t rows,
                         int64_t r)
 {
@@ -226,8 +227,8 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
     uint8_t *memory = rows == 1 ? own : job->scratch + thread_bytes(layout) * pool->threads;
     float *normed = (float *)(own + layout->row);
     if (is_prepared(op) && rows == 1) {
-        /* Every thread does it for itself: cheaper than to wait. Where the others go on meanwhile and the row changes,
-         * there is no piece left for this one. */
+        /* Every thread prepares the row for itself, which is cheaper than waiting. If the others have gone on and the
+         * row has changed, no piece is left for this thread. */
         if (atomic_load_explicit(&phase[1].next, memory_order_relaxed) < pieces)
             prepare_row(job, op, memory, normed, 1, 0);
     } else if (is_prepared(op)) {
@@ -253,8 +254,8 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
     settle(pool, phase + 1, pieces, mine);
 }
 
-/* Whether operation i is a rotation that the attention behind it can do: no piece of that needs the keys of another
- * where every sequence has one token, and a key head one piece. */
+/* Whether operation i is a rotation that the attention behind it can do itself. It can if every sequence has one token,
+ * and a key head one piece: then no piece needs keys of another. */
 static int is_joined(const struct job *job, int32_t i)
 {
     const qs_op *op = job->ops + i;
@@ -263,8 +264,8 @@ static int is_joined(const struct job *job, int32_t i)
            op[1].attention.heads <= op[1].attention.kv_heads * QS_MAX_QUERY_ROWS;
 }
 
-/* A key head and a few tokens of a sequence: as many as make full query rows. `split` numbers the parts of more query
- * heads than make one. */
+/* Attends with a key head and a few tokens of a sequence: as many as make full query rows. If the query heads of one
+ * key head need several parts, `split` is the number of the part. */
 static void attend_tokens(const struct job *job, const qs_attention *op, int32_t sequence, int32_t start, int32_t tokens,
                           int32_t kv_head, int32_t split)
 {
@@ -284,8 +285,8 @@ static void attend_tokens(const struct job *job, const qs_attention *op, int32_t
     job->kernels->attend(op, &queries, step->block_tables + (int64_t)sequence * step->table_stride, kv_head);
 }
 
-/* A piece is a few tokens of a sequence, with one key head, or with all where there are sequences enough: their caches
- * are neighbours. `rope`: to be done first, or NULL. */
+/* A piece is a few tokens of a sequence, with one key head; or, where there are enough sequences, with all key heads,
+ * whose caches are neighbours. `rope`: to be done first, or NULL. */
 static void run_attention(const struct job *job, qs_pool *pool, struct phase *phase, const qs_attention *op,
                           const qs_rope_kv *rope)
 {
@@ -314,7 +315,7 @@ static void run_attention(const struct job *job, qs_pool *pool, struct phase *ph
             attend_tokens(job, op, sequence, start, tokens, kv_head, split);
         }
     }
-    settle(pool, phase, before, mine); /* of all sequences, now that there is no further piece */
+    settle(pool, phase, before, mine); /* pieces of all sequences: none is left to take */
 }
 
 static void embed_row(const qs_embed *op, int32_t token, float *out)
@@ -479,7 +480,7 @@ const char *qs_op_name(int32_t kind)
 }
 
 #ifdef QS_X86
-/* Asked once: in a virtual machine the question costs microseconds, and every step asks for its kernels. */
+/* Asked once: in a virtual machine the instruction takes microseconds, and every step asks for its kernels. */
 static int has_avx_vnni(void)
 {
     static atomic_int known = -1;

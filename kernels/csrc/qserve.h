@@ -62,27 +62,27 @@ typedef struct { const float *x, *weight; float *out; int32_t width; float eps; 
  *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
  *   f8            [tile][k][16]                     none of them NaN
  * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32; those of u8 and u4 may be f16, as
- * scale_dtype says. u8 and u4: W = (code - zero) * scale, with either the constant `zero` (zeros NULL) or zeros i32 [tile][groups][16]. f8: W = e4m3 * scale, and the last
- * group may be short.
+ * scale_dtype says. u8 and u4: W = (code - zero) * scale, with either the constant `zero` (zeros NULL) or zeros i32
+ * [tile][groups][16]. f8: W = e4m3 * scale, and the last group may be short.
  *
- * The input is rounded as act_dtype says, `act_span` inputs of a row (the last span may be short) sharing a scale:
+ * The input is rounded as act_dtype says; `act_span` inputs of a row (the last span may be short) share a scale:
  *   f32  not at all: the product is one of floats. For float and f8 weights.
  *   i8   to round_half_even(x / scale) in -128 .. 127, where scale = max |x| / 127
  *   f8   to e4m3(x / scale), to the nearest, ties to even, where scale = max |x| / 448. For float and f8 weights.
- * 1 / scale is computed once and multiplied with. Where input_scale > 0 it is the scale, and what exceeds the range
- * saturates; a span below 1e-30 is rounded to zeros.
+ * 1 / scale is computed once and multiplied with. Where input_scale > 0, it is the scale, and values outside the range
+ * saturate; a span below 1e-30 is rounded to zeros.
  *
- * u8 and u4 weights take i8 only, and sum integers over `act_group` inputs: it divides `group` and `act_span`, is a
- * multiple of 8, and divides `k`, which the caller pads. |sum| is at most act_group * 255 * 128, so
- * act_group <= 65536 never overflows int32. Other weights read `act_group` not at all.
+ * u8 and u4 weights take i8 only, and sum integers over `act_group` inputs. act_group divides `group` and `act_span`,
+ * is a multiple of 8, and divides `k`, which the caller pads. |sum| is at most act_group * 255 * 128, so
+ * act_group <= 65536 never overflows int32. Other weights do not read `act_group`.
  *
  * x is [rows, x_width]; row r of the output starts at out + r * out_stride. permutation (i32 [k], NULL for none; u8 and
  * u4 only) names the x column of each input, -1 for padding.
  *
  * norm (f32 [x_width], NULL for none): the input is that of qs_rms_norm with this weight and `eps`.
  *
- * silu: tiles come in pairs, a gate and what it is multiplied with, and out[r, 16 t + i] is silu(gate) * up of lane i of
- * the tiles 2t and 2t + 1, bias included. n is a multiple of 32 then and counts both; accumulate is not set.
+ * silu: tiles come in pairs, a gate and its factor, and out[r, 16 t + i] is silu(gate) * up of lane i of the tiles 2t
+ * and 2t + 1, bias included. Then n counts both and is a multiple of 32, and accumulate is not set.
  */
 typedef struct {
     const float *x;
@@ -100,8 +100,8 @@ typedef struct {
  * q_norm, k_norm f32 [head_dim] or NULL: RMS norm of each head before the rotation.
  * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32, f16, bf16, i8 or
  * f8. i8 and f8 hold k / k_scale and v / v_scale, scales f32 [kv_heads]: i8 rounded half to even and saturated at
- * -127 .. 127, f8 rounded to the nearest, ties to even, and saturated at 448. What is not finite becomes NaN, which
- * i8 writes as -128. k_center f32 [kv_heads, head_dim] or NULL is taken from each rotated key. */
+ * -127 .. 127, f8 rounded to the nearest, ties to even, and saturated at 448. Values that are not finite become NaN,
+ * which i8 writes as -128. k_center f32 [kv_heads, head_dim], or NULL, is subtracted from each rotated key. */
 typedef struct {
     float *qkv;
     const float *cosine, *sine;
@@ -158,17 +158,17 @@ typedef struct {
     int32_t tokens, logits, sequences, table_stride;
 } qs_step;
 
-/* Offline: the scale of each row of a weight (a group of inputs) that leaves the least error
- * sum_i importance[i] (w[i] - (code[i] - zero) scale)^2, every code the nearest of 0 .. max_code.
+/* Offline: for each row of a weight (a group of inputs) the scale that leaves the least error
+ * sum_i importance[i] (w[i] - (code[i] - zero) scale)^2, where every code is the nearest of 0 .. max_code.
  *
- * weight f32 [rows, width], finite; importance f32 [period, width], none negative, row r has r % period.
- * scales f32 [rows] hold what to start from and then what was found, a float16 value: neither zero nor infinite. What is
- * not better than the start leaves it. ranges f32 [steps]: candidates.
+ * weight f32 [rows, width], finite; importance f32 [period, width], none negative; row r uses r % period.
+ * scales f32 [rows] hold the start, and afterwards the result, a float16 value that is neither zero nor infinite. A
+ * result that is not better than the start leaves the start. ranges f32 [steps]: candidates.
  *   zeros NULL   the code of 0 is `zero`, (max_code + 1) / 2. A candidate lays the largest magnitude of the row on that
  *                many codes from there, to either side: scales may be negative.
  *   else         f32 [rows], in and out. A candidate is a share of max(w, 0) - min(w, 0) laid on 0 .. max_code, with the
  *                zero point that belongs to it and the two beside.
- * For the codes of a candidate the scale is solved exactly (least squares). max_code is at most 255. */
+ * The scale for a candidate's codes is solved exactly (least squares). max_code is at most 255. */
 typedef struct {
     const float *weight, *importance, *ranges;
     float *scales, *zeros;
@@ -179,13 +179,13 @@ typedef struct {
  * lacks. */
 int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa);
 
-/* Offline: GPTQ's pass over the inputs of a weight (arXiv 2210.17323) with scales that are fixed beforehand. Input by
- * input in `order`, every output takes the nearest code of what is left of its weight, and the inputs that follow make up
- * for the error: that, over the diagonal of `upper`, times the row of `upper`.
+/* Offline: GPTQ's pass over the inputs of a weight (arXiv 2210.17323) with scales fixed beforehand. Input by input in
+ * `order`, every output takes the nearest code of what is left of its weight. The inputs that follow compensate for the
+ * error: it is divided by the diagonal of `upper` and applied to them by the row of `upper`.
  *
- * weight f32 [outputs, inputs]; upper f32 [inputs, inputs] in the order of rounding, what lies below its diagonal is of
- * no matter; scales, zeros f32 [outputs, inputs / width], zeros NULL where the code of 0 is `zero`; order [inputs], which input
- * comes when; codes [outputs, inputs], 0 .. max_code, at most 255. An output's codes depend on nothing but its own row. */
+ * weight f32 [outputs, inputs]; upper f32 [inputs, inputs] in the order of rounding, read only on and above its
+ * diagonal; scales, zeros f32 [outputs, inputs / width], zeros NULL where the code of 0 is `zero`; order [inputs], which
+ * input comes when; codes [outputs, inputs], 0 .. max_code, at most 255. An output's codes depend only on its own row. */
 #define QS_SWEEP_OUTPUTS 32
 typedef struct {
     const float *weight, *upper, *scales, *zeros;
@@ -198,17 +198,17 @@ typedef struct {
  * 0, -1 for an ISA that this machine lacks, or -2 without memory. */
 int32_t qs_sweep_chunks(const qs_sweep *op, int64_t first, int64_t chunks, int32_t isa);
 
-/* Offline: what calibration multiplies, with sums in f32. An operation's numbers are multiplied as f32, or rounded to
- * bf16 where qs_multiplies_bf16; subnormal ones may count as zero. The order of every sum is fixed by the shapes and the
- * ISA. Functions do the pieces first .. first + how many - 1, which callers may split among threads, and return 0, -1 where
+/* Offline: the products of calibration, with sums in f32. Inputs are multiplied as f32, or rounded to bf16 where
+ * qs_multiplies_bf16; subnormal ones may count as zero. The order of every sum is fixed by the shapes and the ISA.
+ * Functions do the pieces first .. first + how many - 1, which callers may split among threads. They return 0, -1 where
  * this machine cannot, or -2 without memory. */
 int32_t qs_multiplies_bf16(int32_t isa);
 
 /* Lays the columns of `rows` [count, width], f32 or bf16, `stride` apart, out in panels, the last padded with zeros:
  *   to f32   of 48: f32 [panel][count][48], from f32 alone. `turned`: rows are given as columns [width, count]
  *   to bf16  of 64: bf16 [panel][pair][64][2], a pair being two rows that follow each other (zeros after an odd count)
- * absmax and abssum (f32 [width], or both NULL; not where `turned`) become the largest magnitude of each column, of the
- * numbers as they were, and their sum is added. A piece is a panel. */
+ * absmax and abssum (f32 [width], or both NULL; not where `turned`) are updated by the magnitudes of each column before
+ * rounding: the largest in absmax, their sum added to abssum. A piece is a panel. */
 #define QS_F32_PANEL 48
 #define QS_BF16_PANEL 64
 typedef struct {
@@ -223,8 +223,8 @@ int32_t qs_pack_panels(const qs_pack *op, int64_t first, int64_t panels, int32_t
 /* out[i, j] = keep * out[i, j] + gain * sum over rows of left[row, i] * right[row, j]
  *
  * left, right: packed to `dtype`, `count` rows each, of `height` and `width` columns; out f32 [height, width]. A piece is
- * a tile of `out`, of a panel by a panel, row after row; where `upper` is set (left and right are the same) only those
- * that reach to the diagonal or lie above it. */
+ * a tile of `out`, panel by panel, row after row. Where `upper` is set (left and right are the same), only tiles that
+ * reach the diagonal or lie above it are pieces. */
 typedef struct {
     const void *left, *right;
     float *out;
@@ -233,12 +233,12 @@ typedef struct {
 } qs_moment;
 int32_t qs_add_moment(const qs_moment *op, int64_t first, int64_t tiles, int32_t isa);
 
-/* Causal attention within each sequence of a batch: scores in f32, what is multiplied being `dtype`. queries have
- * `heads`, keys and values `kv_heads`, each f32 (to multiply bf16, or bf16) and `tokens` by `head_dim`, an even number;
- * out `dtype` [batch][tokens][heads][head_dim]. A piece is a key head of a sequence, of batch * kv_heads. */
+/* Causal attention within each sequence of a batch: scores in f32, products of `dtype`. queries have `heads`, keys and
+ * values `kv_heads`, each f32 (to multiply bf16, or bf16) and `tokens` by `head_dim`, an even number; out `dtype`
+ * [batch][tokens][heads][head_dim]. A piece is a key head of a sequence, of batch * kv_heads. */
 typedef struct {
     const void *at;
-    int64_t batch, head, token; /* how many numbers apart */
+    int64_t batch, head, token; /* strides, in numbers */
     int64_t dtype;
 } qs_heads;
 typedef struct {
@@ -250,7 +250,7 @@ typedef struct {
 int32_t qs_attend_causal(const qs_causal *op, int64_t first, int64_t items, int32_t isa);
 
 /* out[r, n] = bias[n] + sum over k of x[r * stride + k] * weight[k, n], bias NULL for none; all f32, weight [inputs,
- * outputs] packed, out [rows, outputs]. A row's result depends on no other. A piece is a chunk of QS_CHUNK rows. */
+ * outputs] packed, out [rows, outputs]. A row's result depends on no other row. A piece is a chunk of QS_CHUNK rows. */
 #define QS_CHUNK 96
 typedef struct {
     const float *x, *weight, *bias;
@@ -263,8 +263,8 @@ int32_t qs_multiply(const qs_product *op, int64_t first, int64_t chunks, int32_t
 typedef struct qs_pool qs_pool;
 
 /* A pool of `threads` threads, the caller being one. They spin briefly after work and then sleep. `cpus` [threads] has
- * the CPU of each, or is NULL: the first is the caller's, while it is in qs_run; afterwards it runs where it ran before.
- * NULL where threads or memory cannot be had, or not there. */
+ * the CPU of each, or is NULL. The first is for the caller, only while it is in qs_run; afterwards it runs where it ran
+ * before. Returns NULL where the threads or memory cannot be had, or a CPU is not available. */
 qs_pool *qs_pool_create(int32_t threads, const int32_t *cpus);
 void qs_pool_destroy(qs_pool *pool);
 
@@ -274,8 +274,8 @@ int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int3
 /* Runs the program. scratch is 64-byte aligned. Returns 0, -1 for an ISA that this machine lacks, or -2 without memory. */
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa);
 
-/* To compare with: products of bytes on one thread, in registers alone; returns how many, or 0 where this ISA has no
- * instruction of which a kernel could reach the rate. */
+/* For comparison: products of bytes on one thread, in registers alone. Returns how many, or 0 where this ISA has no
+ * instruction whose rate a kernel could reach. */
 int64_t qs_peak_products(int64_t loops, int32_t isa);
 
 /* Reads `bytes` of memory, a multiple of 256, in four streams; returns a sum of it. */
@@ -285,10 +285,10 @@ int64_t qs_peak_read(const void *memory, int64_t bytes);
 int32_t qs_best_isa(void);
 int32_t qs_has_isa(int32_t isa);
 
-/* sizeof(qs_op), so that the caller can prove that its own declaration agrees. */
+/* sizeof(qs_op), so that the caller can check that its own declaration agrees. */
 int32_t qs_op_size(void);
 
-/* The name of an operation, as it stands in qs_op; NULL behind the last one. */
+/* The name of an operation, as in qs_op; NULL behind the last one. */
 const char *qs_op_name(int32_t kind);
 
 #endif

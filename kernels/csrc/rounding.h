@@ -1,4 +1,5 @@
-/* What quantizers compute, in portable C: scales of least error, and GPTQ's pass over the inputs. Part of portable.h. */
+/* The inner loops of quantizers, in portable C: scales of least error, and GPTQ's pass over the inputs. Part of
+ * portable.h. */
 
 /* Half to even, for |x| < 2^22. */
 static inline float QS_NAME(round)(float x)
@@ -56,7 +57,7 @@ static void QS_NAME(search_scale)(const qs_scale_search *op, int64_t row)
     magnitude = magnitude > smallest ? magnitude : smallest;
     for (int32_t s = 0; s < op->steps; s++) {
         if (!op->zeros) {
-            /* The mirrored weight with the mirrored scale has the same values, and other codes are clipped. */
+            /* The mirrored weight with the mirrored scale has the same values, but other codes are clipped. */
             for (int sign = 1; sign >= -1; sign -= 2) {
                 float first = sign > 0 ? -half : 1 - half, last = sign > 0 ? half - 1 : half;
                 float gain = QS_NAME(fit_scale)(w, h, op->width, op->ranges[s] / magnitude, first, last, &scale);
@@ -91,7 +92,7 @@ static void QS_NAME(search_scale)(const qs_scale_search *op, int64_t row)
 }
 
 #define SWEEP_BLOCK 16 /* inputs that are rounded one after the other, before their errors are applied to later ones */
-#define SWEEP_SPAN 64  /* earlier inputs whose errors are applied to a block at once: their part of `upper` stays in cache */
+#define SWEEP_SPAN 64  /* earlier inputs whose errors reach a block at once: their part of `upper` stays in cache */
 #ifdef __AVX512F__
 #define SWEEP_LANES 16
 #else
@@ -100,8 +101,8 @@ static void QS_NAME(search_scale)(const qs_scale_search *op, int64_t row)
 
 typedef float QS_NAME(floats) __attribute__((vector_size(4 * SWEEP_LANES), aligned(4), may_alias));
 
-/* What the errors of `count` inputs, QS_SWEEP_OUTPUTS each, mean for four later ones: two vectors of outputs at a time,
- * so that the sums stay in registers. */
+/* The effect of the errors of `count` inputs, QS_SWEEP_OUTPUTS each, on four later ones: two vectors of outputs at a
+ * time, so that the sums stay in registers. */
 static inline void QS_NAME(apply_errors)(float *left, const float *errors, const float *upper, int64_t stride,
                                          int32_t count)
 {
@@ -122,7 +123,7 @@ static inline void QS_NAME(apply_errors)(float *left, const float *errors, const
     }
 }
 
-/* Every output by itself, so that its bits depend neither on its neighbours nor on the ISA. */
+/* Every output by itself, so that its bits depend on neither its neighbours nor the ISA. */
 static void QS_NAME(sweep)(const qs_sweep *op, int64_t chunk, float *errors)
 {
     enum { OUTPUTS = QS_SWEEP_OUTPUTS };
@@ -134,7 +135,7 @@ static void QS_NAME(sweep)(const qs_sweep *op, int64_t chunk, float *errors)
         for (int32_t r = 0; r < rows; r++)
             for (int32_t i = 0; i < count; i++)
                 left[r * OUTPUTS + i] = op->weight[(first + i) * inputs + op->order[start + r]];
-        /* The last four may be fewer: then the first numbers of the next row of `upper` are read and go nowhere. */
+        /* The last four may be fewer: then numbers of the next row of `upper` are read too and not used. */
         for (int32_t from = 0; from < start; from += SWEEP_SPAN)
             for (int32_t r = 0; r < rows; r += 4)
                 QS_NAME(apply_errors)(left + r * OUTPUTS, errors + from * OUTPUTS, op->upper + from * inputs + start + r,
@@ -150,7 +151,7 @@ static void QS_NAME(sweep)(const qs_sweep *op, int64_t chunk, float *errors)
             }
             for (int32_t i = 0; i < OUTPUTS; i++) {
                 float low = -zero[i], high = (float)op->max_code - zero[i], steps = now[i] / scale[i];
-                steps = steps > low ? steps : low; /* NaN too: it has no code */
+                steps = steps > low ? steps : low; /* also for NaN, which has no code */
                 steps = QS_NAME(round)(steps < high ? steps : high);
                 error[i] = (now[i] - steps * scale[i]) * inverse;
                 codes[i] = steps + zero[i];

@@ -1,4 +1,4 @@
-/* What is computed row by row, over vectors: norms, SiLU, softmax, the rounding of inputs, rotation. Included behind
+/* Row-wise computations over vectors: norms, SiLU, softmax, the rounding of inputs, rotation. Included behind
  * portable.h by an ISA that has defined INLINE, UNROLL and these:
  *
  *   vf, vi, LANES, PARTS      vectors of LANES floats and integers; PARTS of them are QS_LANES numbers
@@ -49,7 +49,7 @@ INLINE vf silu(vf x)
     return x / (all(1.0f) + exp_lanes(all(0.0f) - x));
 }
 
-/* Of QS_LANES numbers. */
+/* The sum of QS_LANES numbers. */
 INLINE float sum_parts(const vf *x)
 {
     vf total = x[0];
@@ -190,7 +190,7 @@ INLINE vi kv_codes(vf x)
     return codes_of(chosen(equal(x - x, zero), kept, all(-128.0f)));
 }
 
-/* Keys lie 16 values apart: only their rounding is worth vectors. */
+/* Keys lie 16 values apart, so only their rounding is worth vectors. */
 static void rope_kv(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head)
 {
     const int32_t dim = op->head_dim, offset = slot % QS_LANES;

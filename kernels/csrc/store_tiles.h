@@ -1,9 +1,9 @@
-/* How every product over vectors stores its sums: with their bias, through SiLU, added to what is there. Behind rows.h. */
+/* How every product over vectors stores its sums: with bias, through SiLU, added to the output. Behind rows.h. */
 
-#define FAR 16384 /* outputs, as of a vocabulary: written past the caches, which they would leave unread */
+#define FAR 16384 /* outputs, as many as a vocabulary has: written past the caches, which would evict them unread */
 
-/* A row of the output: the sums of `tiles` tiles, QS_LANES each. Of two and more, gates come with what they are multiplied
- * with; one alone waits in the output for that. */
+/* A row of the output: the sums of `tiles` tiles, QS_LANES each. With two or more tiles, each gate comes with its
+ * factor; a single gate tile waits in the output for its factor. */
 static __attribute__((noinline)) void store_tiles(const qs_linear *op, const float *sums, int32_t row, int32_t tile,
                                                   int32_t tiles)
 {
@@ -30,15 +30,15 @@ static __attribute__((noinline)) void store_tiles(const qs_linear *op, const flo
             if (op->accumulate)
                 value = load(out + i) + value;
             if (past && (uintptr_t)out % 64 == 0)
-                stream(out + i, value); /* others see it behind the fence that ends a piece */
+                stream(out + i, value); /* others see it after the fence that ends a piece */
             else
                 store(out + i, value);
         }
     }
 }
 
-/* Fetches the lines of a block of the output, of `rows` by `tiles`, while its sums are made: of a long prompt they are in
- * memory, and the stores would wait (gates of 512 rows: 181 GMAC/s a core instead of 165). */
+/* Prefetches the lines of a block of the output, of `rows` by `tiles`, while its sums are made. With a long prompt they
+ * are in memory, and the stores would wait (gates of 512 rows: 181 GMAC/s a core instead of 165). */
 INLINE void fetch_block(const qs_linear *op, int32_t row, int32_t tile, const int rows, const int tiles)
 {
     const int32_t start = tile * QS_LANES, apart = QS_LANES * (1 + op->silu);
@@ -47,8 +47,8 @@ INLINE void fetch_block(const qs_linear *op, int32_t row, int32_t tile, const in
             __builtin_prefetch(op->out + (int64_t)(row + m) * op->out_stride + i / (1 + op->silu), 1);
 }
 
-/* Stores a block of the output, of `rows` by `tiles`, both constants. All rows at once: a SiLU is a long chain of operations
- * that wait for each other. */
+/* Stores a block of the output, of `rows` by `tiles`, both constants. All rows at once: a SiLU is a long chain of
+ * dependent operations. */
 INLINE void store_block(const qs_linear *op, const float *sums, int32_t row, int32_t tile, const int rows, const int tiles)
 {
     const int32_t start = tile * QS_LANES;

@@ -1,8 +1,9 @@
 """Products of 8-bit weights and 8-bit inputs for many rows: one program on each multiprocessor, fed by the copy engine.
 
-Tiles come as boxes of tensor descriptors (TMA): no thread computes addresses, and what lies outside reads as zero. Tiles
-are taken by short columns, one column after another, so that tiles computed at once share their operands in the cache. The loop over tiles and the loop over blocks of K are one, so that the copies for the next tile begin during
-the last steps of this one. The product is that of ``eight_bit_kernel``, in the same order of K.
+Tiles come as boxes of tensor descriptors (TMA): no thread computes addresses, and what lies outside reads as zero.
+Tiles are taken by short columns, one column after another, so that tiles computed at once share their operands in the
+cache. The loop over tiles and the loop over blocks of K are one, so that the copies for the next tile begin during the
+last steps of this one. The product is that of ``eight_bit_kernel``, in the same order of K.
 """
 
 from __future__ import annotations
