@@ -1,4 +1,4 @@
-"""``Backend``: a way to compute a model, and what an engine is told of one that is loaded."""
+"""``Backend``: a way to compute a model, and the facts that an engine gets about a loaded model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from qserve.runtime.runner import ModelRunner
 
 @dataclass(frozen=True)
 class CacheDescription:
-    """The paged cache of keys and values: ``num_blocks`` of ``block_size`` tokens, each for one of the groups of layers
-    (``CacheLayout``) whose ``windows`` these are."""
+    """The paged cache of keys and values: ``num_blocks`` of ``block_size`` tokens. A block holds tokens for one group
+    of layers (``CacheLayout``); ``windows`` has the window of each group."""
 
     num_blocks: int
     block_size: int
@@ -24,7 +24,7 @@ class CacheDescription:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a loaded model takes and gives.
+    """The sizes that a loaded model allows.
 
     Attributes:
         vocab_size: logits of a row.
@@ -49,7 +49,7 @@ class LoadedModel:
         memory: how it is divided, for people.
         kernels: what computes, by name.
         asynchronous: a run of the runner returns before it is computed.
-        notes: what there is to say of how it is computed, in lines.
+        notes: remarks on how it is computed, in lines.
     """
 
     runner: ModelRunner
@@ -69,8 +69,8 @@ class Backend(Protocol):
         progress: Callable[[int, int], None] | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
     ) -> LoadedModel:
-        """Load ``source`` as ``config`` asks. ``progress`` counts what is there of all that will be; ``planned`` may be
-        told how memory will be divided before anything is loaded.
+        """Load ``source`` as ``config`` asks. ``progress`` gets how much is loaded and how much there is; ``planned``
+        may get the division of memory before anything is loaded.
 
         Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
         """

@@ -12,11 +12,12 @@ from qserve.runtime.sampling import RequestError
 
 
 class QueueFullError(RequestError):
-    """The waiting queue is full: nothing is wrong with the request, it may be sent again later."""
+    """The waiting queue is full. Nothing is wrong with the request: it may be sent again later."""
 
 
 class Backlog:
-    """A queue's counts, bounded by requests and by tokens. Not thread-safe; a look from another thread is harmless."""
+    """A queue's counts, bounded by requests and by tokens. Not thread-safe; reading it from another thread is harmless.
+    """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
@@ -26,14 +27,14 @@ class Backlog:
 
     @classmethod
     def of(cls, max_requests: int, max_tokens: int, counts: Mapping[str, tuple[int, int]]) -> Backlog:
-        """One with the ``counts`` of another."""
+        """A backlog with the ``counts`` of another."""
         backlog = cls(max_requests, max_tokens)
         for tenant, (requests, tokens) in counts.items():
             backlog.add(tenant, tokens, requests)
         return backlog
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """By tenant, its requests and prompt tokens."""
+        """The number of requests and prompt tokens of each tenant."""
         return {tenant: (requests, self._tokens[tenant]) for tenant, requests in self._requests.items()}
 
     @property
@@ -56,13 +57,13 @@ class Backlog:
             del self._requests[tenant], self._tokens[tenant]
 
     def has_room(self, tenant: str, choices: int, tokens: int, arriving: Backlog | None = None) -> bool:
-        """Whether a prompt of so many tokens may wait, with as many choices, behind those that are ``arriving``.
+        """Whether a prompt of ``tokens`` tokens with ``choices`` choices may wait, behind those that are ``arriving``.
 
-        In a full queue a tenant may still have its equal part, that its neighbours' backlog does not lock it out;
-        with k tenants no more than 1 + 1/2 + ... + 1/k times the limits can wait then. Where no prompt token
-        waits, one prompt of any length may.
+        In a full queue a tenant may still have an equal share, so that the backlog of others does not lock it out.
+        With k tenants no more than 1 + 1/2 + ... + 1/k times the limits can wait then. Where no prompt token waits, one
+        prompt of any length may.
         """
-        # Copies are made in one piece; what is iterated in Python another thread could change meanwhile.
+        # Copies are made in one piece; during a loop in Python another thread could change the original.
         requests, all_tokens = self._requests.copy(), self._tokens.copy()
         if arriving is not None:
             requests, all_tokens = requests + arriving._requests, all_tokens + arriving._tokens
@@ -77,7 +78,7 @@ class Backlog:
         )
 
     def require_room(self, tenant: str, choices: int, tokens: int, arriving: Backlog | None = None) -> None:
-        """Raise ``QueueFullError`` where there is none."""
+        """Raise ``QueueFullError`` where there is no room."""
         if not self.has_room(tenant, choices, tokens, arriving):
             raise QueueFullError(
                 f"{self.requests} requests are waiting with {self.tokens} prompt tokens, the limit; try again later"

@@ -1,10 +1,8 @@
-"""``BeamSearch``: which outputs of a request go on, and which are the best in the end.
+"""``BeamSearch``: which outputs of a request go on, and which are the best at the end.
 
-An output scores the sum of its tokens' log-probabilities divided by ``tokens ** length_penalty``. In each round all
-continuations of all beams are ranked by their sums; going down that order, those that end are set aside and the
+The score of an output is the sum of its tokens' log-probabilities divided by ``tokens ** length_penalty``. In each
+round all continuations of all beams are ranked by their sums. In that order, those that end are set aside and the
 others go on, until as many go on as the search is wide.
-
-Knows tokens and log-probabilities; does not know who computes them, nor how beams are stored.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from qserve.runtime.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Beam:
-    """An output and the sum of its log-probabilities. ``stop_token`` where a token, not the length, ended it."""
+    """An output and the sum of its log-probabilities. ``stop_token`` is set if a token, not the length, ended it."""
 
     token_ids: tuple[int, ...] = ()
     total: float = 0.0
@@ -36,9 +34,9 @@ class Beam:
 
 @dataclass(frozen=True)
 class Round:
-    """What becomes of the beams: the next tokens of those that go on, more of the same parents, and those that end.
+    """The next state of the beams: tokens for those that go on, forks of the same parents, and those that end.
 
-    ``forks`` are beams beside the one that goes on under the parent's name. Without tokens the search is over.
+    ``forks`` are further beams beside the one that keeps the parent's name. Without tokens the search is over.
     """
 
     tokens: dict[str, int]
@@ -54,7 +52,7 @@ class BeamSearch:
         params: ``n`` is the width.
         endings: tokens that end an output, once ``params.min_tokens`` came before.
         max_tokens: of an output.
-        beams: what goes on, by name; whoever advances the search adds the forks, with names of their own.
+        beams: live outputs, by name. The caller of ``advance`` adds the forks, with names of their own.
         finished: the best outputs that ended, the best first, ``n`` at most; all ``n`` when the search is over.
     """
 
@@ -78,10 +76,10 @@ class BeamSearch:
         return Round({name: beam.token_ids[-1] for name, beam in first.items()}, forks, ended)
 
     def _choose(self, candidates: Mapping[str, Sequence[BeamCandidate]]) -> list[tuple[str, Beam]]:
-        """What goes on, each with the name of the beam that it continues."""
+        """The beams that go on, each with the name of the beam that it continues."""
         ranked = sorted(
             ((name, candidate) for name in self.beams for candidate in candidates[name]),
-            key=lambda pair: -(self.beams[pair[0]].total + pair[1].logprob),  # of equals the earlier beam's comes first
+            key=lambda pair: -(self.beams[pair[0]].total + pair[1].logprob),  # of equals the earlier beam comes first
         )
         going: list[tuple[str, Beam]] = []
         for name, candidate in ranked:
@@ -104,7 +102,7 @@ class BeamSearch:
         del self.finished[self.params.n :]
 
     def _is_settled(self, likeliest: Beam) -> bool:
-        """No output that may still come is wanted."""
+        """Whether no output that may still come is wanted."""
         if len(self.finished) < self.params.n or self.params.early_stopping:
             return len(self.finished) == self.params.n
         # A sum can only fall, and its score is best at one end of the lengths that are left.

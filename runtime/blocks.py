@@ -3,16 +3,16 @@
 Knows block numbers, reference counts, block tables and digests of block contents; does not know requests or
 tensors. A sequence has a table for each group of layers (``CacheLayout``), and a block holds positions of one group.
 
-A group with a window gives a block back as soon as no later query can see it. Such a block can still be found while
-nobody takes it. A cached beginning is used if every full group has all of its blocks, and every group with a window
-those that the next query sees: the rest of them is of no use any more.
+A group with a window gives a block back as soon as no later query can see it. Such a block can still be found until
+somebody takes it. A cached beginning is used if every full group has all of its blocks, and every group with a window
+has those that the next query sees: older ones are not needed.
 
 A block is in exactly one of three states:
 
     free        nothing worth keeping is in it
     referenced  one or more block tables hold it
-    evictable   no table holds it, but its content can be found under its digest; taken, least recently used
-                first, when no block is free
+    evictable   no table holds it, but its content can be found under its digest; when no block is free, the least
+                recently used is taken first
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def chain_digests(
 ) -> list[bytes]:
     """One digest per full block of ``token_ids``, each over its predecessor's digest and its own tokens.
 
-    Equal digests therefore mean equal token histories under the same salt (blake2b, 256 bits: no collision
-    can be found, so nobody can craft a prompt that reads another's cache). ``parent`` is the digest of the
-    block before the first; None starts a chain from ``salt``.
+    Equal digests therefore mean equal token histories under the same salt (blake2b, 256 bits: no collision can be
+    found, so nobody can craft a prompt that reads another's cache). ``parent`` is the digest of the block before the
+    first; None starts a chain from ``salt``.
     """
     digest = parent or hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
     digests = []
@@ -46,7 +46,7 @@ def chain_digests(
 
 @dataclass(slots=True)
 class _Table:
-    """Block ``first`` of a sequence and those after it; what lies before was passed by the window."""
+    """Blocks of a sequence from number ``first`` on; the window has passed those before it."""
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -59,8 +59,8 @@ class _Table:
 class BlockManager:
     """Blocks ``0 .. num_blocks - 1`` of ``block_size`` positions each.
 
-    ``windows``: for each group of layers how many keys a query sees, 0 for all. A request's tables live from ``open``
-    or ``fork`` until ``free``; ``allocate`` makes them long enough and writable, ``publish`` makes one of their blocks
+    ``windows``: for each group of layers how many keys a query sees, 0 for all. A request has tables from ``open`` or
+    ``fork`` until ``free``. ``allocate`` makes them long enough and writable, ``publish`` makes one of their blocks
     findable, ``release_passed`` gives back what lies behind the windows.
     """
 
@@ -102,7 +102,7 @@ class BlockManager:
 
     @property
     def num_table_entries(self) -> int:
-        """Entries of all tables together, passed ones too: a block that several hold counts for each of them."""
+        """Entries of all tables together, passed ones too. A block held by several tables counts once for each."""
         return sum(table.end for tables in self._tables.values() for table in tables)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -110,11 +110,11 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def needed(self, num_tokens: int) -> int:
-        """Blocks of all groups without which a sequence of so many tokens cannot be computed."""
+        """Blocks of all groups needed to compute a sequence of ``num_tokens`` tokens."""
         return blocks_needed(num_tokens, self.block_size, self.windows)
 
     def capacity(self, num_blocks: int, most: int) -> int:
-        """Tokens of the longest sequence, of ``most`` at most, for which ``num_blocks`` are enough."""
+        """Tokens of the longest sequence, at most ``most``, for which ``num_blocks`` are enough."""
         return tokens_held(num_blocks, self.block_size, self.windows, most)
 
     def table(self, request_id: str, group: int = 0) -> tuple[int, ...]:
@@ -152,15 +152,15 @@ class BlockManager:
         return count * self.block_size
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
-        """Whether the parent still holds what whoever goes on behind its first ``num_tokens`` positions sees."""
+        """Whether the parent still holds what a query behind its first ``num_tokens`` positions sees."""
         return all(
             table.first <= self._first(num_tokens, window)
             for table, window in zip(self._tables[parent_id], self.windows)
         )
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Start tables that share the parent's blocks of the first ``num_tokens`` positions, as far as these are seen
-        from there."""
+        """Start tables that share the parent's blocks of the first ``num_tokens`` positions, as far as the next query
+        sees them."""
         count, parents = self.blocks_for(num_tokens), self._tables[parent_id]
         held = min(table.end for table in parents)
         if held < count or not self.can_fork(parent_id, num_tokens):
@@ -172,7 +172,7 @@ class BlockManager:
                 table.blocks.append(block)
 
     def is_writable(self, request_id: str, position: int) -> bool:
-        """Whether the blocks of ``position`` are there and the tables' own: ``allocate`` has nothing to do for it."""
+        """Whether the blocks of ``position`` exist and belong to these tables alone: ``allocate`` has nothing to do."""
         index = position // self.block_size
         for table in self._tables[request_id]:
             blocks, at = table.blocks, index - table.first
@@ -196,13 +196,13 @@ class BlockManager:
     ) -> list[tuple[int, int]]:
         """Make positions ``write_from .. num_tokens - 1`` of the tables writable, growing them as needed.
 
-        ``stepwise``: they are computed in several steps, so groups with a window get no more than one window needs; the
-        rest comes with ``extend`` or ``allocate``, when others are passed.
+        ``stepwise``: the positions are computed in several steps, so groups with a window get only what one window
+        needs; the rest comes with ``extend`` or ``allocate``, when other blocks are passed.
 
-        A block there that others hold or can find is replaced by one of its own. Returns the copies
-        ``(source, destination)`` that must be made, in order, before anything else touches the cache; a block
-        whose every position is about to be written needs none. Raises ``ValueError``, changing nothing, when
-        there are too few blocks.
+        A block among them that others hold or can find is replaced by a private one. Returns the copies
+        ``(source, destination)`` that must be made, in order, before anything else touches the cache; a block whose
+        positions are all about to be written needs none. Raises ``ValueError``, changing nothing, when there are too
+        few blocks.
         """
         if self.missing(request_id, num_tokens, write_from=write_from, stepwise=stepwise) > self.num_free:
             raise ValueError(
@@ -222,7 +222,7 @@ class BlockManager:
 
     def extend(self, request_id: str, num_tokens: int, *, spare: int) -> int:
         """Let the groups with a window grow towards ``num_tokens`` positions while more than ``spare`` blocks can be
-        taken. Returns how many positions there is room for now, in all groups."""
+        taken. Returns the number of positions that all groups now have room for."""
         if not self.has_windows:
             return num_tokens
         tables, stop = self._tables[request_id], self.blocks_for(num_tokens)
@@ -250,8 +250,8 @@ class BlockManager:
     def publish(self, request_id: str, index: int, digest: bytes) -> None:
         """Block ``index`` of every table is completely written; let others find it under ``digest``.
 
-        A digest that is known already stays with the block it has while somebody holds it. Else that block is the next
-        to be lost, as this one is not.
+        If the digest is known already, it stays with the block that has it while somebody holds that block. Otherwise
+        it moves to this block, and the old block becomes free.
         """
         if not self.enable_prefix_caching:
             return
@@ -270,13 +270,13 @@ class BlockManager:
 
     def free(self, request_id: str) -> None:
         """End the tables. Their last blocks are evicted first: a chain is useless without its beginning, but a window
-        without its end."""
+        is useless without its end."""
         for table, window in zip(self._tables.pop(request_id), self.windows):
             for block in table.blocks if window else reversed(table.blocks):
                 self._release(block)
 
     def check(self) -> None:
-        """Raise ``AssertionError`` unless no block is lost, shared wrongly or findable wrongly, in any group."""
+        """Raise ``AssertionError`` if a block is lost, shared wrongly or findable wrongly, in any group."""
         groups = [Counter[int]() for _ in self.windows]
         for tables in self._tables.values():
             for blocks, table in zip(groups, tables, strict=True):
@@ -329,7 +329,7 @@ class BlockManager:
         return count
 
     def _gap(self, digests: Sequence[bytes], count: int) -> int | None:
-        """The last block that a window behind ``count`` blocks lacks."""
+        """The last missing block that a window behind ``count`` blocks needs; None where it has all."""
         for window, block_of in zip(self.windows, self._block_of):
             if window:
                 for index in range(count - 1, self._first(count * self.block_size, window) - 1, -1):
@@ -338,7 +338,7 @@ class BlockManager:
         return None
 
     def _unwritable(self, table: _Table, stop: int, write_from: int) -> list[int]:
-        """Of the first ``stop`` blocks, where those lie in the table that are to be written and must not be."""
+        """Indices among the first ``stop`` blocks of the table that will be written but may not be."""
         blocks = table.blocks
         written = range(max(write_from // self.block_size - table.first, 0), min(stop - table.first, len(blocks)))
         return [i for i in written if self._refs[blocks[i]] > 1 or blocks[i] in self._digest_of]
@@ -367,5 +367,5 @@ class BlockManager:
 
 
 def _filled(table: _Table) -> tuple[int, ...]:
-    """Passed blocks read like the first that is held: kernels that load more than they use find its numbers there."""
+    """Passed blocks read like the first held block: kernels that load more than they use find its number there."""
     return tuple(table.blocks[:1] * table.first + table.blocks) if table.first else tuple(table.blocks)

@@ -1,12 +1,11 @@
-"""``CacheSpec``: what a layer keeps of the tokens that it has seen; ``CacheLayout``: which layers share block tables.
+"""``CacheSpec``: what a layer keeps of past tokens; ``CacheLayout``: which layers share block tables.
 
 Layers that keep the same form a group. A sequence has a block table for each group, and a group with a window gives
-back the blocks that lie behind it. Every group has the same number of layers at most, so all blocks are of one size and
-any group can take any block of the pool: nothing has to be divided beforehand. A model whose layers all keep the same
-is one group.
+back the blocks behind it. Groups have the same number of layers at most, so all blocks have one size and any group can
+take any block of the pool: nothing is divided beforehand. A model whose layers all keep the same is one group.
 
-A layer that keeps something else (a latent vector for each token, a state of fixed size) is another field of
-``CacheSpec``, a rule of ``blocks_needed`` and one of ``BlockManager`` for what is passed.
+A layer that keeps something else (a latent vector for each token, a state of fixed size) needs another field of
+``CacheSpec``, a rule in ``blocks_needed``, and a rule in ``BlockManager`` for what is passed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Keys and values of one layer. ``window``: a query sees the keys of so many positions, its own included; 0 for
+    """Keys and values of one layer. ``window``: a query sees the keys of so many positions, its own included; 0 means
     all."""
 
     kv_heads: int
@@ -42,7 +41,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, specs: Sequence[CacheSpec]) -> CacheLayout:
-        """Of the layers of a model. The rarest kind is one group; those with more layers are several."""
+        """The layout for the layers of a model. The rarest kind is one group; kinds with more layers are several."""
         if len({spec.kv_heads * spec.head_dim for spec in specs}) > 1:
             raise ValueError("layers of one cache must keep equally much of a token")
         places = min(Counter(specs).values())
@@ -54,7 +53,7 @@ class CacheLayout:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of each group; 0 where a query sees all keys before it."""
+        """The window of each group; 0 where a query sees all keys before it."""
         return tuple(group.spec.window for group in self.groups)
 
     @property
@@ -63,7 +62,7 @@ class CacheLayout:
         return max(len(group.layers) for group in self.groups)
 
     def place(self, layer: int) -> tuple[int, int]:
-        """(group, place in its blocks) of a layer."""
+        """(group, place in its blocks) of ``layer``."""
         return next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
 
     def block_bytes(self, block_size: int, element_size: int) -> int:
@@ -73,18 +72,18 @@ class CacheLayout:
 
 
 def window_blocks(window: int, block_size: int) -> int:
-    """Blocks that hold what one query sees, wherever in its block it stands."""
+    """Blocks that hold what one query sees, wherever in its block the query stands."""
     return -(-(window - 1) // block_size) + 1
 
 
 def blocks_needed(num_tokens: int, block_size: int, windows: Sequence[int]) -> int:
-    """Blocks without which a sequence of so many tokens cannot be computed, a step at a time, in all groups."""
+    """Blocks of all groups needed to compute a sequence of ``num_tokens`` tokens, a step at a time."""
     count = -(-num_tokens // block_size)
     return sum(min(count, window_blocks(window, block_size)) if window else count for window in windows)
 
 
 def tokens_held(num_blocks: int, block_size: int, windows: Sequence[int], most: int) -> int:
-    """Tokens of the longest sequence, of ``most`` at most, for which ``num_blocks`` are enough."""
+    """Tokens of the longest sequence, at most ``most``, for which ``num_blocks`` are enough."""
     low, high = 0, -(-most // block_size)  # in blocks: enough, and perhaps enough
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,8 +1,7 @@
-"""``Choice``: one answer while it grows: what becomes of the tokens that a step chose for it.
+"""``Choice``: one answer while it grows, from the tokens that a step chose for it.
 
-Tokens become text, a stop string or a grammar may end it, the rows of its prompt become log-probabilities or a vector.
-Knows one sequence and its text; does not know the scheduler or other choices: whoever steps reads in the output that
-it ended.
+Tokens become text. A stop string or a grammar may end it. The rows of its prompt become log-probabilities or a vector.
+The scheduler is not told here that a choice has ended: the caller reads it in the output.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ during the call only."""
 
 
 class Choice:
-    """One of the n sequences of a request. A beam search has a choice for each of its live beams, which share
-    ``search``, and its answers are there when it is over.
+    """One of the n sequences of a request. A beam search has one choice for each of its live beams; they share
+    ``search``, and the answers come when it is over.
 
     Attributes:
         sequence: the scheduler's request; only read here.
         seed: int64 that its draws come from.
-        grammar: where its output stands in what constrains it.
-        deadline: seconds on the engine's clock at which it is late; infinite without a timeout.
-        row_sink: gets the rows that were wanted of the prompt, in place of the output.
-        num_tokens: those that it has output. Of a run that its text ends, the sequence may have more.
+        grammar: where its output stands in its constraint.
+        deadline: seconds on the engine's clock after which it is late; infinite without a timeout.
+        row_sink: gets the requested rows of the prompt, instead of the output.
+        num_tokens: output tokens so far. If its text ended in the middle of a run, the sequence may have more.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Choice:
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def begin_search(self) -> None:
-        """The first beam of a search; to be called when the scheduler has settled how long an output may be."""
+        """Begin with the first beam of a search. Call it when the scheduler has settled how long an output may be."""
         sequence = self.sequence
         self.search = BeamSearch(
             sequence.params, sequence.endings, sequence.max_output_tokens, {sequence.request_id: Beam()}
@@ -85,8 +84,8 @@ class Choice:
         return beam
 
     def take_rows(self, start: int, rows: Tensor) -> None:
-        """Rows of the model at ``start`` and the positions after it, as the runner delivers them; those past the prompt
-        are nobody's."""
+        """Take rows of the model for ``start`` and the positions after it, as the runner delivers them. Rows past the
+        prompt are ignored."""
         prompt, params = self.sequence.prompt_token_ids, self.sequence.params
         rows = rows[: len(prompt) - start]
         count = params.logprobs if params.num_prompt_logprobs is None else params.num_prompt_logprobs
@@ -117,17 +116,17 @@ class Choice:
         return self._output(text, list(tokens[:count]), logprobs or None, reason, stop_reason)
 
     def _spell(self, token: int, reason: str | None) -> tuple[str, str | None]:
-        """The text that a token adds, and the ``reason`` for which the choice ends with it."""
+        """The text that a token adds, and the ``reason`` why the choice ends with it, or None."""
         self.num_tokens += 1
         # A token that ended the request is not part of the answer's text.
         shown = [token] if reason != "stop" else []
         if self.grammar is not None and reason != "stop":
             self.grammar.consume(token)
-            if self.grammar.is_complete:  # also by an ending that the request itself would have passed over
+            if self.grammar.is_complete:  # even by an ending that the request itself would ignore
                 reason = "stop"
                 shown = [] if token in self.sequence.eos_token_ids else shown
         text = self._detokenizer.append(shown)
-        # Stop strings count from the first token after ``min_tokens`` on.
+        # Stop strings are looked for from the first token after ``min_tokens`` on.
         if self.num_tokens > self.sequence.params.min_tokens:
             text = self._stops.append(text)
         if reason is not None:
@@ -135,7 +134,7 @@ class Choice:
         return text, reason
 
     def embed(self) -> RequestOutput:
-        """The one output of a request for an embedding, when its prompt is computed."""
+        """The only output of a request for an embedding, when its prompt is computed."""
         assert self._pool is not None, "no embedding was asked for"
         try:
             return replace(self._output(finish_reason="stop"), embedding=self._pool.vector())
@@ -143,7 +142,7 @@ class Choice:
             return self._output(finish_reason="error", error=str(error))
 
     def found(self) -> list[RequestOutput]:
-        """The outputs of a beam search that is over, each of them whole, the best first."""
+        """The outputs of a finished beam search, each of them whole, the best first."""
         assert self.search is not None, "no beam search was asked for"
         params, outputs = self.sequence.params, []
         for index, beam in enumerate(self.search.finished):
@@ -157,13 +156,13 @@ class Choice:
         return outputs
 
     def impasse(self) -> tuple[str, str | None]:
-        """Why there was no token to choose, and the field of the request that is at fault, where one is."""
+        """Why no token could be chosen, and the field of the request that is at fault, or None."""
         if self.grammar is not None and self.grammar.error is not None:
             return f"the output cannot go on within its constraint: {self.grammar.error}", self.grammar.param
         return "the model computed NaN for this request", None
 
     def fail(self, reason: str, error: str, param: str | None = None) -> list[RequestOutput]:
-        """The end without a further token, of each of the answers where it is a beam search."""
+        """End without a further token; a beam search ends all of its answers."""
         output = self._output(finish_reason=reason, error=error, error_param=param)
         return [replace(output, index=i) for i in range(self.search.params.n)] if self.search else [output]
 

@@ -1,4 +1,4 @@
-"""``EngineConfig``: the options of an engine, with their defaults. It imports nothing heavy: help must be cheap."""
+"""``EngineConfig``: the options of an engine, with their defaults. It imports nothing heavy, so help is fast."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class EngineConfig:
 
     @property
     def num_threads(self) -> int | None:
-        """Threads of the native kernels, where a number is asked for."""
+        """Threads of the native kernels, or None where no number is asked for."""
         return self.threads if self.cpu_list is None else len(self.cpu_list)
 
     def step_tokens(self, on_gpu: bool) -> int:
-        """Tokens of one step: those asked for, or what suits where it is computed, and no fewer than requests run."""
+        """Tokens of one step: as configured, or what suits the device, and at least as many as requests may run."""
         usual = max(GPU_STEP_TOKENS if on_gpu else STEP_TOKENS, self.max_num_seqs)
         return usual if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 

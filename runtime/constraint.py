@@ -1,7 +1,4 @@
-"""``Constraint``: what the output of a request must look like, as the client said it.
-
-Knows kinds and sizes; does not know tokens, nor how a text is held to it.
-"""
+"""``Constraint``: what the output of a request must look like, as the client said it."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Constraint:
-    """The whole output is a text of this language.
+    """The whole output must be a text of this language.
 
     Attributes:
         kind: json_schema (any JSON object where the schema is ``{"type": "object"}``), regex, choice or lark.
         text: the schema as JSON, the regular expression, a JSON list of strings, or a grammar in the Lark dialect of
             llguidance, which can embed ``%json`` schemas and regular expressions, or in the GBNF of llama.cpp.
-        param: the field of the request that it came from, to be named where it is refused.
+        param: the field of the request that it came from, named in errors.
     """
 
     kind: Literal["json_schema", "regex", "choice", "lark"]

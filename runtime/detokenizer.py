@@ -1,7 +1,6 @@
 """``Detokenizer`` turns new tokens into final text, ``StopChecker`` ends it at stop strings.
 
-Knows that tokens may hold parts of a character and that a token's leading space depends on what stands
-before it. Does not know sampling, requests or HTTP.
+Tokens may hold parts of a character, and a token's leading space depends on what stands before it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-MAX_PARTIAL = 3  # tokens, of a byte each, that a character may still lack its last byte after
+MAX_PARTIAL = 3  # tokens of a byte each after which a character may still be incomplete
 CONTEXT = 5  # tokens kept before the next one; more than the tokens of one character
 MAX_WINDOW = 24
 
@@ -23,12 +22,12 @@ MAX_WINDOW = 24
 class Detokenizer:
     """The text of one growing output, given out piece by piece.
 
-    The pieces joined are what ``tokenizer.decode`` says of all the tokens, with the leading space that the
-    prompt before them calls for. A character is given out when its last byte is there; bytes that never
-    become one are given out as U+FFFD.
+    The pieces joined are what ``tokenizer.decode`` returns for all the tokens, with the leading space that the prompt
+    before them calls for. A character is given out when its last byte is there; bytes that never become one are given
+    out as U+FFFD.
 
-    Only a short window of tokens is decoded at each step. Its first tokens are context, and it is shortened
-    to a tail whose text alone is the tail of its text.
+    Only a short window of tokens is decoded at each step. Its first tokens are context. The window is shortened to a
+    tail that decodes alone to the same text as at the end of the window.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Detokenizer:
         """``visible``: special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._skipped = special_ids(tokenizer).difference(visible) if skip_special_tokens else frozenset()
-        self._skip = skip_special_tokens and not visible  # the window never holds those that are skipped
+        self._skip = skip_special_tokens and not visible  # the window never holds skipped tokens
         self._bytes = _byte_tokens(tokenizer)
         self._size = len(tokenizer)
         kept = self._kept(prompt_token_ids[-4 * CONTEXT :])
@@ -50,7 +49,7 @@ class Detokenizer:
         self._pending = 0  # tokens since the text last ended with a whole character
 
     def append(self, token_ids: Iterable[int]) -> str:
-        """Take new tokens; return the text that is final now, often of earlier tokens, perhaps none."""
+        """Take new tokens; return the text that is now final. It often belongs to earlier tokens, and may be empty."""
         return "".join(map(self._step, self._kept(token_ids)))
 
     def _step(self, token: int) -> str:
@@ -67,11 +66,11 @@ class Detokenizer:
         """Characters at the end of ``text``, all U+FFFD, that the next tokens may change."""
         partial = len(text) - len(text.rstrip(REPLACEMENT))
         if partial and self._window[-1] in self._bytes:
-            # Byte fallback: an unfinished character makes U+FFFD of every byte in the run before it too.
+            # Byte fallback: an unfinished character turns every byte in the run before it into U+FFFD too.
             run = [self._bytes[token] for token in takewhile(self._bytes.__contains__, reversed(self._window))]
             return partial if _is_unfinished(bytes(reversed(run))) else 0
-        # Byte-level tokens: after more tokens than a character has bytes it was a true U+FFFD or garbage, and
-        # only the last of it can still be the beginning of a character.
+        # Byte-level tokens: after more tokens than a character has bytes, it was a true U+FFFD or garbage, and only
+        # the last one can still be the beginning of a character.
         return partial if self._pending < MAX_PARTIAL else min(partial, MAX_PARTIAL)
 
     def flush(self) -> str:
@@ -80,7 +79,7 @@ class Detokenizer:
         return self._take(text, len(text))
 
     def _take(self, text: str, end: int) -> str:
-        # Shorter than what was given out only where bytes complete a character that the prompt began.
+        # It is shorter than what was given out only if bytes complete a character that the prompt began.
         start = min(self._sent, len(text))
         self._sent = max(start, end)
         return text[start:end]
@@ -88,7 +87,7 @@ class Detokenizer:
     def _shorten(self, text: str) -> None:
         for window in self._tails(self._window):
             tail = self._decode(window)
-            # Byte-level tokens may all lie across characters; then the tail starts with the rest of one.
+            # Every byte-level token may cross a character boundary; then the tail starts with the rest of a character.
             whole = tail if text.endswith(tail) else tail.lstrip(REPLACEMENT)
             if whole and text.endswith(whole) and len(text) - self._sent <= len(whole):
                 self._window = window
@@ -104,7 +103,7 @@ class Detokenizer:
         yield window[-CONTEXT:]  # bytes that are no character anyway
 
     def _kept(self, token_ids: Iterable[int]) -> list[int]:
-        """Without tokens that have no text: they would only take the place of context."""
+        """The tokens that have text: the others would only take the place of context."""
         return [token for token in token_ids if token < self._size and token not in self._skipped]
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -114,8 +113,8 @@ class Detokenizer:
 class StopChecker:
     """Passes text on until one of ``stops`` appears in it; ``matched`` then says which.
 
-    Text that may be the beginning of a stop string is held back until that is known. The match that ends
-    first counts, of those that end together the longest, so the result does not depend on how text was cut.
+    Text that may be the beginning of a stop string is held back until that is known. The match that ends first counts,
+    and among those that end together the longest, so the result does not depend on how text was cut.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -146,9 +145,9 @@ class StopChecker:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """The text of ``token_ids`` as it is: whatever the tokenizer's default, no spaces are tidied away."""
+    """The text of ``token_ids`` as it is: no spaces are tidied away, whatever the tokenizer's default."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # transformers would call it too, after a look at every token
+    if backend is not None:  # transformers would call it too, after looking at every token
         return str(backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -180,7 +179,7 @@ def _is_unfinished(data: bytes) -> bool:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
+    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,9 +1,9 @@
-"""``RowSampling``: how the token of a row is drawn; ``sample_rows`` draws those of many rows where their logits are.
+"""``RowSampling``: how the token of a row is drawn; ``sample_rows`` draws the tokens of many rows on their device.
 
-The definition is that of ``sampler``, which is its twin on the processor. Here weights are integers: their sums do not
-depend on the order in which a GPU adds them, so a row's token does not depend on its neighbours. The two differ only
-for a point within 4e-9 of the end of a token's share (what rounding 2 ** 17 weights can sum up to; 1e-11 is usual), and
-where equal logits are cut or ranked, which this side does by token id. Knows tensors; does not know requests.
+The reference is ``sampler``, on the CPU. Here weights are integers: their sums do not depend on the order in which a
+GPU adds them, so a row's token does not depend on its neighbours. The two differ in two cases only. One is a point
+within 4e-9 of the end of a token's share (a bound on the rounding of 2 ** 17 weights; 1e-11 is usual). The other is
+equal logits at a cut or in a ranking, which are ordered by token id here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROWS = 16
 
 @dataclass(frozen=True)
 class RowSampling:
-    """``point`` in [0, 1) picks the token; the rest as ``SamplingParams`` has it, ``top_k`` 0 for all."""
+    """``point`` in [0, 1) picks the token; the rest is as in ``SamplingParams``, with ``top_k`` 0 for all."""
 
     point: float
     temperature: float = 1.0
@@ -36,11 +36,11 @@ class RowSampling:
 
 
 def sample_rows(logits: Tensor, draws: Sequence[tuple[int, RowSampling]]) -> Tensor:
-    """int64 [draws], the token of each (row, draw), where the logits are; logits float32 [n, vocab]. Waits for nothing.
-    Of a row with a NaN it is any."""
+    """int64 [draws], the token of each (row, draw), on the device of ``logits`` float32 [n, vocab]. Waits for nothing.
+    For a row with a NaN the token is arbitrary."""
     found: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=logits.device)]
     places: list[int] = []
-    for ranked in (False, True):  # only some need their rows sorted
+    for ranked in (False, True):  # only ranked draws need their rows sorted
         chosen = [place for place, (_, draw) in enumerate(draws) if draw.is_ranked == ranked]
         for begin in range(0, len(chosen), _ROWS):
             part = chosen[begin : begin + _ROWS]
@@ -52,17 +52,17 @@ def sample_rows(logits: Tensor, draws: Sequence[tuple[int, RowSampling]]) -> Ten
 
 
 def there(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of ``numbers`` on its way to ``device``: from pinned memory, or the copy would be waited for."""
+    """A tensor of ``numbers``, copied to ``device`` asynchronously: pinned memory lets the copy proceed by itself."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _unit(vocab: int) -> int:
-    """The weight of the likeliest token: a sum over all tokens stays below 2 ** 63."""
+    """The weight of the likeliest token, so small that a sum over all tokens stays below 2 ** 63."""
     return 1 << min(44, 62 - (vocab - 1).bit_length())
 
 
 def _tokens(rows: Tensor, draws: Sequence[RowSampling], ranked: bool) -> Tensor:
-    """int64 [n]. Each step as in ``sampler._draw``."""
+    """int64 [n]. Each step is as in ``sampler._draw``."""
     vocab, order = rows.shape[1], None
     unit = _unit(vocab)
     numbers = [
@@ -81,7 +81,7 @@ def _tokens(rows: Tensor, draws: Sequence[RowSampling], ranked: bool) -> Tensor:
         weights.masked_fill_(mass - weights >= top_p * mass[:, -1:], 0)
     weights.masked_fill_(weights < min_p * unit, 0)
     mass = weights.cumsum(-1)
-    # The product may be rounded up to the sum itself, past the last token that has any weight.
+    # The product may round up to the sum itself, past the last token with any weight.
     target = torch.minimum((point * mass[:, -1:]).long(), mass[:, -1:] - 1)
     index = torch.searchsorted(mass, target, right=True).clamp_(max=vocab - 1)
     return (index if order is None else order.gather(-1, index)).flatten()

@@ -1,7 +1,6 @@
 """``Engine``: a scheduler, a model runner and a tokenizer; text in, text out. One step fits on one screen.
 
-Owned by one thread. Knows requests and their choices; does not know HTTP, how a step is computed, nor how tokens become
-text (``Choice``).
+One thread owns it. HTTP, the computation of a step (``ModelRunner``) and the text of tokens (``Choice``) are elsewhere.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
 class Engine:
     """Serves one model. Not thread-safe: submit, abort and step belong to one thread.
 
-    ``backend``: what computes it, the native decoder by default. ``kernels`` names what it runs on, ``notes`` say how a
-    GPU divides its products and what no kernel computes, in lines.
-    ``drafter``: asked before each step which tokens come next; nobody's output depends on what it says.
-    ``overlaps``: whether a step may begin before the tokens of the last are known; off for who times steps one by one.
+    ``backend``: what computes the model, by default the native decoder. ``kernels`` names what it runs on; ``notes``
+    say, in lines, how a GPU divides its products and which operations have no kernel.
+    ``drafter``: asked before each step which tokens come next; its answers never change an output.
+    ``overlaps``: whether a step may begin before the tokens of the last are known; turn it off to time single steps.
 
     Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
     """
@@ -95,7 +94,7 @@ class Engine:
         self._clock = clock
         self._arrivals = count()
         self._choices: dict[str, Choice] = {}  # by the id of the scheduler's request
-        self._next_deadline = math.inf  # no choice is late before
+        self._next_deadline = math.inf  # no choice is late before this time
         self._flights: deque[StepInFlight] = deque()  # oldest first; a second one where steps overlap
         self.overlaps = loaded.asynchronous
         self.drafter: Drafter | None = None
@@ -114,11 +113,11 @@ class Engine:
     ) -> int:
         """Queue a request and return the number of its prompt tokens.
 
-        ``tenant`` is whose it is; where work waits, tenants are served in proportion to their ``weight``.
-        ``matcher``: of the constraint, where ``grammars`` has compiled it already.
+        ``tenant`` owns the request; if work waits, tenants are served in proportion to their ``weight``.
+        ``matcher``: for the constraint, if ``grammars`` has compiled it already.
 
-        Raises ``RequestError``, naming the field, for what can never run; ``QueueFullError`` for what may be sent
-        again later. Either all of its n choices are queued or none.
+        Raises ``RequestError``, naming the field, for a request that can never run, and ``QueueFullError`` for one that
+        may be sent again later. Either all of its n choices are queued or none.
         """
         tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
         if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
@@ -160,7 +159,7 @@ class Engine:
                 if constraint is not None and matcher is not None
                 else None,
             )
-            self.scheduler.add(request)  # the first is refused where any would be
+            self.scheduler.add(request)  # the first is refused if any would be
             if params.use_beam_search:
                 choice.begin_search()
             self._choices[request.request_id] = choice
@@ -181,10 +180,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step of the model and return what it added to each request, in no particular order.
 
-        Where the executor is asynchronous and the step's tokens can be chosen on the device, the next step is begun
-        before they are known, so that it is computed while they become text; for a choice that they end it is in vain.
+        If the executor is asynchronous and the step's tokens can be chosen on the device, the next step begins before
+        they are known, and is computed while they become text. For a choice that they end it is computed in vain.
 
-        Where the model raises, every request ends, the engine is as good as new, and the error goes on to the caller.
+        If the model raises, every request ends, the engine is as good as new, and the caller gets the error.
         """
         now = self._clock()
         outputs = self._end_late(now)
@@ -195,7 +194,7 @@ class Engine:
             if flight.is_chosen:
                 self._launch(now)
             runs = {choice.sequence.request_id: run for choice, run in zip(flight.choices, flight.land())
-                    if not choice.sequence.is_finished}  # since it began
+                    if not choice.sequence.is_finished}  # it may have ended since the step began
             tokens: dict[str, list[int]] = {}
             for key, run in runs.items():
                 tokens[key] = [each.token_id for each in run if each.token_id is not None]
@@ -218,7 +217,7 @@ class Engine:
                 if not choice.search:
                     outputs.append(self._advance(choice, update, runs))
             return outputs
-        except BaseException:  # Ctrl-C too: whoever catches it may go on with this engine
+        except BaseException:  # Ctrl-C too: the caller may catch it and go on with this engine
             for key in list(self._choices):
                 self._end(key, "error")
             flights, uncommitted = [*self._flights], self.scheduler.num_in_flight
@@ -245,7 +244,7 @@ class Engine:
         return True
 
     def _drafts(self) -> Mapping[str, Sequence[int]]:
-        """Of whoever can take one."""
+        """Drafts for the requests that can take one."""
         if self.drafter is None:
             return NO_DRAFTS
         return self.drafter([
@@ -289,7 +288,7 @@ class Engine:
             self.abort("score")
 
     def _has_room(self, choices: int, prompt_tokens: int) -> bool:
-        """Whether as many more may wait; what never may is let through, to be refused."""
+        """Whether so many more may wait. Those that never may are let through, to be refused."""
         return choices > self.config.max_waiting or self.scheduler.backlog.has_room("", choices, prompt_tokens)
 
     def encode(self, text: str) -> list[int]:
@@ -300,7 +299,7 @@ class Engine:
         return EngineStats.of(self.scheduler)
 
     def snapshot(self) -> EngineSnapshot:
-        """Requests, blocks and the last steps as they are between two steps."""
+        """Requests, blocks and the last steps, as they are between two steps."""
         return take(self.scheduler, self.journal, self._clock())
 
     def check(self) -> None:
@@ -310,7 +309,7 @@ class Engine:
         assert self._choices.keys() == self.scheduler.request_ids(), "a request has no text, or a text no request"
 
     def _advance(self, choice: Choice, update: RequestUpdate, runs: Mapping[str, list[Sampled]]) -> RequestOutput:
-        """What a step gave one choice; where its text ended it, it ends here too."""
+        """Give a choice what a step made for it, and end it if its text ended."""
         if not choice.num_tokens and update.token_ids and choice.index == 0:
             now = self._clock()
             self.journal.first_token(now, now - choice.sequence.arrival_time)
@@ -322,7 +321,7 @@ class Engine:
         return output
 
     def _searches(self, keys: Iterable[str]) -> list[tuple[Choice, BeamSearch]]:
-        """The beam searches among those that ran, all beams of which did, each with one of its beams."""
+        """The beam searches that ran, each with one of its choices. All beams of a search run in the same step."""
         live = [self._choices[key] for key in keys if key in self._choices]
         return list({id(choice.search): (choice, choice.search) for choice in live if choice.search}.values())
 
@@ -333,7 +332,7 @@ class Engine:
         self._choices[key] = choice.fork(sequence)
 
     def _end_late(self, now: float) -> list[RequestOutput]:
-        """End what is past its deadline, waiting or running."""
+        """End choices that are past their deadline, waiting or running."""
         outputs: list[RequestOutput] = []
         if now < self._next_deadline:
             return outputs
@@ -351,7 +350,7 @@ class Engine:
         return choice.fail(reason, error, param)
 
     def _end(self, key: str, reason: str, stop_reason: str | int | None = None) -> None:
-        """Nothing is left of a sequence, which may have ended by its own rules already."""
+        """Drop all of a sequence, which may have ended by its own rules already."""
         self.scheduler.finish(key, reason, stop_reason)
         self._choices.pop(key, None)
 
@@ -370,7 +369,7 @@ def _key(request_id: str, index: int) -> str:
 
 
 def _eos_token_ids(source: ModelSource) -> frozenset[int]:
-    """From the generation configuration, the model's, and the tokenizer: any of them ends an answer."""
+    """Token ids from the generation configuration, the model's, and the tokenizer: any of them ends an answer."""
     found: set[int] = set()
     for value in (
         source.generation_config().get("eos_token_id"),

@@ -1,20 +1,20 @@
-"""``FairShares``: how much service each tenant had, so that the one that had least goes next.
+"""``FairShares``: how much service each tenant had, so that the one with the least goes next.
 
-A virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024): every tenant has a
-counter of the tokens it was served, divided by its weight, and whoever has waiting work and the lowest counter
-is served next. Two tenants that always have work thus get equal (weighted) service, whatever either asks for.
+A virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024): every tenant has a counter of
+the tokens it was served, divided by its weight. Among tenants with waiting work, the lowest counter is served next. Two
+tenants that always have work thus get equal (weighted) service, whatever either asks for.
 
-It counts the requests of each tenant and the places they have among those that run, too. Knows tenants by name and
-tokens as numbers; does not know queues, blocks or clocks.
+It also counts each tenant's requests, and its places among those that run. Knows tenants by name and tokens as numbers;
+does not know queues, blocks or clocks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-OUTPUT_COST = 2.0  # what an output token counts: it takes a sequence's turn in a whole step, a prompt token does not
-PRIORITY_TOKENS = 1000.0  # between tenants one level of priority weighs like as many served tokens
-REMEMBERED = 16  # credits: a tenant that left is expected back until the others were served as much
+OUTPUT_COST = 2.0  # cost of an output token: it takes a sequence's turn in a whole step, unlike a prompt token
+PRIORITY_TOKENS = 1000.0  # between tenants, one level of priority weighs as much as this many served tokens
+REMEMBERED = 16  # credits: until the others were served this much, a tenant that left is expected back
 
 
 class FairShares:
@@ -29,7 +29,7 @@ class FairShares:
         self._requests: Counter[str] = Counter()
         self._priorities: dict[str, int] = {}  # of the newest request
         self._total = 0.0  # served to all
-        self._left: dict[str, float] = {}  # the total when a tenant left who is expected back
+        self._left: dict[str, float] = {}  # the total at the time a tenant left that is expected back
         self._places: Counter[str] = Counter()  # of those that run
 
     @property
@@ -40,9 +40,9 @@ class FairShares:
     def join(self, tenant: str, priority: int = 0) -> None:
         """One more request. A tenant that had none is lifted to the least served of the others, less the credit.
 
-        What else it left unused while it had nothing to do is gone: it cannot be saved up and then spent at once.
-        The credit is what lets the prompt of a light user through in one piece, where strict turns would double the
-        time to its first token.
+        Other service that it left unused while it had nothing to do is lost: it cannot be saved up and then spent at
+        once. The credit lets the prompt of a light user through in one piece, where strict turns would double the time
+        to its first token.
         """
         if tenant not in self._requests:
             self._left.pop(tenant, None)
@@ -52,7 +52,7 @@ class FairShares:
         self._priorities[tenant] = priority
 
     def leave(self, tenant: str) -> None:
-        """One request less. When nobody is left all counters begin anew: nobody waited for anything."""
+        """One request less. When no tenant is left all counters begin anew."""
         self._requests[tenant] -= 1
         if not self._requests[tenant]:
             del self._requests[tenant]
@@ -63,11 +63,11 @@ class FairShares:
             self._left.clear()
 
     def take_place(self, tenant: str) -> None:
-        """One of its requests runs."""
+        """One more of its requests runs."""
         self._places[tenant] += 1
 
     def give_place(self, tenant: str) -> None:
-        """One less runs."""
+        """One less of its requests runs."""
         self._places[tenant] -= 1
         if not self._places[tenant]:
             del self._places[tenant]
@@ -83,11 +83,11 @@ class FairShares:
         self._total += service
 
     def is_ahead(self, tenant: str) -> bool:
-        """Whether a tenant that has requests was served more than one that has some too or is expected back; a level of
-        priority weighs as it does for whose turn it is.
+        """Whether a tenant that has requests was served more than some other that has requests or is expected back. A
+        level of priority weighs as in ``score``.
 
-        Who asks for little mostly has nothing here, and its next request finds the step that others fill: how long
-        that step takes is up to them.
+        A tenant that asks for little mostly has nothing here. Its next request arrives during a step that others fill,
+        so they decide how long it waits.
         """
         if self._left:
             gone = self._total - REMEMBERED * self._credit
@@ -97,7 +97,7 @@ class FairShares:
         return any(self.score(other, self._priorities[other]) < mine for other in others)
 
     def score(self, tenant: str, priority: int) -> float:
-        """The lowest goes first. Bounded priorities only shift counters that grow, so they delay and never starve."""
+        """The lowest goes first. Bounded priorities only shift counters that grow, so they delay but never starve."""
         return self._served[tenant] + PRIORITY_TOKENS * priority
 
     def check(self, requests: Counter[str], places: Counter[str]) -> None:

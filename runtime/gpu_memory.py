@@ -1,4 +1,4 @@
-"""``GpuMemory``: what is free on a GPU, and what a piece of work takes of it. Knows bytes; does not know models."""
+"""``GpuMemory``: the free memory of a GPU, and how much a piece of work takes of it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 
 class GpuMemory:
-    """Of one device, as torch allocates it."""
+    """The memory of one device, as torch allocates it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def free(self) -> int:
-        """Bytes that nobody holds; what torch had set aside for later is given back."""
+        """Bytes that nobody holds; memory that torch had set aside is given back first."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def passing(self, work: Callable[[], None]) -> int:
-        """Do ``work``. The most bytes that it had allocated at a time and gave back: it will need them again, though
-        they are free behind it."""
+        """Do ``work``. Returns the most bytes that it held at a time and gave back: they are free afterwards, but it
+        will need them again."""
         torch.cuda.reset_peak_memory_stats(self._device)
         work()
         return torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)

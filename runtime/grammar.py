@@ -1,7 +1,6 @@
 """``Vocabulary`` and ``GrammarCompiler``: from a ``Constraint`` to a matcher of llguidance, within limits.
 
-Knows kinds of constraints, their limits and llguidance; does not know requests, logits or HTTP. Light to import: the
-worker that tries constraints out (``grammar_worker``) loads this file and little else.
+Light to import: the worker that tries constraints out (``grammar_worker``) loads this file and little else.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MAX_ERROR = 300
 # A lexer state takes 1 to 2 kB, so one request grows by 40 MB at most.
 _LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=20_000, verbose_errors=False)
 # A model that may write white space for ever sometimes does; this is enough for indented JSON ten levels deep.
-# Without escapes of code points a key has one spelling, and no other spelling of a property escapes its schema.
+# Without escapes of code points a key has one spelling, so no other spelling of a property escapes its schema.
 _JSON_OPTIONS: Any = {
     "whitespace_pattern": r"[ \t\n\r]{1,40}",
     "whitespace_flexible": True,
@@ -44,7 +43,7 @@ _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What llguidance must know of a model: the tokenizer as JSON, the width of the logits, how a text ends."""
+    """The facts about a model for llguidance: the tokenizer as JSON, the width of the logits, how a text ends."""
 
     tokenizer: str
     size: int
@@ -52,7 +51,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> Vocabulary:
-        """Of a fast tokenizer of transformers and a model with logits for ``vocab_size`` tokens."""
+        """The vocabulary of a fast transformers tokenizer and a model with logits for ``vocab_size`` tokens."""
         backend = copy(tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -60,12 +59,12 @@ class Vocabulary:
         return cls(backend.to_str(), size, tuple(sorted(token for token in eos_token_ids if token < size)))
 
     def for_matchers(self) -> LLTokenizer:
-        """Takes a tenth of a second to a second. Logits beyond the tokenizer's tokens are never allowed."""
+        """Takes between a tenth of a second and a second. Logits beyond the tokenizer's tokens are never allowed."""
         return LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=list(self.eos_token_ids) or None)
 
 
 class GrammarCompiler:
-    """Compiles constraints for one vocabulary. Safe to be used by several threads."""
+    """Compiles constraints for one vocabulary. Several threads may use it."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = vocabulary
@@ -82,16 +81,16 @@ class GrammarCompiler:
     def matcher(self, constraint: Constraint, grammar: str | None = None) -> LLMatcher:
         """A matcher at the beginning of the output, for one request.
 
-        Copies of it share what the lexer learns and the limits to that, so another request gets another matcher,
-        though it takes a millisecond or more. Raises ``RequestError`` with the constraint's ``param`` where it does not
-        compile. That may take long: where strangers send constraints, ask the worker first.
+        Copies of a matcher share what the lexer learns and the limits on it, so each request gets its own matcher,
+        though that takes a millisecond or more. Raises ``RequestError`` with the constraint's ``param`` where it does
+        not compile. Compiling may take long: constraints from strangers should go to the worker first.
 
         ``grammar``: the constraint's ``grammar_text``, where it is known.
         """
         grammar = grammar or grammar_text(constraint)
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_LIMITS)
         trial = matcher.deep_copy()
-        trial.compute_bitmask()  # that nothing may begin a text is found only here
+        trial.compute_bitmask()  # only this finds out that no text can begin
         if trial.is_error():
             raise _refused(constraint, one_line(trial.get_error()))
         return matcher

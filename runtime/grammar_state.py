@@ -1,7 +1,4 @@
-"""``GrammarState``: where one output stands in its grammar; ``MaskPool``: masks made beside a forward pass.
-
-Knows tokens and masks; does not know requests, nor how a token is chosen.
-"""
+"""``GrammarState``: where one output stands in its grammar; ``MaskPool``: masks made during a forward pass."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from torch import Tensor
 
 from qserve.runtime.grammar import one_line
 
-_SPECIAL = b"\xff"  # begins the name of a special token in what llguidance calls bytes
+_SPECIAL = b"\xff"  # begins the name of a special token in llguidance's bytes
 
 
 class GrammarState:
-    """Follows one output. After an error, as a limit of the matcher, nothing is allowed any more.
+    """Follows one output. After an error, for example at a limit of the matcher, nothing is allowed any more.
 
     ``param``: the field of the request that the grammar came from.
     """
@@ -33,9 +30,9 @@ class GrammarState:
         self._stuck = False
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """bool [vocab_size]: what may come next, an end-of-sequence token where the text may end.
+        """bool [vocab_size]: the tokens that may come next, an end-of-sequence token included where the text may end.
 
-        Without any True after an error. Leaves the interpreter lock for nearly all of its time.
+        All False after an error. Releases the interpreter lock for nearly all of its time.
         """
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(packed, bitorder="little")[:vocab_size].view(np.bool_)
@@ -50,7 +47,7 @@ class GrammarState:
     def _spell_out(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
         """Correct the token of a text that must come now and looks like a special token.
 
-        llguidance has the tokenizer cut such a text, and then means the special token, which it would not accept.
+        llguidance has the tokenizer cut such a text, and then allows the special token, which it would not accept.
         """
         only = int(mask.argmax())
         if self._tokenizer.is_special_token(only):
@@ -60,7 +57,7 @@ class GrammarState:
                 mask[self._tokenizer.greedy_tokenize(text.decode("utf-8", "replace"))[0]] = True
 
     def consume(self, token_id: int) -> None:
-        """Take the token that was chosen, once."""
+        """Take the chosen token, once."""
         self._matcher.consume_token(token_id)
 
     @property

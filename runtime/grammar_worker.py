@@ -1,12 +1,12 @@
 """``python -m qserve.runtime.grammar_worker``: tries constraints out where they can do no harm.
 
 Some short schemas take minutes and gigabytes to compile. This process has one vocabulary and limits of its own, and
-forks a child for each constraint: to end one that takes too long costs nothing, least of all a new start. It loads
-neither torch nor transformers.
+forks a child for each constraint. So ending a constraint that takes too long costs nothing, and needs no new start. It
+loads neither torch nor transformers.
 
-One JSON object a line. First ``{"tokenizer", "size", "eos_token_ids"}``, answered by ``{}`` when it is ready; then
-``{"kind", "text", "seconds"}`` each, answered within so many by ``{"grammar": str}`` (llguidance's format),
-``{"error": str}``, or ``{"late": ""}`` when its time was over. An empty line ends the time of the one that is tried.
+One JSON object a line. First ``{"tokenizer", "size", "eos_token_ids"}``, answered by ``{}`` when it is ready. Then
+``{"kind", "text", "seconds"}`` each, answered within that many seconds by ``{"grammar": str}`` (llguidance's format),
+``{"error": str}``, or ``{"late": ""}`` when its time was over. An empty line ends the time of the constraint in work.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from qserve.runtime.grammar import GrammarCompiler, Vocabulary, grammar_text
 from qserve.runtime.sampling import RequestError
 
 EXTRA_MEMORY = 512 << 20  # bytes that compiling may take
-SLOW_SECONDS = 0.03  # what people write is compiled by then; what is not can wait for the model
+SLOW_SECONDS = 0.03  # what people write is compiled by then; slower ones can wait for the model
 SLOW_NICENESS = 19
 STDIN = 0
-STACK_BYTES = 2 << 20  # less than any thread of the parent has: what fits here fits there
+STACK_BYTES = 2 << 20  # less than any thread of the server has: what fits here fits there
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def _serve() -> None:
 
 
 class _Questions:
-    """The lines of standard input, and whether there is more of it: a buffered file cannot tell."""
+    """The lines of standard input, and whether there are more: a buffered file cannot tell."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -83,11 +83,11 @@ class _Questions:
 def _child(
     compiler: GrammarCompiler, constraint: Constraint, seconds: float, questions: _Questions
 ) -> dict[str, str]:
-    """Try it in a child, which is killed when its time is over, or when there is more on standard input."""
+    """Try it in a child, which is killed when its time is over, or when more comes on standard input."""
     taken, given = os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(int(seconds) + 2)  # in case that nobody is there any more to kill it
+        signal.alarm(int(seconds) + 2)  # in case the parent is gone and cannot kill it
         with os.fdopen(given, "wb") as out:
             out.write(json.dumps(_tried(compiler, constraint)).encode())
         os._exit(0)
@@ -118,8 +118,8 @@ def _child(
 
 
 def _yield_to_others(pid: int) -> None:
-    """Let it compute only where nobody else wants to. Niceness alone would let it end its slice first: a step of the
-    model, which waits for all of its threads, would wait for that too."""
+    """Let it compute only where no other process wants to. Niceness alone would let it end its time slice first, and a
+    step of the model, which waits for all of its threads, would wait for that too."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
     else:

@@ -1,4 +1,4 @@
-"""Gives memory that was freed back to the system. Knows glibc's allocator; does nothing where another is in use."""
+"""Gives freed memory back to the system, where glibc's allocator is in use; does nothing with another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _LARGEST = 32 << 20
 
 
 def release() -> None:
-    """glibc keeps freed buffers, and what a block leaves behind splits them: quantizing 30 blocks of a 135M model the
-    process grew from 0.6 to 1.2 GB while its tensors did not. To be called when large buffers were just freed."""
+    """Call it after freeing large buffers. glibc keeps freed buffers, and small allocations left in them split them up:
+    while quantizing 30 blocks of a 135M model the process grew from 0.6 to 1.2 GB though its tensors did not."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # another C library
@@ -21,17 +21,17 @@ def release() -> None:
 
 
 def one_arena() -> None:
-    """What one thread frees the next may use. Else glibc gives threads arenas of their own, which are neither shared
-    nor kept; those of threads that run already remain."""
+    """Let threads reuse each other's freed memory. By default glibc gives threads arenas of their own, which are
+    neither shared nor kept. Threads that run already keep theirs."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """While it lasts glibc keeps what is freed: buffers of the same sizes come again and again, and every page that is
-    returned has to be cleared when it comes back (a tenth of a calibration's time). Afterwards it returns memory as it
-    does by itself once such buffers were seen."""
+    """In this context glibc keeps freed memory. Buffers of the same sizes come again and again, and every page that was
+    returned has to be cleared when it comes back (a tenth of a calibration's time). Afterwards glibc returns memory as
+    it does by itself after seeing such buffers."""
     try:
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGEST)

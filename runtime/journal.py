@@ -1,7 +1,6 @@
-"""``Journal``: what the last steps were made of and how long first tokens took, and totals since the start.
+"""``Journal``: what the last steps held, how long first tokens took, and totals since the start.
 
-Knows step plans and times; does not know requests, tensors, or who reads it. It is kept whether or not somebody
-looks: a few integers per step, in rings of fixed length.
+It is always kept, whether or not somebody looks: a few integers per step, in rings of fixed length.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """``time`` at which a request had its first token, ``seconds`` after it arrived."""
+    """``time`` at which a request got its first token, ``seconds`` after it arrived."""
 
     time: float
     seconds: float
 
 
 class Journal:
-    """``prompt_tokens`` counts the input tokens of prefills, those computed again included; ``output_tokens`` what
-    was sampled: one for each sequence of a step, and the tokens of its draft that were accepted."""
+    """``prompt_tokens`` counts the input tokens of prefills, including those computed again. ``output_tokens`` counts
+    sampled tokens: one for each sequence of a step, plus the accepted tokens of its draft."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -64,9 +63,9 @@ class Journal:
         self._first_tokens.append(FirstToken(now, seconds))
 
     def steps(self) -> tuple[StepRecord, ...]:
-        """The last ones, oldest first."""
+        """The last steps, oldest first."""
         return tuple(self._steps)
 
     def first_tokens(self) -> tuple[FirstToken, ...]:
-        """The last ones, oldest first."""
+        """The last first tokens, oldest first."""
         return tuple(self._first_tokens)

@@ -1,6 +1,6 @@
 """``SchedulerConfig``: the limits of one scheduler; ``fit``: whether one request can ever run within them.
 
-Knows counts of tokens, blocks and requests; does not know queues: what must only wait for room is not refused here.
+Knows counts of tokens, blocks and requests; does not know queues: a request that only has to wait is not refused here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SchedulerConfig:
         max_num_batched_tokens: input tokens of one step at most, prefill chunks and decodes together.
         max_num_logits: rows of logits of one step at most; None allows ``max_num_seqs``. Drafts take what is left.
         max_waiting: new requests are refused while this many wait.
-        max_waiting_tokens: they are refused too where more prompt tokens would wait, unless none wait; None
+        max_waiting_tokens: new requests are refused if more prompt tokens than this would wait, unless none wait. None
             allows 32 contexts.
         priority_aging: seconds of waiting that weigh as much as one level of priority.
     """

@@ -29,7 +29,7 @@ class Completion:
 
 @dataclass
 class PromptCompletions:
-    """A prompt with its n answers, in order. ``prompt_logprobs`` where both it and ``logprobs`` were asked for."""
+    """A prompt with its n answers, in order. ``prompt_logprobs`` is set if both it and ``logprobs`` were asked for."""
 
     prompt: Prompt
     outputs: list[Completion]

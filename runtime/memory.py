@@ -1,7 +1,4 @@
-"""``MemoryPlan``: how the memory of a serving process is divided, decided before any weight is loaded.
-
-Knows shapes and byte counts; loads nothing.
-"""
+"""``MemoryPlan``: how the memory of a serving process is divided, from shapes alone, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.kernels.prepack import int8_scheme
 from qserve.runtime.cache import CacheLayout, blocks_needed, tokens_held
 
-_SHARE = 0.5  # of what is free after weights and workspace; the rest is left to the machine
-_GPU_SHARE = 0.9  # the same of a GPU, which serves nobody else; the rest is for the driver and the kernels
+_SHARE = 0.5  # of the memory free after weights and workspace; the machine keeps the rest
+_GPU_SHARE = 0.9  # the same for a GPU of our own; the rest is for the driver and the kernels
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes, and the KV blocks and context they allow.
 
-    ``windows``: of each group of layers (``CacheLayout``). ``process`` is resident before anything is loaded; ``files``
-    are those of the checkpoint, whose pages stay in memory while nobody else needs it.
+    ``windows``: one for each group of layers (``CacheLayout``). ``process`` is resident before anything is loaded.
+    ``files`` are those of the checkpoint; their pages stay in memory until another process needs it.
     """
 
     weights: int
@@ -71,11 +68,11 @@ def weight_bytes(source: ModelSource, executor: Executor, *, int8_head: bool) ->
         shape, dtype = source.shape(name), executor.placement.dense
         return source.nbytes(name) if dtype is None or len(shape) < 2 else prod(shape) * dtype.itemsize
 
-    looked_up = f"{embedding}.weight"  # rows that are looked up stay as they are
+    looked_up = f"{embedding}.weight"  # rows that are looked up keep their form
     total = source.nbytes(looked_up) if source.has(looked_up) else 0
     total += sum(dense(name) for name in source.names() if name not in ("lm_head.weight", looked_up))
     total += sum(product(module) for module in packed - {embedding})
-    if embedding in packed:  # a byte for every code
+    if embedding in packed:  # one byte for every code
         scheme, (vocab, width) = _scheme(source, embedding), source.shape(embedding)
         total += vocab * width + vocab * scheme.groups(width) * (4 if scheme.symmetric else 5)
     if "lm_head" in packed:
@@ -109,8 +106,8 @@ def plan_memory(
     device: torch.device | None = None,
 ) -> MemoryPlan:
     """Divide the free memory. ``context`` is the model's own limit; ``max_model_len`` and ``kv_cache_memory`` are the
-    user's wishes. On a GPU the memory is the ``device``'s. Raises ``CapacityError`` with the arithmetic where they, or
-    the model, cannot be had."""
+    user's wishes. On a GPU the memory is that of ``device``. Raises ``CapacityError`` with the arithmetic where the
+    wishes, or the model, do not fit."""
     on_gpu = device is not None and device.type == "cuda"
     available = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
     block_bytes, windows = layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
@@ -160,8 +157,8 @@ def file_bytes(source: ModelSource) -> int:
 
 
 def measured(plan: MemoryPlan, free: int, block_bytes: int, wanted: int, needed: int) -> MemoryPlan:
-    """``plan`` with the KV cache that the ``free`` bytes of a GPU allow, which its heaviest steps have left. At most
-    ``wanted`` blocks; raises ``CapacityError`` where they are fewer than ``needed``."""
+    """``plan`` with the KV cache that fits into ``free`` bytes, which a GPU has left after its heaviest steps. It has
+    at most ``wanted`` blocks; raises ``CapacityError`` where it would have fewer than ``needed``."""
     num_blocks = min(wanted, int(free * _GPU_SHARE) // block_bytes)
     if num_blocks < needed:
         raise CapacityError(

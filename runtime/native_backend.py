@@ -1,4 +1,4 @@
-"""``NativeBackend``: from a checkpoint to a native decoder in memory, which is divided before any weight is read."""
+"""``NativeBackend``: from a checkpoint to a native decoder. Memory is divided before any weight is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qserve.runtime.runner import DecoderRunner
 
 
 class NativeBackend:
-    """Families of the native decoder, on the kernels that ``EngineConfig`` asks for."""
+    """Serves the families of the native decoder, on the kernels that ``EngineConfig`` asks for."""
 
     def load(
         self,
@@ -33,8 +33,8 @@ class NativeBackend:
         progress: Callable[[int, int], None] | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
     ) -> LoadedModel:
-        """``progress`` counts layers; then, where products are timed, those that are done. On a GPU the KV cache gets
-        what is left after the heaviest steps that may come, and ``planned`` is told what is expected."""
+        """``progress`` counts layers, and then, if products are timed, the timed products. On a GPU the KV cache gets
+        what is left after the heaviest steps that may come; ``planned`` gets what is expected."""
         model_config = decoder_config(source.config, source.name)
         executor = registry.make(config.kernels, config.threads, activation_dtype(source), config.cpu_list)
         if config.autotune:
@@ -66,7 +66,7 @@ def _load(
     progress: Callable[[int, int], None] | None,
     planned: Callable[[MemoryPlan], None] | None,
 ) -> tuple[Decoder, MemoryPlan, list[str]]:
-    """The decoder, how its memory was divided, and what there is to say of how it is computed."""
+    """The decoder, the division of its memory, and notes on how it is computed."""
     kv_dtype = cache_dtype(config.kv_cache_dtype, source)
     int8_head = source.spec is not None and config.head != "dense"
     on_gpu = executor.placement.device.type == "cuda"
@@ -90,7 +90,7 @@ def _load(
             planned(memory)
 
     def loaded(done: int, total: int) -> None:
-        heap.release()  # now, not at the end: else what every layer left behind is the peak
+        heap.release()  # now, not at the end: else the peak includes what every layer left behind
         if progress is not None:
             progress(done, total)
 
@@ -99,7 +99,7 @@ def _load(
     )
     heap.release()
     notes = [f"without a kernel, computed by the torch reference: {what}" for what in decoder.fallbacks]
-    notes += registry.settle(executor, config.autotune, progress)  # which takes memory that the cache must leave
+    notes += registry.settle(executor, config.autotune, progress)  # this takes memory that the cache must leave free
     if on_gpu:
         warm = executor.warm_sizes
         registry.compile_kernels(executor, lambda: warmup.run(decoder, memory.num_blocks, warm))
@@ -110,7 +110,7 @@ def _load(
 def grow_cache(
     decoder: Decoder, memory: MemoryPlan, config: EngineConfig, sizes: Sequence[int], gpu: GpuMemory
 ) -> MemoryPlan:
-    """Give the KV cache what the heaviest steps leave of ``gpu``, and leave steps of every one of ``sizes`` ready."""
+    """Give the KV cache what the heaviest steps leave of ``gpu``, and make steps of all ``sizes`` ready."""
     passing = gpu.passing(lambda: warmup.run(decoder, memory.num_blocks, sizes))
     memory = measured(
         memory,
@@ -130,5 +130,5 @@ def _wanted(config: EngineConfig, memory: MemoryPlan) -> int:
 
 
 def activation_dtype(source: ModelSource) -> torch.dtype:
-    """In which a GPU computes: float16 for a model that was made for it, else bfloat16."""
+    """The dtype in which a GPU computes: float16 for a model that was made for it, else bfloat16."""
     return torch.float16 if source.dtype() == torch.float16 else torch.bfloat16

@@ -40,16 +40,16 @@ class Request:
         weight: the share of its tenant, above 0; the same in all of a tenant's requests.
         arrival: number that orders requests which arrived at the same time.
         arrival_time: seconds on the clock that ``Scheduler.schedule`` is given.
-        parent: a request with the same prompt and salt (an earlier choice of ``n``): this one waits until
-            that prompt is computed and shares its blocks. None once it is admitted.
-        beams: the live beams of the search that it belongs to, one list for all of them, which the scheduler keeps;
-            none where it is no beam. Beams run, wait and are preempted together.
+        parent: a request with the same prompt and salt (an earlier choice of ``n``). This one waits until that prompt
+            is computed and shares its blocks. None once it is admitted.
+        beams: the live beams of its search, in one list that they share and the scheduler keeps; empty where it is no
+            beam. Beams run, wait and are preempted together.
         num_queued: prompt tokens that it adds to the queue: none where it shares those of ``parent``.
         num_computed: leading tokens whose KV exists or is written by plans in flight.
         num_committed: leading tokens whose KV was written by committed plans.
         num_in_flight: tokens being sampled by plans in flight; they follow the known tokens as placeholders.
-        num_drafted: those of them that are there only if the draft in flight is right. Nothing is planned until it is
-            known how many are.
+        num_drafted: those of them that depend on the draft in flight. Nothing is planned until it is known how many of
+            them are right.
         num_plans: uncommitted plans that hold this request.
         num_cached: prompt tokens that were not computed at first admission (prefix cache, or ``parent``).
         num_charged: leading prompt tokens that were counted as service to the tenant, or came from the cache.
@@ -112,7 +112,7 @@ class Request:
             raise RequestError(f"prompt and salt differ from those of parent {parent.request_id}", "parent")
 
     def limit(self, max_total_tokens: int) -> None:
-        """Set how many tokens it may have, the prompt's included."""
+        """Set the most tokens that it may have, the prompt's included."""
         self.max_total_tokens = max_total_tokens
         room = max(1, max_total_tokens - len(self.prompt_token_ids))
         wanted = room if self.params.max_tokens is None else min(room, self.params.max_tokens)
@@ -143,33 +143,33 @@ class Request:
 
     @property
     def members(self) -> tuple[Request, ...]:
-        """Who runs, waits and is preempted with it: it alone, or all beams of its search."""
+        """The requests that run, wait and are preempted with it: itself alone, or all beams of its search."""
         return tuple(self.beams) or (self,)
 
     @property
     def is_scored(self) -> bool:
-        """Something is wanted of each of its prompt positions, so all of them are computed."""
+        """Whether something is wanted of each of its prompt positions, so that all of them are computed."""
         return self.params.prompt_logprobs or self.params.pooling is not None
 
     @property
     def is_pooled(self) -> bool:
-        """The hidden states of its prompt are all that is wanted: no token is sampled."""
+        """Whether only the hidden states of its prompt are wanted: no token is sampled."""
         return self.params.pooling is not None
 
     @property
     def num_plannable(self) -> int:
-        """Tokens that can be computed by itself: the last of several beams waits for those of the others."""
+        """Tokens that can be computed without other beams: the last token of several beams waits for the others."""
         return self.num_tokens - (len(self.beams) > 1)
 
     @property
     def is_decoding(self) -> bool:
-        """Only its newest sampled token is not yet computed."""
+        """Whether only its newest sampled token is not yet computed."""
         prompt = len(self.prompt_token_ids)
         return prompt <= self.num_computed == prompt + len(self.output_token_ids) + self.num_in_flight - 1
 
     @property
     def is_fully_sampled(self) -> bool:
-        """With the tokens in flight it reaches its length limit, so there is nothing left to plan."""
+        """Whether it reaches its length limit with the tokens in flight, so that nothing is left to plan."""
         return len(self.output_token_ids) + self.num_in_flight >= self.max_output_tokens
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
@@ -184,12 +184,12 @@ class Request:
     def append(self, token_id: int) -> str | None:
         """Take one sampled token. Returns ``"stop"`` or ``"length"`` if it is the last, else None.
 
-        ``stop_reason`` becomes the stop token, if that ended it, and stays None after an end-of-sequence one.
-        Neither ends the request among the first ``min_tokens`` outputs, where the sampler should mask them.
+        ``stop_reason`` becomes the stop token if one ended it, and stays None after an end-of-sequence token. Neither
+        ends the request among its first ``min_tokens`` outputs, where the sampler should mask them.
         """
         outputs, params = self.output_token_ids, self.params
         outputs.append(token_id)
-        # Where a beam ends is for its search to say.
+        # The search decides where a beam ends.
         if len(outputs) > params.min_tokens and not params.use_beam_search:
             if token_id in self.eos_token_ids and not params.ignore_eos:
                 return "stop"
@@ -199,8 +199,8 @@ class Request:
         return "length" if len(outputs) >= self.max_output_tokens else None
 
     def extend(self, run: Sequence[int]) -> tuple[tuple[int, ...], str | None]:
-        """Take a run of sampled tokens up to the one that is the last, if one is. Returns those taken, and what
-        ``append`` says of the last of them."""
+        """Take a run of sampled tokens, up to the last one if some token ends the request. Returns the tokens taken,
+        and what ``append`` returns for the last of them."""
         for count, token_id in enumerate(run, 1):
             reason = self.append(token_id)
             if reason is not None:
@@ -208,7 +208,7 @@ class Request:
         return tuple(run), None
 
     def fork(self, request_id: str, token_id: int) -> Request:
-        """Another beam of the same search, beside this one: the same, but with ``token_id`` for its newest token.
+        """Another beam of the same search, beside this one: a copy, but with ``token_id`` as its newest token.
 
         Only between two steps, when no token is in flight.
         """
@@ -226,7 +226,7 @@ class Request:
             arrival_time=self.arrival_time,
         )
         beam.output_token_ids = [*self.output_token_ids[:-1], token_id]
-        beam.digests = list(self.digests)  # of blocks computed by now, which they share
+        beam.digests = list(self.digests)  # of the blocks computed so far, which they share
         beam.num_cached, beam.scheduled_time = self.num_cached, self.scheduled_time
         beam.num_charged = self.num_charged
         beam.status, beam.beams = self.status, self.beams

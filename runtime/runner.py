@@ -1,4 +1,4 @@
-"""``ModelRunner``: runs a step plan and gives back the logits it asked for. Knows plans and tensors, not requests."""
+"""``ModelRunner``: runs a step plan and returns the logits that it asks for."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ The tensor is valid during the call only."""
 
 @dataclass(frozen=True)
 class StepOutput:
-    """``logits`` float32 [n, vocab] and ``greedy`` int32 [n] (-1 where a row holds a NaN), as many rows per sequence as
-    it samples, in the order of the plan; ``request_ids`` says whose each row is. Valid until the next step. ``logits``
+    """``logits`` float32 [n, vocab] and ``greedy`` int32 [n] (-1 where a row holds a NaN): as many rows per sequence as
+    it samples, in the order of the plan. ``request_ids`` says whose each row is. Valid until the next step. ``logits``
     stay on the model's device.
 
-    ``wait`` returns when ``greedy`` is there, which is then valid for good where the device is not this machine's
-    processor. There ``draw`` gives the same output with the token of each (row, draw) in place of the greedy one, also
-    for the placeholders of the next plan; a row with a NaN keeps its -1.
+    ``wait`` returns when ``greedy`` is there. On a device other than this machine's CPU ``greedy`` then stays valid for
+    good. On such a device ``draw`` returns the same output with the token of each (row, draw) in place of the greedy
+    one, which the placeholders of the next plan also stand for; a row with a NaN keeps its -1.
     """
 
     request_ids: tuple[str, ...]
@@ -42,8 +42,8 @@ class StepOutput:
 
 class ModelRunner(Protocol):
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
-        """Compute ``plan``, or begin to. Where the executor is asynchronous, placeholders in it stand for the greedy
-        tokens of the plan before, or those drawn in their place."""
+        """Compute ``plan``, or begin to. If the executor is asynchronous, placeholders in it stand for the greedy
+        tokens of the previous plan, or those drawn in their place."""
         ...
 
 

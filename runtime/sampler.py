@@ -1,7 +1,7 @@
-"""``Sampler``: from logits to tokens. A row's token depends on that row, its request's history and its seed only.
+"""``Sampler``: from logits to tokens. A row's token depends only on that row, its request's history and its seed.
 
-The draw for output number i of a request with seed s is a function of (s, i): the same at any load, in any
-batch, and after a preemption. Knows ``Request``; does not know the scheduler or text.
+The draw for output number i of a request with seed s is a function of (s, i): it is the same at any load, in any batch,
+and after a preemption.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What was chosen, and the most likely tokens in order."""
+    """The chosen token, and the most likely tokens in order."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -39,8 +39,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class BeamCandidate:
-    """A token that may continue a beam. ``logprob`` is under what the request makes of the logits; ``logprobs`` what
-    is reported."""
+    """A token that may continue a beam. ``logprob`` is taken after the request's changes to the logits; ``logprobs`` is
+    what is reported."""
 
     token_id: int
     logprob: float
@@ -50,8 +50,8 @@ class BeamCandidate:
 @dataclass(frozen=True)
 class Sampled:
     """``token_id`` is None where the logits held a NaN or no token is allowed: there is nothing to choose.
-    ``candidates``: of a beam, the likeliest in order, as many as its search is wide and one for each token that may
-    end it."""
+    ``candidates``: for a beam, the likeliest tokens in order, as many as its search is wide plus one for each token
+    that may end it."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
@@ -68,8 +68,8 @@ def sample(
 ) -> list[Sampled]:
     """One token per row. logits float32 [n, vocab], untouched; greedy int32 [n], -1 for a row with a NaN.
 
-    ``allowed``: per row bool [vocab], the tokens that may be chosen, or None for all. ``drafts``: per row the tokens
-    between the request's newest one and the one that the row chooses. Logits on a GPU stay there, see
+    ``allowed``: for each row bool [vocab], the tokens that may be chosen, or None for all. ``drafts``: for each row the
+    draft tokens between the request's newest token and the one that the row chooses. Logits on a GPU stay there, see
     ``sample_on_device``.
     """
     best = greedy.tolist()
@@ -89,7 +89,7 @@ def sample(
 
 
 def outputs_before(requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """Per row the outputs of its request that come before the token that it chooses, those of its draft included."""
+    """For each row, the outputs of its request before the token that it chooses, draft tokens included."""
     if drafts is None:
         return [request.output_token_ids for request in requests]
     return [
@@ -102,8 +102,8 @@ def sample_on_device(
     logits: Tensor, best: Sequence[int], requests: Sequence[Request], seeds: Sequence[int],
     masks: Sequence[Tensor | None], outputs: Sequence[list[int]],
 ) -> list[Sampled]:  # fmt: skip
-    """``sample`` where fetching a row costs more than drawing from it: tokens are drawn where the logits are, and
-    fetched are the rows that something is done to before, or that log-probabilities are wanted of."""
+    """``sample`` where fetching a row costs more than drawing from it. Tokens are drawn on the device of the logits.
+    Only rows that are changed first, or whose log-probabilities are wanted, are fetched."""
     draws: list[tuple[int, RowSampling]] = []
     wanted: list[int] = []
     for i, (request, mask) in enumerate(zip(requests, masks, strict=True)):
@@ -143,24 +143,24 @@ def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[
 
 
 def reads_logits(request: Request) -> bool:
-    """Whether more of its next row than the largest may count."""
+    """Whether more than the largest value of its next row may matter."""
     return not (request.params.greedy and only_chooses(request))
 
 
 def only_chooses(request: Request) -> bool:
-    """Whether its next token is the largest of its row, or drawn from the row as it is, and no more is wanted of it."""
+    """Whether its next token is the largest of its row, or drawn from the row as it is, and nothing else is wanted."""
     params = request.params
     return params.logprobs is None and not params.use_beam_search and not _adjusts(request)
 
 
 def row_sampling(request: Request, seed: int, index: int) -> RowSampling:
-    """The draw of its output number ``index``."""
+    """The draw for its output number ``index``."""
     params = request.params
     return RowSampling(uniform(seed, index), params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def _adjusts(request: Request) -> bool:
-    """Whether a bias, a penalty, a cut of its logits or an ending that comes too early changes its next row."""
+    """Whether a bias, a penalty, a cut of its logits or an early ending to mask changes its next row."""
     params = request.params
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
     cut = params.top_n_sigma and not params.greedy
@@ -168,7 +168,7 @@ def _adjusts(request: Request) -> bool:
 
 
 def _has_no_token(best: int, allowed: Tensor | None) -> bool:
-    """Of a row with a NaN, or where none is allowed."""
+    """Whether there is nothing to choose: the row holds a NaN, or no token is allowed."""
     return best < 0 or (allowed is not None and not allowed.any())
 
 
@@ -187,8 +187,8 @@ def _sample_row(
 
 
 def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list[int]) -> Tensor:
-    """The row with biases, penalties, forbidden endings and tokens, and ``top_n_sigma`` applied, in this order; the row
-    itself without any."""
+    """The row with biases, penalties, forbidden endings and tokens, and ``top_n_sigma`` applied, in this order; without
+    any of these the row itself."""
     params = request.params
     if params.biases:
         tokens, biases = zip(*params.biases)
@@ -206,7 +206,7 @@ def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list
     elif len(outputs) < params.min_tokens:
         row = row.index_fill(0, _indices(request.endings, len(row)), -torch.inf)
     if params.top_n_sigma and not params.greedy:
-        sigma = row[row > -torch.inf].double().std(correction=0)  # of what can come at all
+        sigma = row[row > -torch.inf].double().std(correction=0)  # of the tokens that can come at all
         row = row.masked_fill(row < row.max() - params.top_n_sigma * sigma, -torch.inf)
     return row
 
@@ -222,8 +222,8 @@ def _candidates(row: Tensor, adjusted: Tensor, request: Request) -> tuple[BeamCa
 
 
 def _without_endings(allowed: Tensor, request: Request, early: bool) -> Tensor:
-    """``allowed`` without the endings that the request does not want, or not so ``early``, unless nothing else is
-    left."""
+    """``allowed`` without the endings that the request ignores, or, where it is ``early``, without any ending; but
+    unchanged where nothing else would be left."""
     endings = [
         *(request.params.stop_token_ids if early else ()),
         *(request.eos_token_ids if early or request.params.ignore_eos else ()),
@@ -255,7 +255,7 @@ def _draw(row: Tensor, params: SamplingParams, point: float) -> int:
         weights = torch.where(weights >= params.min_p * weights.max(), weights, 0.0)
     mass = weights.cumsum(-1)
     index = int(torch.searchsorted(mass, point * mass[-1], right=True))
-    # Rounding can carry the point to the very end, past the last token that has any weight.
+    # Rounding can carry the point to the very end, past the last token with any weight.
     index = min(index, int(weights.nonzero()[-1]))
     return index if order is None else int(order[index])
 

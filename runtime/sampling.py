@@ -1,7 +1,7 @@
-"""``SamplingParams``: how the tokens of one request are chosen and when it stops; every field checked.
+"""``SamplingParams``: how the tokens of one request are chosen and when it stops. Every field is checked.
 
-Knows names and bounds; does not know vocabularies, context lengths or tensors. A field is declared here once, with its
-bounds. The fields of requests over HTTP and their OpenAPI schemas follow from it.
+A field is declared here once, with its bounds. The fields of requests over HTTP and their OpenAPI schemas follow from
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a number may be: ``low`` (if not ``above``) to ``high``."""
+    """The allowed values of a number: from ``low`` (excluded if ``above``) to ``high``."""
 
     low: float
     high: float
@@ -49,12 +49,12 @@ class Bounds:
         return f"above {low} and at most {high}" if self.above else f"between {low} and {high}"
 
     def schema(self) -> dict[str, float]:
-        """As JSON schemas say it."""
+        """The bounds as JSON schema keywords."""
         return {"exclusiveMinimum" if self.above else "minimum": self.low, "maximum": self.high}
 
 
 def _bounded(default: Any, low: float, high: float, *, above: bool = False, request: bool = True) -> Any:
-    """A number with its bounds. ``request``: requests have a field of this name that means the same."""
+    """A number with its bounds. ``request``: requests have a field of this name with the same meaning."""
     return field(default=default, metadata={"bounds": Bounds(low, high, above), "request": request})
 
 
@@ -74,8 +74,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 (or -1) is off.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
-        top_n_sigma: keep tokens whose logit lies at most so many standard deviations of all logits below the highest,
-            in [0, 100]; 0 is off. It comes behind biases and penalties and before everything else, so it keeps the same
+        top_n_sigma: keep tokens whose logit is at most this many standard deviations of all logits below the highest,
+            in [0, 100]; 0 is off. It comes after biases and penalties and before everything else, so it keeps the same
             tokens at any temperature (Tang et al., 2024).
         repetition_penalty: divides positive and multiplies negative logits of seen tokens, in [0.01, 10].
         presence_penalty: subtracted from the logit of every token already generated, in [-2, 2].
@@ -102,8 +102,8 @@ class SamplingParams:
         early_stopping: a beam search ends with the first ``n`` outputs that end; else it goes on while a better one
             may still come.
         constraint: what the output must look like; None leaves it free.
-        visible_tokens: special tokens that have a place in the text all the same, where a parser must see them. Not
-            for clients, so not checked.
+        visible_tokens: special tokens that appear in the text all the same, where a parser must see them. Not for
+            clients, so not checked.
     """
 
     n: int = _bounded(1, 1, MAX_CHOICES)
@@ -162,7 +162,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """The most likely token is taken, nothing is drawn."""
+        """Whether the most likely token is taken, without a draw."""
         return self.temperature < GREEDY_BELOW
 
     def _check_number(self, number: Number) -> None:
@@ -177,7 +177,7 @@ class SamplingParams:
         object.__setattr__(self, name, number.kind(value))
 
     def _check_beam_search(self) -> None:
-        """Nothing is drawn in a beam search, and an output is known when all of it is."""
+        """A beam search draws nothing, and its outputs are known only when they are complete."""
         if self.temperature not in (0.0, 1.0):
             raise RequestError("temperature does nothing in a beam search; leave it out", "temperature")
         for name in ("top_k", "top_p", "min_p", "top_n_sigma", "seed", "stop", "prompt_logprobs", "pooling"):
@@ -264,7 +264,7 @@ def _tuple_of(name: str, value: object, what: str, limit: int) -> tuple[object, 
 
 
 def _shown(value: object) -> str:
-    """A refused value for an error line, whatever it is: not the million digits somebody may have sent."""
+    """A refused value for an error line, kept short: a client may have sent a million digits."""
     if isinstance(value, int) and abs(value) >= 10**20:
         return "a number of more than 20 digits"
     if value is None or isinstance(value, int | float | str):

@@ -1,25 +1,24 @@
 """``Scheduler``: which tokens of which request run in the next step, and what their results mean.
 
-Knows requests, block counts and order; does not know clocks, tensors, text or files. It decides and does
-not act: ``schedule(now)`` returns a ``StepPlan``, somebody runs it, ``commit(plan, results)`` takes the
-sampled tokens. More plans may be made before the first is committed; tokens still in flight are then
-placeholders.
+Knows requests, block counts and order; does not know clocks, tensors, text or files. It decides and does not act:
+``schedule(now)`` returns a ``StepPlan``, the caller runs it, and ``commit(plan, results)`` takes the sampled tokens.
+More plans may be made before the first is committed; tokens still in flight are then placeholders.
 
-Drafts. A decode may compute tokens that somebody only guesses to come next. The plan then asks for a row of logits
-for each of them too, and the commit takes a run: the guesses that were right, and one more token. What was computed
-past the run is taken back, with its blocks. One token is a run of one. A draft takes what others leave of a step's
-tokens, rows and blocks: nobody is preempted or delayed for it.
+Drafts. A decode may compute tokens that are only guessed to come next. The plan then asks for a row of logits for each
+of them too, and the commit takes a run: the guesses that were right, and one more token. What was computed past the run
+is taken back, with its blocks. Without a draft the run is one token. A draft takes what others leave of a step's
+tokens, rows and blocks: no request is preempted or delayed for it.
 
-Order. Requests are ranked by ``priority + arrival_time / priority_aging``, then by arrival. Seconds of
-waiting thus weigh like priority, and only the finitely many that arrive soon enough can ever go before a
-request. A rank never changes: the first in rank that runs is never preempted, and what it needs was checked
-to fit in the pool when it was added, so it always progresses, ends, and makes another one the first.
+Order. Requests are ranked by ``priority + arrival_time / priority_aging``, then by arrival. Seconds of waiting thus
+weigh like priority, and only the finitely many requests that arrive soon enough can ever go before a given one. A rank
+never changes. The running request that is first in rank is never preempted, and it was checked to fit in the pool when
+it was added. So it always progresses and ends, and another one becomes the first.
 
-Tenants. Rank orders the requests of one tenant; between tenants the least served goes first (``FairShares``),
-when prompts are admitted and when they share the budget of a step. A decode that needs a block takes it from
-the tenant served most. A tenant that was served less than another and has fewer requests running takes
-a place from it, so that it need not wait for long answers to end. A tenant is charged where
-tokens are computed for the first time: neither cached prompts nor what a preemption computes again cost.
+Tenants. Rank orders the requests of one tenant. Between tenants the least served goes first (``FairShares``), when
+prompts are admitted and when they share the budget of a step. A decode that needs a block takes it from the tenant
+served most. A tenant that was served less than another and has fewer requests running takes a place from it, so that it
+need not wait for long answers to end. A tenant is charged for tokens that are computed for the first time: cached
+prompts and tokens computed again after a preemption cost nothing.
 
 Reuse of blocks. The blocks of a request that ends or is preempted may be given away at once, even while a
 plan in flight still reads or writes them, because plans run one after another in the order they were made:
@@ -28,9 +27,9 @@ cache. A block can be found only after a committed plan completed it, and plans 
 request's committed positions, so they never touch it. The runner's part: plans in order; within a plan
 first the copies, then the rest.
 
-Beams. The beams of one search are ranked together and decode in the same step or not at all, so that whoever
-chooses among them sees all of them at once; they are admitted and preempted together, so that none holds
-blocks while it waits for another. After a commit, ``finish`` drops a beam and ``fork`` adds one.
+Beams. The beams of one search are ranked together and decode in the same step or not at all, so that the search sees
+all of them when it chooses. They are admitted and preempted together, so that no beam holds blocks while it waits for
+another. After a commit, ``finish`` drops a beam and ``fork`` adds one.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from qserve.runtime.sampling import RequestError
 from qserve.runtime.step_plan import RequestUpdate, ScheduledSequence, StepPlan
 
 NO_DRAFTS: Mapping[str, Sequence[int]] = {}
-# Prompt tokens in a step of those who were served more than others: a step that is short for whoever comes next, and
-# still large enough for a matrix product to be efficient.
+# Prompt tokens in a step for tenants that were served more than others: few enough that the step is short for the next
+# request, and enough for an efficient matrix product.
 AHEAD_TOKENS = 32
-SHORT_PROMPT = 128  # tokens of prompts for which others' decodes wait a step: it takes no longer than theirs would
+SHORT_PROMPT = 128  # prompt tokens for which others' decodes wait a step: it takes no longer than theirs would
 
 
 class Scheduler:
@@ -93,34 +92,34 @@ class Scheduler:
 
     @property
     def num_unused_slots(self) -> int:
-        """KV positions that running requests hold and have not filled: ends of blocks, prompts still to compute."""
+        """KV positions that running requests hold but have not filled: ends of blocks, and prompts still to compute."""
         filled = len(self.blocks.windows) * sum(request.num_computed for request in self._running)
         return self.blocks.num_table_entries * self.blocks.block_size - filled
 
     def running(self) -> tuple[Request, ...]:
-        """Those that run, in order of rank; to be read only."""
+        """The running requests, in order of rank; only to be read."""
         return tuple(self._running)
 
     def waiting(self) -> tuple[Request, ...]:
-        """Those that wait, preempted ones too, in order of rank; to be read only."""
+        """The waiting requests, preempted ones too, in order of rank; only to be read."""
         return tuple(self._waiting)
 
     def request_ids(self) -> set[str]:
-        """Those that have not ended."""
+        """The ids of requests that have not ended."""
         return set(self._requests)
 
     def has_work(self) -> bool:
-        """Some request has not ended, or some plan is not committed."""
+        """Whether some request has not ended, or some plan is not committed."""
         return bool(self._requests or self._in_flight)
 
     def add(self, request: Request) -> None:
-        """Queue a request. ``RequestError``: it can never run; ``QueueFullError``: it may be sent again."""
+        """Queue a request. Raises ``RequestError`` if it can never run, ``QueueFullError`` if it may be sent again."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id} is in use", "request_id")
         parent = request.parent
         if parent and not parent.is_finished and self._requests.get(parent.request_id) is not parent:
             raise RequestError(f"parent {parent.request_id} was not added to this scheduler", "parent")
-        # The first of several choices is refused where any of them would be; beams wait as one.
+        # The first of several choices is refused if any of them would be; beams wait as one.
         choices = 1 if parent or request.params.use_beam_search else request.params.n
         self.backlog.require_room(request.tenant, choices, request.num_queued)
         fit(request, self.config, self.blocks)
@@ -162,15 +161,15 @@ class Scheduler:
     def schedule(self, now: float, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> StepPlan | None:
         """Decide the next step; None when nothing can run before a commit or a new request.
 
-        Each decode gets its one token, set aside from the budget, so that no prompt crowds it out; if it needs
-        a block, somebody may be preempted for it. The rest of the budget goes to prompts: the least served
-        tenant is next, with its running prefills and then with its waiting requests, by rank. Nobody is
-        admitted past one that must wait for room; ``now`` (seconds) becomes the ``scheduled_time``.
+        Each decode gets its one token, set aside from the budget, so that no prompt crowds it out; if it needs a block,
+        another request may be preempted for it. The rest of the budget goes to prompts: the least served tenant is
+        next, with its running prefills and then with its waiting requests, by rank. No request is admitted past one
+        that must wait for room. ``now`` (seconds) becomes the ``scheduled_time``.
 
-        ``drafts``: by request, guesses of the tokens that follow its newest one. They are cut to what there is room
-        for, and left out where the newest token is not known yet, of beams, and under a constraint.
+        ``drafts``: by request, guesses of the tokens that follow its newest one. They are cut to the room there is, and
+        left out for beams, under a constraint, and where the newest token is not known yet.
         """
-        running = Status.RUNNING  # a member of an enumeration is found more slowly than what is asked of it here
+        running = Status.RUNNING  # looking up an enumeration member takes longer than the test here
         decodes = [request for request in self._running if _can_decode(request)]
         for request in decodes:
             if request.status is running and not self.blocks.is_writable(request.request_id, request.num_computed):
@@ -179,7 +178,7 @@ class Scheduler:
             self._grow_prefills()
             decodes = [r for r in decodes if r.status is not running or self._can_write(r)]
         decodes = [request for request in decodes if request.status is running]
-        # Prompts first: to admit one may preempt a decode, for which nothing must be planned by then.
+        # Prompts first: admitting one may preempt a decode, and nothing may be planned for that one by then.
         planned: list[tuple[Request, ScheduledSequence]] = []
         active: list[Request] = []
         if len(decodes) < len(self._running):
@@ -187,7 +186,7 @@ class Scheduler:
         if self._waiting or active:
             planned = self._prefill(active, self.config.max_num_batched_tokens - len(decodes), now)
         pausing = self._giving_way(planned) if planned else ()
-        # Decodes go first, and with them who came back from a preemption and lacks the newest token alone.
+        # Decodes go first, together with requests back from a preemption that lack only the newest token.
         first = [pair for pair in planned if not pair[1].is_prefill]
         decoded = [
             (request, self._decode(request))
@@ -203,11 +202,11 @@ class Scheduler:
     def commit(self, plan: StepPlan, results: Mapping[str, Sequence[int]]) -> list[RequestUpdate]:
         """Take the runs of tokens a plan sampled, ``request_id -> tokens``, and report what became of each request.
 
-        A run is the beginning of the draft that was right, and the token that follows it; without a draft, one token.
-        Where a token of it ends the request, the rest is dropped. Plans are committed in the order they were made. A
-        request that ended since needs no result; one that was preempted since keeps its tokens. One that is pooled
-        ends, without a token, with its prompt. Raises ``ValueError``, changing nothing, for a plan out of order, a
-        missing result, or a run that is not of the draft.
+        A run is the part of the draft that was right, and the token that follows it; without a draft, one token. If a
+        token of it ends the request, the rest is dropped. Plans are committed in the order they were made. A request
+        that has ended meanwhile needs no result; one that was preempted keeps its tokens. A pooled request ends,
+        without a token, with its prompt. Raises ``ValueError``, changing nothing, for a plan out of order, a missing
+        result, or a run that does not match the draft.
         """
         if not self._in_flight or self._in_flight[0][0] != plan:
             oldest = f"plan {self._in_flight[0][0].step} is the oldest" if self._in_flight else "no plan is"
@@ -231,7 +230,7 @@ class Scheduler:
             if request.status is finished:
                 continue
             tokens, reason = request.extend(results[request.request_id]) if wanted else ((), None)
-            # Of a draft that much of what was computed is of tokens that came.
+            # Of what a draft computed, this much belongs to tokens that really came.
             end = sequence.start + len(sequence.token_ids) - wanted + len(tokens)
             if request.status is running:
                 if end // size > request.num_committed // size:
@@ -304,19 +303,19 @@ class Scheduler:
         return request.priority + request.arrival_time / self.config.priority_aging, request.arrival
 
     def _turn(self, request: Request) -> tuple[float, int, tuple[float, int]]:
-        """Between the requests of different tenants: the lowest goes first, the highest is preempted first."""
+        """The order between requests of different tenants: the lowest goes first, the highest is preempted first."""
         tenant = request.tenant
         return self._shares.score(tenant, request.priority), self._shares.places(tenant), self._rank(request)
 
     def _awaits_parent(self, request: Request) -> bool:
-        """Its parent will have computed the prompt that they share."""
+        """Whether its parent will have computed the prompt that they share."""
         parent = request.parent
         if parent and parent.is_finished:
             parent = request.parent = None  # its prompt may still be in the prefix cache
         return parent is not None and parent.num_committed < max(request.num_prompt - 1, 1)
 
     def _prefill(self, active: list[Request], budget: int, now: float) -> list[tuple[Request, ScheduledSequence]]:
-        """Plan up to ``budget`` prompt tokens of those that run, ``active``, and of whom there is room to admit."""
+        """Plan up to ``budget`` prompt tokens, of the running ``active`` requests and of those that can be admitted."""
         full = self.num_running == self.config.max_num_seqs and self._shares.num_tenants == 1
         queues = self._by_tenant(active if full else [*active, *self._waiting])
         planned: list[tuple[Request, ScheduledSequence]] = []
@@ -332,13 +331,13 @@ class Scheduler:
             if request.status is not Status.RUNNING:
                 if self._awaits_parent(request):
                     continue
-                # One that was just preempted must get its tokens in flight first.
+                # A request that was just preempted must get its tokens in flight first.
                 waits = any(member.num_plans for member in request.members)
                 if waits or not self._enter(request.members, now, planned):
                     queues = {
                         tenant: running
                         for tenant, queue in queues.items()
-                        # Who runs is before who waits.
+                        # Running requests come before waiting ones.
                         if (running := deque(r for r in islice(queue, most) if r.status is Status.RUNNING))
                     }
                     continue
@@ -356,7 +355,7 @@ class Scheduler:
 
     def _by_tenant(self, requests: list[Request]) -> dict[str, deque[Request]]:
         """The queue of each tenant, in the order given."""
-        if requests and self._shares.num_tenants == 1:  # in one piece, however many wait
+        if requests and self._shares.num_tenants == 1:  # no loop, however many wait
             return {requests[0].tenant: deque(requests)}
         queues: dict[str, deque[Request]] = {}
         for request in requests:
@@ -364,10 +363,10 @@ class Scheduler:
         return queues
 
     def _giving_way(self, planned: list[tuple[Request, ScheduledSequence]]) -> set[str]:
-        """Tenants whose decodes wait for the next step: the short prompt of one that was served less is in this one.
+        """Tenants whose decodes wait for the next step, because this one has a short prompt of a less served tenant.
 
-        Its first token then takes the time of its prompt and not of everybody's decodes. They lose little: their step
-        is that much shorter, and this cannot go on, because what is computed now is charged.
+        Its first token then takes the time of its prompt, not that of all decodes. The others lose little: their next
+        step is that much shorter. And this cannot go on, because what is computed now is charged.
         """
         prompts = {request.tenant for request, _ in planned}
         tenants = {request.tenant for request in self._running}
@@ -379,7 +378,7 @@ class Scheduler:
     def _enter(
         self, members: tuple[Request, ...], now: float, planned: list[tuple[Request, ScheduledSequence]]
     ) -> bool:
-        """Admit who waits together, if need be in the place of others that hold more than their share."""
+        """Admit ``members`` together, if need be in place of requests of tenants that hold more than their share."""
         request, count = members[0], len(members)
         while self.num_running + count > self.config.max_num_seqs or not self._admit(members, now):
             taken = {id(other) for other, _ in planned}
@@ -404,7 +403,7 @@ class Scheduler:
             self.blocks.missing(request.request_id, request.num_tokens, write_from=start, stepwise=True)
             for request, start in zip(members, cached, strict=True)
         )
-        # One block to spare for each that runs: else the next decode would preempt what was just admitted.
+        # One block to spare for each running request: else the next decode would preempt what was just admitted.
         if missing + self.num_running > self.blocks.num_free:
             for request in members:
                 self.blocks.free(request.request_id)
@@ -427,14 +426,14 @@ class Scheduler:
         return True
 
     def _open(self, request: Request) -> int:
-        """Start the table of a waiting request with what others computed; returns how many positions."""
+        """Start the table of a waiting request with what others computed; returns the number of positions found."""
         if request.is_scored:
             return self.blocks.open(request.request_id)
         if request.parent and self.blocks.can_fork(request.parent.request_id, request.num_prompt - 1):
-            # All but the last token, whose logits choose the first output, and which is written into a copy.
+            # All but the last token: its logits choose the first output, and it is written into a copy.
             self.blocks.fork(request.parent.request_id, request.request_id, request.num_prompt - 1)
             return request.num_prompt - 1
-        # At least one token is left to be computed at once: the last, whose logits are needed, or one before a beam's.
+        # At least one token is left to compute now: the last, whose logits are needed, or the one before a beam's last.
         return self.blocks.open(request.request_id, self._digests(request, request.num_plannable - 1))
 
     def _can_write(self, request: Request) -> bool:
@@ -442,7 +441,7 @@ class Scheduler:
         return self.blocks.is_writable(request.request_id, request.num_computed)
 
     def _grow_prefills(self) -> None:
-        """Make room for one more position of each prompt; those behind it come where there is room for more."""
+        """Make room for one more position of each prompt; further positions come where there is room for more."""
         for request in list(self._running):
             if request.status is not Status.RUNNING or request.is_decoding or request.num_plans:
                 continue  # the commit of a plan in flight gives blocks back
@@ -452,7 +451,7 @@ class Scheduler:
                 self._grow(request)
 
     def _grow(self, request: Request) -> None:
-        """Make room for one more position, preempting whom it must, itself too."""
+        """Make room for one more position, preempting others where it must, or itself."""
         total, written = request.num_computed + 1, request.num_computed
         while request.status is Status.RUNNING:
             if self.blocks.can_allocate(request.request_id, total, write_from=written):
@@ -463,7 +462,7 @@ class Scheduler:
             self._preempt_last()
 
     def _last_of_tenants(self) -> list[Request]:
-        """Who may be preempted: the last in rank of each tenant, but never the first of all, nor a beam beside it."""
+        """Requests that may be preempted: the last in rank of each tenant, but never the first of all or its beams."""
         safe = len(self._running[0].members)  # beams follow each other in rank
         return list({request.tenant: request for request in self._running[safe:]}.values())
 
@@ -472,7 +471,7 @@ class Scheduler:
         self._preempt(max(self._last_of_tenants(), key=self._turn))
 
     def _preempt(self, request: Request) -> None:
-        """Take its blocks; its tokens stay, and their KV is computed again (or found in the cache) later."""
+        """Take its blocks. Its tokens stay, and their KV is computed again (or found in the cache) later."""
         for member in request.members:
             self._leave_running(member)
             self.blocks.free(member.request_id)
@@ -483,7 +482,7 @@ class Scheduler:
             self.num_preemptions += 1
 
     def _decode(self, request: Request) -> ScheduledSequence:
-        """Plan the newest token: what ``_advance`` does, where nothing of the prompt is left."""
+        """Plan the newest token: as ``_advance`` does, where nothing of the prompt is left."""
         request_id, start = request.request_id, request.num_computed
         newest = PLACEHOLDER if request.num_in_flight else request.output_token_ids[-1]
         self._shares.charge(request.tenant, 0, 1, request.weight)
@@ -520,7 +519,7 @@ class Scheduler:
 
     def _room(self, request: Request, count: int) -> int:
         """Make up to ``count`` more positions of a planned decode writable, and return how many there is room for. Each
-        that runs keeps a block to spare: else the next decode would preempt somebody for a guess."""
+        running request keeps a block to spare: else the next decode would preempt another for a guess."""
         name, start, spare = request.request_id, request.num_computed, self.num_running
         while count > 0 and not self.blocks.can_allocate(name, start + count, write_from=start, spare=spare):
             count -= 1
@@ -615,12 +614,12 @@ class Scheduler:
 
 
 def _can_decode(request: Request) -> bool:
-    """Its newest token is all that is to be computed. Beams wait until that is so, and the token known, of each."""
+    """Whether only its newest token is to be computed. Beams wait until that holds, with a known token, for each."""
     if request.beams:
         return all(
             member.is_decoding and not member.is_fully_sampled and not member.num_in_flight for member in request.beams
         )
-    # ``is_decoding`` and not ``is_fully_sampled``, written out: it is asked of everybody in every step.
+    # Written out instead of ``is_decoding`` and not ``is_fully_sampled``: every step asks it of every request.
     outputs, prompt = len(request.output_token_ids) + request.num_in_flight, len(request.prompt_token_ids)
     return (
         prompt <= request.num_computed == prompt + outputs - 1

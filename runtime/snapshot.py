@@ -1,6 +1,6 @@
-"""``EngineSnapshot``: an engine at one moment, between two steps: who runs, who waits, who holds which block.
+"""``EngineSnapshot``: an engine at one moment between two steps: what runs, what waits, and who holds which block.
 
-Plain data, cheap to take; what it looks like to a person is for others. Holds no token and no text.
+Plain data, cheap to take. Rendering is elsewhere. Holds no token and no text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MAX_WAITING = 32
 class RequestState:
     """One sequence. Counts are in tokens, ``age`` is in seconds since it arrived.
 
-    ``state`` is waiting, preempted, prefill or decode. ``cached_tokens`` of the prompt were not computed.
-    ``blocks``: those that it holds, in all groups of layers; none unless it runs.
+    ``state`` is waiting, preempted, prefill or decode. ``cached_tokens``: tokens of the prompt that were not computed.
+    ``blocks``: the blocks that it holds, in all groups of layers; none unless it runs.
     """
 
     request_id: str
@@ -40,8 +40,8 @@ class EngineSnapshot:
     Attributes:
         running: in order of rank.
         waiting: the first ``MAX_WAITING`` of the ``num_waiting``, in order of rank.
-        cached_blocks: those that nobody holds and whose content can be found again.
-        steps, first_tokens: the last ones, oldest first.
+        cached_blocks: blocks that nobody holds and whose content can be found again.
+        steps, first_tokens: the last records, oldest first.
         prompt_tokens, output_tokens: computed and sampled since the start.
     """
 

@@ -9,9 +9,9 @@ from qserve.runtime.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Gauges of one moment between two steps; ``prefix_queries``, ``prefix_hits`` (prompt tokens) and
+    """Gauges of one moment between two steps. ``prefix_queries``, ``prefix_hits`` (prompt tokens) and
     ``num_preemptions`` count since the start. ``kv_fragmentation``: the share of the allocated KV positions that hold
-    nothing, 0 to 1. ``waiting``: by tenant, its requests and prompt tokens that wait for their first step."""
+    nothing, 0 to 1. ``waiting``: for each tenant, the requests and prompt tokens that wait for their first step."""
 
     num_running: int
     num_waiting: int
@@ -26,7 +26,7 @@ class EngineStats:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineStats:
-        """As it is; to be called by the thread that owns the scheduler."""
+        """The current stats; to be called by the thread that owns the scheduler."""
         blocks = scheduler.blocks
         return cls(
             num_running=scheduler.num_running,

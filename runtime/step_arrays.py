@@ -1,4 +1,4 @@
-"""``StepArrays``: plans as the arrays that kernels read. Knows plans and the layout of a step; does not know models."""
+"""``StepArrays``: plans as the arrays that kernels read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SHAPES = 128
 
 class StepArrays:
     """Plans as the int32 arrays that the kernels read, with slots and tables for each group of layers. Steps of one
-    shape share their memory: what was described is valid until the next one is. Behind a step the processor's caches
-    hold weights, and every call into torch is slow.
+    shape share their memory: a described step is valid until the next one is described. After a step the processor's
+    caches hold weights, and every call into torch is slow, so there are few.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], tuple[memoryview, tuple[Step, ...]]] = {}
 
     def describe(self, plan: StepPlan, newest: Mapping[str, int]) -> tuple[Step, ...]:
-        """The step as each group of layers sees it. The logits wanted are those that are sampled from. ``newest``:
-        where each request's last token lies among the last greedy ones, for those of which the plan knows no more."""
+        """The step as each group of layers sees it. Its logit rows are those that are sampled from. ``newest``: for
+        requests whose newest token the plan does not know, where that token lies among the last greedy ones."""
         ids: list[int] = []
         positions: list[int] = []
         starts = [0]

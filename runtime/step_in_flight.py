@@ -1,7 +1,4 @@
-"""``StepInFlight``: a step that was begun and whose tokens are not known yet.
-
-Knows a plan, what runs of it and who gets a token from it; does not know the scheduler.
-"""
+"""``StepInFlight``: a step that has begun and whose tokens are not known yet."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from qserve.runtime.step_plan import StepPlan
 
 @dataclass
 class StepInFlight:
-    """``choices`` get a run of tokens each, in the order of the plan; ``masks``, by request, say which tokens some may
-    have.
+    """``choices`` get a run of tokens each, in the order of the plan. ``masks``, by request, say which tokens some of
+    them may have.
 
-    ``output`` is there as soon as the step has begun. ``is_chosen``: the tokens in it are those that are chosen, and
-    the step after may begin before they are known.
+    ``output`` is there as soon as the step has begun. ``is_chosen``: its tokens are the chosen ones, and the next step
+    may begin before they are known.
     """
 
     plan: StepPlan
@@ -34,7 +31,7 @@ class StepInFlight:
     is_chosen: bool = False
 
     def choose(self) -> None:
-        """Have the tokens chosen where the logits are, as soon as these are computed, if nobody needs more of them."""
+        """If nobody needs more of the logits, have the tokens chosen on their device as soon as they are computed."""
         assert self.output is not None, "the step did not begin"
         if self.masks or not all(only_chooses(choice.sequence) for choice in self.choices):
             return
@@ -51,8 +48,8 @@ class StepInFlight:
         self.is_chosen = True
 
     def land(self) -> list[list[Sampled]]:
-        """What was chosen for each of ``choices``, when it is computed: the tokens of its draft that were right, and
-        one more. One without a token, where there was none to choose, is the last of its run."""
+        """The tokens chosen for each of ``choices``, once computed: the tokens of its draft that were right, and one
+        more. An entry without a token, where there was none to choose, is the last of its run."""
         assert self.output is not None, "the step did not begin"
         self.output.wait()
         if self.is_chosen:
@@ -76,7 +73,7 @@ class StepInFlight:
         ]
 
     def _rows(self) -> list[tuple[Choice, tuple[int, ...]]]:
-        """Whose each row of logits is, and the tokens of its draft before the one that the row chooses."""
+        """For each row of logits its choice, and the tokens of the draft before the one that the row chooses."""
         sampling = [sequence for sequence in self.plan.sequences if sequence.num_sampled]
         return [
             (choice, sequence.draft[:count])
@@ -86,8 +83,8 @@ class StepInFlight:
 
 
 def _accepted(draft: Sequence[int], found: list[Sampled]) -> list[Sampled]:
-    """The beginning of ``found`` that follows what really came. A row without a token, but for the first, ends the run
-    before it: the next step finds the same."""
+    """The beginning of ``found`` that follows tokens that really came. A row without a token, other than the first,
+    ends the run before it: the next step finds the same."""
     count = 1
     for guess, sampled in zip(draft, found):
         if sampled.token_id != guess or found[count].token_id is None:

@@ -1,9 +1,8 @@
-"""``StepPlan``: one step of the model as plain data, to print, store and replay; and what came of it.
+"""``StepPlan``: one step of the model as plain data, to print, store and replay; and its results.
 
 Knows token ids and block numbers; does not know who decided them (``Scheduler``) or who runs them (``ModelRunner``).
-What a step makes for each request is a named tuple: it is as unchangeable as a frozen dataclass, and made in a third of
-the time.
-"""
+What a step makes for each request is a named tuple: as immutable as a frozen dataclass, and made in a third of the
+time. """
 
 from __future__ import annotations
 
@@ -19,10 +18,11 @@ class ScheduledSequence(NamedTuple):
             earlier plan that was not committed when this one was made.
         start: position of the first of them.
         block_tables: for each group of layers (``CacheLayout``) a table: position p lies in its block
-            ``p // block_size``. Long enough for every token here; blocks that no token here sees are any.
-        num_sampled: rows of logits that choose a token: those of the last so many tokens here. 0 for the part of a
-            prompt that does not end it; more than 1 where the tokens after the first of them are a draft, each of which
-            stands if the row before it chooses the same.
+            ``p // block_size``. Long enough for every token here; entries of blocks that no token here sees are
+            arbitrary.
+        num_sampled: rows of logits that choose a token, those of the last tokens here. 0 for a part of a prompt without
+            its end. More than 1 for a draft: each token after the first of them stands if the row before it chooses
+            that token.
         is_prefill: False for a decode (the one token sampled last, and a draft of what follows it).
         wants_prompt_logprobs: deliver the log-probability rows of the prompt positions in this chunk. Every
             prompt position is asked for exactly once, even if the request is preempted.
@@ -40,7 +40,7 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def draft(self) -> tuple[int, ...]:
-        """The tokens that may be taken back."""
+        """The tokens of a draft, which may be taken back."""
         return self.token_ids[len(self.token_ids) - self.num_sampled + 1 :] if self.num_sampled else ()
 
 
@@ -66,7 +66,7 @@ class StepPlan:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Whose the rows of logits are that the step computes, in order."""
+        """The request of each row of logits that the step computes, in order."""
         return tuple([s.request_id for s in self.sequences for _ in range(s.num_sampled)])
 
     def to_dict(self) -> dict[str, Any]:

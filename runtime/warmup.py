@@ -1,7 +1,7 @@
-"""Warm-up: the steps of a decoder that take the most memory beside its buffers, and one of every size that is made
-ready at its first use. They are run after the load on a GPU.
+"""Warm-up on a GPU, after the load: the steps of a decoder that take the most memory beside its buffers, and one of
+every size that is prepared at its first use.
 
-They compile the kernels too, and leave every workspace as large as it will be. Knows decoders; does not know requests.
+They also compile the kernels, and leave every workspace at its final size.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from qserve.runtime.models.decoder import Decoder, DecoderLimits
 
 
 def blocks(limits: DecoderLimits) -> int:
-    """Of the cache that ``run`` needs: one prompt's, which all of its sequences share."""
+    """Blocks of the cache that ``run`` needs: those of one prompt, which all of its sequences share."""
     return -(-_prompt(limits) // BLOCK_SIZE)
 
 
 def run(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
-    """A step of prompts that is as large as may be with all logits, smaller ones of ``sizes``, ``decode``, and a draw
-    from every row of logits. Leaves rubbish in the cache."""
+    """Run the largest possible step of prompts with all logits, smaller ones of ``sizes``, ``decode``, and a draw from
+    every row of logits. Leaves rubbish in the cache."""
     limits = decoder.limits
     prompt = _prompt(limits)
     for tokens in _falling(limits.max_tokens, sizes):
@@ -32,8 +32,8 @@ def run(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
 
 
 def decode(decoder: Decoder, num_blocks: int, sizes: Sequence[int] = ()) -> None:
-    """A step of as many decodes as may be, as long as ``num_blocks`` last, and smaller ones of ``sizes``: the widest
-    first, so that nothing that one of them remembers moves for another. Leaves rubbish in the cache."""
+    """Run a step of as many decodes as possible, as far as ``num_blocks`` allow, and smaller ones of ``sizes``. The
+    widest comes first, so that no later one moves memory that a graph remembers. Leaves rubbish in the cache."""
     limits = decoder.limits
     sequences = min(limits.max_logits, limits.max_tokens)
     length = min(limits.max_positions, max(1, num_blocks * BLOCK_SIZE // sequences))

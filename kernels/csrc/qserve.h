@@ -184,8 +184,9 @@ int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows,
  * error: it is divided by the diagonal of `upper` and applied to them by the row of `upper`.
  *
  * weight f32 [outputs, inputs]; upper f32 [inputs, inputs] in the order of rounding, read only on and above its
- * diagonal; scales, zeros f32 [outputs, inputs / width], zeros NULL where the code of 0 is `zero`; order [inputs], which
- * input comes when; codes [outputs, inputs], 0 .. max_code, at most 255. An output's codes depend only on its own row. */
+ * diagonal; scales, zeros f32 [outputs, inputs / width], zeros NULL where the code of 0 is `zero`; order [inputs],
+ * which input comes when; codes [outputs, inputs], 0 .. max_code, at most 255. An output's codes depend only on its own
+ * row. */
 #define QS_SWEEP_OUTPUTS 32
 typedef struct {
     const float *weight, *upper, *scales, *zeros;
