@@ -2,7 +2,8 @@
 
 Knows token ids and block numbers; does not know who decided them (``Scheduler``) or who runs them (``ModelRunner``).
 What a step makes for each request is a named tuple: as immutable as a frozen dataclass, and made in a third of the
-time. """
+time.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class StepObserver(Protocol):
-    """Hears of every step of the engine."""
+    """Is told of every step of the engine."""
 
     def step(self, record: StepRecord, seconds: float) -> None: ...
 
@@ -66,10 +66,10 @@ class _Live:
     generation: Generation
     timeline: Timeline
     unfinished: int
-    gathered: dict[int, list[RequestOutput]] = field(default_factory=dict)  # by choice, after its first
+    gathered: dict[int, list[RequestOutput]] = field(default_factory=dict)  # by choice, since its first output
 
     def gather(self, output: RequestOutput, interval: int) -> list[RequestOutput]:
-        """What is to be handed out now: the first output at once, then ``interval`` tokens at a time, all at an end."""
+        """The outputs to hand out now: the first at once, then ``interval`` tokens at a time, all of them at an end."""
         waiting = self.gathered.setdefault(output.index, [])
         opened = output.output_tokens > len(output.token_ids)
         failed = output.finish_reason in ("abort", "error", "timeout")
@@ -84,8 +84,8 @@ class _Live:
 class EngineClient:
     """All coroutines that use it share one event loop. ``stats`` are as of the engine's last turn.
 
-    A generation hears of a choice's first token at once and then of ``stream_interval`` tokens at a time. ``failure``
-    says why the engine ended, if it did not by ``stop``.
+    A generation gets a choice's first token at once, and then ``stream_interval`` tokens at a time. ``failure`` says
+    why the engine ended, unless ``stop`` ended it.
     """
 
     def __init__(self, host: EngineHost, steps: StepObserver | None = None, stream_interval: int = 1) -> None:
@@ -109,26 +109,26 @@ class EngineClient:
 
     @property
     def num_arriving(self) -> int:
-        """Choices that were submitted and that the engine has not seen yet."""
+        """Submitted choices that the engine has not seen yet."""
         return self._arriving.requests
 
     def start(self) -> None:
         self.host.start(self._receive)
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End every request and the engine; waits for the step that is running."""
+        """End every request and the engine; waits for the running step."""
         self.host.stop(timeout)
 
     def prepare_grammars(self) -> None:
-        """Let the first constraint find the engine ready for it."""
+        """Prepare the engine, so that the first constraint need not wait."""
         self.host.send(PrepareGrammars())
 
     def step_seconds(self) -> float:
-        """For how long the step that runs now has been running; 0 between steps."""
+        """How long the current step has been running; 0 between steps."""
         return self.host.step_seconds()
 
     def require_room(self, tenant: str) -> None:
-        """Raise ``QueueFullError`` where not even one more request has room, behind those that are on their way."""
+        """Raise ``QueueFullError`` where not even one more request has room, behind those on their way."""
         waiting = Backlog.of(self.info.max_waiting, self.info.max_waiting_tokens, self.stats.waiting)
         waiting.require_room(tenant, 1, 1, self._arriving)
 
@@ -146,7 +146,7 @@ class EngineClient:
     ) -> Generation:
         """Queue all prompts or none. Raises ``RequestError``, ``QueueFullError`` or ``EngineFailure``.
 
-        ``grammar``: ``params.constraint`` in llguidance's format, where it is known to compile in time.
+        ``grammar``: ``params.constraint`` in llguidance's format, if it is known to compile in time.
         """
         observer = observer or Observer()
         if self._ended:
@@ -173,7 +173,7 @@ class EngineClient:
         return generation
 
     def abort(self, generation: Generation) -> None:
-        """End what is left of a generation; nothing more is heard of it."""
+        """End what is left of a generation; it gets nothing more."""
         generation.unfinished = 0
         pending = self._pending.get(generation.request_ids[0])
         if pending is not None and not pending.abandoned:
@@ -187,7 +187,7 @@ class EngineClient:
             self.host.send(Abort(generation.request_ids))
 
     def abort_all(self) -> None:
-        """End every request with an error that its client gets."""
+        """End every request with an error that its client sees."""
         waiting = [request_id for each in self._pending.values() for request_id in each.command.request_ids]
         self.host.send(Abort([*self._live, *waiting]))
         self._fail_live(SHUTTING_DOWN)
@@ -204,12 +204,12 @@ class EngineClient:
         return await taken
 
     def give_up(self, failure: str) -> None:
-        """End every request with an error although the engine does not answer; it is left behind."""
+        """End every request with an error although the engine does not answer; the engine is left behind."""
         self._end(failure, "the engine is stuck; the server restarts")
 
     def _receive(self, events: Sequence[Event]) -> None:
-        """By the host's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        """Called by the host's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._take, events)
                 return
@@ -238,7 +238,7 @@ class EngineClient:
                     self._end(failure, SHUTTING_DOWN)
 
     def _arrived(self, request_id: str) -> _Pending | None:
-        """What the engine has answered; None where nobody waits for that any more."""
+        """The submission that the engine has answered; None where nobody waits for it any more."""
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return None
@@ -252,7 +252,7 @@ class EngineClient:
         generation.unfinished = pending.choices
         for each, timeline in zip(generation.request_ids, generation.timelines, strict=True):
             self._live[each] = _Live(generation, timeline, generation.params.n)
-        if not pending.answered.done():  # else it is cancelled, and who waited is about to abort it
+        if not pending.answered.done():  # else it is cancelled, and its caller is about to abort it
             pending.answered.set_result(None)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
@@ -311,7 +311,7 @@ def _error(refused: Refused) -> Exception:
 
 
 def _merge(outputs: list[RequestOutput]) -> RequestOutput:
-    """Successive outputs of one choice as one."""
+    """Merge successive outputs of one choice."""
     if len(outputs) == 1:
         return outputs[0]
     logprobs = [token for output in outputs for token in output.logprobs or []]

@@ -1,4 +1,4 @@
-"""``EngineLoop``: takes commands, runs the engine's steps, tells what came of them. It owns the engine."""
+"""``EngineLoop``: takes commands, runs the engine's steps, and reports the results. It owns the engine."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class EngineLoop:
     """Runs ``engine.step()`` while there is work and waits for commands while there is none.
 
     ``emit`` is called with the events of each turn, in order, by the thread that is in ``run``. A step that raises ends
-    every request, and the loop goes on. After ``MAX_FAILED_STEPS`` such steps in a row, or if the engine cannot even
-    step without requests, the loop ends.
+    every request, and the loop goes on. The loop ends after ``MAX_FAILED_STEPS`` such steps in a row, or if the engine
+    cannot even step without requests.
     """
 
     def __init__(self, engine: Engine, emit: Callable[[Sequence[Event]], None]) -> None:
@@ -61,7 +61,7 @@ class EngineLoop:
         self._emit = emit
         self._commands: SimpleQueue[Command | _Compiled] = SimpleQueue()
         self._events: list[Event] = []
-        self._compilers = ThreadPoolExecutor(2, "qserve-compile")  # a step waits for no grammar
+        self._compilers = ThreadPoolExecutor(2, "qserve-compile")  # so that no step waits for a grammar
         self._compiling: set[str] = set()  # the first ids of commands
         self._failed_steps = 0
         self._step_began: float | None = None
@@ -71,16 +71,16 @@ class EngineLoop:
         self._commands.put(command)
 
     def step_seconds(self) -> float:
-        """For how long the step that runs now has been running; 0 between steps. From any thread."""
+        """How long the current step has been running; 0 between steps. From any thread."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     def run(self) -> None:
-        """Until it is told to stop or the engine has failed for good."""
+        """Run until told to stop, or until the engine has failed for good."""
         failure = None
         try:
             while self._take_commands():
-                if self._events:  # who waits for an answer does not wait for the step
+                if self._events:  # answers do not wait for the step
                     self._tell()
                 if self._engine.has_work():
                     failure = self._step()
@@ -91,7 +91,7 @@ class EngineLoop:
             logger.exception("the engine ends")
             failure = f"the engine cannot go on: {type(error).__name__}"
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        with contextlib.suppress(Exception):  # who cannot go on may not be able to say how it is
+        with contextlib.suppress(Exception):  # an engine that cannot go on may have no stats either
             self._engine.abort_all()
             self._events.append(self._engine.stats())
         self._emit([*self._events, Ended(failure)])
@@ -101,7 +101,7 @@ class EngineLoop:
         self._emit([self._engine.stats(), *events])
 
     def _take_commands(self) -> bool:
-        """Take all commands there are; wait for one if there is nothing else to do. False ends the loop."""
+        """Take all waiting commands; wait for one if there is nothing else to do. Returns False to end the loop."""
         wait = not self._engine.has_work()
         with contextlib.suppress(Empty):
             while True:

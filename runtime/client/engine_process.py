@@ -22,7 +22,7 @@ HEARTBEAT_SECONDS = 0.5
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this ends it
     sock = socket.socket(fileno=int(sys.argv[1]))
     lines, sending = sock.makefile("rb"), threading.Lock()
 
@@ -45,7 +45,7 @@ def main() -> None:
     def read() -> None:
         for line in lines:
             loop.put(decode(line))
-        loop.put(Stop())  # nobody is there any more
+        loop.put(Stop())  # the other end is gone
 
     def beat() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""``Generation``: what a coroutine holds of the requests that it has in an engine."""
+"""``Generation``: a coroutine's handle on requests that it has in an engine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class DeadlineExceeded(EngineFailure):
 
 
 class Observer:
-    """Hears, on the event loop, what becomes of a generation: each choice ends with an output, dropped or refused.
+    """Is told, on the event loop, what becomes of a generation: each choice ends with an output, dropped or refused.
 
-    This one keeps the timelines; others may do more.
+    This one keeps the timelines; subclasses may do more.
     """
 
     def output(self, timeline: Timeline, output: RequestOutput, now: float) -> None:
@@ -30,10 +30,10 @@ class Observer:
         timeline.add(output, now)
 
     def dropped(self, choices: int, reason: str) -> None:
-        """So many choices of a prompt ended without an output: ``abort`` or ``error``."""
+        """``choices`` choices of a prompt ended without an output, for ``reason``: ``abort`` or ``error``."""
 
     def refused(self, choices: int) -> None:
-        """The engine did not take the generation, which has so many choices."""
+        """The engine did not take the generation, which has ``choices`` choices."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Generation:
     """Prompts that were submitted together. Iterating yields ``(choice, output)`` until all ended.
 
     Choice ``prompt * n + index`` is answer number ``index`` to that prompt. Raises ``EngineFailure``, or
-    ``RequestError`` where the request itself is why it cannot go on.
+    ``RequestError`` where the request itself is the cause.
     """
 
     request_ids: list[str]

@@ -1,4 +1,4 @@
-"""``EngineHost``: what carries messages between a client and an engine."""
+"""``EngineHost``: carries messages between a client and an engine."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class EngineHost(Protocol):
         """Begin; ``receive`` is called with events, in order, by a thread of the host's own."""
 
     def send(self, command: Command) -> None:
-        """Hand over a command, from any thread. Once the engine has ended it is forgotten."""
+        """Hand over a command, from any thread. It is dropped if the engine has ended."""
 
     def stop(self, timeout: float) -> None:
-        """End the engine and wait for that, at most ``timeout`` seconds."""
+        """End the engine and wait for that, ``timeout`` seconds at most."""
 
     def step_seconds(self) -> float:
-        """For how long the step that runs now has been running; 0 between steps."""
+        """How long the current step has been running; 0 between steps."""

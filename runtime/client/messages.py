@@ -1,4 +1,4 @@
-"""What an engine is told and what it answers: plain data, so that it may run in another process or on another machine.
+"""Commands to an engine and its answers: plain data, so that it may run in another process or on another machine.
 
 Both directions keep their order. Every ``Submit`` is answered by ``Accepted`` or ``Refused``; outputs of a request come
 after it was accepted.
@@ -25,7 +25,7 @@ RefusalKind = Literal["request", "queue_full", "failure"]
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What does not change while an engine runs. ``kernels``: the name of its executor."""
+    """Facts that do not change while an engine runs. ``kernels``: the name of its executor."""
 
     model_name: str
     max_model_len: int
@@ -54,10 +54,10 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class Submit:
-    """Prompts that belong together: all are queued or none.
+    """Prompts that belong together: either all are queued or none.
 
     ``request_ids``: one for each prompt, never used before. ``grammar``: ``params.constraint`` in llguidance's format,
-    where it is known to compile in time.
+    if it is known to compile in time.
     """
 
     request_ids: list[str]
@@ -72,7 +72,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Abort:
-    """End these requests, those that have ended excepted. It has no answer."""
+    """End these requests, except those that have ended. It has no answer."""
 
     request_ids: list[str]
 
@@ -84,7 +84,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True)
 class PrepareGrammars:
-    """Do what the first constraint would have to wait for. It has no answer."""
+    """Prepare the engine, so that the first constraint need not wait. It has no answer."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Refused:
-    """``kind``: it is the request's fault, the queue is full, or the engine's fault."""
+    """``kind``: whether the request is at fault, the queue is full, or the engine is at fault."""
 
     request_id: str
     kind: RefusalKind
@@ -122,7 +122,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class StepDone:
-    """``outputs``: what a step added to requests. ``record`` is of a step that was begun within ``seconds``."""
+    """``outputs``: what a step added to requests. ``record`` is of a step that began within ``seconds``."""
 
     outputs: list[RequestOutput]
     record: StepRecord | None
@@ -131,7 +131,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class StepFailed:
-    """Every request that was accepted has ended with it; the engine goes on."""
+    """The step failed, and every accepted request has ended with it; the engine goes on."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Now and then from another process. ``step_seconds``: for how long the step that runs now has been running."""
+    """Sent now and then by another process. ``step_seconds``: how long the current step has been running."""
 
     step_seconds: float
 

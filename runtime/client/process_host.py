@@ -1,4 +1,4 @@
-"""``ProcessHost``: an engine in a process of its own. Its interpreter computes no HTTP, and ours no tokens.
+"""``ProcessHost``: an engine in a process of its own, so that HTTP and tokens do not share an interpreter.
 
 Messages go over a socket that only these two processes have.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessHost:
-    """Starts the process and returns when it has loaded the model. Raises ``QServeError`` where it cannot."""
+    """Starts the process and returns when the model is loaded. Raises ``QServeError`` where that fails."""
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         ours, theirs = socket.socketpair()
@@ -57,7 +57,7 @@ class ProcessHost:
         try:
             with self._sending:
                 self._socket.sendall(encode(command))
-        except OSError:  # it has ended, as the reader is about to see
+        except OSError:  # the process has ended, as the reader is about to find out
             logger.debug("the engine is gone")
 
     def stop(self, timeout: float) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ThreadHost:
-    """Runs an ``Engine`` in a thread of this process. Messages are handed over as they are."""
+    """Runs an ``Engine`` in a thread of this process. Messages are handed over without encoding."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -1,7 +1,7 @@
-"""``Timeline``: when what happened to one prompt on its way through the engine, and how many tokens it took.
+"""``Timeline``: the times of one prompt on its way through the engine, and how many tokens it took.
 
-Knows times and counts; does not know who reads them (metrics, the log, traces). Written by the engine's thread alone;
-others may read it at any time and see a moment of it.
+Metrics, the log and traces read it. Only the engine's thread writes it; others may read it at any time and see one
+moment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Timeline:
-    """One prompt with all of its choices. Times are seconds of ``time.monotonic``; None: it did not happen yet.
+    """One prompt with all of its choices. Times are seconds of ``time.monotonic``; None: not yet.
 
     Attributes:
         queue_seconds: from ``arrival`` to the first step that held it.
@@ -48,11 +48,11 @@ class Timeline:
             self.finish_reasons[output.index] = output.finish_reason
 
     def failed(self) -> None:
-        """The engine could not go on with the choices that have not ended."""
+        """Note that the engine could not go on with the choices that have not ended."""
         self.finish_reasons = dict.fromkeys(range(self.choices), "error") | self.finish_reasons
 
     def reasons(self) -> list[str]:
-        """How each choice ended; one that was left in the middle reads ``abort``."""
+        """How each choice ended; a choice left in the middle reads ``abort``."""
         return [self.finish_reasons.get(index, "abort") for index in range(self.choices)]
 
     @property

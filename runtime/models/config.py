@@ -1,6 +1,6 @@
 """``DecoderConfig``: the shape of a decoder, read from a Hugging Face configuration by the description of its family.
 
-What the native decoder does not compute exactly is refused by name.
+A configuration that the native decoder does not compute exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DecoderConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Of the scores."""
+        """The factor of the attention scores."""
         return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
 
     @property
@@ -57,12 +57,12 @@ class DecoderConfig:
         ])
 
     def kv_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of keys and values that one token leaves in all layers."""
+        """Bytes of keys and values that one token takes in all layers."""
         return 2 * self.num_hidden_layers * self.kv_size * element_size
 
 
 def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
-    """Read ``config`` (the content of config.json). Raises ``CheckpointError`` for what is not computed here."""
+    """Read ``config`` (the content of config.json). Raises ``CheckpointError`` for a model not computed here."""
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if kind is None or family is None or not family.native:

@@ -1,5 +1,5 @@
-"""``Decoder``: a model of any native family as programs over fixed buffers, for the layers and for the head, and its
-paged KV cache.
+"""``Decoder``: a model of any native family and its paged KV cache. The layers and the head are programs over fixed
+buffers.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class DecoderLimits:
 
 class Decoder:
     """Runs steps. ``logits`` float32 [max_logits, vocab] and ``greedy`` int32 [max_logits] hold the last head run;
-    ``kv`` [places, 2, blocks, kv_heads * head_dim * 16] is the cache. Layers of different groups share a place.
-    They are where the executor places them.
+    ``kv`` [places, 2, blocks, kv_heads * head_dim * 16] is the cache. Layers of different groups share a place. All are
+    where the executor places them.
 
-    ``kv_dtype`` float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
+    ``kv_dtype``: float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
 
-    ``fallbacks``: the operations for which the executor has no kernel, as ``registry.fallbacks`` says them.
+    ``fallbacks``: the operations for which the executor has no kernel, as ``registry.fallbacks`` names them.
 
-    Raises ``CheckpointError`` where a weight or a scale is missing or misshapen.
+    Raises ``CheckpointError`` where a weight or a scale is missing or has the wrong shape.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Decoder:
         self.logits, self.greedy, self.states = buffers.logits, buffers.greedy, buffers.states
         builder = LayerBuilder(config, Weights(source), buffers, kv_dtype)
 
-        self._body: list[tuple[int, Program]] = []  # runs of layers of one group, which see the same step
+        self._body: list[tuple[int, Program]] = []  # consecutive layers of one group, which see the same step
         embed = builder.embed()
         self.fallbacks = registry.fallbacks(executor, [embed])
         for i in range(layers):
@@ -99,7 +99,7 @@ class Decoder:
 
     def run(self, *steps: Step) -> None:
         """Embed the tokens, write their keys and values, and leave the last hidden states for ``head``. ``steps``: the
-        step as each group of layers sees it, which differ in their slots and block tables."""
+        step as each group of layers sees it; they differ in their slots and block tables."""
         for group, program in self._body:
             program.run(steps[group])
 
@@ -108,7 +108,7 @@ class Decoder:
         self._head.run(step if rows is step.logit_rows else replace(step, logit_rows=rows))
 
     def final_norm(self, step: Step, rows: Tensor) -> None:
-        """Leave in ``states`` [max_logits, hidden_size] what the head reads of up to ``max_logits`` tokens ``rows``
+        """Fill ``states`` [max_logits, hidden_size] with the input of the head for up to ``max_logits`` tokens ``rows``
         (int32) of the step just run: their hidden states behind the last norm."""
         self._final_norm.run(replace(step, logit_rows=rows))
 
@@ -117,8 +117,8 @@ class Decoder:
         self._log_softmax.run(replace(step, logit_rows=rows))
 
     def resize_cache(self, num_blocks: int) -> None:
-        """A cache of ``num_blocks``, whose content is undefined. After the load only an executor that asks for its
-        address in every run sees it: that of a GPU."""
+        """Make a cache of ``num_blocks`` with undefined content. After the load only an executor that asks for the
+        cache's address in every run sees it: that of a GPU."""
         config = self.config
         shape, device = (self.layout.places, 2, num_blocks, config.kv_size * BLOCK_SIZE), self.placement.device
         if device.type == "cpu":
@@ -138,7 +138,7 @@ class Decoder:
 
 
 def _pages_of(place: Tensor, config: DecoderConfig, placement: Placement) -> tuple[Tensor, Tensor]:
-    """The keys and values of a layer's place [2, blocks, …] as the operations see them."""
+    """The keys and values of a layer's place [2, blocks, …], in the shapes that the operations see."""
     shape = (-1, config.num_key_value_heads, BLOCK_SIZE, config.head_dim)
     if placement.keys_by_token:
         return place[0].view(shape).transpose(2, 3), place[1].view(shape)
@@ -148,7 +148,7 @@ def _pages_of(place: Tensor, config: DecoderConfig, placement: Placement) -> tup
 def missing_kernels(
     source: ModelSource, config: DecoderConfig, executor: Executor, kv_dtype: torch.dtype
 ) -> Counter[str]:
-    """What ``Decoder.fallbacks`` would be, from the headers of ``source`` alone."""
+    """The value of ``Decoder.fallbacks``, from the headers of ``source`` alone."""
     placement = executor.placement
     buffers = Buffers.allocate(config, placement, tokens=1, rows=1, positions=1)
     builder = LayerBuilder(config, Headers(source), buffers, kv_dtype)

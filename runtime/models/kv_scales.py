@@ -1,4 +1,4 @@
-"""The element type of the KV cache and its scales: what the user asked for, or what the checkpoint says."""
+"""The element type of the KV cache and its scales, as the user or the checkpoint asks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cache_scales(
     """(k_scale, v_scale) float32 [kv_heads] of the layer whose attention is the module ``attention``; None for a float
     cache. An e4m3 cache that was not calibrated for e4m3 has the scale 1, as vLLM has it.
 
-    Raises ``CheckpointError`` where int8 scales are missing, or there are neither one nor ``kv_heads`` of them.
+    Raises ``CheckpointError`` where int8 scales are missing, or their number is neither one nor ``kv_heads``.
     """
     if dtype not in SCALED_KV:
         return None, None
@@ -65,8 +65,8 @@ def cache_scales(
 def cache_center(
     source: ModelSource, attention: str, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """float32 [kv_heads, head_dim], which the module ``attention`` takes from its keys; None for a float cache, and
-    where the checkpoint has none. Raises ``CheckpointError`` where it has another shape."""
+    """float32 [kv_heads, head_dim], which the module ``attention`` subtracts from its keys. None for a float cache, and
+    where the checkpoint has none. Raises ``CheckpointError`` where its shape is another."""
     center = key_center(source, attention) if dtype in SCALED_KV else None
     if center is not None and center.shape != (kv_heads, head_dim):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""``LayerBuilder``: the operations of embeddings, attention, feed-forward and head over the description of a family.
+"""``LayerBuilder``: the operations of embeddings, attention, feed-forward and head, from the description of a family.
 
 Weights are read when their operations are built, so that one layer at a time is in memory in both forms.
 """
@@ -32,7 +32,7 @@ from qserve.runtime.models.weights import Weight, Weights
 
 @dataclass(frozen=True)
 class Buffers:
-    """What the operations of a decoder write, and its rotations.
+    """The buffers that the operations of a decoder write, and its rotations.
 
     x           [tokens, hidden_size] float32: the residual stream, divided by the family's residual multiplier
     normed, qkv, attended, gate_up, activated  [tokens, …]
@@ -86,9 +86,9 @@ class Buffers:
 class LayerBuilder:
     """Builds the operations of a model, part by part, in the order in which they run.
 
-    Multipliers take no operation of their own. The residual stream is kept divided by the residual multiplier: what a
-    sublayer adds is added as it is, and a norm, which undoes any factor, has an epsilon smaller by its square. The
-    multiplier of the logits is in the norm before them.
+    Multipliers take no operation of their own. The residual stream is kept divided by the residual multiplier, so that
+    a sublayer's output is added as it is. A norm undoes any factor, and its epsilon is smaller by the square of the
+    multiplier. The multiplier of the logits is in the norm before them.
     """
 
     def __init__(self, config: DecoderConfig, weights: Weights, buffers: Buffers, kv_dtype: torch.dtype) -> None:
@@ -113,11 +113,11 @@ class LayerBuilder:
         ]
 
     def final_norm(self) -> list[Op]:
-        """The states of the rows whose logits are wanted, as transformers has them."""
+        """The states of the rows whose logits are wanted, as transformers returns them."""
         return self._last_norm(1.0)
 
     def head(self, *, int8: bool) -> list[Op]:
-        """Logits and greedy tokens, after ``embed``; ``int8`` rounds a dense output layer."""
+        """Logits and greedy tokens; call it after ``embed``. ``int8`` rounds a dense output layer."""
         config, buffers = self._config, self._buffers
         multiplier = config.multipliers.logits
         weight, bias = self._table, None
@@ -189,8 +189,8 @@ class LayerBuilder:
         return Linear(x, weight, self._buffers.x, bias, accumulate=True)
 
     def _joined(self, module: str, sizes: dict[str, int], x: Tensor, out: Tensor) -> list[Op]:
-        """One product for the linears of ``module`` (name -> outputs) that share an input, or one each where their
-        schemes differ."""
+        """One product for the linears of ``module`` (name -> outputs) that share an input, or one product for each
+        where their schemes differ."""
         loaded = [(*self._weights.linear(f"{module}.{name}", n, x.shape[1]), n) for name, n in sizes.items()]
         dense = [w for w, _, _ in loaded if isinstance(w, Tensor)]
         packed = [w for w, _, _ in loaded if isinstance(w, QuantizedWeight)]

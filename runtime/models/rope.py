@@ -25,8 +25,8 @@ def rope_type(config: DecoderConfig) -> str:
 def context_limit(config: DecoderConfig) -> int:
     """Positions that the tables may cover.
 
-    The dynamic scaling changes every frequency once a sequence outgrows ``max_position_embeddings``; keys that
-    are already cached would have to be rotated again. Up to that length it is plain RoPE, and there we stop.
+    The dynamic scaling changes every frequency once a sequence outgrows ``max_position_embeddings``, so that keys in
+    the cache would have to be rotated again. Up to that length it is plain RoPE, so that length is the limit.
     """
     return config.max_position_embeddings
 
@@ -34,9 +34,9 @@ def context_limit(config: DecoderConfig) -> int:
 def rope_tables(config: DecoderConfig, positions: int) -> tuple[Tensor, Tensor]:
     """(cosine, sine), each float32 [positions, rotary_dim / 2].
 
-    LongRoPE (arXiv 2402.13753) has one set of frequencies for sequences up to the length that the model was first
-    trained with, and one for longer ones. Cached keys are rotated once, so all sequences have the same: the second
-    where ``positions`` exceeds that length.
+    LongRoPE (arXiv 2402.13753) has one set of frequencies for sequences up to the length of the first training, and one
+    for longer ones. Cached keys are rotated once, so all sequences use the same set: the second where ``positions``
+    exceeds that length.
     """
     kind = rope_type(config)
     scale = 1.0

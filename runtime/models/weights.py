@@ -1,4 +1,4 @@
-"""``Weights``: the tensors of a checkpoint as the builders of operations ask for them, with their shapes checked."""
+"""``Weights``: the tensors of a checkpoint for the builders of operations, with their shapes checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Weight = Tensor | QuantizedWeight
 
 
 class Weights:
-    """Of ``source``. Raises ``CheckpointError``, naming the tensor, where one is missing or misshapen."""
+    """The weights of ``source``. Raises ``CheckpointError``, naming the tensor, if it is missing or misshapen."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -61,8 +61,8 @@ class Weights:
 
 
 class Headers(Weights):
-    """The same without their numbers: tensors of the meta device, read from headers alone. Groups out of order are not
-    seen there."""
+    """The same without the numbers: tensors of the meta device, from headers alone. This does not see groups that are
+    out of order."""
 
     def _read(self, name: str) -> Tensor:
         return torch.empty(self.source.shape(name), dtype=self.source.dtype(), device="meta")
