@@ -15,7 +15,8 @@ _SEED = 20260101
 def resampled_means(sums: Tensor, counts: Tensor) -> Tensor:
     """float64 [RESAMPLES, ...]: the mean over tokens of each resample of the units, drawn with replacement.
 
-    sums float64 [units, ...] and counts float64 [units]: of the tokens of each unit. The same on every call.
+    sums float64 [units, ...] and counts float64 [units]: sums over, and numbers of, the tokens of each unit. Every call
+    gives the same result.
     """
     generator = torch.Generator().manual_seed(_SEED)
     units = len(counts)
@@ -33,7 +34,7 @@ def interval(resampled: Tensor, of: Callable[[Tensor], Tensor] = lambda means: m
 
 
 def mean_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """Of the mean of independent samples; None where there are fewer than two."""
+    """The 95 % interval of the mean of independent samples; None where there are fewer than two."""
     if len(samples) < 2:
         return None
     values = torch.tensor(samples, dtype=torch.float64)
@@ -41,7 +42,7 @@ def mean_interval(samples: Sequence[float]) -> tuple[float, float] | None:
 
 
 def standard_error(samples: Sequence[float]) -> float:
-    """Of the mean; 0 for fewer than two samples."""
+    """The standard error of the mean; 0 for fewer than two samples."""
     if len(samples) < 2:
         return 0.0
     mean = math.fsum(samples) / len(samples)

@@ -10,7 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from qserve.evals.report import Plot, Series
 from qserve.evals.svg import COLOURS, MARKERS, logarithmic, svg
 
-# More points than these are a curve, fewer are told apart.
+# More points than this are drawn as a curve, fewer as separate points.
 _MARKED_POINTS = 40
 
 
@@ -40,7 +40,7 @@ def _curves(axes: Axes, plot: Plot) -> None:
     if plot.log_y:
         logarithmic(axes)
     elif all(y >= 0 for series in plot.series if not series.right for y in series.y):
-        axes.set_ylim(bottom=0)  # heights compare only from nothing up
+        axes.set_ylim(bottom=0)  # heights can be compared only from zero up
     if plot.ticks:
         step = max(1, len(plot.ticks) // 20)
         axes.set_xticks(range(0, len(plot.ticks), step), plot.ticks[::step], fontsize=8 if len(plot.ticks) > 5 else 9)
@@ -82,7 +82,7 @@ def _grid(axes: Axes, plot: Plot) -> None:
     cells = [list(series.y) for series in plot.series]
     colours = LinearSegmentedColormap.from_list("cells", ["#c8588f", "#e8c37a", "#2a9d6f"])
     known = [value for values in cells for value in values if math.isfinite(value)]
-    # From nothing up, so that small differences look small, and grids of one page alike.
+    # From zero up, so that small differences look small and the grids of one page are alike.
     limits = Normalize(min([0.0, *known]), max([0.0, *known]) or 1.0)
     axes.pcolormesh(cells, cmap=colours, norm=limits, edgecolor="#80808040", linewidth=0.5)
     for row, values in enumerate(cells):

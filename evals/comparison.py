@@ -1,7 +1,7 @@
 """Two reports of the same kind, metric by metric: what became better or worse beyond noise.
 
-Where both runs scored the same windows or documents, their differences are tested in pairs, which sees changes far
-smaller than the intervals of the two runs are wide.
+Where both runs scored the same windows or documents, their differences are tested in pairs. That finds changes far
+smaller than the widths of the two runs' intervals.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """effect: relative changes below it never count; noise: assumed of a metric that has no interval."""
+    """effect: smaller relative changes never count; noise: assumed for a metric that has no interval."""
 
     effect: float = 0.01
     noise: float = 0.05
@@ -31,8 +31,8 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Change:
-    """One metric. ``noise`` is half of the 95 % interval of the difference, None where a metric is missing; ``how``
-    it was found: paired, intervals or assumed."""
+    """The change of one metric. ``noise`` is half of the 95 % interval of the difference, None where a metric is
+    missing; ``how`` it was found: paired, intervals or assumed."""
 
     name: str
     unit: str
@@ -44,7 +44,7 @@ class Change:
 
 
 def changes(before: Report, after: Report, tolerance: Tolerance) -> list[Change]:
-    """In the order of ``before``, what is new at the end. Raises ``UsageError`` where they do not compare."""
+    """In the order of ``before``, new metrics at the end. Raises ``UsageError`` where the two cannot be compared."""
     if before.kind != after.kind:
         raise UsageError(f"reports of one kind compare; these are {before.kind} and {after.kind}")
     old, new = ({metric.name: metric for metric in report.metrics} for report in (before, after))
@@ -96,7 +96,7 @@ def _quantile(freedom: int) -> float:
 def comparison_report(
     reports: Sequence[Report], names: Sequence[str], command: str, tolerance: Tolerance | None = None
 ) -> Report:
-    """All against the first."""
+    """All reports against the first."""
     first, tolerance = reports[0], tolerance or Tolerance()
     compared = [(name, changes(first, other, tolerance)) for name, other in zip(names[1:], reports[1:])]
     header = ("metric", names[0], "run", "change", "95 % noise", "verdict")
@@ -119,7 +119,7 @@ def comparison_report(
 
 
 def regressions(report: Report) -> list[str]:
-    """What is worse, as ``metric in run``, of a comparison."""
+    """The metrics of a comparison that are worse, as ``metric in run``."""
     return [
         f"{change['name']} in {name}" if len(report.data["changes"]) > 1 else change["name"]
         for name, found in report.data["changes"].items()
@@ -129,7 +129,7 @@ def regressions(report: Report) -> list[str]:
 
 
 def enforce_no_regression(report: Report) -> None:
-    """Raise ``GateFailed`` where something is worse beyond noise."""
+    """Raise ``GateFailed`` where a metric is worse beyond noise."""
     if worse := regressions(report):
         raise GateFailed(f"worse beyond noise: {', '.join(worse)}")
 
@@ -147,7 +147,7 @@ def _row(change: Change) -> tuple[str, ...]:
 
 
 def _plots(compared: Sequence[tuple[str, Sequence[Change]]]) -> tuple[Plot, ...]:
-    """Relative changes with their noise; nothing where no metric has a base above or below 0."""
+    """Relative changes with their noise; empty where no metric has a base other than 0."""
     shown = [change.name for change in compared[0][1] if change.before and change.noise is not None]
     if not shown:
         return ()

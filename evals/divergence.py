@@ -1,4 +1,4 @@
-"""How far a model is from its base at each token, and where: by position, by how sure the base was."""
+"""How far a model is from its base at each token, and where: by position, and by how sure the base was."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qserve.evals.reference import Reference, Rows
 
 Progress = Callable[[int, int], None]
 Chunks = Iterable[tuple[int, Tensor]]
-# Rows that are compared at once: what is computed of them on the way stays in the cache.
+# Rows that are compared at a time, so few that intermediate values stay in the cache.
 _TOGETHER = 8
 
 
 class Scorer(Protocol):
-    """What gives each token of a text its probability: an ``Engine``, or a ``TransformersScorer``."""
+    """Gives each token of a text its probability: an ``Engine``, or a ``TransformersScorer``."""
 
     source: ModelSource
     model_name: str
@@ -36,9 +36,9 @@ class Scorer(Protocol):
 
 @dataclass
 class Divergence:
-    """Per scored token: negative log-likelihoods (nats) and KL(base || model) (nats), float64; the first choice of base
-    and model, int64, and the probability that each gives its own, float64; the token's place in its piece and the
-    window or document that it belongs to, int64. Pieces follow each other in their order."""
+    """Values for each scored token. Negative log-likelihoods (nats) and KL(base || model) (nats), float64. The first
+    choice of base and model, int64, and the probability that each gives to its own, float64. The token's place in its
+    piece, and the window or document to which it belongs, int64. Pieces follow each other in their order."""
 
     base_nll: Tensor
     nll: Tensor
@@ -63,7 +63,8 @@ class Divergence:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def by_unit(self, *values: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Sums of ``values`` float64 [units, len(values)] and token counts float64 [units]; of the tokens ``where``."""
+        """Sums of ``values`` float64 [units, len(values)] and token counts float64 [units], over the tokens ``where``.
+        """
         units, index = self.unit.unique(return_inverse=True)
         if where is not None:
             index, values = index[where], tuple(value[where] for value in values)
@@ -79,10 +80,10 @@ def compare(
     progress: Progress | None = None,
     partial: Partial | None = None,
 ) -> Divergence:
-    """Score ``pieces`` with both, or with the model where the base's distributions are recorded.
+    """Score ``pieces`` with both, or with the model alone where the base's distributions are recorded.
 
-    Only one chunk of log-probabilities of each is in memory. ``partial`` keeps what is done, and gives back what was
-    done before: the result is the same. Raises ``CheckpointError`` where a model computes NaN.
+    Only one chunk of log-probabilities of each is in memory. ``partial`` keeps finished results and returns those of an
+    earlier run: the result is the same. Raises ``CheckpointError`` where a model computes NaN.
     """
     if base.vocab_size != model.vocab_size:
         raise DataError(
@@ -141,7 +142,7 @@ def _between(p: Tensor, q: Tensor, index: Tensor) -> tuple[Tensor, ...]:
 
 
 def _recorded(reference: Reference, number: int, piece: Piece, chunks: Chunks) -> Iterator[tuple[Tensor, ...]]:
-    """The base's likeliest tokens one by one, all others as one: by the log-sum inequality never above the true KL."""
+    """The base's likeliest tokens one by one, all others as one; by the log-sum inequality never above the true KL."""
     for start, q in chunks:
         rows = Rows.of(piece, start, len(q))
         q, at = q[rows.chunk], reference.rows(number, rows)

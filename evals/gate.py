@@ -1,4 +1,4 @@
-"""``Gate``: a limit on a measured value, and what came of it. A failed gate ends a command with exit code 3."""
+"""``Gate``: a limit on a measured value, and the verdict on it. A failed gate ends a command with exit code 3."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class GateReport:
-    """One gate held against one measurement. ``baseline`` is what the value is compared with, where there is one."""
+    """One gate applied to one measurement. ``baseline`` is the value that it is compared with, where there is one."""
 
     metric: str
     value: float
@@ -37,7 +37,7 @@ class GateReport:
 
     @property
     def missed_by(self) -> float:
-        """How far beyond the limit, 0 where it passed."""
+        """How far the value is beyond the limit; 0 where it passed."""
         if self.passed:
             return 0.0
         return abs(self.value - self.limit)
@@ -103,7 +103,7 @@ def read_gates(path: Path) -> list[Gate]:
 
 
 def judge(gates: Iterable[Gate], card: QualityCard) -> list[GateReport]:
-    """Hold a quality card against gates."""
+    """Apply gates to a quality card."""
     values = {gate.metric: float(getattr(card, gate.metric)) for gate in gates}
     baselines = {"perplexity_increase": card.perplexity_base}
     return judge_values(gates, values, card.tokens, card.kernel_path, baselines)
@@ -116,7 +116,7 @@ def judge_values(
     environment: str,
     baselines: Mapping[str, float] | None = None,
 ) -> list[GateReport]:
-    """Hold figures, by their names, against gates. Raises ``UsageError`` for a gate on what was not measured."""
+    """Apply gates to figures, by name. Raises ``UsageError`` for a gate on a figure that was not measured."""
     reports = []
     for gate in gates:
         if gate.metric not in values:
@@ -130,7 +130,7 @@ def judge_values(
 
 
 def _limit(value: object, where: str) -> float:
-    """Unlike ``ratio``, below 0 too: a log-likelihood is."""
+    """Unlike in ``ratio``, negative values are allowed: a log-likelihood is negative."""
     try:
         if isinstance(value, str) and value.endswith("%"):
             value = float(value[:-1]) / 100.0

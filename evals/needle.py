@@ -1,8 +1,8 @@
 """A needle in a haystack: is a sentence far back in the context still found, with a rounded KV cache?
 
 A sentence with a number stands at some depth of an ordinary text; at the end the number is asked for. Small models find
-it only sometimes, so that the share of exact answers says little: the logarithm of the probability that they give the
-number is measured too, beside the same without the sentence in the text.
+it only sometimes, so the share of exact answers says little. So the log-probability that they give the number is
+measured too, with the sentence in the text and without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Haystack:
 @dataclass(frozen=True)
 class Found:
     """One needle in one cell with one KV cache: the log-probability of the answer (nats, all its tokens), the same
-    where the text does not say it, and whether greedy decoding gives exactly the answer."""
+    where the text does not contain it, and whether greedy decoding gives exactly the answer."""
 
     kv_cache_dtype: str
     length: int
@@ -63,10 +63,10 @@ def search(
     source: ModelSource, text: Sequence[int], haystack: Haystack, kv_cache_dtypes: Sequence[str],
     progress: Callable[[int, int], None] | None = None, *, kernels: str = "auto", threads: int | None = None,
 ) -> list[Found]:  # fmt: skip
-    """Ask for every needle with every KV cache, one engine after the other. Every cache sees the same texts.
+    """Ask for every needle with every KV cache, one engine after the other. All caches see the same texts.
 
     Raises ``DataError`` where ``text`` is shorter than the longest haystack, ``UsageError`` where the model's context
-    is or it has no scales for a cache, and ``CapacityError`` where the memory is.
+    is shorter or there are no scales for a cache, and ``CapacityError`` where the memory is too small.
     """
     longest = max(haystack.lengths)
     if len(text) < longest:
@@ -109,7 +109,8 @@ def search(
 
 
 def _ask(engine: Engine, text: Sequence[int], length: int, needle: int, depth: float | None) -> tuple[float, bool]:
-    """Log-probability of the answer and whether each of its tokens is the likeliest, as greedy decoding takes it."""
+    """Log-probability of the answer, and whether each of its tokens is the likeliest, as greedy decoding would choose.
+    """
     place, number = _PLACES[needle], random.Random(f"needle {needle}").randrange(10_000, 100_000)
     begin, answer = f"The secret number of {place} is", f" {number}"
 

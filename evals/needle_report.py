@@ -13,8 +13,8 @@ from qserve.evals.report import Metric, Plot, Report, Section, Series
 
 
 def metrics(found: Sequence[Found]) -> list[Metric]:
-    """For each KV cache the answer's log-likelihood, what the needle gained and the share of exact answers; beyond the
-    first cache also the difference from it, needle by needle."""
+    """For each KV cache the answer's log-likelihood, the gain from the needle and the share of exact answers; for
+    caches after the first also the difference from it, needle by needle."""
     caches = _caches(found)
     first = _of(found, caches[0])
     pairing = " ".join(f"{each.length}/{each.depth:g}/{each.needle}" for each in first)

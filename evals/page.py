@@ -1,6 +1,6 @@
 """One self-contained HTML page of a report: nothing is fetched and nothing runs.
 
-Names and texts come from models of strangers: they are escaped wherever they are shown.
+Names and texts come from strangers' models, so they are escaped wherever they are shown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ div.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(29
 """
 # The verdicts of gates and comparisons.
 _TONES = {"passed": "good", "better": "good", "FAILED": "bad", "worse": "bad"}
-# As many figures as are taken in at a glance.
+# As many figures as a reader takes in at a glance.
 _TILES = 6
 
 
@@ -54,7 +54,7 @@ def page(report: Report) -> str:
 
 def document(report: Report, parts: Sequence[str]) -> str:
     """``parts``, HTML, below the title, the environment and the command of ``report``."""
-    # Should an escape ever be forgotten, the policy still keeps the page from running or fetching anything.
+    # Should an escape ever be forgotten, this policy still keeps the page from running or fetching anything.
     return "\n".join([
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',

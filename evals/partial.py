@@ -1,4 +1,4 @@
-"""``Partial``: what an interrupted measurement had done, in a file."""
+"""``Partial``: the finished part of an interrupted measurement, in a file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _EVERY = 20.0  # seconds between two writes
 class Partial:
     """The results of the first pieces of a measurement that ``key`` identifies: models, text, settings, version.
 
-    Where the file at ``path`` is something else or of another measurement, it is refused with a ``DataError``, or with
-    ``replaces`` written over.
+    If the file at ``path`` is something else or belongs to another measurement, it is refused with a ``DataError``, or,
+    with ``replaces``, overwritten.
     """
 
     def __init__(self, path: Path, key: str, *, replaces: bool = False) -> None:
@@ -30,7 +30,7 @@ class Partial:
         self._saved = time.monotonic()
 
     def load(self) -> tuple[int, list[dict[str, Tensor]]]:
-        """Pieces done, and their results as one part; (0, []) where there is no file."""
+        """The number of finished pieces, and their results as one part; (0, []) where there is no file."""
         if not self.path.exists():
             return 0, []
         try:
@@ -55,7 +55,7 @@ class Partial:
         return int(metadata["done"]), [part]
 
     def keep(self, done: int, parts: Sequence[dict[str, Tensor]]) -> None:
-        """``save``, if the last time is long enough ago."""
+        """``save``, if the last time was long enough ago."""
         if time.monotonic() - self._saved >= _EVERY:
             self.save(done, parts)
 
@@ -71,5 +71,5 @@ class Partial:
         self._saved = time.monotonic()
 
     def remove(self) -> None:
-        """The measurement is complete."""
+        """Remove the file: the measurement is complete."""
         self.path.unlink(missing_ok=True)

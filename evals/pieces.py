@@ -14,7 +14,7 @@ from qserve.checkpoint.errors import DataError
 @dataclass(frozen=True)
 class Piece:
     """``tokens`` int64 [n] are read together; those from place ``first`` (at least 1) on count. ``unit`` is the window
-    or document that they belong to: what a confidence interval takes as one observation."""
+    or document to which they belong, which a confidence interval takes as one observation."""
 
     tokens: Tensor
     first: int
@@ -26,13 +26,13 @@ class Piece:
 
 
 def of_windows(windows: Tensor) -> list[Piece]:
-    """Each row of int64 [n, length] by itself; its first token has nothing to be predicted from."""
+    """Each row of int64 [n, length] by itself; nothing predicts its first token."""
     return [Piece(window, 1, unit) for unit, window in enumerate(windows)]
 
 
 def sliding(token_ids: Sequence[int], tokens: int, window: int, stride: int) -> list[Piece]:
-    """Windows that begin every ``stride`` tokens within the first ``tokens``; each token counts once, in the first
-    window that holds it, so all but those of the first window have ``window - stride`` tokens before them at least.
+    """Windows that begin every ``stride`` tokens within the first ``tokens``. Each token counts once, in the first
+    window that holds it. So all but those of the first window have at least ``window - stride`` tokens before them.
 
     Raises ``DataError`` where the text is too short.
     """
@@ -51,9 +51,9 @@ def sliding(token_ids: Sequence[int], tokens: int, window: int, stride: int) -> 
 
 
 def of_documents(documents: Sequence[Sequence[int]], tokens: int, window: int) -> list[Piece]:
-    """The first documents with ``tokens`` tokens together; long ones in parts of ``window``, read by themselves.
+    """The first documents that have ``tokens`` tokens together; long ones in parts of ``window``, read separately.
 
-    Documents with one token have nothing to predict and are passed over. Raises ``DataError`` where nothing is left.
+    Documents with one token have nothing to predict and are skipped. Raises ``DataError`` where nothing is left.
     """
     pieces: list[Piece] = []
     left = tokens

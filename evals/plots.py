@@ -1,4 +1,4 @@
-"""Plots of a quantization as SVG text, to be put inside a page."""
+"""Plots of a quantization as SVG text for a page."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def bits_per_layer(layers: Sequence[LayerReport], symmetric_zeros: bool) -> str:
 
 
 def divergence_against_size(tried: Sequence[Tried]) -> str:
-    """Mean KL divergence over stored bits per weight: the predicted curve, predicted and measured points. A divergence
-    alone stands beside the model itself, which has none, and so no place where several are compared by their ratios."""
+    """Mean KL divergence over stored bits per weight: the predicted curve, and predicted and measured points. A
+    single divergence is shown beside the model itself, at 0, on a linear scale; several are on a logarithmic one."""
     alone = sum(each.kl > 0 for each in tried) < 2
     curve = [each for each in tried if not each.label and each.kl > 0]
     points = [each for each in tried if each.label and (alone or each.kl > 0)]
@@ -90,7 +90,7 @@ def divergence_against_size(tried: Sequence[Tried]) -> str:
                     [each.bits_per_weight for each in own], [each.kl for each in own], s=36, zorder=3, label=name,
                     edgecolors=colour, facecolors=colour if measured else "none",
                 )  # fmt: skip
-        # Neighbours in size often lie close: their names go to opposite sides.
+        # Neighbours in size often lie close together, so their names go to opposite sides.
         for index, each in enumerate(sorted(points, key=lambda point: (point.bits_per_weight, point.kl))):
             where, side = ((-7.0, -11.0), "right") if index % 2 else ((7.0, 5.0), "left")
             axes.annotate(
@@ -112,7 +112,7 @@ def divergence_against_size(tried: Sequence[Tried]) -> str:
 
 
 def stored_bits(layer: LayerReport, symmetric_zeros: bool) -> float:
-    """Bits per weight with the scales of its groups; those of whole channels or tensors are too few to count."""
+    """Bits per weight with the scales of its groups; scales of whole channels or tensors are too few to count."""
     scheme = layer.scheme
     if -1 in (scheme.group_size, scheme.rows):
         return float(scheme.bits)
@@ -121,7 +121,7 @@ def stored_bits(layer: LayerReport, symmetric_zeros: bool) -> float:
 
 
 def _by_kind(layers: Sequence[LayerReport], value: Callable[[LayerReport], float]) -> Mapping[str, dict[int, float]]:
-    """Kind of linear -> block -> mean value. Linears outside the blocks are in no plot."""
+    """Kind of linear -> block -> mean value. Linears outside the blocks are left out."""
     found: dict[str, dict[int, list[float]]] = {}
     for layer in layers:
         if match := _LINEAR.match(layer.module):

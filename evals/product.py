@@ -1,4 +1,4 @@
-"""How long one product takes by the kernels that serve."""
+"""The time of one product by the kernels that serve."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _REPEATS = 4
 
 
 def seconds(executor: Executor, weight: Tensor | QuantizedWeight, rows: int) -> float:
-    """Of ``rows`` inputs with ``weight``, dense or packed [out, in], once it lies in the cache. The executor is not
-    asynchronous."""
+    """Seconds for ``rows`` inputs with ``weight``, dense or packed [out, in], once it lies in the cache. The executor
+    is not asynchronous."""
     out, inp = (weight.out_features, weight.in_features) if isinstance(weight, QuantizedWeight) else weight.shape
     program = executor.program(rows)
     program.add([Linear(torch.randn(rows, inp), weight, torch.empty(rows, out))])

@@ -1,4 +1,4 @@
-"""The report of a comparison with the base: the card's figures with confidence intervals, and where they come from."""
+"""The report of a comparison with the base: the card's figures with confidence intervals and their sources."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def quality_report(
     floor: Divergence | None = None,
     worst: Sequence[WorstToken] = (),
 ) -> Report:
-    """The report of a quality card; with what was ``found`` at each token, its intervals and plots. ``floor`` is what
-    the base's own rounding costs, ``worst`` are the tokens with the largest divergence."""
+    """The report of a quality card; with the values ``found`` at each token also its intervals and plots. ``floor`` is
+    the cost of the base's own rounding, ``worst`` are the tokens with the largest divergence."""
     known = {} if found is None or setting is None else {each.name: each for each in metrics(found, setting, floor)}
     rows = [
         ("perplexity", f"{card.perplexity_base:.3f}", f"{card.perplexity:.3f} ({card.perplexity_increase:+.2%})",
@@ -79,7 +79,7 @@ def quality_report(
 
 
 def metrics(found: Divergence, setting: Setting, floor: Divergence | None = None) -> list[Metric]:
-    """Intervals by resampling windows or documents; none where there is but one."""
+    """Intervals by resampling windows or documents; none where there is only one."""
     sums, counts = found.by_unit(found.base_nll, found.nll, found.kl, found.agree)
     means = (sums / counts[:, None]).T
     draws = resampled_means(sums, counts) if len(counts) > 1 else None
@@ -128,7 +128,7 @@ def _position_plot(found: Divergence) -> Plot:
 
 
 def _confidence_plots(found: Divergence) -> tuple[Plot, Plot]:
-    """KL, and the share of flipped first choices, by how sure the base was; only where there are tokens."""
+    """KL, and the share of flipped first choices, by how sure the base was; only bins that have tokens."""
     buckets = list(pairwise(_SURE))
     within = [(found.confidence >= low) & ((found.confidence < high) | (high == 1.0)) for low, high in buckets]
     used = [index for index, mask in enumerate(within) if bool(mask.any())]
@@ -169,7 +169,7 @@ def _binned(found: Divergence, values: Tensor, within: Sequence[Tensor], name: s
 
 
 def _filled(draws: Tensor, mean: float) -> Tensor:
-    """A resample that drew no token of a bin says nothing of it."""
+    """A resample without a token in a bin says nothing of that bin, so it gets the mean."""
     return torch.where(draws.isfinite(), draws, mean)
 
 

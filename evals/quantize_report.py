@@ -1,6 +1,6 @@
 """The report of a quantization: JSON for programs, Markdown for a repository, one HTML page for people.
 
-Names and tokens come from models and texts of strangers: they are escaped wherever they are shown.
+Names and tokens come from strangers' models and texts, so they are escaped wherever they are shown.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def write_quantize_report(
 ) -> tuple[Path, ...]:
     """Write ``quantization.json``, ``.md`` and ``.html`` into ``directory``, which is made; return their paths.
 
-    ``name`` is the checkpoint's, ``command`` what made it, ``worst`` the tokens with the largest divergence. Where a
-    report is replaced whose measurements compare with this one's, their sizes and divergences are shown beside. Raises
-    ``QServeError`` where a file cannot be written.
+    ``name`` is the checkpoint's, ``command`` made it, ``worst`` are the tokens with the largest divergence. If a
+    replaced report has measurements that can be compared with this one's, their sizes and divergences are shown too.
+    Raises ``QServeError`` where a file cannot be written.
     """
     paths = tuple(directory / f"{NAME}.{ending}" for ending in ("json", "md", "html"))
     measured = _measured(report, name, paths[0])
-    # What mixed precision tried includes this checkpoint.
+    # The attempts of mixed precision include this checkpoint.
     sizes = (*report.tried, *measured[1:]) if report.tried else measured
     full = Report(
         NAME, f"Quantization of {name}", command, _data(report, measured, worst),
@@ -51,8 +51,8 @@ def write_quantize_report(
 
 
 def _measured(report: QuantizeReport, name: str, before: Path) -> tuple[Tried, ...]:
-    """This checkpoint, where it was measured, then those in the report at ``before`` that were measured against the
-    same base on the same tokens. One of the same name is replaced."""
+    """This checkpoint, if it was measured, and then those in the report at ``before`` that were measured against the
+    same base on the same tokens. An older one of the same name is replaced."""
     if report.card is None:
         return ()
     own = Tried(name, report.bits_per_weight, report.card.kl_mean, measured=True)
@@ -61,14 +61,14 @@ def _measured(report: QuantizeReport, name: str, before: Path) -> tuple[Tried, .
         others = [Tried(str(each["label"]), float(each["bits_per_weight"]), float(each["kl"]), measured=True)
                   for each in data["measured"]]
         comparable = _yardstick(QualityCard.from_json(data["card"])) == _yardstick(report.card)
-    except (QServeError, KeyError, TypeError, ValueError):  # none there, or what is there is no such report
+    except (QServeError, KeyError, TypeError, ValueError):  # no file, or no such report
         return (own,)
     kept = [each for each in others if each.label != name and math.isfinite(each.bits_per_weight + each.kl)]
     return (own, *(kept if comparable else ()))
 
 
 def _yardstick(card: QualityCard) -> tuple[object, ...]:
-    """What two divergences must have in common to be compared."""
+    """The properties that two divergences must share to be compared."""
     return card.base_sha256, card.data_sha256, card.tokens, card.window
 
 

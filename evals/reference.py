@@ -1,4 +1,4 @@
-"""``Reference``: what a base model predicted for a text, in a file, so that the base need not fit beside.
+"""``Reference``: a base model's predictions for a text, in a file, so that the base need not fit in memory too.
 
 Each scored token has the base's ``top`` likeliest tokens with their log-probabilities, the mass of all others together,
 and the log-probability of the token that follows. The file carries its own hash.
@@ -25,7 +25,7 @@ from qserve.evals.pieces import Piece
 SUFFIX = ".safetensors"
 LIMIT = 4 << 30
 _FORMAT = "qserve reference 1"
-_FLOOR = -700.0  # the logarithm of what is left where nothing is
+_FLOOR = -700.0  # the logarithm of the remaining mass where nothing remains
 
 
 class _Scores(Protocol):
@@ -50,7 +50,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a chunk count, which scored tokens of the piece they are, and the tokens ``following`` them."""
+    """The rows of a chunk that count, their places among the piece's scored tokens, and the tokens ``following`` them.
+    """
 
     chunk: slice
     scored: slice
@@ -90,11 +91,11 @@ class Reference:
 
     @property
     def rest_mean(self) -> float:
-        """Mean probability, 0 to 1, of all tokens that are not stored one by one."""
+        """Mean probability, 0 to 1, of all tokens that are not stored individually."""
         return float(self.rest.double().exp().mean())
 
     def rows(self, number: int, rows: Rows) -> slice:
-        """Where the scored tokens ``rows`` of piece ``number`` are."""
+        """The places of the scored tokens ``rows`` of piece ``number``."""
         before = sum(piece.scored for piece in self.pieces[:number])
         return slice(before + rows.scored.start, before + rows.scored.stop)
 
@@ -121,7 +122,7 @@ class Reference:
 
     @classmethod
     def load(cls, path: Path) -> Reference:
-        """Raises ``DataError`` for what is missing, damaged or something else."""
+        """Raises ``DataError`` for a file that is missing, damaged or something else."""
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
@@ -142,7 +143,7 @@ class Reference:
 
 
 def stored_bytes(pieces: Sequence[Piece], top: int) -> int:
-    """Of the file, but for its header. Raises ``CapacityError`` where that is more than 4 GiB."""
+    """Bytes of the file, without its header. Raises ``CapacityError`` where that is more than 4 GiB."""
     rows = sum(piece.scored for piece in pieces)
     needed = rows * (8 * top + 8) + 4 * sum(len(piece.tokens) for piece in pieces)
     if needed > LIMIT:
@@ -157,7 +158,7 @@ def record(
     base: _Scores, setting: Setting, vocabulary: str, pieces: Sequence[Piece], top: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> Reference:  # fmt: skip
-    """Score ``pieces`` with ``base`` and keep the ``top`` likeliest tokens of each place."""
+    """Score ``pieces`` with ``base`` and keep the ``top`` likeliest tokens at each place."""
     top = min(top, base.vocab_size)
     stored_bytes(pieces, top)
     found: list[tuple[Tensor, ...]] = []
@@ -172,14 +173,14 @@ def record(
 
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
-    """Of a tokenizer's tokens and their numbers."""
+    """A hash of a tokenizer's tokens and their numbers."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 def _kept(p: Tensor, following: Tensor, top: int) -> tuple[Tensor, ...]:
     first = p.argmax(-1, keepdim=True)
     _, ids = p.topk(top, dim=-1)
-    # Of equal values topk may put any first; the first choice is the one that argmax names.
+    # Among equal values topk may put any first; the first choice must be the one that argmax names.
     place = (ids == first).int().argmax(-1, keepdim=True)
     ids = ids.scatter(1, place, ids[:, :1]).scatter(1, torch.zeros_like(place), first)
     rest = p.exp().scatter_(1, ids, 0.0).sum(-1, dtype=torch.float64)

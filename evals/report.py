@@ -1,4 +1,4 @@
-"""``Report``: one form for everything measured, as JSON and as Markdown. It measures and draws nothing itself.
+"""``Report``: one form for all measurements, as JSON and as Markdown. It measures and draws nothing itself.
 
 ``docs/report.schema.json`` describes the JSON. Needs no torch.
 """
@@ -24,10 +24,10 @@ class Metric:
 
     name         the same in every run, as ``kl_mean``
     unit         as nats, tok/s, s; "" for a share or a count
-    better       which direction is an improvement; None for what is only told
+    better       which direction is an improvement; None for a figure that is only reported
     low, high    its 95 % confidence interval, both or neither
-    samples      what it is made of, one number for each window, document or repeat
-    pairing      where it is the same in two reports, their samples belong to the same windows or documents
+    samples      the numbers behind it, one for each window, document or repeat
+    pairing      if it is the same in two reports, their samples belong to the same windows or documents
     """
 
     name: str
@@ -66,11 +66,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Plot:
-    """What a page draws of some series.
+    """Some series, to be drawn on a page.
 
-    kind     line; bar: the series stand beside each other at each x; grid: each series is a row of coloured cells
-    ticks    the names of x = 0, 1, 2, ... where x is no quantity
-    marks    vertical lines, as (x, what it says)
+    kind     line; bar: the series stand side by side at each x; grid: each series is a row of coloured cells
+    ticks    the names of x = 0, 1, 2, ... where x is not a quantity
+    marks    vertical lines, as (x, label)
     """
 
     title: str
@@ -88,8 +88,8 @@ class Plot:
 
 @dataclass(frozen=True)
 class Report:
-    """``kind``: quality, throughput, simulation, plan and so on: only reports of one kind compare. ``data`` holds
-    every figure unrounded, ``sections`` and ``plots`` are what a person sees, ``metrics`` what runs are compared by."""
+    """``kind``: quality, throughput, simulation, plan and so on; only reports of one kind can be compared. ``data``
+    holds every figure unrounded, ``sections`` and ``plots`` are for people, and runs are compared by ``metrics``."""
 
     kind: str
     title: str
@@ -109,7 +109,7 @@ class Report:
         return {**asdict(self), "passed": self.passed, "qserve": version("qserve-llm"), "schema": SCHEMA}
 
     def to_markdown(self) -> str:
-        """Names and texts come from models of strangers: they are escaped."""
+        """Names and texts come from strangers' models, so they are escaped."""
         lines = [f"# {_escaped(self.title)}", "", f"    {visible(self.command)}", ""]
         lines += [", ".join(f"{key} {value}" for key, value in self.environment.items()), ""]
         for section in self.tables():
@@ -119,7 +119,7 @@ class Report:
         return "\n".join(lines)
 
     def tables(self) -> tuple[Section, ...]:
-        """The sections, and the gates as one more where there are any."""
+        """The sections, and the gates as one more if there are any."""
         if not self.gates:
             return self.sections
         rows = tuple(
@@ -135,7 +135,7 @@ class Report:
 
 
 def environment() -> dict[str, str]:
-    """What a figure depends on besides the code."""
+    """The conditions, other than the code, on which a figure depends."""
     import torch
 
     from qserve.kernels.threads import default_threads
@@ -158,7 +158,7 @@ def _processor() -> str:
 
 
 def visible(text: str, space: str = " ") -> str:
-    """One line: breaks as signs, what has no glyph (and what would turn the line around) as its code."""
+    """One line: breaks as signs; characters without a glyph, or that would turn the line around, as their codes."""
     signs = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": space}
     return "".join(signs.get(c, c if c.isprintable() else f"\\u{ord(c):04x}") for c in text)
 

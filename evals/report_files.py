@@ -16,7 +16,7 @@ from qserve.evals.report import SCHEMA, Metric, Plot, Report, Section, Series
 def write_report(
     report: Report, json_path: Path | None, markdown_path: Path | None, html_path: Path | None = None
 ) -> None:
-    """Any path may be None. Raises ``QServeError`` where a file cannot be written."""
+    """Write the files whose paths are not None. Raises ``QServeError`` where one cannot be written."""
     if json_path is not None:
         save(json_path, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
     if markdown_path is not None:
@@ -28,7 +28,7 @@ def write_report(
 
 
 def save(path: Path, text: str) -> None:
-    """The file as it was or as it shall be; its folder is made. Raises ``QServeError`` where that cannot be."""
+    """Write the file whole or not at all; its folder is made. Raises ``QServeError`` where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
@@ -37,7 +37,7 @@ def save(path: Path, text: str) -> None:
 
 
 def read_report(path: Path) -> Report:
-    """A report as ``write_report`` stored it, also one of an older qserve. Raises ``DataError`` for anything else."""
+    """A report as ``write_report`` stored it, even by an older qserve. Raises ``DataError`` for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

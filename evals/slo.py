@@ -1,4 +1,4 @@
-"""``Slo``: what counts as fast enough, and how such a thing is written on a command line."""
+"""``Slo``: what counts as fast enough, and how it is written on a command line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ UNLIMITED = Slo(math.inf, math.inf)
 
 
 def parse_slo(text: str, default: Slo = Slo()) -> Slo:
-    """``ttft=500ms,tpot=50ms``; what is not named is as in ``default``. Raises ``UsageError``."""
+    """``ttft=500ms,tpot=50ms``; objectives that are not named are as in ``default``. Raises ``UsageError``."""
     pairs = parse_pairs(text, "--slo", ("ttft", "tpot"))
     return replace(default, **{key: parse_duration(key, value) for key, value in pairs.items()})
 
 
 def parse_duration(name: str, text: str) -> float:
-    """``500ms``, ``2s`` or ``800us`` in seconds. Raises ``UsageError`` that says ``name``."""
+    """``500ms``, ``2s`` or ``800us`` in seconds. Raises ``UsageError`` that names ``name``."""
     number = text.rstrip("mus ")
     seconds = parse_number(number) * _SECONDS.get(text[len(number) :].strip(), math.nan)
     if not 0 < seconds < 86400:
@@ -51,7 +51,7 @@ def parse_pairs(text: str, option: str, known: tuple[str, ...]) -> dict[str, str
 
 
 def parse_number(text: str) -> float:
-    """NaN where it is none."""
+    """The number, or NaN where the text is none."""
     try:
         return float(text)
     except ValueError:

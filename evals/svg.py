@@ -1,4 +1,4 @@
-"""How every plot looks: matplotlib's drawing as SVG text, to be put inside a page.
+"""The look of every plot: matplotlib's drawing as SVG text for a page.
 
 Text and axes take the page's own colour, so a plot reads on light and on dark; text stays text.
 """
@@ -16,7 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-# Middle tones, which both a white and a black page set off (after Okabe and Ito, told apart by the colour-blind).
+# Middle tones that stand out on a white and on a black page (after Okabe and Ito, distinct for the colour-blind).
 COLOURS = ("#3182bd", "#e6842a", "#2a9d6f", "#c8588f", "#8a7fd1", "#b0912f", "#4fb3bf", "#d05a4e")
 MARKERS = "osD^vPX*"
 # Stands for the page's text colour until the SVG is written.
@@ -54,7 +54,7 @@ def svg(draw: Callable[[Axes], None], salt: str, size: tuple[float, float]) -> s
 
 
 def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
-    """1, 2, 5, 10, ... written as plain numbers; over many decades only their beginnings."""
+    """1, 2, 5, 10, ... as plain numbers; over many decades only powers of ten."""
     axis: Axis = axes.xaxis if which == "x" else axes.yaxis
     axes.set(**{f"{which}scale": "log"})
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()

@@ -1,7 +1,6 @@
-"""Tasks of lm-eval on this engine, in this process: the answers it asks a model for, and its figures side by side.
+"""Tasks of lm-eval on this engine, in this process: the answers that it asks of a model, and its figures side by side.
 
-Knows requests, log-likelihoods and what lm-eval calls; does not know the tasks, which are lm-eval's or YAML files.
-lm-eval is optional and imported where it is used.
+The tasks are lm-eval's own or YAML files. lm-eval is optional and imported where it is used.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
 
 INSTALL = 'tasks are run by lm-eval, which is not installed: pip install "qserve-llm[evals]"'
-_MOST_TOKENS = 256  # of an answer, where the task does not say
+_MOST_TOKENS = 256  # of an answer, where the task sets no limit
 _MOST_STOPS = 4
 _Z = 1.959964
 
 
 class Answers:
-    """What lm-eval asks of a model, computed by an engine that serves nobody else. ``tell`` is called after each."""
+    """The answers that lm-eval asks of a model, by an engine that serves nobody else. ``tell`` is called after each."""
 
     def __init__(self, engine: Engine, tell: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
@@ -37,7 +36,7 @@ class Answers:
 
     def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
         """Natural logarithm of the probability of ``continuation`` after ``context``, and whether each of its tokens
-        is the likeliest. What does not fit the model's context is cut at its left."""
+        is the likeliest. A text that does not fit the model's context is cut at its left."""
         engine = self._engine
         stripped = context.rstrip()  # spaces belong to the token that follows them
         whole = engine.encode(context + continuation)
@@ -55,8 +54,8 @@ class Answers:
         return total, greedy
 
     def rolling(self, text: str) -> float:
-        """Of a whole text, each of its tokens once, in parts of the model's context where it is longer; a part after
-        the first sees the text before it as far as it fits, but for at least half of the context."""
+        """The log-likelihood of a whole text, each token once, in parts where it is longer than the model's context.
+        Parts after the first begin half a context before the first token that they score."""
         tokens = [self._start(), *self._plain(text)]
         total, done = 0.0, 1
         while done < len(tokens):
@@ -85,7 +84,7 @@ class Answers:
         return list(self._engine.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _start(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """The token that stands before a text without context."""
         tokenizer = self._engine.tokenizer
         token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if token is None:
@@ -93,7 +92,7 @@ class Answers:
         return int(token)
 
     def _score(self, tokens: list[int], start: int) -> tuple[float, bool]:
-        """Of tokens ``start`` and on."""
+        """The log-likelihood of the tokens from ``start`` on, and whether each is the likeliest."""
         total, greedy = 0.0, True
         ids = torch.tensor(tokens)
         for position, rows in self._engine.score(tokens):
@@ -108,7 +107,7 @@ class Answers:
 
 
 def _params(settings: dict[str, Any]) -> SamplingParams:
-    """lm-eval's ``gen_kwargs`` as ours. Raises ``DataError`` for one that means nothing here."""
+    """lm-eval's ``gen_kwargs`` as ours. Raises ``DataError`` for one that has no meaning here."""
     known = {key: value for key, value in settings.items() if key != "until"}
     sample = known.pop("do_sample", None)
     temperature = float(known.pop("temperature", 0.0))
@@ -129,7 +128,7 @@ def _stops(settings: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _until(text: str, stops: Sequence[str]) -> str:
-    """An engine watches for a few stop strings; a task may have more."""
+    """Cut at the first stop string: an engine watches for a few, and a task may have more."""
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
@@ -148,7 +147,7 @@ class TaskResult:
 @dataclass(frozen=True)
 class Compared:
     """The same figure of two models. ``difference`` is model less base, with the standard error of the mean of the
-    documents' differences, which is smaller than that of two independent runs; None without documents."""
+    documents' differences, which is smaller than that of two independent runs. It is None without documents."""
 
     base: TaskResult | None
     model: TaskResult
@@ -165,17 +164,17 @@ class Compared:
 
     @property
     def half_width(self) -> float | None:
-        """Of the 95 % interval of the difference."""
+        """Half of the 95 % interval of the difference."""
         return None if self.stderr is None else _Z * self.stderr
 
 
 def half_width(result: TaskResult) -> float | None:
-    """Of the 95 % interval of one model's figure."""
+    """Half of the 95 % interval of one model's figure."""
     return None if result.stderr is None else _Z * result.stderr
 
 
 def require_lm_eval() -> None:
-    """Raise ``QServeError`` with what to install where lm-eval is missing."""
+    """Raise ``QServeError`` that names what to install where lm-eval is missing."""
     try:
         import lm_eval  # noqa: F401
     except ImportError:
@@ -186,8 +185,8 @@ def run_tasks(
     engine: Engine, tasks: Sequence[str], directory: Path | None, limit: int | None,
     progress: Callable[[int, int], None],
 ) -> list[TaskResult]:  # fmt: skip
-    """lm-eval's figures for ``tasks``, those of the YAML files in ``directory`` among them; ``limit``: documents of
-    each. Raises ``UsageError`` for a task that is not there."""
+    """lm-eval's figures for ``tasks``, which may be among the YAML files in ``directory``; ``limit``: documents of
+    each. Raises ``UsageError`` for a task that does not exist."""
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
@@ -231,7 +230,7 @@ def run_tasks(
 
 
 def results_of(found: Any) -> list[TaskResult]:
-    """What ``simple_evaluate`` returned, task by task; filters other than the first are told by their name."""
+    """The return value of ``simple_evaluate``, task by task; names show filters other than the first."""
     results = []
     for task, figures in found["results"].items():
         samples = sorted(found.get("samples", {}).get(task, []), key=lambda sample: sample["doc_id"])
@@ -242,7 +241,7 @@ def results_of(found: Any) -> list[TaskResult]:
             own = [each[metric] for each in samples if metric in each and each.get("filter", chosen) == chosen]
             numeric = all(isinstance(each, int | float) for each in own)
             documents = tuple(map(float, own)) if numeric else ()
-            # Only then is the figure the mean of its documents, and their differences its difference.
+            # Only then is the figure the mean of its documents, and the difference the mean of their differences.
             if documents and not math.isclose(sum(documents) / len(documents), value, rel_tol=1e-6, abs_tol=1e-9):
                 documents = ()
             error = figures.get(f"{metric}_stderr,{chosen}")

@@ -1,4 +1,4 @@
-"""How fast the engine serves: prefill and decode rates at fixed concurrency, and transformers beside it.
+"""How fast the engine serves: prefill and decode rates at fixed concurrency, compared with transformers.
 
 A closed batch: n requests of one prompt length start together and produce one output length.
 """
@@ -57,12 +57,12 @@ def prompts_of(engine_tokens: Sequence[int], count: int, length: int) -> list[li
 
 
 def text_tokens(source: ModelSource) -> list[int]:
-    """Tokens to make prompts of: ordinary English, so that the work per token is ordinary too."""
+    """Tokens for prompts: ordinary English, so that the work per token is ordinary too."""
     return list(source.tokenizer()(load_text("builtin", "calibrate").text, add_special_tokens=False)["input_ids"])
 
 
 def measure(engine: Engine, tokens: Sequence[int], concurrency: int, load: Load, repeats: int = 3) -> Speed:
-    """Run the batch ``repeats`` times. Every repeat has prompts of its own, so the prefix cache gives nothing."""
+    """Run the batch ``repeats`` times. Every repeat has prompts of its own, so that the prefix cache does not help."""
     runs = [_run(engine, tokens, concurrency, load, repeat, repeats) for repeat in range(repeats)]
     prefill, decode, output, ttft = (statistics.median(values) for values in zip(*runs))
     return Speed(concurrency, prefill, decode, output, ttft, repeats)
@@ -144,7 +144,7 @@ class TransformersPeer:
 def fastest_transformers(
     source: ModelSource, tokens: Sequence[int], load: Load, threads: int | None, note: Note
 ) -> tuple[Speed, str]:
-    """The better of float32 and bfloat16, whichever this machine prefers: (speed, dtype)."""
+    """The faster of float32 and bfloat16 on this machine: (speed, dtype)."""
     found: list[tuple[Speed, str]] = []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
@@ -178,7 +178,7 @@ def report(
     gates: dict[int, float],
     command: str,
 ) -> Report:
-    """Our rates by concurrency, the peer's one at a time, and the ratios of output rates."""
+    """Our rates by concurrency, the peer's one at a time, and the ratios of the output rates."""
     header = ["requests", "prefill tok/s", "decode tok/s", "output tok/s", "time to first token"]
     rows = [[f"{s.concurrency}", *_cells(s)] for s in speeds]
     data: dict[str, object] = {"load": asdict(load), "speeds": [asdict(s) for s in speeds]}

@@ -1,7 +1,7 @@
 """``TransformersScorer``: the log-probabilities of a model that has no native decoder, computed by transformers.
 
-Knows how to run a checkpoint of any architecture with dequantized weights, inputs rounded as it says, and keys and
-values rounded as its cache would be; does not know texts or metrics.
+It runs a checkpoint of any architecture with dequantized weights. Inputs are rounded as the checkpoint says, and keys
+and values as its cache would round them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class TransformersScorer:
-    """``source`` in memory, in float32. Raises ``CapacityError`` where it does not fit, and what ``Skeleton`` does."""
+    """``source`` in memory, in float32. Raises ``CapacityError`` where it does not fit, and the errors of ``Skeleton``.
+    """
 
     def __init__(self, source: ModelSource) -> None:
         needed, there = 4 * source.parameters(), available_memory()
@@ -78,7 +79,7 @@ class TransformersScorer:
         if module not in self._kv:
             return keys, values
         k_scale, v_scale = self._kv[module]
-        center = self._center[module]  # put back: an attention with a soft cap does see it
+        center = self._center[module]  # added again: an attention with a soft cap does see it
         return self._cached(keys - center, k_scale) + center, self._cached(values, v_scale)
 
     def _cached(self, states: Tensor, scale: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from qserve.evals.report import Section, visible
 class WorstToken:
     """One position of the text. Texts are as the tokenizer decodes them: line breaks, markup and all.
 
-    context      what both models had read last
+    context      what both models had just read
     expected     the token that follows in the text
     kl           KL(base || model) of the next-token distributions, in nats
     base_choice, base_probability    the base's first choice and its probability, 0 to 1
-    choice, probability              the model's
+    choice, probability              the same of the model
     """
 
     context: str
@@ -36,8 +36,8 @@ class WorstToken:
 def worst_tokens(
     found: Divergence, pieces: Sequence[Piece], tokenizer: Any, *, count: int = 20, context: int = 16
 ) -> tuple[WorstToken, ...]:
-    """The ``count`` tokens of ``pieces`` where ``found`` is largest, the largest first, of equals the first;
-    with at most ``context`` tokens before each."""
+    """The ``count`` tokens of ``pieces`` where ``found`` is largest, in falling order, the first of equals first, with
+    at most ``context`` tokens before each."""
     ends = torch.tensor([piece.scored for piece in pieces]).cumsum(0)
     order = found.kl.sort(descending=True, stable=True).indices[:count]
     texts = [pieces[number].tokens for number in torch.searchsorted(ends, order, right=True).tolist()]
