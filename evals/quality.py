@@ -1,8 +1,7 @@
-"""What is measured of a model beside its base, and its quality card: perplexity, KL divergence, top-1 agreement.
+"""The quality of a model beside its base, and its quality card: perplexity, KL divergence, top-1 agreement.
 
-Both models are measured through the serving engine, so the numbers belong to the kernels that serve; or, in families
-that it does not compute, both through transformers. Knows how to load scorers and to cut a text into pieces; does not
-know limits (``gate``) or reports.
+Both models are measured through the serving engine, so the numbers belong to the kernels that serve; or, for families
+that it does not compute, both through transformers. Limits are in ``gate``.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ _SCOPE = "next-token distributions on one English text; says nothing of other la
 
 @dataclass(frozen=True)
 class EvalJob:
-    """What to score: the first ``tokens`` tokens of ``text``, in windows of ``window`` tokens, one every ``stride``
-    (None: consecutive), or document by document, those longer than ``window`` in parts."""
+    """What to score: the first ``tokens`` tokens of ``text``. Either in windows of ``window`` tokens, one every
+    ``stride`` (None: consecutive), or document by document, those longer than ``window`` in parts."""
 
     text: Text
     tokens: int = 16384
@@ -57,7 +56,7 @@ class EvalJob:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The card, and what it sums up: what was ``found`` at each token of ``pieces``."""
+    """The card, and the values behind it: those ``found`` at each token of ``pieces``."""
 
     card: QualityCard
     found: Divergence
@@ -96,7 +95,7 @@ def eval_config(
 def scorers(
     base: ModelSource, model: ModelSource, window: int, *, kernels: str = "auto", threads: int | None = None
 ) -> tuple[Scorer, Scorer]:
-    """Both models, loaded: engines where both have a native decoder, else both by transformers.
+    """Both models, loaded: engines where both have a native decoder, else both through transformers.
 
     Raises ``UsageError`` where the window does not fit, or ``kernels`` are named for a family that uses none.
     """
@@ -106,7 +105,7 @@ def scorers(
 
 
 def scorer(source: ModelSource, config: EngineConfig, models: Sequence[ModelSource] = ()) -> Scorer:
-    """``source`` loaded: an engine where it and all ``models`` it is compared with have a native decoder."""
+    """``source`` loaded: as an engine if it and all ``models`` that it is compared with have a native decoder."""
     if all(map(has_native_decoder, (source, *models))):
         return Engine(source, config)
     if config.kernels != "auto":
@@ -128,7 +127,7 @@ def _context(model: ModelSource) -> float:
 
 
 def pieces_of(job: EvalJob, base: ModelSource) -> list[Piece]:
-    """What is scored. Raises ``DataError`` where the text is too short or has no documents."""
+    """The pieces to score. Raises ``DataError`` where the text is too short or has no documents."""
     tokenizer = base.tokenizer()
 
     def encode(text: str) -> list[int]:
@@ -152,14 +151,14 @@ def pieces_of(job: EvalJob, base: ModelSource) -> list[Piece]:
 
 
 def check(job: EvalJob, base: ModelSource) -> None:
-    """Refuse now what ``measure`` would refuse after the work of making the model to be measured."""
+    """Refuse now what ``measure`` would refuse only after the model to be measured has been made."""
     eval_config(job.window, (base,))
     pieces_of(job, base)
     base.sha256()
 
 
 def require_one_vocabulary(base: Scorer | Reference, model: Scorer) -> None:
-    """Raise ``DataError`` where the tokens of the two are not the same."""
+    """Raise ``DataError`` where the two do not have the same tokens."""
     theirs = model.tokenizer.get_vocab()
     same = (
         vocabulary_hash(theirs) == base.vocabulary
@@ -177,8 +176,8 @@ def measure(
     progress: Progress | None = None,
     unfinished: Path | None = None,
 ) -> Measurement:
-    """``model`` against ``base``. ``unfinished`` is a file for what an interrupted call had done, from which the same
-    call goes on. Raises ``DataError`` where the text is too short."""
+    """``model`` against ``base``. ``unfinished`` is a file for the results of an interrupted call; the same call goes
+    on from there. Raises ``DataError`` where the text is too short."""
     require_one_vocabulary(base, model)
     setting, pieces = job.setting(base.source), pieces_of(job, base.source)
     partial = None
@@ -189,7 +188,7 @@ def measure(
 
 
 def card_of(found: Divergence, setting: Setting, kernels: str, remark: str = "") -> QualityCard:
-    """``remark`` is added to what the card says of its scope."""
+    """The card of a measurement. ``remark`` is added to its statement of scope."""
     quantiles = found.kl.quantile(torch.tensor([0.5, 0.9], dtype=torch.float64))
     return QualityCard(
         base_name=setting.base_name,
@@ -212,7 +211,7 @@ def card_of(found: Divergence, setting: Setting, kernels: str, remark: str = "")
 
 
 def measurement_key(base: Setting, model: Scorer, pieces: Sequence[Piece]) -> str:
-    """What a measurement depends on, so that one is never continued with the results of another."""
+    """Everything a measurement depends on, so that it is never continued with the results of another."""
     stored = [item.name for item in fields(Divergence)]
     facts = [asdict(base), model.source.sha256(), kernel_path(model), _versions(), stored]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
@@ -222,7 +221,7 @@ def measurement_key(base: Setting, model: Scorer, pieces: Sequence[Piece]) -> st
 
 
 def kernel_path(model: Scorer) -> str:
-    """Which kernels compute the model, for the card."""
+    """The kernels that compute the model, for the card."""
     if not isinstance(model, Engine):
         return "transformers (dequantized; no native decoder)"
     isa = getattr(model.runner.decoder.executor, "isa", "torch") if isinstance(model.runner, DecoderRunner) else "torch"

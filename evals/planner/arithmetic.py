@@ -1,6 +1,6 @@
-"""The steps of a plan as lines for a person to check: every number with what it was made of.
+"""The steps of a plan as lines for a person to check: every number with its derivation.
 
-Computes nothing that the plan did not; GB are 10^9 bytes, GiB 2^30.
+It only shows numbers of the plan. GB are 10^9 bytes, GiB 2^30.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qserve.evals.planner.shape import BLOCK
 
 
 def lines(plan: Deployment) -> list[tuple[str, str]]:
-    """(what, arithmetic) of a plan that is possible."""
+    """(name, arithmetic) for each number of a plan that is possible."""
     return [*_model(plan), *_memory(plan), *_decode(plan), *_prefill(plan), *_fleet(plan)]
 
 

@@ -19,7 +19,7 @@ from qserve.evals.planner.shape import ModelShape
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars, of what, where that was said, and when."""
+    """Dollars, with the source and the date."""
 
     dollars: float
     source: str
@@ -42,7 +42,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class ApiPrice:
-    """Dollars per million prompt tokens and per million output tokens of somebody's service."""
+    """Dollars per million prompt tokens and per million output tokens of a service."""
 
     key: str
     input: float
@@ -51,7 +51,7 @@ class ApiPrice:
     date: date | None
 
     def per_request(self, prompt: float, output: float) -> float:
-        """Dollars of a request of that many tokens."""
+        """Dollars of a request with that many tokens."""
         return (self.input * prompt + self.output * output) / 1e6
 
     def blended(self, prompt: float, output: float) -> float:
@@ -76,7 +76,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 def gpu(key: str) -> Gpu:
-    """Raises ``UsageError`` with the known ones for any other."""
+    """The GPU ``key``. Raises ``UsageError`` that lists the known ones for any other."""
     known = gpus()
     if key.lower() not in known:
         raise UsageError(f"unknown GPU {key!r}: choose from {', '.join(known)}, or all")

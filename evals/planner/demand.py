@@ -1,7 +1,4 @@
-"""``Traffic``: what is asked of a server, and how it is written on a command line.
-
-Knows units of time and rates; does not know models.
-"""
+"""``Traffic``: the load on a server, and how it is written on a command line."""
 
 from __future__ import annotations
 

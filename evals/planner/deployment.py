@@ -1,8 +1,9 @@
-"""``Deployment``: which quantization, KV dtype, parallelism and number of replicas serve a traffic at the least cost.
+"""``Deployment``: the quantization, KV dtype, parallelism and number of replicas that serve a traffic at the least
+cost.
 
-It is tried and chosen here; the arithmetic is in the files beside it. The cheapest wins; of equals the least
-compressed, then the one of fewest GPUs: what quality is lost nobody knows before ``qserve quantize`` and
-``qserve eval`` said it.
+Plans are tried and chosen here; the arithmetic is in the files beside this one. The cheapest wins, among equals the
+least compressed, then the one with the fewest GPUs: the loss of quality is not known before ``qserve quantize`` and
+``qserve eval`` have measured it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MOST_GPUS = 64
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user fixed; None and 0 leave it to the plan."""
+    """What the user fixed; None and 0 leave the choice to the plan."""
 
     quantization: str | None = None
     kv_dtype: str | None = None
@@ -66,7 +67,7 @@ class Deployment:
 
     @property
     def load(self) -> Load:
-        """Of each replica, under its part of the traffic."""
+        """The load of each replica, under its part of the traffic."""
         return self.replica.under(self.replica.traffic.rate / self.replicas)
 
     @property
@@ -90,13 +91,13 @@ class Deployment:
 
     @property
     def compression(self) -> tuple[float, int]:
-        """Bits of a weight and bytes of a KV number, as negative as they are large."""
+        """Bits of a weight and bytes of a KV number, negated: less compression sorts first."""
         scheme = self.roofline.quantization.scheme
         return -16.0 if scheme is None else -float(scheme.bits), -KV_BYTES[self.roofline.kv_dtype]
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Smaller is better; what has no price comes after what has one, by its GPUs."""
+        """Smaller is better. Plans without a price come after those with one, ordered by their GPUs."""
         unknown = self.dollars_per_hour is None
         return unknown, self.dollars_per_hour or float(self.gpus), self.compression, self.roofline.layout.gpus
 
@@ -104,7 +105,7 @@ class Deployment:
 def consider(
     shape: ModelShape, gpu: Gpu, traffic: Traffic, slo: Slo, efficiency: Efficiency, wish: Wish
 ) -> list[Deployment]:
-    """Every plan that is tried on ``gpu``, best first, those that cannot be last."""
+    """Every plan that is tried on ``gpu``, best first; impossible ones come last."""
     price = wish.gpu_price if wish.gpu_price is not None else gpu.price.dollars if gpu.price else None
     plans = []
     for scheme in _quantizations(gpu, wish):
@@ -118,10 +119,10 @@ def consider(
 def choose(
     shape: ModelShape, gpus: Sequence[Gpu], traffic: Traffic, slo: Slo, efficiency: Efficiency, wish: Wish
 ) -> tuple[Deployment, list[Deployment]]:
-    """The best plan, and all that were tried.
+    """The best plan, and all plans that were tried.
 
-    Raises ``CapacityError`` with the nearest miss where none serves the traffic within the limits, ``UsageError``
-    where the request is longer than the model's context.
+    Raises ``CapacityError`` with the nearest miss where no plan serves the traffic within the limits, and
+    ``UsageError`` where the request is longer than the model's context.
     """
     if traffic.tokens > shape.context:
         raise UsageError(
@@ -136,7 +137,7 @@ def choose(
                 f"{shape.name} has {shape.num_heads} heads in {shape.num_layers} layers, which --tp {wish.tp or 1} "
                 f"and --pp {wish.pp or 1} cannot share"
             )
-        # Nearest is what came furthest: into memory, and then with the most memory or speed to spare.
+        # The nearest miss is the plan that came furthest: into memory, and then with the most memory or speed to spare.
         nearest = max(plans, key=lambda plan: (plan.replica.fits, plan.roofline.kv_room))
         raise CapacityError(f"no plan serves {shape.name} so; nearest is {describe(nearest)}: {nearest.refused}")
     return min(possible, key=lambda plan: plan.rank), plans
@@ -195,7 +196,7 @@ def _layouts(
     shape: ModelShape, gpu: Gpu, scheme: Quantization, kv_dtype: str, traffic: Traffic, efficiency: Efficiency,
     wish: Wish,
 ) -> list[Layout]:
-    """Powers of two of one machine; several machines, by stages, only where one cannot hold the model."""
+    """Powers of two of one machine's GPUs; several machines, as stages, only where one cannot hold the model."""
     degrees = [wish.tp] if wish.tp else [1, 2, 4, MACHINE]
     degrees = [tp for tp in degrees if shape.num_heads % tp == 0 and shape.hidden_size % tp == 0]
     if wish.pp:

@@ -1,6 +1,6 @@
 """A plan as the report that every evaluation writes: tables for a person, figures unrounded for a program.
 
-Made without torch, since a plan answers in a second.
+Needs no torch, because a plan should answer in a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN = 6  # bars
 
 @dataclass(frozen=True)
 class Document:
-    """The chosen ``plan``, all that were ``tried``, and the services it is compared with."""
+    """The chosen ``plan``, all plans that were ``tried``, and the services to compare with."""
 
     plan: Deployment
     tried: Sequence[Deployment]
@@ -65,7 +65,7 @@ class Document:
         return Section("Best of each GPU and quantization", header, tuple(map(_row, self._ranked())))
 
     def break_even(self) -> Section:
-        """From which volume the plan's GPUs cost less than a service."""
+        """The volume from which the plan's GPUs cost less than a service."""
         rows = []
         for service in self.services:
             when = "" if service.date is None else f", {service.date}"
@@ -81,12 +81,12 @@ class Document:
         return Section("Arithmetic", ("", "how"), tuple(arithmetic.lines(self.plan)))
 
     def answer(self) -> list[Section]:
-        """What is shown first: the plan, what else there is, and what it competes with."""
+        """The first tables: the plan, the alternatives, and the services it competes with."""
         priced = self.services and self.plan.dollars_per_hour is not None
         return [self.recommendation(), self.alternatives(), *([self.break_even()] if priced else [])]
 
     def assumptions(self) -> str:
-        """What the times stand on, in a line."""
+        """The assumptions behind the times, in a line."""
         e = self.plan.roofline.efficiency
         return (
             f"assumed, not measured: {e.mfu:.0%} of the peak operations (--mfu), {e.mbu:.0%} of the bandwidth (--mbu), "
@@ -95,7 +95,7 @@ class Document:
         )
 
     def report(self) -> Report:
-        """Figures that two plans compare by, and what the alternatives cost."""
+        """The figures that plans are compared by, and the costs of the alternatives."""
         load, hourly = self.plan.load, self.plan.dollars_per_hour
         metrics = [
             Metric("ttft", load.ttft, "s", "lower"), Metric("tpot", load.tpot, "s", "lower"),
@@ -132,14 +132,14 @@ class Document:
         }
 
     def _ranked(self) -> list[Deployment]:
-        """The best of every GPU and quantization, those that are refused last."""
+        """The best plan of every GPU and quantization; refused ones come last."""
         best: dict[tuple[str, str], Deployment] = {}
         for plan in self.tried:
             best.setdefault((plan.roofline.gpu.key, plan.roofline.quantization.name), plan)
         return sorted(best.values(), key=lambda plan: (bool(plan.refused), plan.rank))
 
     def _plots(self) -> tuple[Plot, ...]:
-        """Dollars per million tokens of the cheapest plans; nothing where no price is known."""
+        """Dollars per million tokens of the cheapest plans; empty where no price is known."""
         priced = [
             (plan, hourly)
             for plan in self._ranked()
@@ -160,7 +160,7 @@ class Document:
         return f"${price.dollars:.2f} a GPU, {price.source.split('/')[2]}, {price.date}"
 
     def _break_even(self, blended: float) -> tuple[float, str]:
-        """Tokens a month, infinite where the GPUs cannot make so many, and what that means."""
+        """Tokens a month, infinite where the GPUs cannot make so many, and a line that says what that means."""
         monthly = self.plan.dollars_per_month
         if monthly is None:
             return math.inf, "no price of the GPU is known"

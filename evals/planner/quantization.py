@@ -1,6 +1,6 @@
-"""``Quantization``: one way to store weights and one to store keys and values, and what they are computed in.
+"""``Quantization``: a way to store weights, a way to store keys and values, and the dtype of the computation.
 
-Knows names, bits and dtypes; does not know models or GPUs, nor what quality is lost: ``qserve eval`` measures that.
+The loss of quality is not planned: ``qserve eval`` measures it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""``Replica``: one copy of a model under steady traffic: what it runs at once, how fast, and how much it can take.
+"""``Replica``: one copy of a model under steady traffic: how much it runs at once, how fast, and how much it can take.
 
-Prompts are computed in chunks between the decodes (continuous batching), so both share the time. With ``B`` requests
-running and prompts taking the share ``rho`` of it, a decode of ``T(B)`` seconds is ``T(B) / (1 - rho)`` apart from the
-next, and Little's law says the rest: ``B = rate * output * TPOT``. Waiting for the prompts before one's own is that of
-a queue with random arrivals and equal work, ``rho * S / (2 (1 - rho))``. All are means; ``qserve simulate`` answers for
-percentiles.
+Prompts are computed in chunks between the decodes (continuous batching), so both share the time. Let ``B`` requests
+run, and let prompts take the share ``rho`` of the time. Then decodes of ``T(B)`` seconds come every
+``T(B) / (1 - rho)`` seconds, and Little's law gives the rest: ``B = rate * output * TPOT``. The waiting time for
+earlier prompts is that of a queue with random arrivals and equal work, ``rho * S / (2 (1 - rho))``. All are means;
+``qserve simulate`` gives percentiles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Replica:
-    """``chunk``: tokens of a prompt that are computed in one step."""
+    """``chunk``: prompt tokens that are computed in one step."""
 
     roofline: ReplicaRoofline
     traffic: Traffic
@@ -43,7 +43,7 @@ class Replica:
 
     @property
     def context(self) -> float:
-        """Tokens that a running request looks back at, on average over its output."""
+        """Tokens that a running request attends to, on average over its output."""
         return self.traffic.prompt + self.traffic.output / 2
 
     @property
@@ -57,7 +57,7 @@ class Replica:
 
     @property
     def prefill_latency(self) -> float:
-        """Seconds until a prompt has gone through: with stages, one chunk after the other through the pipeline."""
+        """Seconds until a prompt is through: with stages, its chunks follow each other through the pipeline."""
         stages = self.roofline.layout.pp
         return self.prefill * (self.chunks + stages - 1) / (self.chunks * stages)
 
@@ -73,22 +73,22 @@ class Replica:
 
     @cached_property
     def full(self) -> Load:
-        """At ``largest``: the most that it can take."""
+        """The load at ``largest``: the most that it can take."""
         return self.at(self.largest)
 
     def at(self, batch: int) -> Load:
-        """With ``batch`` requests running."""
+        """The load with ``batch`` requests running."""
         decode = self.roofline.decode(batch, self.context)
         work = self.prefill / self.roofline.layout.pp
         tpot = decode + batch * work / self.traffic.output
         prefilling = 1 - decode / tpot
         waiting = prefilling * work / (2 * (1 - prefilling))
-        # Each of its chunks shares its step with the decodes, and it arrives while a step is under way.
+        # Each chunk shares its step with the decodes, and the request arrives while a step is under way.
         ttft = waiting + self.prefill_latency + (self.chunks + 1) * decode
         return Load(batch, batch / (self.traffic.output * tpot), ttft, tpot, decode, prefilling, waiting)
 
     def under(self, rate: float) -> Load:
-        """At ``rate`` requests per second, which must be no more than it can take: the smallest batch that keeps up."""
+        """The load at ``rate`` requests per second, which must be possible: the smallest batch that keeps up."""
         return self.at(min(self.largest, 1 + _last(self.largest, lambda batch: self.at(batch).rate < rate)))
 
     def _within(self, load: Load) -> bool:

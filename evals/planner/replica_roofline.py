@@ -1,7 +1,7 @@
 """Times of prefill and decode by roofline: each matrix product takes as long as its bytes or its operations do.
 
-The model is that of Williams et al. (doi 10.1145/1498765.1498785) per linear, scaled by the share of the peaks that
-real kernels reach, which ``Efficiency`` names and nothing hides. All-reduces are counted by their bytes, not by their
+The model is that of Williams et al. (doi 10.1145/1498765.1498785) for each linear. It is scaled by the share of the
+peaks that real kernels reach, which ``Efficiency`` states openly. All-reduces are counted by their bytes, not by their
 latency.
 """
 
@@ -22,7 +22,7 @@ MACHINE = 8
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What is reached of what the data sheet says. The defaults are assumptions: measure, and give your own.
+    """The share of the data sheet's values that is reached. The defaults are assumptions: measure, and give your own.
 
     Attributes:
         mfu: of the operations per second, in products that are bound by them.
@@ -76,22 +76,23 @@ class ReplicaRoofline:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that are reached."""
+        """Bytes per second, as reached."""
         return self.gpu.bandwidth * self.efficiency.mbu
 
     def flops(self, dtype: str = "bf16") -> float:
-        """Operations per second that are reached."""
+        """Operations per second, as reached."""
         return self.gpu.flops[dtype] * self.efficiency.mfu
 
     @property
     def kv_share(self) -> float:
-        """What one of the ``tp`` GPUs holds of a layer's cache: a head is not split, and MLA's latent is all heads'."""
+        """The share of a layer's cache on each of the ``tp`` GPUs: a head is not split, and all heads use MLA's latent.
+        """
         heads = self.shape.kv_heads
         return -(-heads // self.layout.tp) / heads
 
     @property
     def weights_per_gpu(self) -> float:
-        """Bytes on the fullest GPU: the longest stage of layers, and the embedding, the output layer, or both."""
+        """Bytes on the fullest GPU: the longest stage of layers, with the embedding, the output layer, or both."""
         shape, layout = self.shape, self.layout
         stage = -(-shape.num_layers // layout.pp) / shape.num_layers
         head, embedding = shape.head_bytes, 2.0 * shape.embedding
@@ -100,7 +101,7 @@ class ReplicaRoofline:
 
     @property
     def kv_room(self) -> float:
-        """Bytes of one GPU that are left for keys and values; negative where the weights do not fit."""
+        """Bytes left on one GPU for keys and values; negative where the weights do not fit."""
         return self.gpu.memory * self.efficiency.memory - self.weights_per_gpu
 
     def kv_per_request(self, tokens: int) -> float:
@@ -109,11 +110,12 @@ class ReplicaRoofline:
         return self.shape.kv_bytes(tokens, KV_BYTES[self.kv_dtype]) * stage * self.kv_share
 
     def largest_batch(self, tokens: int) -> int:
-        """Requests of ``tokens`` that are held at once."""
+        """Requests of ``tokens`` that fit at once."""
         return max(0, int(self.kv_room // self.kv_per_request(tokens)))
 
     def linear(self, linear: Linear, rows: float) -> float:
-        """Seconds of one such product for ``rows`` tokens: weights and activations moved, or operations done."""
+        """Seconds of one such product for ``rows`` tokens: the larger of moving weights and activations, or computing.
+        """
         packed = linear.packed
         weights = linear.experts_read(rows) * linear.weight_bytes(self.quantization.scheme)
         used = rows * linear.active
@@ -130,7 +132,7 @@ class ReplicaRoofline:
         )
 
     def exchange(self, rows: float) -> float:
-        """Seconds in which ``rows`` hidden states go between GPUs: two ring all-reduces a layer, a hop a stage."""
+        """Seconds to send ``rows`` hidden states between GPUs: two ring all-reduces a layer, a hop a stage."""
         layout, size = self.layout, 2.0 * rows * self.shape.hidden_size
         link = self.gpu.link if layout.tp <= MACHINE else NETWORK
         ring = 2 * self.shape.num_layers * 2 * (layout.tp - 1) / layout.tp * size / link
@@ -138,7 +140,7 @@ class ReplicaRoofline:
         return (ring + (layout.pp - 1) * size / hop) / self.efficiency.link
 
     def decode_attention(self, batch: float, tokens: float) -> float:
-        """Seconds in which ``batch`` requests look back at ``tokens`` each: their cache read, or scores computed."""
+        """Seconds for ``batch`` requests to attend to ``tokens`` each: their cache is read, or scores are computed."""
         shape = self.shape
         cached = batch * shape.cached(tokens)
         read = cached * shape.kv_width * KV_BYTES[self.kv_dtype] * self.kv_share
@@ -160,7 +162,7 @@ class ReplicaRoofline:
         return sum(self.decode_parts(batch, tokens).values())
 
     def prefill_parts(self, prompt: int, chunk: int) -> dict[str, float]:
-        """Seconds of work for a prompt that is computed alone, in chunks, through all stages one after another."""
+        """Seconds of work for a prompt that is computed alone, in chunks, through all stages in turn."""
         shape = self.shape
         sizes = [(size, n) for size, n in ((chunk, prompt // chunk), (prompt % chunk, 1)) if size and n]
         last = sum(linear.count * self.linear(linear, 1) for linear in shape.linears if linear.kind == "head")

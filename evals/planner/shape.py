@@ -1,6 +1,6 @@
 """``ModelShape``: the arithmetic of a decoder: parameters, weight bytes, KV bytes and operations per token.
 
-Bytes are bytes; GB is 10^9 of them and GiB 2^30, in what is printed too.
+GB is 10^9 bytes and GiB 2^30 bytes, in printed text too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Linear:
-    """Matrices of one form: ``count`` layers have one, or ``experts`` of which a token uses ``active``."""
+    """Matrices of one form: ``count`` layers have one, or ``experts`` matrices of which a token uses ``active``."""
 
     kind: Kind
     out_features: int
@@ -43,7 +43,7 @@ class Linear:
         return scheme.storage_bits(self.out_features, self.in_features) / 8
 
     def experts_read(self, rows: float) -> float:
-        """How many of the experts ``rows`` tokens need between them, if they choose evenly and by themselves."""
+        """The number of experts that ``rows`` tokens need together, if they choose evenly and independently."""
         missed: float = (1 - self.active / self.experts) ** rows
         return self.experts * (1 - missed)
 
@@ -57,9 +57,9 @@ class ModelShape:
         kv_heads: heads that are cached; 1 for MLA, whose latent all heads share.
         kv_width: numbers that one token leaves in one layer.
         windows: tokens that each layer looks back, 0 for all of them.
-        score_width: numbers per head that a query is multiplied with for one cached token, ``value_width`` those that
-            are summed up for it; ``latent_*`` the same where an MLA cache is read as it is stored.
-        embedding: parameters of token and position embeddings; ``other`` those of norms and biases.
+        score_width: numbers per head that a query is multiplied with for one cached token; ``value_width``: those that
+            are summed for it; ``latent_*``: the same where an MLA cache is read as it is stored.
+        embedding: parameters of token and position embeddings; ``other``: those of norms and biases.
         tied: the output layer is the embedding.
     """
 
@@ -99,7 +99,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token is computed with: all but the experts that were not chosen."""
+        """The parameters that one token uses: all but the experts that were not chosen."""
         idle = sum(linear.count * (linear.experts - linear.active) * linear.size for linear in self.linears)
         return self.parameters - idle
 
@@ -133,7 +133,7 @@ class ModelShape:
         return sum(count * (min(tokens, window) if window else tokens) for window, count in self._windows)
 
     def looked_at(self, tokens: int) -> float:
-        """Pairs of a token and one that it looks at, while ``tokens`` of a prompt are computed, over the layers."""
+        """Pairs of a token and a token that it attends to, for a prompt of ``tokens``, summed over the layers."""
         total = 0.0
         for window, count in self._windows:
             full = min(tokens, window) if window else tokens

@@ -1,1 +1,1 @@
-"""A fleet of engines without its hardware: the real scheduler, and a cost model where the model would run."""
+"""A fleet of engines without its hardware: the real scheduler, with a cost model in place of the model."""

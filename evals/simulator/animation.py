@@ -1,7 +1,6 @@
-"""Static beside continuous batching as one HTML page that moves: time on one axis, slots on the other.
+"""Static beside continuous batching as an animated HTML page: time on one axis, slots on the other.
 
-What is drawn are two runs of the real scheduler over the same requests, not a sketch. The page needs no network and no
-library.
+It draws two runs of the real scheduler over the same requests, not a sketch. The page needs no network and no library.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class Bar:
 
 
 def page(arrivals: Sequence[Arrival], replica: ReplicaConfig, cost: CostModel, title: str) -> str:
-    """The page for the first 40 of ``arrivals``, all of which wait at the beginning, on 8 slots."""
+    """The page for the first 40 of ``arrivals``, which all wait at the beginning, on 8 slots."""
     waiting = [replace(arrival, time=0.0) for arrival in arrivals[:REQUESTS]]
     slots = min(SLOTS, replica.scheduler.max_num_seqs)
-    # The pool holds them all and the queue is long enough, so that places are all that they compete for.
+    # The pool holds them all and the queue is long enough, so that they compete for places alone.
     config = replace(
         replica,
         scheduler=replace(replica.scheduler, max_num_seqs=slots, max_waiting=REQUESTS, max_waiting_tokens=1 << 40),
@@ -58,7 +57,7 @@ def page(arrivals: Sequence[Arrival], replica: ReplicaConfig, cost: CostModel, t
 
 
 def bars(arrivals: Sequence[Arrival], config: ReplicaConfig, cost: CostModel) -> list[Bar]:
-    """The requests of one run with the slot that each had: the lowest that was free when it came to run."""
+    """The requests of one run, each in its slot: the lowest that was free when it began to run."""
     records = Fleet(FleetConfig(config), cost).run(arrivals).records
     found = []
     until = [0.0] * config.scheduler.max_num_seqs

@@ -1,7 +1,7 @@
 """``CostModel``: how long one step of a model takes, from what is in it.
 
-Two kinds: ``RooflineCost`` from data sheets (Williams et al., "Roofline", 2009), and ``FittedCost`` from steps that
-were measured.
+There are two: ``RooflineCost`` from data sheets (Williams et al., "Roofline", 2009), and ``FittedCost`` from measured
+steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qserve.runtime.step_plan import StepPlan
 
 
 class StepShape(NamedTuple):
-    """What a step costs depends on.
+    """The properties of a step that its cost depends on.
 
     tokens      input tokens, of prompts and of decodes
     rows        logit rows: sequences that sample
@@ -56,7 +56,7 @@ def shape_of(plan: StepPlan) -> StepShape:
 
 @dataclass(frozen=True)
 class RooflineCost:
-    """A step takes as long as its arithmetic or its memory traffic, whichever is more, and the overhead.
+    """A step takes the longer of its arithmetic and its memory traffic, plus the overhead.
 
     Attributes:
         flops: floating point operations per second.
@@ -65,7 +65,7 @@ class RooflineCost:
         weights: bytes that every step reads, whatever is in it.
         kv: bytes of keys and values per position; a decode reads those of all positions before it.
         attention: operations per attended position: 4 * layers * query heads * head_dim. 0 leaves them out.
-        overhead: seconds of a step that are neither: launches, scheduling, sampling.
+        overhead: seconds of a step beside these: launches, scheduling, sampling.
     """
 
     flops: float
@@ -114,8 +114,8 @@ class FittedCost:
     """What ``fit`` found. Seconds; none is negative.
 
     Attributes:
-        curve: (tokens, seconds) with tokens rising: the step by its input tokens, a straight line between two points
-            and on from the last.
+        curve: (tokens, seconds) with rising tokens: the time of a step by its input tokens, as straight lines between
+            the points, continued behind the last.
         per_row: for each logit row.
         per_prefill_kv: for each position that a prompt token attends to.
         per_decode_kv: for each position that a decode attends to.
@@ -173,9 +173,9 @@ class FittedCost:
 
 
 def hats(knots: list[int], tokens: int) -> list[tuple[int, float]]:
-    """A number of tokens as (index, weight) of the knots beside it: what a straight line between two is made of.
+    """A number of tokens as (index, weight) of the knots beside it, for linear interpolation.
 
-    Below the first knot it is the first; beyond the last the last two go on in a line.
+    Below the first knot all weight is on the first; beyond the last the last two are extrapolated.
     """
     if tokens <= knots[0]:
         return [(0, 1.0)]

@@ -1,8 +1,8 @@
-"""``LeapingScheduler``: the engine's scheduler, which can also take a run of decode steps at once.
+"""``LeapingScheduler``: the engine's scheduler, which can also take many decode steps at once.
 
-While everybody who runs decodes, nobody ends and nobody may join, each step is the last one a token further: what
-many of them leave behind can be written down without planning each. It knows what ``schedule`` and ``commit`` would
-do; that it leaves the same behind is held by a property test against them. Does not know time.
+While all running requests decode, none ends and none may join, each step is like the one before, a token further. The
+result of many such steps can be written down without planning each. A property test checks that it is what ``schedule``
+and ``commit`` would leave behind.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from qserve.runtime.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """Steps that are decodes of the same requests.
+    """Consecutive decode steps of the same requests.
 
     Attributes:
         sequences: how many requests decode.
-        positions: of KV that the first step attends to; each further step attends to ``sequences`` more.
-        steps: as many can be taken before somebody ends; in the last of them somebody does.
+        positions: KV positions that the first step attends to; each further step attends to ``sequences`` more.
+        steps: the number of steps until a request ends; one ends in the last of them.
         new_blocks: ``new_blocks[i % block_size]`` is the number of blocks that step i takes.
     """
 
@@ -31,10 +31,10 @@ class DecodeRun:
 
 
 class LeapingScheduler(Scheduler):
-    """For requests whose output has a length and nothing else that ends it, one choice each."""
+    """For requests with one choice each, whose output has a length and ends by nothing else."""
 
     def decode_run(self) -> DecodeRun | None:
-        """The steps that lie before it, None where the next one must be planned. No plan may be in flight."""
+        """The steps that can be taken now, or None where the next one must be planned. No plan may be in flight."""
         running, size = self._running, self.blocks.block_size
         full = len(running) == self.config.max_num_seqs and self._shares.num_tenants == 1
         if not running or (self._waiting and not full):
@@ -47,7 +47,7 @@ class LeapingScheduler(Scheduler):
             computed = request.num_computed
             offset = computed % size
             if not offset and self.blocks.is_writable(request.request_id, computed):
-                return None  # it got this block when it came back from a preemption, and takes none here
+                return None  # it got this block on its return from a preemption, and takes none here
             positions += computed + 1
             growth[-offset] += 1
             left = request.max_output_tokens - len(request.output_token_ids)
@@ -56,7 +56,7 @@ class LeapingScheduler(Scheduler):
         return DecodeRun(len(running), positions, steps, tuple(growth))
 
     def leap(self, steps: int, token: int) -> list[str]:
-        """Leave everything as ``steps`` steps of the run would, each sampling ``token``; returns who ended.
+        """Do what ``steps`` steps of the run would do, each sampling ``token``; returns the requests that ended.
 
         The blocks they take must be free, and no more than ``DecodeRun.steps`` are allowed.
         """
@@ -72,7 +72,7 @@ class LeapingScheduler(Scheduler):
             request.num_committed = stop
             if len(request.output_token_ids) >= request.max_output_tokens:
                 ended.append(request)
-        # At the end, as when they end in the last step: until then their blocks are nobody else's.
+        # They end after the loop, as in the last step: until then their blocks belong to nobody else.
         for request in ended:
             assert request.status is Status.RUNNING
             self._end(request, "length", None)

@@ -1,6 +1,6 @@
 """``fit``: the coefficients of a ``FittedCost`` from steps of the real engine on this machine.
 
-A small designed set of batches varies what a step costs apart from each other: tokens, logit rows, positions that
+A small designed set of batches varies the causes of a step's cost independently: tokens, logit rows, positions that
 prompts attend to, positions that decodes attend to. Least squares over relative errors, no coefficient negative.
 """
 
@@ -42,7 +42,7 @@ def designed(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int)
 def timed_steps(
     engine: Engine, text: Sequence[int], repeats: int = 2, progress: Callable[[int, int], None] | None = None
 ) -> list[Timed]:
-    """Run the designed batches on an engine that serves nobody else; their prompts are cut from ``text``."""
+    """Run the designed batches on an engine that serves nobody else, with prompts cut from ``text``."""
     limits = engine.scheduler.config
     batches = designed(limits.max_num_seqs, limits.max_num_batched_tokens, engine.max_model_len)
     blocks = engine.scheduler.blocks
@@ -55,7 +55,7 @@ def timed_steps(
         raise UsageError("the KV cache is too small to measure steps: raise --kv-cache-memory")
     _batch(engine, text, *batches[0], salt="warm")
     found: list[Timed] = []
-    # Whole rounds: what slows the machine for a while slows a part of every kind of step.
+    # Whole rounds: a slow phase of the machine then affects a part of every kind of step.
     for turn in range(repeats):
         for number, batch in enumerate(batches):
             found += _batch(engine, text, *batch, salt=f"{turn} {number}")
@@ -65,12 +65,12 @@ def timed_steps(
 
 
 def fit(steps: Sequence[Timed], model: str = "") -> FittedCost:
-    """The cost model of measured steps. Raises ``UsageError`` where there are too few of them."""
+    """The cost model of measured steps. Raises ``UsageError`` where there are too few."""
     sizes = sorted({shape.tokens for shape, _ in steps})
     if len(sizes) < 2 or len(steps) < 8:
         raise UsageError("too few different steps were measured to fit a cost model")
     knots = [knot for knot in KNOTS if sizes[0] < knot < sizes[-1]]
-    # A knot with no step near it would be held by nothing.
+    # A knot without a step near it would have nothing to hold it.
     knots = [sizes[0], *(k for k in knots if any(0.75 * k <= size <= 1.33 * k for size in sizes)), sizes[-1]]
     rows, times = np.zeros((len(steps), len(knots) + 3)), np.array([seconds for _, seconds in steps])
     for number, (shape, _) in enumerate(steps):
@@ -110,7 +110,7 @@ def _batch(engine: Engine, text: Sequence[int], count: int, prompt: int, output:
 
 
 def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Least squares with no coefficient below 0: one after the other at its best (coordinate descent; convex)."""
+    """Least squares with no coefficient below 0, by coordinate descent (the problem is convex)."""
     scale = np.sqrt((matrix**2).sum(axis=0))
     scale[scale == 0] = 1.0
     scaled = matrix / scale

@@ -1,7 +1,7 @@
 """``Fleet``: replicas, a router before them, and an autoscaler beside them, from the first arrival to the last end.
 
-Discrete events in order of time; where two fall together, the arrival comes first, then the autoscaler, then the
-replicas by number. Nothing is random here: the same arrivals give the same outcome.
+Discrete events in order of time. At the same time, the arrival comes first, then the autoscaler, then the replicas by
+number. Nothing is random here: the same arrivals give the same outcome.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from qserve.evals.simulator.traffic import Arrival
 
 @dataclass(frozen=True)
 class Autoscale:
-    """How many replicas there are, by the depth of their queues, looked at every ``interval`` seconds.
+    """The rule for the number of replicas: by the depth of their queues, checked every ``interval`` seconds.
 
     Attributes:
-        most: replicas at most; at least there are those that the fleet starts with.
-        queue: requests that wait per replica; beyond it one is started, one at a time.
+        most: replicas at most; the fleet's initial number is the least.
+        queue: waiting requests per replica above which another one is started, one at a time.
         start_delay: seconds until a started replica takes requests; it is paid for from its start.
-        idle: seconds with nothing waiting and room for all on one replica less, after which one takes no more requests
-            and ends with those it has.
-        interval: seconds between two looks.
+        idle: seconds during which nothing waits and one replica less would have room for all; then one takes no more
+            requests, and ends with those it has.
+        interval: seconds between two checks.
     """
 
     most: int
@@ -50,7 +50,7 @@ class Autoscale:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """``replicas`` that are there from the start, and how requests reach them."""
+    """The initial ``replicas``, and how requests reach them."""
 
     replica: ReplicaConfig
     replicas: int = 1
@@ -66,7 +66,7 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulation found. ``scaling``: (time, replicas that take requests) at the start and at each change."""
+    """The result of a simulation. ``scaling``: (time, replicas that take requests) at the start and at each change."""
 
     records: Records
     usages: tuple[Usage, ...]
@@ -75,15 +75,15 @@ class Outcome:
 
 
 class Fleet:
-    """One simulation. Its own state is who lives and what happens next."""
+    """One simulation. Its own state is which replicas live and what happens next."""
 
     def __init__(self, config: FleetConfig, cost: CostModel) -> None:
         self.config = config
         self.records = Records()
         self._cost = cost
         self._router = router(config.routing)
-        self._replicas: dict[int, Replica] = {}  # those that live
-        self._taking: list[Replica] = []  # those that get requests, by number
+        self._replicas: dict[int, Replica] = {}  # live replicas
+        self._taking: list[Replica] = []  # replicas that get requests, by number
         self._usages: list[Usage] = []
         self._events: list[tuple[float, int, int]] = []  # time, replica, version of its end; -1 is the autoscaler
         self._starting: list[tuple[float, Replica]] = []
@@ -92,7 +92,7 @@ class Fleet:
         self._now = 0.0
 
     def run(self, arrivals: Iterable[Arrival], progress: Callable[[int], None] | None = None) -> Outcome:
-        """Serve all ``arrivals``, which come in order of time; ``progress`` is told how many came, now and then."""
+        """Serve all ``arrivals``, which are in order of time; now and then ``progress`` is told how many came."""
         for _ in range(self.config.replicas):
             self._taking.append(self._new_replica())
         self._scaling.append((0.0, len(self._taking)))
@@ -112,19 +112,19 @@ class Fleet:
         return Outcome(self.records, tuple(self._usages), self._now, tuple(self._scaling))
 
     def _run_until(self, time: float) -> None:
-        """Everything that happens before ``time``; with no more arrivals, until nobody has anything to do."""
+        """Do everything that happens before ``time``; after the last arrival, until no replica has work."""
         events = self._events
         while events and events[0][0] < time:
             now, number, version = heapq.heappop(events)
             if number < 0:
                 if time == math.inf and not any(replica.load for replica in self._replicas.values()):
-                    continue  # nobody will come: it need not look again
+                    continue  # no request will come, so it need not look again
                 self._now = now
                 self._scale(now)
                 continue
             replica = self._replicas.get(number)
             if replica is None or replica.version != version:
-                continue  # it ended earlier than it then seemed
+                continue  # its end was moved forward since
             self._now = now
             if replica.end is not None:
                 replica.finish()
@@ -142,7 +142,7 @@ class Fleet:
             self._schedule(replica)
 
     def _schedule(self, replica: Replica) -> None:
-        """It has something to do at its end, or, where it is idle, as soon as all that come now are there."""
+        """Queue its next event: at its end or, where it is idle, now, after all arrivals of this moment."""
         time = self._now if replica.end is None else replica.end
         heapq.heappush(self._events, (time, replica.number, replica.version))
 
@@ -153,7 +153,7 @@ class Fleet:
         return replica
 
     def _scale(self, now: float) -> None:
-        """One look of the autoscaler."""
+        """One check of the autoscaler."""
         config = self.config.autoscale
         assert config is not None
         before = len(self._taking)
@@ -176,7 +176,7 @@ class Fleet:
         heapq.heappush(self._events, (now + config.interval, -1, 0))
 
     def _retire(self, replica: Replica, now: float) -> None:
-        """Give it no more requests; it ends with its last."""
+        """Give it no more requests; it ends with its last one."""
         self._taking.remove(replica)
         replica.draining = True
         if not replica.load:

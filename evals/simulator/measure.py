@@ -1,4 +1,4 @@
-"""``serve``: the same traffic on the real engine, by the clock; and ``compare``: how near the simulation came.
+"""``serve``: the same traffic on the real engine, in real time; ``compare``: how close the simulation came.
 
 Requests are submitted when they are due, whatever the engine is doing (open loop).
 """
@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One workload; ``errors`` are relative, simulated over measured less one."""
+    """One workload; ``errors`` are relative: simulated over measured, less one."""
 
     name: str
     requests: int
@@ -40,7 +40,8 @@ class Comparison:
 
 
 def workloads(seconds_per_token: float, seconds: float, seed: int) -> dict[str, list[Arrival]]:
-    """Three that the fit has not seen, of about ``seconds`` each, by how long an output token of a small batch takes.
+    """Three workloads that the fit has not seen, of about ``seconds`` each; an output token of a small batch takes
+    ``seconds_per_token``.
 
     steady    Poisson, fixed lengths, half of what the engine can do
     bursty    12 requests at a time, lognormal lengths
@@ -62,7 +63,7 @@ def workloads(seconds_per_token: float, seconds: float, seed: int) -> dict[str, 
 def serve(
     engine: Engine, arrivals: Sequence[Arrival], text: Sequence[int], clock: Clock = time.perf_counter
 ) -> tuple[Records, int]:
-    """Serve the traffic as it comes. Returns what became of it, and the KV blocks in use at most."""
+    """Serve the traffic as it comes. Returns the records, and the most KV blocks in use at a time."""
     records, peak = Records(), 0
     draw = random.Random(0)
     prompts = [_prompt(draw, text, arrival) for arrival in arrivals]
@@ -99,7 +100,7 @@ def serve(
 
 
 def compare(engine: Engine, cost: CostModel, name: str, arrivals: list[Arrival], text: Sequence[int]) -> Comparison:
-    """Serve a workload, simulate it, and set the figures side by side."""
+    """Serve a workload, simulate it, and compare the figures."""
     real, real_peak = serve(engine, arrivals, text)
     outcome = Fleet(FleetConfig(replica_of(engine)), cost).run(arrivals)
     return Comparison(
@@ -108,14 +109,14 @@ def compare(engine: Engine, cost: CostModel, name: str, arrivals: list[Arrival],
 
 
 def replica_of(engine: Engine) -> ReplicaConfig:
-    """The same limits and the same pool."""
+    """A replica with the same limits and the same pool."""
     return ReplicaConfig(
         engine.scheduler.config, engine.memory.num_blocks, BLOCK_SIZE, engine.config.enable_prefix_caching
     )
 
 
 def comparison_report(found: Sequence[Comparison], title: str, command: str) -> Report:
-    """Workloads below each other, the medians of the absolute errors at the end."""
+    """One row for each workload, and the medians of the absolute errors at the end."""
     header = ("workload", "figure", "measured", "simulated", "error")
     rows = [
         (each.name, key, f"{each.measured[key]:.4g}", f"{each.simulated[key]:.4g}", f"{error:+.1%}")
@@ -144,7 +145,7 @@ def _figures(records: Records, peak_blocks: int) -> dict[str, float]:
 
 
 def _prompt(draw: random.Random, text: Sequence[int], arrival: Arrival) -> list[int]:
-    """Ordinary text, different from place to place."""
+    """Ordinary text, different for each draw."""
     start = draw.randrange(len(text))
     shared = 97 * arrival.prefix % len(text)
     circle = [*text, *text]

@@ -1,4 +1,4 @@
-"""``PlanRecorder``: a runner that remembers the newest plan it ran, for those who time an engine's steps."""
+"""``PlanRecorder``: a runner that remembers the newest plan it ran, for timing an engine's steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlanRecorder:
 
 @contextmanager
 def recording(engine: Engine) -> Iterator[PlanRecorder]:
-    """While it is open, what the engine runs is remembered, one step after another."""
+    """In this context the engine's plans are recorded, and steps run one after another."""
     runner, overlaps = engine.runner, engine.overlaps
     recorder = PlanRecorder(runner)
     engine.runner, engine.overlaps = recorder, False

@@ -1,6 +1,6 @@
-"""``Records``: what became of every request, and ``Usage``: what became of every replica. Numbers only.
+"""``Records``: the times of every request, and ``Usage``: the use of every replica. Numbers only.
 
-Columns of numbers rather than objects: a million requests are 64 MB.
+Columns of numbers, not objects: a million requests are 64 MB.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qserve.evals.slo import Slo
 
 @dataclass
 class Records:
-    """One entry per finished request in each column, in the order they finished; times in seconds.
+    """One entry in each column for each finished request, in the order they finished; times in seconds.
 
     ``scheduled`` is the start of the first step that held it, ``first`` the end of the step of its first token.
     """
@@ -49,11 +49,11 @@ class Records:
         return max(self.end) - min(self.arrival) if self.index else 0.0
 
     def ttft(self) -> list[float]:
-        """Time to first token of each."""
+        """Time to first token of each request."""
         return [first - arrival for first, arrival in zip(self.first, self.arrival)]
 
     def tpot(self) -> list[float]:
-        """Time per output token after the first; of requests that have one."""
+        """Time per output token after the first, of requests that have such tokens."""
         return [
             (end - first) / (output - 1)
             for end, first, output in zip(self.end, self.first, self.output)
@@ -64,11 +64,11 @@ class Records:
         return [end - arrival for end, arrival in zip(self.end, self.arrival)]
 
     def queue(self) -> list[float]:
-        """Time until the first step that held it."""
+        """Time until the first step that held it, of each request."""
         return [scheduled - arrival for scheduled, arrival in zip(self.scheduled, self.arrival)]
 
     def good(self, slo: Slo) -> int:
-        """Requests that kept the objective; one output token has no TPOT to miss."""
+        """Requests that kept the objective; with one output token there is no TPOT to miss."""
         return sum(
             first - arrival <= slo.ttft and (output < 2 or (end - first) / (output - 1) <= slo.tpot)
             for arrival, first, end, output in zip(self.arrival, self.first, self.end, self.output)
@@ -77,7 +77,8 @@ class Records:
 
 @dataclass
 class Usage:
-    """Of one replica. ``sequences`` and ``blocks`` are integrals over its busy time, in sequence and block seconds."""
+    """The use of one replica. ``sequences`` and ``blocks`` are integrals over its busy time, in sequence and block
+    seconds."""
 
     born: float = 0.0
     died: float | None = None
@@ -103,7 +104,7 @@ class Usage:
 
 
 def percentiles(values: Sequence[float], wanted: Sequence[int] = (50, 90, 95, 99)) -> dict[str, float]:
-    """``mean`` and ``p50`` ... by nearest rank; empty for no values."""
+    """``mean`` and ``p50`` ... by nearest rank; empty where there are no values."""
     if not values:
         return {}
     ordered = sorted(values)

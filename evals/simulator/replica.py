@@ -1,7 +1,7 @@
 """``Replica``: one engine of the fleet: the real scheduler and block manager, and a cost model for its model.
 
-The step in progress is planned when it begins and committed when it ends, as in the engine; a run of pure decode steps
-is written down at once when it ends, or as far as it got when a request comes that may join it.
+A step is planned when it begins and committed when it ends, as in the engine. A run of pure decode steps is written
+down at once when it ends, or up to the current step when a request comes that may join it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from qserve.runtime.request import Request
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.step_plan import StepPlan
 
-LONGEST_LEAP = 64  # steps: what is computed beyond an interruption is computed in vain
-_TOKEN = 0  # what everybody samples: prompts differ, so histories do
+LONGEST_LEAP = 64  # steps: steps computed beyond an interruption are wasted
+_TOKEN = 0  # every request samples this: prompts differ, so histories differ
 
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """One engine. ``static`` admits a batch only when the last has ended, and pays for the rows of those that ended
-    before the longest: how batches were served before continuous batching, which the engine itself never does.
+    """One engine. ``static`` admits a batch only when the last one has ended, and pays for the rows of requests that
+    ended before the longest. Batches were served like this before continuous batching; the engine itself never does it.
 
-    ``leaps``: take runs of decode steps at once. The same comes out.
+    ``leaps``: take runs of decode steps at once. The results are the same.
     """
 
     scheduler: SchedulerConfig
@@ -42,7 +42,7 @@ class ReplicaConfig:
 
 @dataclass
 class _Leap:
-    """Decode steps in progress: where each of them ends, and the clock and the usage before them."""
+    """Decode steps in progress: the end of each, and the clock and the usage before them."""
 
     run: DecodeRun
     start: float
@@ -50,7 +50,7 @@ class _Leap:
 
 
 class Replica:
-    """``begin`` and ``finish`` by turns; ``add`` at any time between. Times never go back."""
+    """``begin`` and ``finish`` alternate; ``add`` at any time between. Times never go back."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class Replica:
         self.usage = Usage(born=now)
         self.load = 0  # requests that have not ended
         self.draining = False
-        self.end: float | None = None  # of what is in progress
-        self.version = 0  # counts the ends that were set, so that an old one is known
+        self.end: float | None = None  # of the step or steps in progress
+        self.version = 0  # counts changes of the end, to tell old ends
         self._cost = cost
         self._leaps = config.leaps and not config.static
         self._plan: StepPlan | None = None
-        self._tokens = 0  # of the plan
+        self._tokens = 0  # tokens of the plan
         self._leap: _Leap | None = None
         self._start = 0.0
         self._requests: dict[str, Request] = {}
@@ -87,7 +87,7 @@ class Replica:
         return self.scheduler.num_waiting + len(self._pending)
 
     def add(self, arrival: Arrival, index: int) -> bool:
-        """Queue a request; False where the scheduler refuses it. A leap that it may join is cut short before."""
+        """Queue a request; False where the scheduler refuses it. A leap that it may join is cut short first."""
         params = self._sizes.get(arrival.output)
         if params is None:
             params = SamplingParams(max_tokens=arrival.output, ignore_eos=True, temperature=0.0)
@@ -130,7 +130,7 @@ class Replica:
         return True
 
     def finish(self) -> None:
-        """Commit what ended at ``end``."""
+        """Commit the steps that ended at ``end``."""
         assert self.end is not None
         end = self.end
         if self._leap is not None:
@@ -164,7 +164,7 @@ class Replica:
         )
 
     def _begin_leap(self, run: DecodeRun, now: float) -> bool:
-        """Lay out the ends of the steps, as many as there are blocks for; False where it is not worth it."""
+        """Lay out the ends of the steps, as many as there are blocks for; False where it is not worthwhile."""
         seconds, ends, sequences, positions = self._cost.seconds, [], run.sequences, run.positions
         free, size = self.blocks.num_free, self.config.block_size
         clock = now
@@ -210,7 +210,7 @@ class Replica:
         )
 
     def _keep(self, request: Request) -> None:
-        """Queue for a later batch what the scheduler would take."""
+        """Queue for a later batch a request that the scheduler would take."""
         config, size = self.config.scheduler, self.config.block_size
         if request.num_prompt + request.max_output_tokens > config.max_model_len:
             raise RequestError("longer than the context")
@@ -221,12 +221,12 @@ class Replica:
         self._pending.append(request)
 
     def _admit_batch(self) -> None:
-        """Where the last batch has ended, start the next: as many as there are places and blocks for, to their ends."""
+        """If the last batch has ended, start the next, as large as places and blocks for all of its tokens allow."""
         if self.scheduler.has_work():
             return
         self._batch, free = 0, self.config.num_blocks
         while self._pending and self._batch < self.config.scheduler.max_num_seqs:
-            # One to spare for each: the scheduler keeps as many free when it admits.
+            # One block to spare for each: the scheduler keeps as many free when it admits.
             free -= self.blocks.blocks_for(self._pending[0].max_positions) + 1
             if free < 0 and self._batch:
                 break

@@ -1,4 +1,4 @@
-"""``Router``: which replica a request goes to. Knows loads and prefixes; does not know time or schedulers."""
+"""``Router``: which replica a request goes to, by loads and prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERLOAD = 1.25
 
 class Router(Protocol):
     def pick(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
-        """One of ``replicas``, which are those that take requests: at least one, in order of their numbers."""
+        """One of ``replicas``: those that take requests, at least one, in order of their numbers."""
         ...
 
 
@@ -33,18 +33,18 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The one with the fewest requests that have not ended; of several the first."""
+    """The replica with the fewest requests that have not ended; of several the first."""
 
     def pick(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
         return min(replicas, key=_load)
 
 
 class PrefixAffine:
-    """Requests of one prefix to one replica, where it lies in the cache.
+    """Requests of one prefix go to one replica, which has the prefix in its cache.
 
-    The replica is the prefix's highest random weight (Thaler and Ravishankar, 1998), so that a replica that comes or
-    goes moves only its own prefixes. Where that one has more than 1.25 times the average load the next in weight takes
-    the request (Mirrokni et al., "Consistent Hashing with Bounded Loads", 2018). Without a prefix the least loaded.
+    The replica is the prefix's highest random weight (Thaler and Ravishankar, 1998), so a replica that comes or goes
+    moves only its own prefixes. If that one has more than 1.25 times the average load, the next in weight takes the
+    request (Mirrokni et al., "Consistent Hashing with Bounded Loads", 2018). Without a prefix: the least loaded.
     """
 
     def pick(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
@@ -63,7 +63,7 @@ ROUTERS: dict[str, type[Router]] = {
 
 
 def router(name: str) -> Router:
-    """Raises ``UsageError``."""
+    """The router called ``name``. Raises ``UsageError`` for an unknown name."""
     if name not in ROUTERS:
         raise UsageError(f"unknown routing {name!r}: choose from {', '.join(ROUTERS)}")
     return ROUTERS[name]()

@@ -23,7 +23,7 @@ _SHARES = ("utilisation", "occupancy", "kv_peak", "kv_mean", "prefix_hit_rate", 
 
 @dataclass(frozen=True)
 class Price:
-    """Of one replica, per hour, in whatever money."""
+    """The price of one replica per hour, in any currency."""
 
     per_hour: float = 0.0
 
@@ -33,7 +33,7 @@ class Price:
 
 
 def figures(outcome: Outcome, config: FleetConfig, slo: Slo, price: Price) -> dict[str, float]:
-    """One number for each question; seconds, tokens and shares. Only those that the traffic gives an answer to."""
+    """One number for each question: seconds, tokens and shares. Only those that the traffic gives an answer to."""
     records, usages, seconds = outcome.records, outcome.usages, outcome.records.seconds
     alive = math.fsum((usage.died or 0.0) - usage.born for usage in usages)
     busy = math.fsum(usage.busy for usage in usages)
@@ -70,7 +70,7 @@ def figures(outcome: Outcome, config: FleetConfig, slo: Slo, price: Price) -> di
 
 
 def latencies(outcome: Outcome) -> dict[str, dict[str, float]]:
-    """ttft, tpot, e2e and queue, each as mean and percentiles in seconds; those that nobody has are left out."""
+    """ttft, tpot, e2e and queue, each as mean and percentiles in seconds; without those that no request has."""
     records = outcome.records
     found = {"ttft": records.ttft(), "tpot": records.tpot(), "e2e": records.e2e(), "queue": records.queue()}
     return {name: percentiles(values) for name, values in found.items() if values}
@@ -79,7 +79,7 @@ def latencies(outcome: Outcome) -> dict[str, dict[str, float]]:
 def simulation_report(
     outcome: Outcome, config: FleetConfig, slo: Slo, price: Price, command: str, more: Mapping[str, object]
 ) -> Report:
-    """``more``: what else belongs to the data, as the traffic and the cost model."""
+    """``more``: further data, such as the traffic and the cost model."""
     found, times = figures(outcome, config, slo, price), latencies(outcome)
     header = ("", *next(iter(times.values()), {}))
     rows = tuple((_NAMES[name], *(_seconds(value) for value in values.values())) for name, values in times.items())
@@ -106,7 +106,7 @@ def simulation_report(
 
 
 def _metrics(found: Mapping[str, float], times: Mapping[str, Mapping[str, float]]) -> tuple[Metric, ...]:
-    """Those that say whether a fleet is better, first; a simulation of the same seed has no noise."""
+    """The figures that say whether a fleet is better come first. A simulation has no noise for one seed."""
     latencies = [
         Metric(f"{name}_{key}", times[name][key], "s", "lower")
         for name in ("ttft", "tpot", "e2e")

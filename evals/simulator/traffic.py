@@ -1,4 +1,4 @@
-"""``Arrival``: who comes when, with how many tokens: drawn from distributions, or read from a recorded trace.
+"""``Arrival``: when a request comes, and with how many tokens: drawn from distributions, or from a recorded trace.
 
 The same seed gives the same traffic.
 """
@@ -34,9 +34,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens: always the median, or lognormal around it. ``sigma`` is of the logarithm, 0 is fixed.
+    """A number of tokens: always the median, or lognormal around it. ``sigma`` is that of the logarithm; 0 is fixed.
 
-    ``mix``: one of these instead, each as likely.
+    ``mix``: one of these instead, each with the same probability.
     """
 
     median: int
@@ -67,7 +67,7 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Of a mix; else the median, for a tail has no end."""
+        """The longest of a mix; else the median, because a tail has no end."""
         return max(self.mix, default=self.median)
 
     def draw(self, random: random.Random, most: int) -> int:
@@ -86,12 +86,12 @@ class Traffic:
     Attributes:
         rate: requests per second on average.
         requests: how many.
-        burst: as many arrive together; the bursts are what is Poisson.
+        burst: requests that arrive together; the bursts form the Poisson process.
         prompt, output: tokens.
         prefixes: how many prefixes the prompts share, chosen evenly; 0 shares nothing.
         prefix_tokens: the length of each; the prompt's own tokens come on top.
         max_model_len: the context; longer requests are shortened to it.
-        seed: of everything that is drawn.
+        seed: for everything that is drawn.
     """
 
     rate: float
