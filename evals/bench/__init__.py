@@ -1,1 +1,1 @@
-"""A load for any OpenAI-compatible server, and what the server made of it."""
+"""A load for any OpenAI-compatible server, and the server's performance under it."""

@@ -1,8 +1,8 @@
-"""Static against continuous batching on our engine, in steps, in seconds, and in what their caches would hold.
+"""Static against continuous batching on our engine: in steps, in seconds, and in cache use.
 
-Static batching is how batches were served before (Yu et al., "Orca", OSDI 2022): the next batch starts when all of the
-last has ended, and the rows of those that ended are computed on to the longest. The engine never does that; here it is
-made to, by requests that go on to the longest output of their batch.
+Static batching is how batches were served before (Yu et al., "Orca", OSDI 2022). The next batch starts when all of the
+last has ended, and rows that have ended are computed on until the longest ends. The engine never does that; here
+requests make it do so by going on to the longest output of their batch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ STATIC_BATCHES = 4
 
 @dataclass
 class Batching:
-    """What one way of batching took. Only tokens that somebody asked for count.
+    """The steps and time of one way of batching. Only tokens that were asked for count.
 
-    Positions of the cache are summed over the steps: ``written`` hold a token that is wanted, ``paged`` are in blocks
-    that are held, ``contiguous`` would be held by caches of one piece with room for the longest request of this load,
-    and ``whole_context`` by such with room for the context, where nobody knows the load.
+    Positions of the cache are summed over the steps. ``written`` hold a wanted token; ``paged`` are in held blocks.
+    ``contiguous`` would be held by unpaged caches with room for the longest request of this load, ``whole_context`` by
+    unpaged caches with room for the context, where the load is not known.
     """
 
     requests: int = 0
@@ -59,7 +59,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``lengths``: of the outputs, in the order in which they were asked for."""
+    """``lengths``: those of the outputs, in the order of the requests."""
 
     batch: int
     context: int
@@ -70,7 +70,7 @@ class Comparison:
 
     @property
     def bound(self) -> float:
-        """What a batch that is always full gains at most, in steps: the longest over the mean."""
+        """The most that an always full batch gains, in steps: the longest output over the mean."""
         return max(self.lengths) * len(self.lengths) / sum(self.lengths)
 
     @property
@@ -83,7 +83,7 @@ class Comparison:
 
 
 def lengths_of(output: Lengths, requests: int, batch: int, seed: int) -> tuple[int, ...]:
-    """Of a mix as many of each in every batch, in random order; else drawn."""
+    """For a mix, equally many of each length in every batch, in random order; otherwise drawn."""
     draw = random.Random(seed)
     if not output.mix:
         return tuple(output.draw(draw, MAX_TOKENS) for _ in range(requests))
@@ -98,8 +98,8 @@ def lengths_of(output: Lengths, requests: int, batch: int, seed: int) -> tuple[i
 def compare(
     engine: Engine, text: Sequence[int], prompt: int, lengths: Sequence[int], update: Update = lambda done, total: None
 ) -> Comparison:
-    """Serve the requests both ways. Of static batches, which are alike, some: half of them before the rest and half
-    after, so that a machine that gets slower favours neither way.
+    """Serve the requests both ways. Static batches are alike, so only some are served: half of them before the rest and
+    half after, so that a machine that gets slower favours neither way.
 
     ``text``: tokens to cut prompts from. The batch is as large as the engine allows.
     """
@@ -129,7 +129,7 @@ def compare(
 
 
 def _serve(engine: Engine, prompts: Sequence[list[int]], lengths: Sequence[int], floor: int) -> Batching:
-    """Until all have ended; nobody before ``floor`` tokens."""
+    """Serve until all have ended; no request ends before ``floor`` tokens."""
     found = Batching(len(lengths), sum(lengths))
     longest = len(prompts[0]) + max(lengths)
     wanted = [len(prompt) + length for prompt, length in zip(prompts, lengths)]
@@ -158,7 +158,7 @@ def _count(found: Batching, plan: StepPlan, wanted: Sequence[int], longest: int)
 
 
 def batching_report(found: Comparison, title: str, command: str) -> Report:
-    """Both ways side by side, and what either kind of cache wastes under continuous batching."""
+    """Both ways side by side, and what each kind of cache wastes under continuous batching."""
     static, continuous = found.static, found.continuous
     rows = [
         (
@@ -168,7 +168,7 @@ def batching_report(found: Comparison, title: str, command: str) -> Report:
         for way, it in (("static", static), ("continuous", continuous))
     ]  # fmt: skip
     rows.append(("gain", "", "", "", f"{found.gain_in_steps:.2f}x", "", f"{found.gain_in_time:.2f}x"))
-    # Of steps, not of time: those of a static batch attend to more positions, also of whom nobody asks any more.
+    # In steps, not time: steps of a static batch attend to more positions, including those of ended requests.
     rows.append(("bound, longest over mean", "", "", "", f"{found.bound:.2f}x", "", ""))
     caches = (
         ("in blocks", continuous.paged),

@@ -23,15 +23,15 @@ CONNECT_TIMEOUT = 20.0
 
 @dataclass
 class Answer:
-    """What came of a request. Times are ``time.perf_counter`` seconds.
+    """The result of a request. Times are ``time.perf_counter`` seconds.
 
     Attributes:
         end: done, refused (a status of 400 or more), error (an error event in the stream), truncated (the connection
-            ended first, or what came is no stream of completions), timeout, or unreachable (no connection).
-        reason: of an end that is not done, what the server said of it.
-        sent: when the request was.
-        times: when each event with text came.
-        last: when the last event with a choice came: it may hold no text, as that of half a character.
+            ended first, or the response is no stream of completions), timeout, or unreachable (no connection).
+        reason: for an end other than done, the server's message.
+        sent: the time of the request.
+        times: the times of the events with text.
+        last: the time of the last event with a choice. It may hold no text, for example half a character.
         tokens, prompt_tokens, cached_tokens: as the server counts them; None where it does not.
     """
 
@@ -69,7 +69,7 @@ class Client:
         self._idle: list[Connection] = []
 
     async def stream(self, body: Json, endpoint: Endpoint) -> Answer:
-        """Ask, and follow the answer to its end. Raises nothing but ``CancelledError``."""
+        """Send a request and follow the answer to its end. Raises nothing but ``CancelledError``."""
         path = "/chat/completions" if endpoint == "chat" else "/completions"
         content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
         answer = Answer(time.perf_counter())
@@ -88,8 +88,8 @@ class Client:
         return answer
 
     async def models(self) -> list[Json]:
-        """What the server lists. Raises ``QServeError`` in one line where it cannot be asked, ``NotListed`` where it
-        does not say."""
+        """The models that the server lists. Raises ``QServeError``, in one line, where it cannot be asked, and
+        ``NotListed`` where it does not say."""
         answer = Answer()
         body = await self._ask("GET", "/models", b"", lambda data, now: None, answer)
         if answer.end == "refused" and answer.status != 404:
@@ -111,7 +111,7 @@ class Client:
         self._idle.clear()
 
     async def _ask(self, method: str, path: str, content: bytes, event: Any, answer: Answer) -> bytes:
-        """Returns the body that is no stream. What went wrong stands in ``answer``."""
+        """Returns the body of a response that is no stream. Errors are noted in ``answer``."""
         length = f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n" if content else ""
         request = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{length}\r\n".encode("latin-1") + content
         try:
@@ -147,7 +147,7 @@ class Client:
                 except ConnectionError:
                     if connection.status:
                         raise
-                    # The server had closed it while it was idle: nothing of the request was read.
+                    # The server had closed the idle connection: nothing of the request was read.
         connection = await self._connect()
         await connection.exchange(request, event)
         return connection
@@ -203,7 +203,7 @@ def _reason(body: bytes) -> str:
 
 
 def _why(error: Exception) -> str:
-    """Without the addresses and numbers that asyncio puts around it."""
+    """The message without the addresses and numbers that asyncio puts around it."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({error.verify_message})"
     if isinstance(error, socket.gaierror):

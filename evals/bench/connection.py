@@ -1,7 +1,7 @@
 """``Connection``: one HTTP/1.1 connection, with the time at which each server-sent event came.
 
-It does in one callback what general clients do in many layers: at a thousand tokens a second a load generator must not
-be what is measured. Responses are read as RFC 9112 frames them; connections are direct, without a proxy.
+It does in one callback what general clients do in many layers, so that at a thousand tokens a second the load generator
+itself is not measured. Responses are read as RFC 9112 frames them; connections are direct, without a proxy.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Event = Callable[[bytes, float], None]
 """Takes the data of one event (https://html.spec.whatwg.org/multipage/server-sent-events.html) and when it came."""
 
 MAX_HEAD = 1 << 16
-MAX_BODY = 1 << 24  # of what is kept: a body that is no stream, or one line of a stream
+MAX_BODY = 1 << 24  # bytes that are kept: a body that is no stream, or one line of a stream
 
 
 class BadResponse(Exception):
-    """What came is no HTTP response, or none that can be read."""
+    """The answer is no HTTP response, or one that cannot be read."""
 
 
 class Connection(asyncio.Protocol):
@@ -32,7 +32,7 @@ class Connection(asyncio.Protocol):
         self.body = bytearray()  # of a response that is no stream of events
         self._buffer = bytearray()
         self._text = bytearray()  # decoded, not yet a whole line
-        self._left: int | None = None  # of the body or chunk; None where the end of the connection ends it
+        self._left: int | None = None  # bytes of the body or chunk; None where the end of the connection ends it
         self._state = "idle"
         self._event: Event | None = None
         self._done: asyncio.Future[None] | None = None
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
             self._fail(BadResponse(str(error)))
 
     def _advance(self, now: float) -> bool:
-        """Read one part of what came; False where it is not there as a whole."""
+        """Read one part of the received data; False where it is not there as a whole."""
         buffer = self._buffer
         match self._state:
             case "head":
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
                 del buffer[:2]
                 self._state = "size"
             case "chunk" | "length" | "rest":
-                part = bytes(buffer[: self._left])  # all of it, where the end is not known
+                part = bytes(buffer[: self._left])  # all of it, if the end is not known
                 if not part and self._left != 0:
                     return False
                 del buffer[: len(part)]

@@ -1,8 +1,7 @@
-"""``Driver``: sends a workload at its rhythm and keeps what came of every request.
+"""``Driver``: sends a workload at its rhythm and records the result of every request.
 
-Closed loop: so many users, each of whom asks again when he is answered. Open loop: users come when they come, whatever
-the server is doing, and what they wait is counted from when they were due, not from when a busy client got round to
-them.
+Closed loop: a number of users, each of whom asks again after each answer. Open loop: requests come at their times,
+whatever the server is doing. Their waiting counts from when they were due, not from when a busy client sent them.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ Update = Callable[[int, int], None]
 
 @dataclass
 class Run:
-    """What became of one load. Times in ``records`` are ``time.perf_counter`` seconds; ``scheduled`` is when a request
+    """The results of one load. Times in ``records`` are ``time.perf_counter`` seconds; ``scheduled`` is when a request
     was sent.
 
     Attributes:
         planned: requests that were to be sent.
         gaps: inter-token latencies of all requests.
-        failures: how many ended otherwise than done, by what is known of why.
-        reasons: of each of those, what was said first.
-        prompt_tokens, cached_tokens: of those that were answered, as the server counts them.
+        failures: the number of requests that were not done, by cause.
+        reasons: for each cause, the first message.
+        prompt_tokens, cached_tokens: those of answered requests, as the server counts them.
         chunks: events with text.
-        counted: the server counted the tokens; else each event counts as one.
+        counted: whether the server counted the tokens; otherwise each event counts as one.
         cpu: processor seconds of this client.
-        began, ended: of the whole.
+        began, ended: of the whole load.
         stopped: why it ended early, if it did.
     """
 
@@ -68,7 +67,7 @@ class Run:
         tokens = answer.tokens
         if tokens is None:
             tokens, self.counted = max(1, len(answer.times)), False
-        # An answer of halves of characters shows nothing until its end.
+        # An answer of half characters shows nothing until its end.
         times = answer.times or [answer.last]
         last = max(times[-1], answer.last)
         self.records.add(index, due, answer.sent, times[0], last, answer.prompt_tokens or 0, tokens)
@@ -83,7 +82,7 @@ class Run:
 
 
 class Driver:
-    """One server under load. ``fields``: of every request, beside its prompt and length."""
+    """One server under load. ``fields``: for every request, beside its prompt and length."""
 
     def __init__(self, client: Client, endpoint: Endpoint, fields: dict[str, Any], words: Words, think: float) -> None:
         self._client = client
@@ -92,10 +91,10 @@ class Driver:
         self._words = words
         self._think = think
         self._numbers = count()
-        self._gone: str | None = None  # the server is, and why that is believed
+        self._gone: str | None = None  # why the server is believed to be gone
 
     async def calibrate(self) -> None:
-        """Learn how the server counts words, by two short requests. Raises ``QServeError`` with what it refuses."""
+        """Learn how the server counts words, from two short requests. Raises ``QServeError`` with its refusal."""
         sizes = []
         for words in (4, 36):
             prompt = self._words.text(f"probe {words}", words)
@@ -104,12 +103,12 @@ class Driver:
                 status = f" {answer.status}" if answer.status else ""
                 raise QServeError(f"{self._client.url} answered a request with {answer.end}{status}: {answer.reason}")
             if answer.prompt_tokens is None:
-                return  # one token a word, then
+                return  # then a word is one token
             sizes.append((words, answer.prompt_tokens))
         self._words.calibrate(*sizes)
 
     async def closed(self, sessions: Iterator[Session], users: int, requests: int, update: Update) -> Run:
-        """``requests`` by ``users`` at once."""
+        """Send ``requests`` requests by ``users`` users at once."""
         run, started = Run(requests), 0
 
         async def use() -> None:
@@ -130,7 +129,7 @@ class Driver:
         return run
 
     async def opened(self, sessions: Sequence[Session], update: Update) -> Run:
-        """Each when it is due; later turns when the one before was answered."""
+        """Send each when it is due, and later turns after the answer to the one before."""
         run = Run(sum(len(session.turns) for session in sessions))
         start = time.perf_counter() + 0.01
 
@@ -150,7 +149,7 @@ class Driver:
         return run
 
     async def _measure(self, run: Run, work: Sequence[Awaitable[None]]) -> None:
-        """Do it; an interruption ends it, and what is done counts."""
+        """Do the work. An interruption ends it, and finished requests count."""
         run.began, cpu = time.perf_counter(), time.thread_time()
         tasks = [asyncio.ensure_future(each) for each in work]
         try:
@@ -167,7 +166,7 @@ class Driver:
     async def _turn(
         self, run: Run, session: Session, number: int, turn: int, asked: list[tuple[str, str]], due: float | None
     ) -> bool:
-        """Ask, note what came, and remember it for the turns that follow; False where there is nothing to follow."""
+        """Ask, record the result, and keep it for the following turns. False where no turn can follow."""
         if turn:
             if self._think:
                 await asyncio.sleep(self._think)
@@ -178,7 +177,7 @@ class Driver:
         asked.append(("user", text))
         answer = await self._client.stream(self._body(asked, session.turns[turn].output), self._endpoint)
         run.add(number, answer.sent if due is None else due, answer)
-        asked.append(("assistant", answer.text.replace("\0", "")))  # a model may write it, but servers refuse it
+        asked.append(("assistant", answer.text.replace("\0", "")))  # a model may write NUL, but servers refuse it
         if answer.end == "unreachable":
             self._gone = f"the server is gone: {answer.reason}"
         return answer.end == "done"

@@ -1,4 +1,4 @@
-"""``Job``: a sweep of loads on one server, from the first question to the last token. Shows nothing."""
+"""``Job``: a sweep of loads on one server, from the first question to the last token. Prints nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qserve.evals.simulator.traffic import MAX_TOKENS, Lengths, Traffic, read_tr
 from qserve.evals.slo import UNLIMITED, Slo
 
 _LEAST_REQUESTS = 16
-_WAVES = 8  # requests of each user
+_WAVES = 8  # requests for each user
 _SECONDS = 30  # of an open loop
 
 
@@ -35,7 +35,7 @@ class Job:
         prompt, output: tokens; the prefix comes on top.
         burst, prefixes, prefix_tokens, seed: as in ``Traffic``.
         turns: of each session; think: seconds before each but the first.
-        dataset: conversations to ask in place of words; trace: requests to repeat at their times.
+        dataset: conversations to ask instead of words; trace: requests to repeat at their times.
         endpoint, slo: what is asked, and what counts as good.
     """
 
@@ -65,12 +65,12 @@ class Job:
             raise UsageError("--turns must be at least 1, --think at least 0 seconds")
         if self.dataset is not None and (self.trace is not None or self.prefixes):
             raise UsageError("--dataset brings prompts and lengths: neither --trace nor --prefixes go with it")
-        _traffic(self, 1, 1.0, MAX_TOKENS, self.seed)  # which refuses what it cannot be
+        _traffic(self, 1, 1.0, MAX_TOKENS, self.seed)  # this refuses invalid values
         if self.trace is not None and self.turns > 1:
             raise UsageError("a trace has requests of one turn: leave out --turns")
 
     def to_json(self) -> dict[str, object]:
-        """For a report; files by their names."""
+        """The job for a report; files by their names."""
         content = {key: value for key, value in asdict(self).items() if key not in ("slo", "dataset", "trace")}
         files = {"dataset": self.dataset, "trace": self.trace}
         return {**content, **{key: None if path is None else path.name for key, path in files.items()}}
@@ -84,7 +84,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    """``model``: as the server calls it; ``levels``: as far as they were run."""
+    """``model``: the server's name for it; ``levels``: those that were run."""
 
     model: str
     levels: tuple[Level, ...]
@@ -92,7 +92,7 @@ class Found:
 
 
 def run(job: Job, client: Client, model: str | None, fields: dict[str, Any], update: Update) -> Found:
-    """Run every level, warm. An interruption, or a server that is gone, ends it with what there is.
+    """Run every level, warm. After an interruption, or if the server is gone, it returns what it has.
 
     ``model`` None takes the first that the server lists. Raises ``QServeError`` where nothing can be measured.
     """
@@ -150,7 +150,7 @@ async def _run(job: Job, client: Client, model: str | None, fields: dict[str, An
 
 
 async def _model(client: Client, wanted: str | None) -> tuple[str, int]:
-    """The name to ask for, and the context of it as far as the server tells."""
+    """The name to ask for, and the model's context as far as the server tells it."""
     try:
         listed = await client.models()
     except NotListed:
@@ -174,7 +174,7 @@ def _trace(job: Job) -> list[Session]:
 
 
 def _sessions(job: Job, requests: int, rate: float, context: int, seed: int) -> Iterator[Session]:
-    """As many as there may be requests, with times of a Poisson process."""
+    """``requests`` sessions, enough for as many requests, at times of a Poisson process."""
     arrivals = _traffic(job, requests, rate, _room(context), seed)
     if job.dataset is None:
         return iter(sessions_of(arrivals, job.turns, job.prompt, job.output, seed))
@@ -183,7 +183,7 @@ def _sessions(job: Job, requests: int, rate: float, context: int, seed: int) -> 
 
 
 def _room(context: int) -> int:
-    """A text has about the tokens that it shall have: a request that does not quite reach the context fits."""
+    """The context less a margin: a text has only about as many tokens as asked, so requests must stay below it."""
     return context if context == MAX_TOKENS else context - max(16, context // 20)
 
 
@@ -192,7 +192,7 @@ def _traffic(job: Job, requests: int, rate: float, room: int, seed: int) -> Traf
 
 
 def _allow_connections() -> None:
-    """One for each request in flight, whose number an open loop does not bound."""
+    """Allow as many open files as possible: each request in flight needs one, and an open loop does not bound them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(soft, 1 << 16) if hard == resource.RLIM_INFINITY else hard
     with contextlib.suppress(ValueError, OSError):

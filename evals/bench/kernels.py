@@ -1,6 +1,6 @@
-"""``qserve bench kernels``: how fast linear products run, beside what the machine does at most in the same run.
+"""``qserve bench kernels``: how fast linear products run, beside the machine's peaks in the same run.
 
-Weights are read from memory as a model's are: as many copies take turns as fill 200 MB.
+Weights are read from memory, as a model's are: enough copies to fill 200 MB take turns.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from qserve.kernels.prepack import tile_bytes
 
 ROWS = (1, 8, 32, 256)
 SHAPES = ((4096, 4096),)
-ROTATED = 200 << 20  # bytes: no cache holds them
+ROTATED = 200 << 20  # bytes: more than caches hold
 Update = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to hold a weight and to round its input; unless said, that of integers is int8 in groups of 64 or 32."""
+    """A way to hold a weight and to round its input. Unless stated, integer products round it to int8 by 64 or 32."""
 
     name: str
     scheme: WeightScheme | None  # None for float16
@@ -37,7 +37,7 @@ class Kernel:
 
     @property
     def of_integers(self) -> bool:
-        """Whether bytes are multiplied, which have another peak than floats."""
+        """Whether bytes are multiplied, whose peak differs from that of floats."""
         return self.scheme is not None and self.scheme.grid.exact
 
     def bytes(self, out: int, inp: int) -> int:
@@ -66,7 +66,8 @@ KERNELS = (
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians. ``products`` multiply-adds and ``bytes`` of weights per second; ``intensity`` is their quotient."""
+    """Medians. ``products``: multiply-adds per second, ``bytes`` of weights per second; ``intensity``: their quotient.
+    """
 
     kernel: str
     shape: tuple[int, int]

@@ -9,16 +9,16 @@ from qserve.evals.bench.drive import Run
 from qserve.evals.simulator.records import percentiles
 from qserve.evals.slo import UNLIMITED, Slo
 
-# The client counts as the limit where its one thread is as busy, or is as late with what is due, in seconds.
+# The client counts as the limit if its one thread is busy for this share, or late with what is due by these seconds.
 BUSY = 0.8
 LATE = 0.010
-# The objective is kept where as large a share of the requests keeps it, failed ones counted as broken.
+# The objective is kept if at least this share of the requests keep it; failed ones count as broken.
 KEPT = 0.95
 
 
 @dataclass(frozen=True)
 class Level:
-    """``value``: users at once, or requests per second; ``run``: what became of them."""
+    """``value``: users at once, or requests per second; ``run``: the result."""
 
     value: float
     run: Run
@@ -35,7 +35,7 @@ class Level:
 
     @property
     def good_share(self) -> float:
-        """Of all requests that ended, those that kept the objective."""
+        """The share of all ended requests that kept the objective."""
         total = len(self.run.records) + self.run.failed
         return self.run.records.good(self.slo) / total if total else 0.0
 
@@ -45,7 +45,8 @@ class Level:
 
     @property
     def late(self) -> float:
-        """The 99th percentile of how late the client sent what was due, in seconds; nothing is due in closed loop."""
+        """The 99th percentile, in seconds, of how late the client sent due requests; in a closed loop nothing is due.
+        """
         return percentiles(self.run.records.queue()).get("p99", 0.0)
 
     @property
@@ -59,13 +60,13 @@ class Level:
         return self.busy > BUSY or self.late > LATE
 
     def latencies(self) -> dict[str, dict[str, float]]:
-        """ttft, tpot, itl and e2e, each as mean and percentiles in seconds; those that nobody has are left out."""
+        """ttft, tpot, itl and e2e, each as mean and percentiles in seconds; without those that no request has."""
         records = self.run.records
         found = {"ttft": records.ttft(), "tpot": records.tpot(), "itl": self.run.gaps, "e2e": records.e2e()}
         return {name: percentiles(values) for name, values in found.items() if values}
 
     def figures(self) -> dict[str, float]:
-        """One number for each question; requests, tokens and seconds."""
+        """One number for each question: requests, tokens and seconds."""
         run, seconds = self.run, self.seconds
         done = len(run.records)
         found = {
@@ -104,7 +105,7 @@ class Level:
 
 
 def ceiling(levels: Sequence[Level]) -> Level | None:
-    """The heaviest load before the first that breaks the objective; None where the lightest does."""
+    """The heaviest load before the first one that breaks the objective; None where the lightest breaks it."""
     best = None
     for level in sorted(levels, key=lambda each: each.value):
         if not level.kept:

@@ -1,5 +1,5 @@
-"""The roofline of a machine (Williams, Waterman and Patterson, 2009): what is possible where so much is computed for
-each byte that is read, and the plot of what was measured below it.
+"""The roofline of a machine (Williams, Waterman and Patterson, 2009): the possible rate for each number of operations
+per byte read, and a plot of measured rates below it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from qserve.evals.report import Plot, Series
 
 @dataclass(frozen=True)
 class Roof:
-    """What a machine does at most: ``operations`` per second, None where nothing limits them, and ``bytes`` per
+    """The peak rates of a machine: ``operations`` per second, None where nothing limits them, and ``bytes`` per
     second."""
 
     operations: float | None
     bytes: float
 
     def at(self, intensity: float) -> float:
-        """Operations per second at most where ``intensity`` of them belong to a byte."""
+        """The most operations per second at ``intensity`` operations for each byte."""
         return min(self.operations or float("inf"), intensity * self.bytes)
 
     def plot(
         self, found: Mapping[str, Sequence[tuple[float, float]]], caption: str, x: str, y: str, unit: float
     ) -> Plot:
-        """``found``: per series (intensity, operations per second). The axis ``y`` counts ``unit`` operations a second.
-        """
+        """``found``: for each series (intensity, operations per second). The axis ``y`` counts ``unit`` operations a
+        second."""
         intensities = [intensity for points in found.values() for intensity, _ in points]
         points = [min(intensities) / 2]
         while points[-1] < max(intensities) * 2:

@@ -1,4 +1,4 @@
-"""``ServerProcess``: a server in a process of its own, which can be asked how it is, signalled and killed."""
+"""``ServerProcess``: a server in its own process, which can be asked for its state, signalled and killed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class State:
-    """What a server says of itself. ``rss``: bytes; ``cpu``: processor seconds so far; ``lost``: why its blocks and
-    requests are not in order, if they are not."""
+    """A server's report on itself. ``rss``: bytes; ``cpu``: processor seconds so far; ``lost``: what is wrong with its
+    blocks and requests, if something is."""
 
     running: int
     waiting: int
@@ -80,7 +80,7 @@ class ServerProcess:
         return self._process.exitcode is not None
 
     def children(self) -> list[psutil.Process]:
-        """Processes that it started and that live."""
+        """The live processes that it started."""
         return list(psutil.Process(self._process.pid).children(recursive=True))
 
     def until_idle(self, timeout: float) -> float:
@@ -99,7 +99,7 @@ class ServerProcess:
 
 
 def _serve(model: str, engine: EngineConfig, server: ServerConfig, port: int, control: Connection) -> None:
-    logs.configure("json", "error")  # thousands of refusals are meant
+    logs.configure("json", "error")  # thousands of refusals are intended
     sock = claim_socket("127.0.0.1", port)
     try:
         made = Engine(model, engine)
@@ -124,7 +124,7 @@ def _report(engine: Engine, control: Connection, port: int) -> None:
                 "cpu": times.user + times.system,
                 "lost": None,
             }
-            if not engine.has_work():  # only then does nobody else look at it
+            if not engine.has_work():  # only then is no other thread using it
                 try:
                     engine.check()
                 except AssertionError as error:

@@ -1,4 +1,4 @@
-"""``bench_report``: what a load found, for people and for programs."""
+"""``bench_report``: the results of a load, for people and for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OVERVIEW = (
 def bench_report(
     levels: Sequence[Level], unit: str, title: str, command: str, more: Mapping[str, object], slo: Slo = UNLIMITED
 ) -> Report:
-    """``unit``: of the levels, as ``concurrent requests``; ``more``: what else belongs to the data, as the workload."""
+    """``unit``: of the levels, such as ``concurrent requests``; ``more``: further data, such as the workload."""
     limited = slo != UNLIMITED
     overview = Section(
         f"Load and what came of it{f', for {slo}' if limited else ''}",
@@ -86,7 +86,7 @@ def _latency(level: Level, unit: str, named: bool) -> Section | None:
 
 
 def _troubles(levels: Sequence[Level], unit: str) -> list[Section]:
-    """What did not go as planned; nothing where all did."""
+    """What did not go as planned; empty where all did."""
     rows = []
     for level in levels:
         run, where = level.run, f"{level.value:g}"
@@ -151,7 +151,7 @@ def _metrics(levels: Sequence[Level], top: Level | None) -> tuple[Metric, ...]:
 
 
 def _mean(name: str, values: Sequence[float]) -> Metric:
-    """With the normal 95 % interval of a mean, where there is more than one value."""
+    """The metric, with the normal 95 % interval of a mean where there is more than one value."""
     mean, count = math.fsum(values) / len(values), len(values)
     if count < 2:
         return Metric(name, mean, "ms", "lower")
@@ -160,7 +160,7 @@ def _mean(name: str, values: Sequence[float]) -> Metric:
 
 
 def _sweep(levels: Sequence[Level], unit: str, slo: Slo) -> list[Plot]:
-    """Times at the left, what was served at the right, and where the objective breaks."""
+    """Times at the left, rates at the right, and where the objective breaks."""
     shown = [level for level in levels if len(level.run.records)]
     x = tuple(level.value for level in shown)
     top = ceiling(levels)
@@ -204,7 +204,7 @@ def _curves(levels: Sequence[Level]) -> list[Plot]:
         for level in levels:
             values = sorted(getattr(level.run.records, name)())
             if len(values) > 1:
-                # As many points as a curve needs.
+                # Only as many points as a curve needs.
                 ranks = sorted({round(step / 200 * (len(values) - 1)) for step in range(201)})
                 shares = tuple((rank + 1) / len(values) * 100 for rank in ranks)
                 series.append(Series(f"at {level.value:g}", tuple(values[rank] * 1e3 for rank in ranks), shares))

@@ -1,6 +1,6 @@
-"""``Session``: what one user will ask, in one turn or several, and how its texts are made.
+"""``Session``: the questions of one user, in one turn or several, and how their texts are made.
 
-Knows lengths, datasets and words; does not know servers, except how many tokens one takes a text for (``Words``).
+Nothing here knows servers, except how many tokens a server takes a text for (``Words``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from qserve.checkpoint.errors import DataError
 from qserve.evals.simulator.traffic import MAX_TOKENS, Arrival, Lengths
 
-# Each word is one token, with the space before it, to the tokenizer of practically every model.
+# To the tokenizer of practically every model, each word with the space before it is one token.
 _WORDS = (
     "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all "
     "were when we there can an your which their said if do will each about how up out them then she many some so "
@@ -32,7 +32,7 @@ COMMON = _WORDS.split()
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt and the length of its answer, in tokens; ``text`` where the prompt is known word by word."""
+    """A prompt and the length of its answer, in tokens; ``text`` if the prompt is known word by word."""
 
     prompt: int
     output: int
@@ -41,7 +41,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns of one user. ``time``: seconds after the start, of the first; the others follow the answers.
+    """Turns of one user. ``time``: seconds from the start to the first turn; the others follow the answers.
 
     Sessions of one ``prefix`` begin with the same ``prefix_tokens`` tokens, which the first turn's prompt includes.
     """
@@ -70,10 +70,10 @@ def sessions_of(arrivals: Iterable[Arrival], turns: int, prompt: Lengths, output
 
 
 class Words:
-    """Texts of a wanted number of tokens, for a server whose tokenizer is not known.
+    """Texts with a wanted number of tokens, for a server whose tokenizer is not known.
 
-    ``fixed`` tokens stand around any prompt (as those of a chat template), and a word of ``COMMON`` has
-    ``per_word``. ``salt`` keeps apart the texts of runs, which a prefix cache must not find again.
+    ``fixed`` tokens stand around any prompt (as those of a chat template), and a word of ``COMMON`` has ``per_word``
+    tokens. ``salt`` makes the texts of each run different, so that a prefix cache does not find earlier ones.
     """
 
     def __init__(self, salt: str, fixed: float = 0.0, per_word: float = 1.0) -> None:
@@ -82,15 +82,15 @@ class Words:
         self.per_word = per_word
 
     def calibrate(self, short: tuple[int, int], long: tuple[int, int]) -> None:
-        """From the (words, tokens) of two prompts."""
+        """Learn both from the (words, tokens) of two prompts."""
         self.per_word = max((long[1] - short[1]) / (long[0] - short[0]), 0.05)
         self.fixed = max(0.0, short[1] - self.per_word * short[0])
 
     def first(self, session: Session, index: int) -> str:
-        """The prompt of the first turn; ``index`` is that of no other session of this run."""
+        """The prompt of the first turn; no other session of this run has this ``index``."""
         turn = session.turns[0]
         if turn.text is not None:
-            # The same text comes again, in the next round or run, and must not be found in a prefix cache.
+            # The same text would come again in the next round or run, and must not be found in a prefix cache.
             return f"({self._salt}{index}) {turn.text}"
         shared = self.count(session.prefix_tokens)
         own = self.text(f"own {index}", max(1, self.count(turn.prompt - self.fixed) - shared))
@@ -103,15 +103,15 @@ class Words:
         return self.text(f"own {index} {number}", max(1, self.count(turn.prompt - self.fixed)))
 
     def count(self, tokens: float) -> int:
-        """Words of so many tokens."""
+        """The number of words that make ``tokens`` tokens."""
         return max(0, round(tokens / self.per_word))
 
     def text(self, key: str, count: int) -> str:
-        """So many words, always the same for one key of one run."""
+        """``count`` words, always the same for one key of one run."""
         return " ".join(random.Random(f"{self._salt} {key}").choices(COMMON, k=count))
 
 
-# Of running English text, for the tokenizers in use; COMMON has one.
+# For running English text and the tokenizers in use; words of COMMON have one.
 _TOKENS_PER_WORD = 4 / 3
 
 
@@ -140,7 +140,7 @@ def _shuffled(talks: Sequence[tuple[Turn, ...]], draw: random.Random) -> Iterato
 
 
 def _talk(line: str, where: str) -> tuple[Turn, ...]:
-    """The questions of one line that were answered; what stands before the first is left out."""
+    """The questions of one line that were answered; anything before the first question is left out."""
     try:
         content: dict[str, Any] = json.loads(line)
         if "prompt" in content:

@@ -1,1 +1,1 @@
-"""Kernels of a GPU beside those of others."""
+"""GPU kernels, ours beside those of others."""

@@ -1,7 +1,7 @@
-"""Paged decode attention that is timed on a GPU: ours over 16-bit and FP8 caches, FlashInfer, and torch without pages.
+"""Paged decode attention, timed on a GPU: ours over 16-bit and FP8 caches, FlashInfer, and torch without pages.
 
-A ``Decode`` is one step of equally long sequences over one of several parts of a cache, so that a part is out of the
-GPU's cache when its turn comes.
+A ``Decode`` is one step of equally long sequences over one of several copies of a cache. The copies take turns, so each
+has left the GPU's cache when its turn comes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCALE = 0.02  # of FP8 keys and values
 
 @dataclass(frozen=True)
 class Heads:
-    """Of a model: of queries and of keys, and their width."""
+    """The number of query heads and of key heads of a model, and their width."""
 
     queries: int
     keys: int
@@ -38,7 +38,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Decode:
-    """``batch`` sequences of ``context`` tokens, the last of which is the query.
+    """``batch`` sequences of ``context`` tokens; the last token of each is the query.
 
     ``qkv`` [batch, (queries + 2 keys) * width]; ``k``, ``v`` [copies * batch * pages of a sequence, keys, 16, width],
     16-bit or e4m3 by ``SCALE``. Sequence s of copy c has every ``copies * batch``-th page from c * batch + s on.
@@ -62,7 +62,7 @@ class Decode:
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values that a step reads."""
+        """Bytes of keys and values that a step reads."""
         return cache_bytes(self.heads, self.batch, self.context, self.k.dtype)
 
     @property
@@ -70,12 +70,12 @@ class Decode:
         return 4 * self.batch * self.context * self.heads.queries * self.heads.width
 
     def table(self, copy: int) -> Tensor:
-        """int32 [batch, pages] of the machine's memory."""
+        """int32 [batch, pages], in the host's memory."""
         first = copy * self.batch + torch.arange(self.batch, dtype=torch.int32)
         return first[:, None] + torch.arange(self.pages, dtype=torch.int32) * (self.copies * self.batch)
 
     def gathered(self, copy: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, keys, context, width] as they lie in the cache, without pages."""
+        """Keys and values [batch, keys, context, width] in the cache's type, without pages."""
         table = self.table(copy).long().to(self.k.device)
         k, v = (cache.view(torch.uint8)[table].view(cache.dtype) for cache in (self.k, self.v))
         return tuple(x.transpose(1, 2).flatten(2, 3)[:, :, : self.context] for x in (k, v))  # type: ignore[return-value]
@@ -93,24 +93,24 @@ class Decode:
         return F.scaled_dot_product_attention(self.queries[:, :, None].float(), k, v, enable_gqa=True)[:, :, 0]
 
     def error(self, y: Tensor) -> float:
-        """How far ``y`` [batch, queries, width], of copy 0, is off, relative to what it must be, in the norm."""
+        """The norm of the error of ``y`` [batch, queries, width], for copy 0, relative to that of the right result."""
         return float((y.float() - self._want).norm() / self._want.norm())
 
 
 def cache_bytes(heads: Heads, batch: int, context: int, dtype: torch.dtype) -> int:
-    """Of the keys and values of ``batch`` sequences."""
+    """Bytes of the keys and values of ``batch`` sequences."""
     return 2 * batch * context * heads.keys * heads.width * dtype.itemsize
 
 
 def decode(
     heads: Heads, batch: int, context: int, copies: int, device: torch.device, dtype: torch.dtype, cache: torch.dtype
 ) -> Decode:
-    """A random one."""
+    """A random ``Decode``."""
     generator = torch.Generator(device).manual_seed(0)
     qkv = torch.randn(batch, (heads.queries + 2 * heads.keys) * heads.width, generator=generator, device=device)
     shape = (copies * batch * -(-context // BLOCK_SIZE), heads.keys, BLOCK_SIZE, heads.width)
     pages = torch.empty(2, *shape, dtype=cache, device=device)
-    for page in pages.flatten(0, 1).split(1 << 12):  # piece by piece: random numbers are of 32 bits first
+    for page in pages.flatten(0, 1).split(1 << 12):  # piece by piece: random numbers have 32 bits first
         values = torch.randn(page.shape, generator=generator, device=device)
         page.copy_((values / SCALE).clamp(-448, 448) if cache == torch.float8_e4m3fn else values)
     return Decode(heads, batch, context, copies, qkv.to(dtype), pages[0], pages[1])
@@ -118,7 +118,7 @@ def decode(
 
 @dataclass(frozen=True)
 class Contestant:
-    """``hold`` makes a call for every copy, each of which gives [batch, queries, width]. The rest as of a product's."""
+    """``hold`` makes a call for every copy, which returns [batch, queries, width]. The rest is as for a product."""
 
     name: str
     fp8: bool

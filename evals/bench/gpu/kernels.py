@@ -1,7 +1,7 @@
-"""``qserve bench kernels --device cuda``: linear products and decode attention on a GPU, beside those of others and
-what the GPU does at most in the same run.
+"""``qserve bench kernels --device cuda``: linear products and decode attention on a GPU, beside those of others and the
+GPU's peaks in the same run.
 
-Every contestant's result is compared with what it must be before it is timed.
+Every contestant's result is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Update = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed, and what the peaks are measured with: bytes copied, and the side of a square product."""
+    """The sizes that are timed, and those for the peaks: bytes copied, and the side of a square product."""
 
     shapes: Mapping[str, tuple[int, int]]
     rows: Sequence[int]
@@ -54,7 +54,7 @@ FULL = Sizes(SHAPES, ROWS, HEADS, DECODES)
 
 
 def require_gpu() -> torch.device:
-    """The GPU of this machine. Raises ``UsageError`` where there is none that the kernels run on."""
+    """The GPU of this machine. Raises ``UsageError`` where there is none on which the kernels run."""
     reason = "no GPU is visible" if not torch.cuda.is_available() else target.missing()
     if reason is not None:
         raise UsageError(f"--device cuda: {reason}")
@@ -62,7 +62,7 @@ def require_gpu() -> torch.device:
 
 
 def peaks(watch: Stopwatch, dtype: torch.dtype, copied: int = COPIED, side: int = SIDE) -> Roof:
-    """Floating-point operations of a large product in ``dtype`` per second, and bytes read or written by a copy."""
+    """Floating-point operations per second of a large product in ``dtype``, and bytes read or written by a copy."""
     source = torch.randint(0, 256, (copied,), dtype=torch.uint8, device=watch.device)
     into = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=watch.device).to(dtype) for _ in range(2))
@@ -71,14 +71,14 @@ def peaks(watch: Stopwatch, dtype: torch.dtype, copied: int = COPIED, side: int 
 
 
 class _Timer:
-    """Times contestants one by one, and says of those that cannot be timed why."""
+    """Times contestants one by one, and notes why some cannot be timed."""
 
     def __init__(self, watch: Stopwatch, dtype: torch.dtype, until: float) -> None:
         self.watch, self.dtype, self.until = watch, dtype, until
         self.features = target.target(watch.device).features
         self.timings: list[Timing] = []
         self.notes: dict[str, str] = {}  # what was not timed
-        self.failures: dict[str, str] = {}  # of what is ours
+        self.failures: dict[str, str] = {}  # the same for our own kernels
 
     def run(
         self,
@@ -86,7 +86,7 @@ class _Timer:
         what: str,
         times: Callable[[], list[Timing]],
     ) -> None:
-        """``what`` it is given is for the notes."""
+        """Time a contestant. ``what`` describes the case in the notes."""
         reason = contestant.missing()
         if reason is None and contestant.needs is not None and contestant.needs not in self.features:
             reason = f"needs {target.NEEDED[contestant.needs]}"
@@ -98,14 +98,14 @@ class _Timer:
             return
         try:
             self.timings += times()
-        except Exception as error:  # of other people's packages may come anything, and the rest is still to be timed
+        except Exception as error:  # other packages may raise anything, and the rest is still to be timed
             line = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             (self.failures if contestant.ours else self.notes)[name] = line
         if self.watch.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def is_late(self, *names: str) -> bool:
-        """Whether the time is over, for what has these names."""
+        """Whether the time is over; if so, these names are noted."""
         late = time.monotonic() > self.until
         self.notes |= dict.fromkeys(names, "no time was left") if late else {}
         return late
@@ -152,7 +152,7 @@ def run(
 ) -> Report:
     """Time every contestant between two measurements of the machine; the better of the two is the roof.
 
-    ``save`` is given what is known after each part, for whoever is ended before the last.
+    ``save`` gets what is known after each part, in case the run is ended before the last.
     """
     before = peaks(watch, dtype, sizes.copied, sizes.side)
     timer = _Timer(watch, dtype, time.monotonic() + limit)
@@ -186,7 +186,7 @@ def _decodes(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
 
 
 def _linears(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
-    """What is here first, then what other packages bring, which may compile for minutes."""
+    """First what is here, then the products of other packages, which may compile for minutes."""
 
     def part(contestants: Sequence[linears.Contestant], name: str, scheme: str) -> None:
         if timer.is_late(f"{scheme}, {name}: {', '.join(each.name for each in contestants)}"):

@@ -1,7 +1,7 @@
-"""Linear products that are timed against each other on a GPU: ours, and those that torch has.
+"""Linear products, timed against each other on a GPU: ours, and those of torch.
 
-A ``Problem`` is a weight and inputs, a ``Contestant`` a way to hold the weight and to multiply by it. What others'
-packages bring is in ``peers``.
+A ``Problem`` is a weight and inputs, a ``Contestant`` a way to hold the weight and to multiply by it. Those of other
+packages are in ``peers``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEMES: dict[str, Schemes | None] = {
 """Weights and inputs of a problem; None for neither rounded."""
 INVARIANT = "qserve, invariant"
 """The mode in which a row is the same in every batch: what that costs is a comparison like any other."""
-_SAMPLED = 128  # outputs at either end of a product that are compared with what they must be
+_SAMPLED = 128  # outputs at either end of a product that are checked
 _STEP = 2.0**-6  # the scale of inputs in e4m3: the largest is 7
 _WIDEST = 128  # inputs that share a scale, at least
 _INNER = 8  # k tiles side by side in torch's 4-bit layout for CUDA
@@ -46,7 +46,7 @@ _INNER = 8  # k tiles side by side in torch's 4-bit layout for CUDA
 
 @dataclass(frozen=True)
 class Problem:
-    """``x`` [rows at most, in] and a weight [out, in] on its device, of the scheme that ``SCHEMES`` has by its name."""
+    """``x`` [most rows, in] and a weight [out, in] on its device; ``scheme`` is a name in ``SCHEMES``."""
 
     scheme: str
     x: Tensor
@@ -75,7 +75,7 @@ class Problem:
         return some, part.dequantize()
 
     def error(self, y: Tensor) -> float:
-        """How far the product of the first rows of ``x`` is off, relative to what it must be, in the norm."""
+        """The norm of the error of the product of the first rows of ``x``, relative to that of the right result."""
         some, weight = self._ends
         x = self.x[: len(y)].float()
         if isinstance(self.weight, QuantizedWeight) and self.weight.activations is not None:
@@ -85,8 +85,8 @@ class Problem:
 
 
 def problem(scheme: str, shape: tuple[int, int], rows: int, device: torch.device, dtype: torch.dtype) -> Problem:
-    """A random one. Scales are those of float16, so that every format holds them; inputs that are rounded to e4m3 are
-    such numbers already, so that a tie or an emulated conversion does not pass for a mistake of the product."""
+    """A random problem. Scales are float16 numbers, so that every format holds them. Inputs that are rounded to e4m3
+    are e4m3 numbers already, so that a tie or an emulated conversion does not count as an error of the product."""
     out, inp = shape
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(rows, inp, generator=generator, device=device).to(dtype)
@@ -97,7 +97,7 @@ def problem(scheme: str, shape: tuple[int, int], rows: int, device: torch.device
     weights, activations = wanted
     if activations is not None and activations.grid is E4M3:
         x = (x.float() / _STEP).to(torch.float8_e4m3fn).to(dtype) * _STEP
-        x[:, ::_WIDEST] = E4M3.largest * _STEP  # so the scale of any group is the step
+        x[:, ::_WIDEST] = E4M3.largest * _STEP  # so that the scale of every group is the step
     height, groups = weights.row_height(out), weights.groups(inp)
     scales = torch.rand(-(-out // height), groups, generator=generator, device=device) * 0.008 + 0.001
     scales = scales.half().float().repeat_interleave(height, 0)[:out].contiguous()
@@ -113,8 +113,8 @@ def problem(scheme: str, shape: tuple[int, int], rows: int, device: torch.device
 
 @dataclass(frozen=True)
 class Held:
-    """A weight made ready. ``run`` gives [rows, out] of the first rows of ``x``, in memory that the next run may use;
-    ``nbytes`` of the weight are read by it."""
+    """A weight made ready. ``run`` returns [rows, out] for the first rows of ``x``, in memory that the next run may
+    reuse; it reads ``nbytes`` of the weight."""
 
     run: Callable[[int], Tensor]
     nbytes: int
@@ -122,9 +122,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Contestant:
-    """``hold`` a problem's weight, each time in memory of its own. ``missing``: why it cannot be had here, or None.
+    """``hold`` a problem's weight, each time in memory of its own. ``missing``: why it is not available here, or None.
 
-    ``ours``: what the engine runs. ``needs``: what not every GPU has.
+    ``ours``: whether the engine runs it. ``needs``: a feature that not every GPU has.
     """
 
     name: str
@@ -142,7 +142,7 @@ def _ours(problem: Problem, invariant: bool = False) -> Held:
     out = torch.empty(len(problem.x), problem.shape[0], dtype=problem.x.dtype, device=problem.x.device)
     product = linear.prepare(ops.Linear(problem.x, problem.weight, out), _memory(problem.x.device), invariant)
     if isinstance(product, linear.DensePrepared):
-        product.weight = product.weight.clone()  # of its own
+        product.weight = product.weight.clone()  # a weight of its own
         nbytes = product.weight.nbytes
     else:
         nbytes = weight_bytes(product)  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ def _cublas(problem: Problem) -> Held:
 
 
 def _int4pack(problem: Problem) -> Held:
-    """torch's own, called tinygemm: codes less 8, a scale and an offset to each group."""
+    """torch's own, called tinygemm: codes less 8, with a scale and an offset for each group."""
     packed, dtype = problem.packed, problem.x.dtype
     scales = packed.scales.t()
     both = torch.stack([scales, torch.zeros_like(scales)], -1).to(dtype).contiguous()
@@ -176,7 +176,7 @@ def _int4pack(problem: Problem) -> Held:
 
 
 def _scaled(problem: Problem, rounding: bool) -> Held:
-    """cuBLAS for e4m3; with the inputs rounded before, as ours are, or rounded already."""
+    """cuBLAS for e4m3. With ``rounding`` the inputs are rounded first, as ours are; otherwise they already are."""
     packed, x = problem.packed, problem.x
     weight = packed.codes.clone().view(torch.float8_e4m3fn).t()
     each = packed.scheme.rows == 1  # scales of tokens and outputs, or of whole tensors

@@ -1,6 +1,6 @@
 """Linear products of other packages, where they are installed: gemlite, Marlin as vLLM has it, and humming.
 
-Each takes the numbers of the same weight in its own form. Knows their interfaces; imports none before it is asked for.
+Each holds the numbers of the same weight in its own form. No package is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _held(run: Callable[[int], Tensor], *tensors: Tensor) -> Held:
 
 
 def _gemlite(problem: Problem, autotune: str) -> Held:
-    """With the configurations that it ships for the GPU, and where it ships none with those that it finds by its own
-    search: ``fast``, or ``max``, which takes minutes for a weight."""
+    """With the configurations that gemlite ships for the GPU. Where it ships none, with those that its own search
+    finds: ``fast``, or ``max``, which takes minutes for a weight."""
     gemlite = import_module("gemlite")
     gemlite.set_autotune(autotune)
     packed, (out, inp), x = problem.packed, problem.shape, problem.x

@@ -1,6 +1,6 @@
 """The report of ``qserve bench kernels --device cuda``: tables, the figures that goals are set for, and the roofline.
 
-It is made of times alone and needs no GPU: recorded times make the same report.
+It needs only times and no GPU: recorded times make the same report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qserve.evals.bench.roofline import Roof
 from qserve.evals.report import Metric, Plot, Report, Section, environment
 from qserve.kernels.triton.target import Target
 
-FEW = 16  # rows at which reading the weight is all that counts
+FEW = 16  # rows at which only reading the weight matters
 LARGE = ("70B gate_up", "70B down")
 SMALL = "8B"
 LONG = 64 << 20  # bytes of keys and values: a step that reads fewer is over before memory is at its rate
@@ -24,8 +24,9 @@ LONG = 64 << 20  # bytes of keys and values: a step that reads fewer is over bef
 
 @dataclass(frozen=True)
 class Timing:
-    """One contestant with one size: ``rows`` of a product of ``shape``, or so many sequences of ``context`` for the
-    heads of ``shape``; ``context`` is 0 for a product. ``operations`` in floating point and ``bytes`` of one call."""
+    """One contestant at one size: ``rows`` rows of a product of ``shape``, or ``rows`` sequences of ``context`` for the
+    heads of ``shape``; ``context`` is 0 for a product. ``operations`` (floating-point) and ``bytes`` are for one call.
+    """
 
     contestant: str
     scheme: str
@@ -59,7 +60,7 @@ def report(
     command: str, roof: Roof, gpu: Target, timings: Sequence[Timing], notes: Mapping[str, str],
     failures: Mapping[str, str],
 ) -> Report:  # fmt: skip
-    """``notes``: what was not timed, and why; ``failures``: the same of what is ours: the report is partial then."""
+    """``notes``: what was not timed, and why; ``failures``: the same for our own, which make the report partial."""
     metrics = figures(roof, timings)
     linears = [t for t in timings if not t.context]
     sections = [
@@ -96,7 +97,7 @@ def report(
 
 
 def figures(roof: Roof, timings: Sequence[Timing]) -> list[Metric]:
-    """The figures that goals are set for, of those whose times are here. A quotient above 1 is in our favour."""
+    """The figures that goals are set for, where their times are known. A quotient above 1 is in our favour."""
     found = []
 
     def add(name: str, value: float, unit: str = "") -> None:
@@ -138,7 +139,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def _microseconds(timing: Timing) -> str:
-    """With a mark where a call was launched by itself: a short one then counts its launch."""
+    """With a mark where the call was launched by itself: the time of a short one then includes its launch."""
     return f"{timing.seconds * 1e6:.1f}" + ("" if timing.replayed else " eager")
 
 

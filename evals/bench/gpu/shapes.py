@@ -1,4 +1,4 @@
-"""The sizes of Llama 3: what is timed of a GPU's kernels, and what they are tuned for."""
+"""The sizes of Llama 3: those at which a GPU's kernels are timed and tuned."""
 
 from __future__ import annotations
 

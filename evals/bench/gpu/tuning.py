@@ -27,7 +27,7 @@ Update = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Found:
-    """One line of the report. ``rows``: with which it was timed."""
+    """One line of the report. ``rows``: the number of rows with which it was timed."""
 
     scheme: str
     shape: str
@@ -50,8 +50,8 @@ def run(
 ) -> Report:
     """Time every candidate and write the best into ``folder``, in the file of this GPU and Triton, after each weight.
 
-    What that file has of the same source of the kernels stays, and is not timed again. Raises ``CheckpointError`` where
-    it cannot be written.
+    Entries of that file for the same source of the kernels stay, and are not timed again. Raises ``CheckpointError``
+    where the file cannot be written.
     """
     device = tuner.watch.device
     gpu = target(device)
@@ -76,7 +76,7 @@ def run(
                 continue
             try:
                 best = tuner.tune(products, bucket)
-            except Exception as error:  # of the default, without which there is nothing to compare with
+            except Exception as error:  # the default failed, so there is nothing to compare with
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 late.append(f"{scheme}, {shape}, {rows_of(bucket, products[0])} rows: {reason}")
                 continue
@@ -101,7 +101,7 @@ def linear_reason(scheme: str, gpu: Target) -> str | None:
 
 
 def _products(tuner: Tuner, scheme: str, shape: tuple[int, int], rows: int, dtype: torch.dtype) -> list[Tunable]:
-    """As many of the weight as no cache holds."""
+    """As many products of the weight as it takes to exceed every cache."""
     device = tuner.watch.device
     problem = linears.problem(scheme, shape, rows, device, dtype)
     op = ops.Linear(problem.x, problem.weight, torch.empty(rows, shape[0], dtype=dtype, device=device))
