@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from qserve.runtime.llm import LLM
     from qserve.runtime.sampling import SamplingParams
 
-# In the sources these packages are links to the folders at the root. A zip, or a checkout by a git that makes none, has
-# small files in their place, and a wheel built of such a tree lacks the packages.
+# In the sources these packages are links to the folders at the root. A zip, or a checkout by a git that makes no links,
+# has small files in their place, and a wheel built from such a tree lacks the packages.
 if not Path(__file__).with_name("runtime").is_dir():
     raise ImportError(
         "this copy of qserve lost its symbolic links (qserve/runtime and five more): "

@@ -23,15 +23,15 @@ _BEGINNING = f'{{"id": "{ID}'.encode()
 class AnswerFile:
     """Opening it takes a lock, reads what an earlier run left, and drops its last line if that was cut short.
 
-    A context manager; on leaving, what was written is on the disk. Raises ``DataError`` where the file holds
-    something else or another process writes it, ``CheckpointError`` where it cannot be written.
+    A context manager; on leaving, everything written is on the disk. Raises ``DataError`` where the file holds
+    something else or another process writes it, and ``CheckpointError`` where it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.done: set[Key] = set()
         """What is answered already."""
-        if path.exists() and not path.is_file():  # a device has no end to append to
+        if path.exists() and not path.is_file():  # a device has no end for appending
             raise DataError(f"{path} is no file; choose another OUT")
         try:
             self._file = path.open("a+b")
@@ -50,7 +50,7 @@ class AnswerFile:
         self._synced = time.monotonic()
 
     def append(self, answer: dict[str, Any]) -> None:
-        """Write one line. It survives the end of this process at once, and that of the machine soon."""
+        """Write one line. It survives a crash of this process at once, and a crash of the machine soon."""
         self.done.add(key_of(answer))
         try:
             self._file.write(json.dumps(answer, ensure_ascii=False, allow_nan=False).encode() + b"\n")
@@ -71,7 +71,7 @@ class AnswerFile:
             with self._file:
                 os.fsync(self._file.fileno())
         except OSError as failure:
-            if kind is None:  # a disk that is full was the first error already
+            if kind is None:  # a full disk was already the first error
                 raise write_error(self._path, failure) from None
 
     def _read(self) -> None:
@@ -86,11 +86,11 @@ class AnswerFile:
                 self.done.add(key_of(answer))
             except (ValueError, KeyError, AttributeError, RecursionError):
                 complete = False
-            if not complete:  # and so no file of ours: nothing in it is touched
+            if not complete:  # so it is not our file, and nothing in it is touched
                 raise DataError(f"{self._path} line {number} is no answer of a batch; choose another OUT")
 
 
 def key_of(answer: dict[str, Any]) -> Key:
-    """What tells the answers of a batch apart: the custom id, or the place of a line that has none."""
+    """The key of an answer in a batch: the custom id, or the place of a line that has none."""
     custom_id = answer["custom_id"]
     return ("id", str(answer["id"])) if custom_id is None else ("custom_id", str(custom_id))

@@ -1,7 +1,6 @@
 """``run_batch``: the requests of a file through the server's own routes, in this process and without a socket.
 
-The format is that of OpenAI's batches. Knows lines and how many are in flight; does not know what a request means
-(the routes do, so an answer is the server's), nor how answers are kept.
+The format is that of OpenAI's batches. The routes answer the requests, so every answer is the server's.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from qserve.runtime.server.service import Service
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
 
-MAX_LINE = 9 << 20  # bytes: the largest body that the server takes, and room for what is around it
+MAX_LINE = 9 << 20  # bytes: the largest body that the server takes, and room for the rest of the line
 MAX_CUSTOM_ID = 512
 _FIELDS = {"custom_id", "method", "url", "body"}
 
@@ -38,7 +37,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """One request of a batch; ``problem`` says why it is none, and then ``url`` and ``body`` mean nothing."""
+    """One request of a batch. ``problem`` says why it is invalid; then ``url`` and ``body`` mean nothing."""
 
     number: int
     custom_id: str | None = None
@@ -77,7 +76,7 @@ class BatchReport:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The requests of IN; blank lines are left out. A line that is no request has its ``problem``."""
+    """The requests of IN without blank lines. A line that is no request has a ``problem``."""
     try:
         with path.open("rb") as file:
             number = 0
@@ -95,7 +94,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def check_lines(path: Path) -> int:
-    """The number of lines. Raises ``DataError`` where there is none, or a custom id stands twice."""
+    """The number of lines. Raises ``DataError`` where there are none, or a custom id occurs twice."""
     seen: dict[str, int] = {}
     count = 0
     for line in read_lines(path):
@@ -124,13 +123,13 @@ def run_batch(
 ) -> BatchReport:
     """Answer every line that ``out`` has no answer to. ``update(done, total)`` counts lines.
 
-    Raises ``QServeError`` where the engine cannot go on; what was answered until then is kept.
+    Raises ``QServeError`` where the engine cannot go on; the answers so far are kept.
     """
     return asyncio.run(_Run(engine, lines_path, out, model_name, update).run())
 
 
 class _Run:
-    """As many lines in flight as may wait in the engine's queue, each answer written as it ends."""
+    """Keeps as many lines in flight as may wait in the engine's queue, and writes each answer as it ends."""
 
     def __init__(
         self,
@@ -194,7 +193,7 @@ class _Run:
             place = asyncio.get_running_loop().create_future()
             self._refused.append(place)
             await place
-        if self._refused:  # what this one took is free again, and enough for one of them
+        if self._refused:  # the room of this one is free again, enough for one of them
             self._refused.popleft().set_result(None)
         response = {"status_code": status, "request_id": f"req_{secrets.token_hex(16)}", "body": json.loads(content)}
         usage = response["body"].get("usage") or {}

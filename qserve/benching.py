@@ -1,4 +1,4 @@
-"""What ``qserve bench`` measures: closed batches, static against continuous batching, or a server under load.
+"""The measurements of ``qserve bench``: closed batches, static against continuous batching, or a server under load.
 
 Every function returns a report.
 """
@@ -45,7 +45,7 @@ def job(
     slo: str | None,
     rest: dict[str, Any],
 ) -> Job:
-    """The loads that the options describe. Raises ``UsageError`` where they contradict each other."""
+    """The loads that the options describe. Raises ``UsageError`` where options contradict each other."""
     is_open = rate is not None or rest["trace"] is not None
     if sum(each is not None for each in (concurrency, rate, rest["trace"])) > 1:
         raise UsageError("a load has one rhythm: give --concurrency, --rate or --trace")
@@ -75,14 +75,14 @@ def load(
     timeout: float,
     engine: EngineConfig,
 ) -> Report:
-    """Of a server, which is started where MODEL is none."""
+    """Load the server at the URL MODEL, or one that is started for the model MODEL."""
     if not 0 < timeout <= 86400:
         raise UsageError(f"--timeout must be above 0 seconds and at most a day, not {timeout:g}")
     with ExitStack() as stack:
         if "://" in model:
             url = api_url(model)
         else:
-            source = steps.open_source(model)  # what is wrong with it is known before a process is started
+            source = steps.open_source(model)  # finds errors before a process is started
             console.note(f"serving {source.name} on a free port of this machine")
             server = stack.enter_context(ServerProcess(model, engine, ServerConfig()))
             url = f"http://127.0.0.1:{server.port}/v1"
@@ -104,7 +104,7 @@ def static(
     seed: int,
     engine: EngineConfig,
 ) -> Report:
-    """The same requests in static batches and continuously, in this process."""
+    """The same requests in static batches and in continuous batching, in this process."""
     levels, prompts = integers(concurrency, "--concurrency"), integers(prompt, "--prompt")
     if len(levels) > 1 or len(prompts) > 1:
         raise UsageError("--static compares at one --concurrency and one --prompt")
@@ -136,7 +136,7 @@ def batches(
     min_ratio: str | None,
     engine: EngineConfig,
 ) -> Report:
-    """Requests that start together, in this process; beside transformers where ``against`` names the dense model."""
+    """Requests that start together, in this process; beside transformers if ``against`` names the dense model."""
     levels = integers(concurrency, "--concurrency")
     gates = throughput.ratio_gates(min_ratio) if min_ratio else {}
     if gates and against is None:
@@ -180,9 +180,9 @@ def kernels(
     engine: EngineConfig, repeats: int, device: str = "cpu", tune: Path | None = None, limit: float | None = None,
     json_path: Path | None = None,
 ) -> Report:  # fmt: skip
-    """The C kernels beside the machine's peaks, or those of a GPU beside others' and the GPU's; with ``tune`` the best
-    configurations of the latter, in a file in that folder. ``limit``: seconds after which nothing new is begun.
-    ``json_path``: where what is known so far is written meanwhile."""
+    """The C kernels beside the machine's peaks, or those of a GPU beside others' and the GPU's peaks. With ``tune``,
+    the best configurations of the latter, in a file in that folder. After ``limit`` seconds nothing new begins. Results
+    so far are written to ``json_path`` meanwhile."""
     name = engine.kernels
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device must be cpu or cuda, not {device}")
@@ -209,7 +209,7 @@ def _gpu_kernels(
         raise UsageError("--device cuda times the Triton kernels: leave out --kernels, --threads and --cpu-list")
     if find_spec("triton") is None:
         raise UsageError("--device cuda: triton is not installed (no GPU kernels on this platform)")
-    from qserve.evals.bench.gpu import kernels as of_gpu  # with Triton, which takes a while to import
+    from qserve.evals.bench.gpu import kernels as of_gpu  # imports Triton, which takes a while
     from qserve.evals.bench.gpu import tuning
     from qserve.kernels.triton.tuning.stopwatch import Stopwatch
     from qserve.kernels.triton.tuning.tune import Tuner

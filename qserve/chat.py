@@ -1,6 +1,6 @@
-"""``qserve chat``: a conversation in the terminal, with a model in this process or with any OpenAI-compatible server.
+"""``qserve chat``: a conversation in the terminal, with a model in this process or any OpenAI-compatible server.
 
-What a model writes is shown with its control characters made harmless: an answer must not command the terminal.
+Control characters in a model's answer are made harmless before they are shown: an answer must not command the terminal.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ HELP = """\
 /exit         leave, as Ctrl-D does
 Ctrl-C stops an answer. A message that begins with a slash is sent with a space before it."""
 
-# All of C0 and C1 but tab and newline: escape sequences begin with one of them.
+# All of C0 and C1 except tab and newline: escape sequences begin with one of them.
 _HARMLESS = dict.fromkeys([*range(0x20), 0x7F, *range(0x80, 0xA0)], "\N{REPLACEMENT CHARACTER}")
 del _HARMLESS[ord("\n")], _HARMLESS[ord("\t")]
-_HARMLESS[ord("\r")] = ""  # of the line ends that some write
+_HARMLESS[ord("\r")] = ""  # part of the line ends that some write
 
 
 @dataclass
 class Chat:
     """A conversation: lines in, answers out.
 
-    With ``terminal`` there is a prompt, a failed message is one line and Ctrl-C ends an answer. Without, each line of
-    ``lines`` is a message, and what fails or is interrupted ends the program.
+    With ``terminal`` there is a prompt, a failed message is one line, and Ctrl-C ends an answer. Without it, each line
+    of ``lines`` is a message, and a failure or an interruption ends the program.
     """
 
     client: ChatClient
@@ -50,7 +50,7 @@ class Chat:
     _written: set[Path] = field(default_factory=set)
 
     def run(self) -> None:
-        """Until /exit or the end of the input."""
+        """Converse until /exit or the end of the input."""
         while (line := self._read()) is not None:
             try:
                 if line.startswith("/"):
@@ -62,12 +62,12 @@ class Chat:
                 if not self.terminal:
                     raise
                 console.error(_harmless(str(error)))
-            except KeyboardInterrupt:  # one more, while an answer was being stopped
+            except KeyboardInterrupt:  # another one, while an answer was being stopped
                 if not self.terminal:
                     raise
 
     def messages(self) -> list[dict[str, str]]:
-        """What a request would hold."""
+        """The messages of the next request."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.history
 
     def _read(self) -> str | None:
@@ -108,15 +108,15 @@ class Chat:
         console.note(f"[{answer.speed()}]")
 
     def _show(self, piece: Piece) -> None:
-        """On a terminal reasoning is dim; what reads a pipe wants the answer."""
+        """Reasoning is dim on a terminal. A pipe gets only the answer."""
         text = _harmless(piece.text)
         if piece.is_reasoning:
             text = f"\x1b[2m{text}\x1b[0m" if self.terminal else ""
-        sys.stdout.write(text)  # as it is: a console would change tabs and markup
+        sys.stdout.write(text)  # unchanged: a console would change tabs and markup
         sys.stdout.flush()
 
     def _command(self, name: str, rest: str = "") -> bool:
-        """Do a slash command; False leaves."""
+        """Do a slash command; False ends the conversation."""
         rest = rest.strip()
         match name:
             case "/exit":
@@ -139,7 +139,7 @@ class Chat:
         if not name:
             raise UsageError("/save needs the name of a file")
         path = Path(name).expanduser()
-        # What this conversation wrote may be written again; nobody else's file is.
+        # A file that this conversation wrote may be overwritten, but no other file.
         with path.open("w" if path.absolute() in self._written else "x", encoding="utf-8") as file:
             json.dump(self.messages(), file, indent=2, ensure_ascii=False)
             file.write("\n")
@@ -158,7 +158,7 @@ def with_server(
 
 
 def with_model(model: str, config: EngineConfig, system: str | None, options: dict[str, Any]) -> None:
-    """Converse with a model that is loaded for it: behind a server of its own, which nobody else has the key of."""
+    """Converse with a model that is loaded for it, behind a private server whose key nobody else has."""
     try:
         SamplingParams(**options)
     except RequestError as error:
@@ -186,7 +186,7 @@ def _talk(client: ChatClient, system: str | None) -> None:
 
 def _edit_lines() -> None:
     try:
-        import readline  # noqa: F401  # input() then edits lines and remembers them
+        import readline  # noqa: F401  # makes input() edit and remember lines
     except ImportError:  # not on every platform
         return
 

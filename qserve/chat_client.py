@@ -20,7 +20,7 @@ _TIMEOUT, _READ_TIMEOUT = 30.0, 600.0  # seconds; a first token may be a long pr
 
 
 def api_url(url: str) -> str:
-    """The ``/v1`` of a server; a URL with a path is taken as it is. Raises ``UsageError``."""
+    """The ``/v1`` of a server; a URL that has a path is used as it is. Raises ``UsageError``."""
     try:
         parts = urlsplit(url)
         named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -40,8 +40,8 @@ class Piece(NamedTuple):
 
 @dataclass
 class Answer:
-    """One answer as it comes; ``text`` is without reasoning, and ``tokens`` None where the server does not count them.
-    Times are seconds since it was asked for."""
+    """One answer as it comes. ``text`` excludes reasoning; ``tokens`` is None where the server does not count them.
+    Times are seconds since the request."""
 
     text: str = ""
     tokens: int | None = None
@@ -50,7 +50,7 @@ class Answer:
     end: str | None = None
 
     def speed(self) -> str:
-        """``TTFT 0.21 s, 34.5 tokens/s, 120 tokens``, as far as it is known."""
+        """``TTFT 0.21 s, 34.5 tokens/s, 120 tokens``, as far as known."""
         parts = [] if self.first is None else [f"TTFT {self.first:.2f} s"]
         if self.tokens and self.tokens > 1 and self.first is not None and (self.last or 0) > self.first:
             parts.append(f"{(self.tokens - 1) / ((self.last or 0) - self.first):.1f} tokens/s")
@@ -62,9 +62,9 @@ class Answer:
 
 
 class ChatClient:
-    """The chat API of one server. Raises ``QServeError`` with what the server said, or why it did not.
+    """The chat API of one server. Raises ``QServeError`` with the server's message, or the reason why there is none.
 
-    ``options`` are fields of each request; ``model`` None asks the server which it has.
+    ``options`` are fields of each request; with ``model`` None the server is asked which model it has.
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None, options: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class ChatClient:
         self._http.close()
 
     def stream(self, messages: list[dict[str, str]], answer: Answer) -> Generator[Piece, None, None]:
-        """The answer to ``messages``, piece by piece; ``answer`` is brought up to date with each."""
+        """The answer to ``messages``, piece by piece; ``answer`` is updated with each."""
         body = {"model": self.model, "messages": messages, "stream": True} | self._options
         began = time.monotonic()
         with (
@@ -130,7 +130,7 @@ class ChatClient:
 
 @contextmanager
 def _failures(url: str) -> Iterator[None]:
-    """Turns what may go wrong on the way into one line."""
+    """Turns transport errors into one line."""
     import httpx
 
     try:

@@ -1,6 +1,6 @@
-"""The ``qserve`` command: the commands put together, expected failures as one line, and exit codes.
+"""The ``qserve`` command: joins the commands, turns expected failures into one line, and sets the exit codes.
 
-What a command does is in its file in ``commands``. Exit codes: 0 done, 1 failed, 2 bad usage, 3 a gate failed.
+Each command is in its file in ``commands``. Exit codes: 0 done, 1 failed, 2 bad usage, 3 a gate failed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except (QServeError, RequestError, MemoryError, RuntimeError, OSError, KeyboardInterrupt) as error:
-            # Torch says by a RuntimeError that memory is short; any other is a defect, whose traceback is wanted.
+            # Torch reports a lack of memory by a RuntimeError. Any other one is a defect, whose traceback is wanted.
             defect = isinstance(error, RuntimeError) and "allocate memory" not in str(error)
             if ctx.params.get("debug") or defect:
                 raise
@@ -117,6 +117,6 @@ for _name, _command in COMMANDS.items():
 
 def main() -> None:
     """The entry point of the ``qserve`` command."""
-    # An exit, so that what is half-written is removed; the server has a handler of its own.
+    # SIGTERM becomes an exit, so that half-written files are removed; the server has a handler of its own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     app()

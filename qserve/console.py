@@ -1,4 +1,4 @@
-"""What the command line shows: progress bars, tables, and errors as one line."""
+"""The output of the command line: progress bars, tables, and errors as one line."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rich.table import Table
 
 
 class _Stderr:
-    """``sys.stderr``, whichever it is now. Where it cannot be written, as on a full disk, its lines are lost and
-    nothing else: what is going on goes on."""
+    """The current ``sys.stderr``. Where it cannot be written, as on a full disk, only its lines are lost: the work goes
+    on."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -37,8 +37,8 @@ class _Stderr:
         return getattr(sys.stderr, name)
 
 
-# What is shown comes from models, files and users: nothing in it is markup, and ``:abc:`` is no emoji.
-# Where there is no terminal to fit into, a table is as wide as it needs to be.
+# Output comes from models, files and users: nothing in it is markup, and ``:abc:`` is no emoji. Without a terminal to
+# fit into, a table is as wide as it needs to be.
 out = Console(
     highlight=False, markup=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
 )
@@ -72,7 +72,7 @@ def progress(label: str) -> Iterator[Update]:
 
 
 def note(text: str) -> None:
-    """A line about what is going on; results go to stdout, this does not."""
+    """A line about progress, on stderr; results go to stdout."""
     err.print(text)
 
 

@@ -1,4 +1,4 @@
-"""``qserve demo``: the whole job on a small model, with the same steps that the other commands take."""
+"""``qserve demo``: the whole job on a small model, by the same steps as the other commands."""
 
 from __future__ import annotations
 
@@ -108,8 +108,10 @@ def _introduce(base: ModelSource) -> None:
 
 
 def _measure(base: ModelSource, scorer: Scorer, job: EvalJob) -> Pace:
-    """What the demo's work costs here: the first block is quantized three times, and a piece of text scored by the base
-    twice. The quantized model, which is not there yet, is as much faster as one of its products is."""
+    """The cost of the demo's work on this machine. The first block is quantized three times, and a piece of text scored
+    with the base twice. The quantized model does not exist yet; it is taken to be as much faster as one of its
+    products.
+    """
     tokens = throughput.text_tokens(base)
     with console.progress("measure") as update:
         seconds: list[float] = []
@@ -125,7 +127,7 @@ def _measure(base: ModelSource, scorer: Scorer, job: EvalJob) -> Pace:
 
 
 def _share(base: ModelSource, scorer: Scorer) -> float:
-    """What a product of the quantized model takes, of what the same takes in its base."""
+    """The time of a product of the quantized model as a share of the same product's time in its base."""
     if not isinstance(scorer, Engine) or not isinstance(scorer.runner, DecoderRunner) or scorer.overlaps:
         return 1.0
     executor = scorer.runner.decoder.executor

@@ -1,6 +1,6 @@
-"""The four things that ``qserve eval`` measures, each from models to a report: divergence, a reference, tasks, needles.
+"""The four measurements of ``qserve eval``, each from models to a report: divergence, a reference, tasks, needles.
 
-Composes ``evals``; knows progress bars and what is shown, not the options of the command.
+Combines ``evals`` with progress bars and output. The options of the command are in ``commands/evaluate``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure_quality(
     gates: Sequence[Gate], *, resume: Path | None, noise_floor: bool, card: bool,
     written: tuple[Path | None, Path | None, Path | None],
 ) -> list[GateReport]:  # fmt: skip
-    """Against a base model, or where ``job`` is None against the reference file that ``against`` names."""
+    """Against a base model, or, if ``job`` is None, against the reference file ``against``."""
     model = steps.open_source(checkpoint)
     base: Scorer | Reference
     setting: Setting
@@ -71,7 +71,7 @@ def measure_quality(
     result = quality.card_of(found, setting, quality.kernel_path(scorer), remark)
     known = quality_metrics(found, setting, floor)
     reports = _judge(gates, known, found.tokens, result.kernel_path, {"perplexity_increase": result.perplexity_base})
-    steps.show_card(result, reports)  # first: a file that cannot be written must not lose the measurement
+    steps.show_card(result, reports)  # shown first, so that a file that cannot be written does not lose the measurement
     _show_intervals(known)
     worst = worst_tokens(found, pieces, scorer.tokenizer)
     write_report(quality_report(result, model.name, command, reports, found, setting, floor, worst), *written)
@@ -85,7 +85,7 @@ def measure_quality(
 def save_reference(
     checkpoint: str, job: quality.EvalJob, out: Path, top: int, kernels: str, threads: int | None
 ) -> None:
-    """Store what the model predicts for the text of ``job``."""
+    """Store the model's predictions for the text of ``job``."""
     source = steps.open_source(checkpoint)
     config = quality.eval_config(job.window, (source,), kernels=kernels, threads=threads)
     pieces = quality.pieces_of(job, source)
@@ -107,7 +107,7 @@ def measure_tasks(
     kernels: str, threads: int | None, command: str, gates: Sequence[Gate],
     written: tuple[Path | None, Path | None, Path | None],
 ) -> list[GateReport]:  # fmt: skip
-    """One model after the other, so that both need not fit."""
+    """One model after the other, so that both need not fit in memory at once."""
     require_lm_eval()
     sources = [steps.open_source(name) for name in ([] if against is None else [against]) + [checkpoint]]
     results, path = [], ""
@@ -138,7 +138,7 @@ def measure_needles(
 def _noise_floor(
     base: Scorer, window: int, pieces: Sequence[Piece], kernels: str, threads: int | None
 ) -> Divergence:
-    """The base as it serves from the base with keys and values in float32: no quantization can be told apart below."""
+    """The base as it serves against the base with float32 keys and values: smaller divergences cannot be seen."""
     if not isinstance(base, Engine):
         raise UsageError("--noise-floor: this family is measured by transformers in float32, which rounds nothing")
     config = quality.eval_config(window, (base.source,), kernels=kernels, threads=threads, kv_cache_dtype="fp32")

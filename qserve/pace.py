@@ -1,4 +1,4 @@
-"""``Recipe`` and ``Pace``: what the demo may do, how long that takes here, and which recipe ends in time."""
+"""``Recipe`` and ``Pace``: the choices of the demo, how long they take here, and which of them ends in time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EFFORTS = ("fast", "normal")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Calibration samples, the effort of GPTQ, and tokens to evaluate. Raises ``UsageError`` for what cannot be."""
+    """Calibration samples, the effort of GPTQ, and tokens to evaluate. Raises ``UsageError`` for invalid values."""
 
     samples: int
     effort: str
@@ -46,7 +46,7 @@ LADDER = (
 
 
 def ladder(samples: int | None = None, effort: str | None = None, tokens: int | None = None) -> tuple[Recipe, ...]:
-    """``LADDER`` with what is given in place of its own numbers. Raises ``UsageError`` for what cannot be."""
+    """``LADDER`` with the given values in place of its own. Raises ``UsageError`` for invalid values."""
     given = {"samples": samples, "effort": effort, "tokens": tokens}
     fixed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return tuple(replace(recipe, **fixed) for recipe in LADDER)
@@ -54,8 +54,8 @@ def ladder(samples: int | None = None, effort: str | None = None, tokens: int | 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds: to quantize with effort normal, without samples and for each one; the share of that which effort fast
-    takes; to score a token with both models; and all else."""
+    """Seconds: to quantize with effort normal, first without samples and then for each one; the share of that time that
+    effort fast takes; to score a token with both models; and for all else."""
 
     quantize: float
     sample: float
@@ -65,13 +65,13 @@ class Pace:
 
     @classmethod
     def of(cls, few: tuple[int, float], more: tuple[int, float], fast: float, token: float, rest: float) -> Pace:
-        """From seconds that quantizing takes with ``few`` samples and with ``more``, and with ``more`` and effort
-        ``fast``: what is measured on a busy machine may contradict itself, and is made to agree."""
+        """From the seconds of quantizing with ``few`` samples, with ``more``, and with ``more`` and effort ``fast``.
+        Measurements on a busy machine may contradict each other, so they are made to agree."""
         sample = min(max(0.0, (more[1] - few[1]) / (more[0] - few[0])), more[1] / more[0])
         return cls(more[1] - sample * more[0], sample, min(1.0, fast / more[1]), token, rest)
 
     def quantizing(self, samples: int, effort: str) -> float:
-        """Seconds until the checkpoint is there."""
+        """Seconds until the checkpoint is written."""
         return (self.quantize + self.sample * samples) * (self.fast if effort == "fast" else 1.0)
 
     def seconds(self, recipe: Recipe) -> float:

@@ -1,7 +1,6 @@
 """``CLI.md``: the reference of the command line, written from the commands themselves.
 
-``python -m qserve.reference > CLI.md`` renews it. Knows names, help and defaults; does not know terminals, so the
-text is the same everywhere.
+``python -m qserve.reference > CLI.md`` renews it. The text does not depend on the terminal.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def reference() -> str:
 
 
 def _command(name: str, command: Any, *arguments: str) -> Iterator[str]:
-    """One section. ``command`` is a command of typer's; its class differs between versions, its fields do not."""
-    # A command with options only of its group (the root) has no signature worth reading; get_type_hints copes.
+    """One section. ``command`` is one of typer's; its class differs between versions, but its fields do not."""
+    # A command whose only options are its group's (the root) has no useful signature; get_type_hints copes with it.
     hints = get_type_hints(command.callback)
     options = [param for param in command.params if param.param_type_name == "option"]
     places = [param for param in command.params if param.param_type_name == "argument"]
@@ -78,7 +77,7 @@ def _flags(option: Any, hint: Any) -> str:
 
 
 def _default(param: Any) -> tuple[str, str]:
-    """(help, default); a default that is no value is written at the end of the help, in brackets."""
+    """(help, default); a default that is not a value goes to the end of the help, in brackets."""
     text, _, words = (param.help or "").removesuffix("]").partition(" [default: ")
     if words:
         return text, words

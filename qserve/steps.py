@@ -32,7 +32,7 @@ def open_source(model: str) -> ModelSource:
 
 
 def operations(source: ModelSource) -> str:
-    """By what the operations of ``source`` are computed on this machine."""
+    """What computes the operations of ``source`` on this machine."""
     from qserve.kernels import registry
     from qserve.runtime.models.config import decoder_config
     from qserve.runtime.models.decoder import missing_kernels
@@ -51,7 +51,7 @@ def operations(source: ModelSource) -> str:
 
 
 def plan(source: ModelSource, out: Path, job: QuantizeJob) -> list[str]:
-    """What ``quantize`` would do, in lines; refuses what it would refuse."""
+    """What ``quantize`` would do, in lines; refuses whatever that would refuse."""
     from qserve.quantize import pipeline
 
     return pipeline.check(source, out, job).lines()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pull(model: str, file: str | None = None) -> list[str]:
-    """Fetch a model; what came of it, in lines."""
+    """Fetch a model; returns the result in lines."""
     if model == "demo":
         if file is not None:
             raise UsageError("--file is for models on the hub: demo is one file")
@@ -27,7 +27,7 @@ def pull(model: str, file: str | None = None) -> list[str]:
         return [f"demo: {path} ({console.size(path.stat().st_size)}, {'there already' if before else 'fetched'})"]
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-    disable_progress_bars()  # there is one of ours
+    disable_progress_bars()  # we show our own
     remote = find_remote(model, file)
     console.note(f"{model} at {remote.commit[:12]}: {len(remote.files)} files, {console.size(remote.bytes)}")
     with console.progress("pull") as update:

@@ -58,7 +58,7 @@ def batch(
     from qserve.answer_file import AnswerFile
     from qserve.batch import check_lines, is_done, run_batch
 
-    check_lines(lines)  # before the model is loaded
+    check_lines(lines)  # checked before the model is loaded
     with AnswerFile(out) as answers:
         if is_done(lines, answers):
             console.line(f"{out} holds the answer to every line already")

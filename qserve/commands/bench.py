@@ -181,7 +181,7 @@ def bench(
         found = {metric.name: metric.value for metric in report.metrics}
         judged = judge_values(wanted, found, 1, report.environment["machine"])
         report = replace(report, gates=(*report.gates, *judged))
-    finally:  # what was measured is kept, also where a gate asks for something else
+    finally:  # the measurement is kept even if a gate names something else
         write_report(report, json_path, markdown_path, html_path)
     for section in report.sections:
         console.table(section.title, section.header, section.rows)

@@ -28,7 +28,7 @@ from qserve.commands.values import command_line, eval_job, gates, integers, name
 _ALWAYS = {"checkpoint", "kernels", "threads"}
 _WRITTEN = {"json_path", "markdown_path", "html_path", "gate"}
 _TEXT = {"data", "tokens", "window", "by", "stride"}
-# Which options belong to which measurement; one that is given and means nothing is refused.
+# The options that belong to each measurement; one that is given but means nothing is refused.
 _KINDS = {
     "--save-reference": _ALWAYS | _TEXT | {"save_reference", "reference_top"},
     "--tasks": _ALWAYS | _WRITTEN | {"against", "tasks", "tasks_dir", "task_limit"},
@@ -157,7 +157,7 @@ def evaluate(
 def _kind(
     ctx: typer.Context, against: str | None, save_reference: Path | None, tasks: str | None, needle: bool
 ) -> str:
-    """What is measured. Raises ``UsageError`` for options that do not belong to it."""
+    """The kind of measurement. Raises ``UsageError`` for options that do not belong to it."""
     asked = {"--save-reference": save_reference is not None, "--tasks": tasks is not None, "--needle": needle}
     chosen = [name for name, given in asked.items() if given]
     if len(chosen) > 1:

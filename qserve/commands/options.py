@@ -1,6 +1,6 @@
 """The options and arguments that several commands have: name, type and help, declared once.
 
-Defaults stand with each command, for they may differ. What the text of an option means is in ``values``.
+Defaults are with each command, because they may differ. The parsing of option texts is in ``values``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import typer
 from qserve.checkpoint.extras import require
 from qserve.runtime.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
 
-ENGINE = EngineConfig()  # where the defaults of the engine's options come from
+ENGINE = EngineConfig()  # the source of the engine options' defaults
 
 
 def needs_plots(path: Path | None) -> Path | None:
-    """Of an option whose file has plots: refuse it before any work is done where nothing can draw them."""
+    """For an option whose file has plots: refuse it before any work where nothing can draw them."""
     if path is not None:
         require("matplotlib", "a page with plots")
     return path

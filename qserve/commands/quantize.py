@@ -220,7 +220,7 @@ def _publish(
     wanted: list[Gate],
     report_dir: Path | None,
 ) -> None:
-    """Quantize, measure where there is an ``evaluation``, judge by the gates ``wanted``, and tell what came of it."""
+    """Quantize, measure if there is an ``evaluation``, judge by the gates ``wanted``, and report the result."""
     from qserve import steps
     from qserve.evals import quality
     from qserve.evals.gate import enforce, judge
@@ -229,7 +229,7 @@ def _publish(
     if evaluation is not None:
         quality.check(evaluation, source)
     verdicts: list[GateReport] = []
-    measured: list[quality.Measurement] = []  # of each attempt of mixed precision
+    measured: list[quality.Measurement] = []  # one for each attempt of mixed precision
 
     def measure(staged: Path, unfinished: Path) -> QualityCard:
         assert evaluation is not None

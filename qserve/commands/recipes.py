@@ -1,4 +1,4 @@
-"""Which options of ``qserve quantize`` are for what. The help, CLI.md and the documents show them."""
+"""The purposes of ``qserve quantize`` options. The help, CLI.md and the documents show them."""
 
 from __future__ import annotations
 

@@ -50,6 +50,6 @@ def report(
 
 
 def _names(files: list[Path]) -> list[str]:
-    """The files' names where they tell them apart, else their paths."""
+    """The names of the files where these are distinct, else their paths."""
     names = [path.stem for path in files]
     return names if len(set(names)) == len(names) else [str(path) for path in files]

@@ -139,7 +139,7 @@ def run(
         reasoning=reasoning,
     )
     if otlp_endpoint is not None:
-        otlp_exporter(otlp_endpoint).shutdown()  # what is wrong with it is known before the model is loaded
+        otlp_exporter(otlp_endpoint).shutdown()  # finds errors before the model is loaded
     source = steps.open_source(model)
     say = logs.start(log_format, log_level, console.note)
     sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once

@@ -119,7 +119,7 @@ def simulate(
         limits = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_waiting=1 << 20,  # a crowd waits, nobody is refused
+            max_waiting=1 << 20,  # a crowd waits, no request is refused
             max_waiting_tokens=1 << 40,
             threads=threads,
         )
@@ -159,7 +159,7 @@ def simulate(
         )
     )  # fmt: skip
     total = len(arrivals) if isinstance(arrivals, list) else arrivals.requests
-    simulation = Fleet(fleet, steps)  # which refuses an unknown routing
+    simulation = Fleet(fleet, steps)  # refuses an unknown routing
     with console.progress("simulate") as update:
         outcome = simulation.run(arrivals, lambda done: update(done, total))
         update(total, total)

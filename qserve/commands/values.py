@@ -1,4 +1,4 @@
-"""What the text of an option means: sizes, lists, gates, the text to evaluate with. Raises ``UsageError``."""
+"""The meaning of an option's text: sizes, lists, gates, the text to evaluate with. Raises ``UsageError``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def byte_count(text: str | None) -> int | None:
 
 
 def integers(text: str, option: str) -> list[int]:
-    """Positive numbers with commas between."""
+    """Positive integers, separated by commas."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
@@ -42,7 +42,7 @@ def integers(text: str, option: str) -> list[int]:
 
 
 def numbers(text: str, option: str) -> list[float]:
-    """Positive numbers, whole or not, with commas between."""
+    """Positive numbers, integers or not, separated by commas."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -53,7 +53,7 @@ def numbers(text: str, option: str) -> list[float]:
 
 
 def cpu_list(text: str | None) -> tuple[int, ...] | None:
-    """``0,2-3`` as taskset takes it: numbers of CPUs and ranges of them; None where the option is not given."""
+    """``0,2-3`` as taskset takes it: CPU numbers and ranges; None where the option is not given."""
     if text is None:
         return None
     cpus: list[int] = []
@@ -67,12 +67,12 @@ def cpu_list(text: str | None) -> tuple[int, ...] | None:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names with commas between."""
+    """Names, separated by commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def gates(max_kl: float | None, max_ppl_increase: str | None, min_top1: str | None) -> list[Gate]:
-    """Those that are given; where none is, nothing is imported."""
+    """The gates that are given; where none is, nothing is imported."""
     if max_kl is None and max_ppl_increase is None and min_top1 is None:
         return []
     from qserve.evals.gate import quality_gates
@@ -97,5 +97,5 @@ def eval_job(data: str, tokens: int, window: int, by: str = "window", stride: in
 
 
 def command_line() -> str:
-    """This command line, for the reports; without the directory of the script."""
+    """This command line for reports, without the script's directory."""
     return shlex.join(["qserve", *sys.argv[1:]])
