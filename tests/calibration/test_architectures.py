@@ -1,4 +1,4 @@
-"""Every family: taken apart, walked, quantized and written under the names that its own files have."""
+"""Every family: split into blocks, walked, quantized, and written under the names of its own files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Damage to a checkpoint is noticed: by its hashes, and where those were made of the damage, on reading or by the gate.
+"""Damage to a checkpoint is noticed: by its hashes, or, if it came before them, on reading or by the gate.
 
-Each damage is a mistake that writers make or that disks do, to a checkpoint that is good before.
+Each damage is a mistake of a writer or of a disk, to a checkpoint that was good before.
 """
 
 from __future__ import annotations

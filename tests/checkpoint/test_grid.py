@@ -1,4 +1,4 @@
-"""A grid that is a row of the table and nothing else: the reference computes with it, and the others refuse it."""
+"""A grid that is only a row of the table: the reference computes with it, and all others refuse it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The section of deploy/README.md on one machine, followed word by word on a machine that has just been made.
+"""The section of deploy/README.md on one machine, followed word by word on a new machine.
 
 ``python tests/deploy/fresh_machine.py DIR`` makes a Debian 12 in ``DIR``, starts its systemd, and gives the commands of
 the section to one shell there, in their order; it ends with 1 at the first that fails. It runs as root, with
 debootstrap and systemd-nspawn, takes some minutes, and shares the network of this machine: the ports 80, 443, 8000 and
 9090 must be free.
 
-What this machine needs to reach its network the new one may need too: ``--copy`` takes files along, ``--bind`` shows
+The new machine may need what this one needs to reach its network: ``--copy`` takes files along, ``--bind`` shows
 folders.
 """
 

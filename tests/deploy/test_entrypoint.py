@@ -1,4 +1,4 @@
-"""The command line of the image, run as it stands in ``deploy/Containerfile``: without the image, on a model here."""
+"""The command line in ``deploy/Containerfile``, run on a local model without the image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GitHub workflows: valid by GitHub's schema; scripts of ``.ci/`` decide, not they."""
+"""The GitHub workflows: valid by GitHub's schema, and they leave all decisions to the scripts of ``.ci/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted towards the goals of the GPU stands as docs/notes/gpu.md has it."""
+"""The counts for the GPU's goals agree with docs/notes/gpu.md."""
 
 from __future__ import annotations
 

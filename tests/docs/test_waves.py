@@ -1,4 +1,4 @@
-"""The parts of K that decodes of 4-bit weights have by default leave no time idle."""
+"""The default split of K for decodes with 4-bit weights leaves no time idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two reports, metric by metric: what is a change and what is noise."""
+"""Two reports, metric by metric: changes and noise."""
 
 from __future__ import annotations
 

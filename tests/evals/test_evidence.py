@@ -1,4 +1,4 @@
-"""What stands behind a quality report: pieces of text, references, resumed runs, intervals, gates in a file."""
+"""The parts behind a quality report: pieces of text, references, resumed runs, intervals, gates in a file."""
 
 from __future__ import annotations
 

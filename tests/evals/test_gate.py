@@ -1,4 +1,4 @@
-"""Gates: what they accept on the command line, what they let pass, and how they say what failed."""
+"""Gates: the values they accept on the command line, what they let pass, and how they report a failure."""
 
 from __future__ import annotations
 

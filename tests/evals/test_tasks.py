@@ -1,4 +1,4 @@
-"""What lm-eval asks of a model, answered without lm-eval, against plain transformers; and how its figures are read."""
+"""The requests of lm-eval, answered without lm-eval, against plain transformers; and the reading of its figures."""
 
 from __future__ import annotations
 

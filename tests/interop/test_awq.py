@@ -1,4 +1,4 @@
-"""AutoAWQ, whose GEMM format it is: it packs and we read, we write and it reads."""
+"""AutoAWQ, which defines the GEMM format: it packs and we read, we write and it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers loads our ``fp8`` checkpoints. Without a GPU it dequantizes them: what is compared are weights, and
+"""transformers loads our ``fp8`` checkpoints. Without a GPU it dequantizes them, so the tests compare weights, and
 logits of inputs that are not rounded."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""gguf-py, the reference of the container: what it dequantizes we read as it does, or refuse by name."""
+"""gguf-py, the reference of the container: we read what it dequantizes with the same result, or refuse it by name."""
 
 from __future__ import annotations
 

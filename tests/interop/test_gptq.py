@@ -1,4 +1,4 @@
-"""AutoGPTQ, whose format it is: it writes and we read, we write and it reads."""
+"""AutoGPTQ, which defines the format: it writes and we read, we write and it reads."""
 
 from __future__ import annotations
 

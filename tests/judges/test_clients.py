@@ -1,4 +1,4 @@
-"""Client libraries that others wrote: what they make of our answers is what their users get."""
+"""Client libraries of others: users get our answers as these libraries read them."""
 
 from __future__ import annotations
 

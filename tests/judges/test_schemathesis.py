@@ -1,4 +1,4 @@
-"""Schemathesis finds nothing in the server's interface, over 1,000 requests, or 5,000 with ``--everything``."""
+"""Schemathesis finds no fault in the server's interface, over 1,000 requests, or 5,000 with ``--everything``."""
 
 from __future__ import annotations
 

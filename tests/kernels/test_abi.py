@@ -1,4 +1,4 @@
-"""The structures that ctypes has are those of the C compiler: every offset and size, and the number of every name."""
+"""The ctypes structures agree with the C compiler: every offset and size, and the number of every name."""
 
 from __future__ import annotations
 

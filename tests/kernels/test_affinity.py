@@ -1,4 +1,4 @@
-"""Where the threads of the C kernels run, as the system tells it."""
+"""The CPUs on which the threads of the C kernels run, as the system reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has no kernel is computed by its reference, between the kernels of the rest, and no neighbour changes a row."""
+"""Operations without a kernel run by their reference, between the kernels of the others; no neighbour changes a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the C kernels do in one operation has the bits of the same operations one by one."""
+"""Fused operations of the C kernels give the same bits as the operations one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the C kernels promise on each ISA of this machine besides their results: whom a row depends on, and whom not."""
+"""The C kernels' promises besides their results, on each ISA of this machine: what a row depends on, and what not."""
 
 from __future__ import annotations
 

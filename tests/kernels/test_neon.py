@@ -1,4 +1,4 @@
-"""The Arm kernels, on a machine that has them or in an emulator of one: beside the scalar kernels, at odd shapes."""
+"""The Arm kernels against the scalar kernels at odd shapes, on an Arm machine or in an emulator."""
 
 from __future__ import annotations
 

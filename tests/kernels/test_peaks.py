@@ -1,4 +1,4 @@
-"""What the machine does at most: told where it means something, and nothing where it does not."""
+"""The machine's peaks: reported where they have a meaning, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calibration multiplies against torch in float64 on the same numbers, at odd sizes: with every ISA that is here,
+"""The products of calibration against torch in float64 on the same numbers, at odd sizes: on every ISA of this machine,
 and in bfloat16 where it has that."""
 
 from __future__ import annotations

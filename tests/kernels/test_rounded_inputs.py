@@ -1,5 +1,5 @@
 """Inputs that are rounded to int8 or e4m3 before a product: the reference against its own definition, and each ISA bit
-for bit like it; what is refused, and what is held."""
+for bit like it; refusals, and memory."""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@ ENVIRONMENTS come from ``python tests/environments.py peers DIR``, MODELS from `
 cases are run one round after the other, each contestant once a round in changing order, and medians are compared. What
 the machine does at most is measured in every round, too.
 
-``--isa avx2`` keeps from AVX-512 who can be kept: qserve takes its kernels for AVX2, llama.cpp is built for it, torch
-obeys a variable. OpenVINO ends with an error where oneDNN is limited below what it sees: it uses what the machine has.
+``--isa avx2`` keeps those from AVX-512 that can be kept: qserve takes its kernels for AVX2, llama.cpp is built for it,
+torch obeys a variable. OpenVINO ends with an error where oneDNN is limited below what it sees: it uses what the machine
+has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Global memory, of which only what a kernel was given may be touched, and the shared memory of its programs."""
+"""Global memory, where a kernel may touch only the tensors it was given, and the shared memory of its programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulator itself, by programs written by hand: what it computes, and what it does not let pass."""
+"""The emulator itself, with programs written by hand: its results, and the faults that it reports."""
 
 from __future__ import annotations
 

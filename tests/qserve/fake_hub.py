@@ -1,4 +1,4 @@
-"""A hub on this machine: the few routes of the Hugging Face hub that fetching a model takes, over a directory.
+"""A hub on this machine: the few routes of the Hugging Face hub that fetching a model needs, served from a directory.
 
 ``FakeHub(root)`` serves ``root/ORG/NAME/FILE``; ``damage`` and ``cut`` make it answer as a bad network would.
 """

@@ -1,4 +1,4 @@
-"""The pages for who comes from elsewhere name options and fields that there are."""
+"""The pages for users of other tools name only options and fields that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of other people's texts: every character of them, and no markup."""
+"""The terminal shows other people's texts with every character, and no markup in them counts."""
 
 from __future__ import annotations
 

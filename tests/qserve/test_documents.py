@@ -1,4 +1,4 @@
-"""The documents: short where a stranger begins, and every file that they name is there."""
+"""The documents: short where a newcomer begins, and every file that they name exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain install lacks some packages: what needs one says so in one line, and nothing else imports it."""
+"""A plain install lacks some packages: a command that needs one says so in one line, and nothing else imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, that it works where it is installed, and what an install without a compiler is."""
+"""The wheel: its content, that it works where it is installed, and an install without a compiler."""
 
 from __future__ import annotations
 

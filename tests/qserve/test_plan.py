@@ -1,4 +1,4 @@
-"""``qserve plan`` as a user gives it: its answer, its refusals, and that it is quick: it imports nothing heavy."""
+"""``qserve plan`` as a user gives it: its answer, its refusals, and its speed: it imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with NaN or infinity in it is refused before calibration, wherever that is and whatever it is stored as."""
+"""A model with NaN or infinity in it is refused before calibration, wherever it is and however it is stored."""
 
 from __future__ import annotations
 

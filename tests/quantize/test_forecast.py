@@ -1,4 +1,4 @@
-"""What is forecast beside what is taken, in a process of its own: a peak is that of a whole process."""
+"""Forecast peaks of memory against real ones, in a separate process: a peak is that of a whole process."""
 
 import json
 import subprocess

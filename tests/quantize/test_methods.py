@@ -1,4 +1,4 @@
-"""The table of methods, and what its readers make of a row that they never saw."""
+"""The table of methods, and how its readers treat a row that they never saw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ask``: one HTTP request and all of its times. A client so small that it is not what is measured."""
+"""``ask``: one HTTP request and all of its times. A client so small that it is not measured itself."""
 
 from __future__ import annotations
 

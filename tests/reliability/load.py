@@ -1,4 +1,4 @@
-"""``Load``: what the clients of a measurement ask for, at random but the same each time, and in which rhythm."""
+"""``Load``: the requests of a measurement's clients, random but the same each time, and their rhythm."""
 
 from __future__ import annotations
 

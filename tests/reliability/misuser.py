@@ -1,4 +1,4 @@
-"""``Misuser``: a process that sends bad inputs, so that the clock of a stream beside them does not feel its work."""
+"""``Misuser``: a process that sends bad inputs, so that its work does not affect the times of a stream beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens drawn many rows at a time, against the sampler's own draw of each, on the processor."""
+"""Tokens drawn many rows at a time, against the sampler's own draw of each, on the CPU."""
 
 from __future__ import annotations
 

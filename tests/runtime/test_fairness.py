@@ -1,4 +1,4 @@
-"""Tenants: who goes next, who gives way, and what an overload of one does to the others."""
+"""Tenants: which goes next, which gives way, and how an overload of one affects the others."""
 
 from __future__ import annotations
 

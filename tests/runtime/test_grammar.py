@@ -1,4 +1,4 @@
-"""Constrained output: every text is of the language, and nobody else notices."""
+"""Constrained output: every text is of the language, and other requests do not notice."""
 
 from __future__ import annotations
 

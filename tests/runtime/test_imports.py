@@ -1,4 +1,4 @@
-"""The scheduler and what it stands on import the standard library and each other, nothing else."""
+"""The scheduler and the files below it import the standard library and each other, nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next step begins while the last one's tokens become text: in which order, and that nobody's tokens change."""
+"""The next step begins while the last one's tokens become text: the order, and that no request's tokens change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine at one moment: who is in it, who holds what, and what the last steps were."""
+"""The engine at one moment: its requests, their blocks, and the last steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing: against a naive reference that tries every batch and plan, and what is refused with the arithmetic."""
+"""The choice of a plan, against a naive reference that tries every batch and plan; and refusals with the arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes from configurations, against the modules of transformers, and what is refused."""
+"""Shapes from configurations, against the modules of transformers; and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of published texts, found again; where one is wrong, the test says so and what is right."""
+"""The arithmetic of published texts, reproduced; where a text is wrong, the test says so and gives the right number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for GPUs that this machine lacks, and reads what the compiler made of them.
+"""Compiles Triton kernels for GPUs that this machine lacks, and reads the compiler's results.
 
 A process either compiles or interprets (Triton decides at import), and the tests interpret. So ``compile_file`` runs
 this file as a program in a process of its own: it loads a file of cases, whose ``cases()`` names what to compile,

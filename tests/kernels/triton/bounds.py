@@ -1,4 +1,4 @@
-"""What a model needs of a machine: bytes of memory, and the seconds below which no step of it can be."""
+"""What a model needs of a machine: bytes of memory, and the least seconds of a step."""
 
 from __future__ import annotations
 

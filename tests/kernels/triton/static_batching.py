@@ -1,8 +1,7 @@
 """transformers with static batches, beside our engine: the same shape with random weights in bf16, on the same device.
 
 Plain ``generate``: the prompts of a batch are equally long, begin together and end together. Every token is stamped
-when it is chosen, so that one run gives the time of the prompt and of a step. Knows transformers; does not know our
-kernels.
+when it is chosen, so that one run gives the time of the prompt and of a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, executed where there is no GPU: their tests, run by the emulator.
+"""The compiled kernels without a GPU: their tests, run by the emulator.
 
 A process either interprets or compiles, so they run in one of their own. Here bfloat16, fp8 and the lines of assembly
 are computed as a GPU would; the interpreter knows none of them.

@@ -1,4 +1,4 @@
-"""The kernels beside the linear products compiled for GPUs that are not here: registers, memory and instructions."""
+"""The kernels beside the linear products compiled for absent GPUs: registers, memory and instructions."""
 
 from __future__ import annotations
 

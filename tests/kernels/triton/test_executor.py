@@ -1,4 +1,4 @@
-"""A tiny model on the Triton executor, in the interpreter, against the reference; and what the GPU path is made of."""
+"""A tiny model on the Triton executor, in the interpreter, against the reference; and the parts of the GPU path."""
 
 from __future__ import annotations
 

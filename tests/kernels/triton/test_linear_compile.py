@@ -1,4 +1,4 @@
-"""The linear products compiled for GPUs that are not here: what the compiler made of them."""
+"""The linear products compiled for absent GPUs: the compiler's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the memory plan counts for a weight, against what the product made ready for it holds."""
+"""The memory plan's bytes for a weight, against those that its prepared product holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms and SiLU·up that leave their rows in 8 bits for the product behind them: the bits of a rounding of its own."""
+"""Norms and SiLU·up that leave their rows in 8 bits for the next product: the same bits as a separate rounding."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Configurations that were measured: files, the choice among candidates, the cache of ``--autotune``.
 
-Times are made up where a clock would be asked; products are computed by Triton's interpreter.
+Times are made up instead of measured; products are computed by Triton's interpreter.
 """
 
 from __future__ import annotations

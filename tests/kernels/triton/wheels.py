@@ -1,4 +1,4 @@
-"""What a GPU machine without a network lacks, as a folder of wheels: ``python tests/kernels/triton/wheels.py DIR``.
+"""Wheels of what a GPU machine without a network lacks, as a folder: ``python tests/kernels/triton/wheels.py DIR``.
 
 The machine has Python 3.12 on x86-64 and what an image for PyTorch has: ``PRESENT``, or the names that ``--present``
 reads, one at the start of each line, as ``pip list`` prints them there. Everything else that qserve and its GPU tests

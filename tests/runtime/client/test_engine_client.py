@@ -1,4 +1,4 @@
-"""An engine behind messages: what comes out is what the engine gives, and every choice ends exactly once."""
+"""An engine behind messages: its outputs arrive unchanged, and every choice ends exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner that makes the engine write a given text: what is tested is what becomes of it."""
+"""A runner that makes the engine write a given text, to test what becomes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint with NaN in a shard behind the real server: who meets it fails, and nobody else notices."""
+"""A checkpoint with NaN in a shard behind the real server: a request that meets it fails, and no other notices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cached prefixes belong to a key: what another key was told can be found neither in tokens nor in time saved."""
+"""Cached prefixes belong to a key: another key's prompts show neither in tokens nor in time saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for what a server does in its own time."""
+"""Waiting for something that a server does in its own time."""
 
 from __future__ import annotations
 

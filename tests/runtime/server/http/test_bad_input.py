@@ -1,4 +1,4 @@
-"""What must be refused: quickly, with OpenAI's error object and the name of the field."""
+"""Requests that must be refused: quickly, with OpenAI's error object and the name of the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no request at all, or too large a head of one: an error object, which its client gets to read."""
+"""Bytes that are no request, or whose head is too large: the client gets to read an error object."""
 
 from __future__ import annotations
 

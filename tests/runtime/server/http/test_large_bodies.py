@@ -1,4 +1,4 @@
-"""A body that is refused before it was read: its client reads why, however it sends, and nobody waits for it."""
+"""A body that is refused before it is read: however the client sends it, it reads why, and no other client waits."""
 
 from __future__ import annotations
 

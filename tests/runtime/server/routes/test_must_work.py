@@ -1,4 +1,4 @@
-"""What looks odd and is allowed: it works, and means what it says."""
+"""Odd requests that are allowed: they work, and mean what they say."""
 
 from __future__ import annotations
 

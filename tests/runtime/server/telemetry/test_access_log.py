@@ -1,4 +1,4 @@
-"""Request ids and the one line that every request leaves in the log: what is in it, and what never is."""
+"""Request ids and the one line that every request leaves in the log: what it holds, and what it never holds."""
 
 from __future__ import annotations
 

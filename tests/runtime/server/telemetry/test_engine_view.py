@@ -1,4 +1,4 @@
-"""What the server tells about its engine, to whom, and what it costs to engine_view."""
+"""The server's view of its engine: what it shows, to whom, and the cost of showing it."""
 
 from __future__ import annotations
 

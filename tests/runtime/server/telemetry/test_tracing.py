@@ -1,4 +1,4 @@
-"""Requests as OpenTelemetry spans: attributes, children, whose trace they continue, and what may be missing."""
+"""Requests as OpenTelemetry spans: attributes, children, the trace that they continue, and missing packages."""
 
 from __future__ import annotations
 
