@@ -19,7 +19,7 @@ from qserve.kernels.ops import Embed
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
 
 Keep = Callable[[Tensor], Tensor]
-"""Moves what lies in tiles to where it stays."""
+"""Moves tiles to the place where they stay."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.done: set[Key] = set()
-        """What is answered already."""
+        """The requests that are answered already."""
         if path.exists() and not path.is_file():  # a device has no end for appending
             raise DataError(f"{path} is no file; choose another OUT")
         try:

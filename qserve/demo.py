@@ -35,11 +35,12 @@ GATES = (Gate("kl_mean", 0.13, "at_most"), Gate("perplexity_increase", 0.12, "at
 """What was measured, with a margin for other machines; see BENCHMARKS.md."""
 
 _FEW, _MORE = 4, 16
-"""Samples that the first block is quantized with to see what one costs."""
+"""Numbers of samples with which the first block is quantized, to see the cost of one."""
 _SCORED = 128
-"""Tokens that are scored to see what one costs."""
+"""Tokens that are scored to see the cost of one."""
 _LOADS = 3.0
-"""What is neither quantizing nor scoring (loading twice, hashing, writing, answering), in loads of the base."""
+"""The time of everything but quantizing and scoring (loading twice, hashing, writing, answering), in loads of the base.
+"""
 
 
 def run_demo(recipes: Sequence[Recipe], *, keep: bool, out: Path | None) -> None:

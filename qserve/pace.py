@@ -11,7 +11,7 @@ from qserve.checkpoint.errors import UsageError
 WINDOW = 512
 """Tokens of a calibration sample, and of a window that is evaluated."""
 LIMIT = 165.0
-"""Seconds: three minutes, less what a forecast may be wrong by."""
+"""Seconds: three minutes, less the possible error of a forecast."""
 EFFORTS = ("fast", "normal")
 
 

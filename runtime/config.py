@@ -10,8 +10,8 @@ KV_DTYPES = ("auto", "fp16", "bf16", "fp32", "int8", "fp8")
 HEADS = ("auto", "dense", "int8")
 STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
-"""On a GPU a step of 512 would pay for dequantizing 4-bit weights with 45 % of its products' time, one of 2,048 with
-11 %; larger ones gain little, and whoever is being answered waits for all of it: 40 ms of an 8B model on an H200."""
+"""On a GPU, dequantizing 4-bit weights would add 45 % to the time of the products of a step of 512 tokens, and 11 % to
+one of 2,048. Larger steps gain little, and every running answer waits for them: 40 ms for an 8B model on an H200."""
 
 
 @dataclass(frozen=True)

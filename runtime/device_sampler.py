@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _ROWS = 16
-"""Rows that are drawn at a time, which bounds the memory: about 150 MB for a vocabulary of 128k."""
+"""Rows that are drawn at a time. It bounds the memory: about 150 MB for a vocabulary of 128k."""
 
 
 @dataclass(frozen=True)

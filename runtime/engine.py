@@ -41,7 +41,7 @@ from qserve.runtime.step_in_flight import StepInFlight
 from qserve.runtime.step_plan import RequestUpdate
 
 Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
-"""Guesses, by ``request_id``, what follows the tokens of requests that decode; those left out get no draft."""
+"""Guesses by ``request_id`` what follows the tokens of decoding requests; a request that is left out gets no draft."""
 
 
 class Engine:

@@ -59,7 +59,7 @@ def _bounded(default: Any, low: float, high: float, *, above: bool = False, requ
 
 
 _INTERNAL = {"request": False}
-"""Of a field that no request has, or that means something else there."""
+"""Marks a field that no request has, or that means something else there."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Number:
 
 
 REQUEST_FIELDS = tuple(each.name for each in fields(SamplingParams) if each.metadata.get("request", True))
-"""What a request says under the same name."""
+"""The fields that requests have under the same name."""
 NUMBERS = {
     each.name: Number(
         each.name,

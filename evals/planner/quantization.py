@@ -32,7 +32,7 @@ _PLAIN = {
     "w8a8": Quantization("w8a8", WeightScheme(8, -1), "int8", "--scheme w8a8"),
 }
 DEFAULT = ("bf16", "fp8", "w8a8", "w4g128")
-"""Those that are tried, from the least compressed on."""
+"""The quantizations that are tried, the least compressed first."""
 
 
 def quantization(name: str) -> Quantization:

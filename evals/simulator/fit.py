@@ -23,7 +23,7 @@ KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ROUNDS = 20_000
 
 Timed = tuple[StepShape, float]
-"""What a step was and the seconds it took."""
+"""The shape of a step and the seconds it took."""
 
 
 def designed(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> list[tuple[int, int, int]]:

@@ -29,7 +29,7 @@ typedef struct {
     void (*silu_mul)(const float *gate, const float *up, float *out, int32_t width);
     void (*log_softmax)(float *x, int32_t width);
     int32_t (*argmax)(const float *x, int32_t width);
-    /* Prepares one row of the input: codes for an integer product, f32 [k] for a float product. */
+    /* Rounds one row of the input: to codes for an integer product, to f32 [k] for a float product. */
     void (*quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums);
     void (*round_input)(const qs_linear *op, const float *x, float *rounded);
     /* Tiles [tile, tile + tiles) of the product, rows [row, end); `unpacked` holds 4 tiles of u8 or f32. */

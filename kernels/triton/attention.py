@@ -31,7 +31,7 @@ CHUNK = 256
 """Keys of one unit of work: about 2 us of one multiprocessor, and a partial result a thirtieth of the keys' bytes."""
 LOG2E = 1.4426950408889634
 RESERVED = 1 << 10
-"""Bytes of shared memory that a program takes beside its own."""
+"""Bytes of shared memory that the system reserves for each program."""
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ Launch = Callable[[Batch], None]
 
 
 PARTIAL_BYTES = 256 << 20
-"""What decodes leave between their two kernels, at most. Of an 8B model it is enough for four million keys; a step
-that reads more of them, from prefixes that its sequences share, is computed in parts."""
+"""The most bytes that decodes leave between their two kernels. For an 8B model it is enough for four million keys; a
+step that reads more, from prefixes that its sequences share, is computed in parts."""
 
 
 class _Partials:

@@ -153,7 +153,7 @@ def _limit(codes: Tensor) -> float:
 
 
 WIDEST_ROW = 16384
-"""The most of a row that the registers of a program hold."""
+"""The widest row that the registers of a program hold."""
 
 
 def row_block(width: int) -> int:

@@ -23,7 +23,7 @@ from qserve.kernels.triton.tuning.configs import Config
 BLOCK_K = 128
 """Inputs to a step: a line of 128 bytes, and the most that e4m3 products of sm_90 may sum before float32 takes over."""
 COLUMN = 8
-"""Tiles of rows that are computed beside each other before the next tile of outputs."""
+"""Tiles of rows that are computed side by side before the next tile of outputs."""
 FEWEST_ROWS = 257
 """Below that there are too few tiles to keep every multiprocessor busy."""
 _WIDE_ROWS = 513

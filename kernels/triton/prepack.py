@@ -12,7 +12,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 
 PAD_N = 128
-"""Outputs are padded to a multiple of it, so that no kernel asks whether a weight is there."""
+"""Outputs are padded to a multiple of this, so that no kernel needs a bounds check on weights."""
 SLICES = (64, 32, 16)
 """Inputs to a plane, best first: 64 of two bytes are a line of the cache."""
 _HALF = 1 << 16

@@ -13,7 +13,7 @@ from qserve.kernels.triton.inputs import NOT_ROUNDED, Rounded, round_row, row_wa
 from qserve.kernels.triton.launch import at
 
 _NARROWEST = 128
-"""Columns of a program: codes, which are padded to at most a multiple of it, need no more than the row does."""
+"""The least columns of a program. Codes are padded to at most a multiple of this, so they need no more than the row."""
 
 
 @triton.jit

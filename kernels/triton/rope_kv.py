@@ -16,7 +16,7 @@ from qserve.kernels.ops import BLOCK_SIZE, RopeKV
 from qserve.kernels.triton.launch import at
 
 TOKENS = 4
-"""Tokens of one program: always as many, so that the sums of a norm have one order."""
+"""Tokens of one program: a constant, so that the sums of a norm have one order."""
 _ENCODINGS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 

@@ -19,11 +19,11 @@ Feature = Literal["fp8", "tma", "wgmma", "tcgen05", "ptx"]
 fp8      products of e4m3, as the OCP defines it
 tma      a copy engine that takes boxes of tensor descriptors
 wgmma    the matrix unit of sm_90, which reads its left side from registers and both from shared memory
-tcgen05  that of sm_100 and sm_103, with memory of its own
-ptx      assembly of NVIDIA may stand in kernels
+tcgen05  the matrix unit of sm_100 and sm_103, with memory of its own
+ptx      kernels may contain NVIDIA assembly
 """
 NEEDED = {"fp8": "compute capability 8.9 or gfx950", "tma": "compute capability 9.0"}
-"""Where a feature begins, for people."""
+"""The GPUs on which a feature begins, for people."""
 OLDEST = (8, 0)
 """The oldest compute capability with asynchronous copies and bfloat16 matrix units."""
 AMD = ("gfx942", "gfx950")
@@ -72,7 +72,7 @@ def capability(architecture: str) -> tuple[int, int]:
 
 
 DEFAULT = described("sm_90")
-"""What is assumed where there is no GPU: an H100 or H200, so that the interpreter runs what they would."""
+"""Assumed where there is no GPU: an H100 or H200, so that the interpreter runs the same as they would."""
 
 
 def is_interpreted() -> bool:

@@ -30,9 +30,9 @@ from qserve.kernels.triton.unpack import half, unit, unpack
 from qserve.kernels.triton.workspace import Workspace
 
 _FOR_FOUR_STAGES = 96 << 10
-"""Bytes of shared memory, with room for whatever stands beside the copies."""
+"""Bytes of shared memory, with room for everything beside the copies."""
 MOST_PLACES = 2**31 - 2**24
-"""Of the inputs of a launch, what a tile has behind its rows left out."""
+"""Places of the inputs of a launch, without those that a tile has behind its rows."""
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "splits"])

@@ -32,9 +32,9 @@ DECODES = ((1, 1024), (1, 32768), (8, 8192), (32, 1024), (32, 8192), (128, 2048)
 """(sequences, context)"""
 COPIED, SIDE = 1 << 30, 8192
 LIMIT = 200.0
-"""Seconds after which nothing new is begun."""
+"""Seconds after which nothing new begins."""
 TOLERANCE = 3e-2
-"""Relative error at most, of results in bfloat16; a mistake is off by more than a tenth."""
+"""The largest relative error of a result in bfloat16; a mistake is off by more than a tenth."""
 Update = Callable[[int, int], None]
 
 

@@ -37,7 +37,7 @@ SCHEMES: dict[str, Schemes | None] = {
 }
 """Weights and inputs of a problem; None for neither rounded."""
 INVARIANT = "qserve, invariant"
-"""The mode in which a row is the same in every batch: what that costs is a comparison like any other."""
+"""The mode in which a row is the same in every batch: its cost is a comparison like any other."""
 _SAMPLED = 128  # outputs at either end of a product that are checked
 _STEP = 2.0**-6  # the scale of inputs in e4m3: the largest is 7
 _WIDEST = 128  # inputs that share a scale, at least
@@ -213,4 +213,4 @@ CONTESTANTS = (
         for name, rounding in (("torch._scaled_mm", False), ("torch._scaled_mm, inputs rounded before", True))
     ),
 )  # fmt: skip
-"""What is here wherever torch is."""
+"""Available wherever torch is."""

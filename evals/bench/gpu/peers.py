@@ -88,4 +88,4 @@ PEERS = tuple(
 SLOW_PEERS = (
     Contestant("gemlite, max", "W4A16 g128", partial(_gemlite, autotune="max"), missing=partial(missing, "gemlite")),
 )
-"""For the time that is left."""
+"""Run last, in the time that is left."""

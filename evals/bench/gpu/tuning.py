@@ -21,7 +21,7 @@ from qserve.kernels.triton.tuning.tuned import TunedFile, file_of, resume
 from qserve.kernels.triton.workspace import Workspace
 
 SCHEMES = ("W4A16 g128", "FP8 channel", "W8A16 g128", "FP8 128x128", "W8A8 int8")
-"""The most wanted first: time may be over before the last has had its turn."""
+"""The most wanted first: the time may be over before the last has its turn."""
 Update = Callable[[int, int], None]
 
 

@@ -24,7 +24,7 @@ from qserve.kernels.triton.tuning.tuned import InUse, Measured, TunedFile, begin
 
 COMMAND = "--autotune"
 LIMIT = 600.0
-"""Seconds at most; what has had no turn keeps the configuration that it has, and is timed at the next start."""
+"""The most seconds. Products that had no turn keep their configuration, and are timed at the next start."""
 Progress = Callable[[int, int], None]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 BUCKETS = (16, 32, 64, 128, 256, 512, 1 << 30)
-"""The most rows that each configuration is for."""
+"""The largest number of rows that each configuration serves."""
 FOR_MANY = ("persistent", "dequantize")
 """Kernels for more rows than a decode has, beside "tiles", which computes any number of them: a persistent product of
 8-bit operands, and dequantizing a weight before cuBLAS multiplies by it."""

@@ -14,9 +14,9 @@ from statistics import median
 import torch
 
 COLD_BYTES = 256 << 20
-"""What the turns read before one comes again: over four times the largest cache."""
+"""Bytes read by the other turns before one comes again: over four times the largest cache."""
 LEAST_TURNS = 24
-"""In a graph, whose own start would count otherwise."""
+"""Turns in a graph: with fewer, the start of the graph itself would count."""
 WARM_SECONDS = 0.01
 """Before anything is timed: a GPU that did nothing for a while has slower clocks."""
 WAIT_CYCLES = 1_000_000

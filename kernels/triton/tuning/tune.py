@@ -25,14 +25,14 @@ from qserve.kernels.triton.tuning.tuned import Measured
 from qserve.kernels.triton.weight_only import WeightOnly
 
 MOST_ROWS = 2048
-"""With which the last bucket is timed."""
+"""The rows with which the last bucket is timed."""
 NOISE = 0.01
-"""A configuration that is not faster by more than this share of the default's time is none."""
+"""A configuration counts as faster only by more than this share of the default's time."""
 TOLERANCE = 2e-2
 """How far a row may be off that of the default, in the norm: another order of sums in 16 bits, no mistake."""
 Tunable = WeightOnly | EightBit
 REFUSALS = (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError)
-"""What a GPU says of a configuration that it has not the registers or the shared memory for."""
+"""Errors of a GPU that lacks the registers or the shared memory for a configuration."""
 _FAILURES = (*REFUSALS, triton.CompilationError, RuntimeError)  # of a candidate; compiler passes raise RuntimeError
 
 
