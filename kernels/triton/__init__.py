@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs, written in Triton: one file per kernel, and what prepares their operands at load."""
+"""Kernels for NVIDIA GPUs in Triton (for AMD compiled, never run): one file per kernel, and the preparation of operands."""
 
 import os
 
