@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs in Triton (for AMD compiled, never run): one file per kernel, and the preparation of operands."""
+"""Kernels for NVIDIA GPUs in Triton (compiled for AMD, never run there): one file per kernel, and operand preparation."""
 
 import os
 
