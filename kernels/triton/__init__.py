@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs in Triton (compiled for AMD, never run there): one file per kernel, and operand preparation."""
+"""Kernels for NVIDIA GPUs in Triton (compiled for AMD, never run): a file per kernel, and operand preparation."""
 
 import os
 
