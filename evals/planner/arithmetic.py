@@ -10,6 +10,7 @@ from collections import Counter
 from qserve.evals.planner import cost
 from qserve.evals.planner.deployment import Deployment
 from qserve.evals.planner.quantization import KV_BYTES
+from qserve.evals.planner.replica_roofline import ReplicaRoofline
 from qserve.evals.planner.shape import BLOCK
 
 
@@ -98,6 +99,22 @@ def _decode(plan: Deployment) -> list[tuple[str, str]]:
         ),
         ("a step of 1", f"{_sum(alone)}, looking back at {replica.context:g} tokens"),
         (f"a step of {load.batch}", f"{_sum(parts)} (decode, T)"),
+        *_exchange(replica.roofline),
+    ]
+
+
+def _exchange(roofline: ReplicaRoofline) -> list[tuple[str, str]]:
+    tp = roofline.layout.tp
+    if tp == 1:
+        return []
+    count, latency = 2 * roofline.shape.num_layers, roofline.all_reduce_latency
+    return [
+        (
+            "all-reduces",
+            f"2 x {roofline.shape.num_layers} layers = {count} a step; each at least "
+            f"{roofline.efficiency.all_reduce * 1e6:.1f} us + 2 x ({tp} - 1) hops = {latency * 1e6:.1f} us "
+            f"(NCCL's cost model), together {_ms(count * latency)}",
+        )
     ]
 
 

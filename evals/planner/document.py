@@ -90,8 +90,9 @@ class Document:
         e = self.plan.roofline.efficiency
         return (
             f"assumed, not measured: {e.mfu:.0%} of the peak operations (--mfu), {e.mbu:.0%} of the bandwidth (--mbu), "
-            f"{e.link:.0%} of the links (--link), {e.overhead * 1e3:g} ms a step (--overhead), {e.memory:.0%} of the "
-            f"memory (--memory), {e.utilization:.0%} of the capacity (--utilization)"
+            f"{e.link:.0%} of the links (--link), {e.all_reduce * 1e6:g} us before the first hop of an all-reduce "
+            f"(--all-reduce), {e.overhead * 1e3:g} ms a step (--overhead), {e.memory:.0%} of the memory (--memory), "
+            f"{e.utilization:.0%} of the capacity (--utilization)"
         )
 
     def report(self) -> Report:

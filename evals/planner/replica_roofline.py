@@ -1,8 +1,8 @@
 """Times of prefill and decode by roofline: each matrix product takes as long as its bytes or its operations do.
 
-The model is that of Williams et al. (doi 10.1145/1498765.1498785) for each linear. It is scaled by the share of the
-peaks that real kernels reach, which ``Efficiency`` states openly. All-reduces are counted by their bytes, not by their
-latency.
+The model is that of Williams et al. (doi 10.1145/1498765.1498785) per linear, scaled by the share of the peaks that
+real kernels reach, which ``Efficiency`` names and nothing hides. An all-reduce takes the time of its bytes and a
+latency, however few they are: decoding sends a few kilobytes, so that there it is nearly all latency.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ NETWORK = 50e9
 """Bytes per second of one GPU to another machine: a port of 400 Gbit/s each."""
 MACHINE = 8
 """GPUs of one machine."""
+ALL_REDUCE = 6.6e-6
+"""Seconds that an all-reduce takes before its first hop. This and the hops are NCCL's own cost model for its ring and
+its protocol of least latency, LL (NCCL, src/tuning/cost_model.cc, ncclTunerConstantsDefaults)."""
+HOP, NETWORK_HOP = 0.6e-6, 2.7e-6
+"""Seconds of one of the 2 (n - 1) hops among n GPUs: over NVLink, which is the least, and over a network."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Efficiency:
         mfu: of the operations per second, in products that are bound by them.
         mbu: of the memory bandwidth, in products that are bound by it.
         link: of the bandwidth between GPUs.
+        all_reduce: seconds that an all-reduce takes before its first hop.
         memory: of the memory; the rest is for activations, the driver and fragments.
         overhead: seconds that a step takes beside its kernels (scheduling, launches, sampling).
         utilization: of what a replica can serve, so that bursts do not queue.
@@ -36,6 +42,7 @@ class Efficiency:
     mfu: float = 0.5
     mbu: float = 0.7
     link: float = 0.7
+    all_reduce: float = ALL_REDUCE
     memory: float = 0.9
     overhead: float = 0.001
     utilization: float = 0.8
@@ -44,6 +51,8 @@ class Efficiency:
         for name in ("mfu", "mbu", "link", "memory", "utilization"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"--{name} must be more than 0 and at most 1, not {getattr(self, name)}")
+        if not 0 <= self.all_reduce < 1:
+            raise UsageError(f"an all-reduce must take from 0 to 1 s, not {self.all_reduce} s")
         if not 0 <= self.overhead < 10:
             raise UsageError(f"the overhead of a step must be from 0 to 10 s, not {self.overhead} s")
 
@@ -131,13 +140,20 @@ class ReplicaRoofline:
             for linear in self.shape.linears
         )
 
+    @property
+    def all_reduce_latency(self) -> float:
+        """Seconds of one all-reduce of no bytes."""
+        hop = HOP if self.layout.tp <= MACHINE else NETWORK_HOP
+        return self.efficiency.all_reduce + 2 * (self.layout.tp - 1) * hop if self.layout.tp > 1 else 0.0
+
     def exchange(self, rows: float) -> float:
         """Seconds to send ``rows`` hidden states between GPUs: two ring all-reduces a layer, a hop a stage."""
         layout, size = self.layout, 2.0 * rows * self.shape.hidden_size
         link = self.gpu.link if layout.tp <= MACHINE else NETWORK
-        ring = 2 * self.shape.num_layers * 2 * (layout.tp - 1) / layout.tp * size / link
-        hop = self.gpu.link if layout.gpus <= MACHINE else NETWORK
-        return (ring + (layout.pp - 1) * size / hop) / self.efficiency.link
+        ring = 2 * (layout.tp - 1) / layout.tp * size / (link * self.efficiency.link) + self.all_reduce_latency
+        stage, latency = (self.gpu.link, HOP) if layout.gpus <= MACHINE else (NETWORK, NETWORK_HOP)
+        between = size / (stage * self.efficiency.link) + self.efficiency.all_reduce + latency
+        return 2 * self.shape.num_layers * ring + (layout.pp - 1) * between
 
     def decode_attention(self, batch: float, tokens: float) -> float:
         """Seconds for ``batch`` requests to attend to ``tokens`` each: their cache is read, or scores are computed."""

@@ -52,6 +52,9 @@ def plan(
     mfu: Annotated[float, typer.Option(help="Share of the peak operations that is reached.")] = _SHARES.mfu,
     mbu: Annotated[float, typer.Option(help="Share of the memory bandwidth that is reached.")] = _SHARES.mbu,
     link: Annotated[float, typer.Option(help="Share of the bandwidth between GPUs.")] = _SHARES.link,
+    all_reduce: Annotated[
+        str, typer.Option(help="Time of an all-reduce before its first hop; the default is NCCL's own figure.")
+    ] = "6.6us",
     memory: Annotated[float, typer.Option(help="Share of the memory for weights and KV cache.")] = _SHARES.memory,
     overhead: Annotated[str, typer.Option(help="Time of a step beside its kernels.")] = "1ms",
     utilization: Annotated[
@@ -72,8 +75,10 @@ def plan(
     from qserve.evals.planner.document import Document
     from qserve.evals.report_files import write_report
 
-    seconds = parse_duration("--overhead", overhead)
-    efficiency = Efficiency(mfu, mbu, link, memory, seconds, utilization)
+    efficiency = Efficiency(
+        mfu=mfu, mbu=mbu, link=link, all_reduce=parse_duration("--all-reduce", all_reduce), memory=memory,
+        overhead=parse_duration("--overhead", overhead), utilization=utilization,
+    )
     wish = Wish(quantization, kv_cache_dtype, tp, pp, gpu_price, chunk)
     known = catalog.gpus()
     gpus = list(known.values()) if gpu == "all" else [catalog.gpu(key.strip()) for key in gpu.split(",")]

@@ -22,17 +22,17 @@ def test_the_answer_and_its_arithmetic(cli: Cli, tmp_path: Path) -> None:
     done = cli("plan", "llama-3-70b", *asked, "--explain", "--json", report, "--markdown", markdown,
                "--html", tmp_path / "p.html")  # fmt: skip
     assert done.code == 0, done.err
-    assert "6 x NVIDIA H200" in done.out and "3 replicas of TP 2" in done.out and "--scheme fp8" in done.out
-    assert "2 x 8 KV heads x 128 x 80 layers x 1 bytes = 163,840 bytes" in done.out
+    assert "8 x NVIDIA H200" in done.out and "8 replicas of TP 1" in done.out and "--scheme fp8" in done.out
+    assert "2 x 8 KV heads x 128 x 80 layers x 2 bytes = 327,680 bytes" in done.out
     assert "openai/gpt-4o" in done.out and "assumed, not measured: 50% of the peak operations" in done.out
     schema = json.loads((Path(__file__).parents[2] / "docs/report.schema.json").read_text(encoding="utf-8"))
     jsonschema.validate(json.loads(report.read_text()), schema)
     assert "<svg" in (tmp_path / "p.html").read_text()
     plan = json.loads(report.read_text())["data"]["plan"]
-    assert (plan["quantization"], plan["tp"], plan["gpus"]) == ("fp8", 2, 6)
+    assert (plan["quantization"], plan["tp"], plan["gpus"]) == ("fp8", 1, 8)
     assert markdown.read_text().startswith("# llama-3-70b for rate=10/s")
     done = cli("plan", "llama-3-70b", *asked, "--quantization", "bf16", "--api", "1/2")
-    assert done.code == 0 and "163,840" not in done.out and "Against services" in done.out and "1/2" in done.out
+    assert done.code == 0 and "327,680" not in done.out and "Against services" in done.out and "1/2" in done.out
 
 
 def test_a_directory_is_planned_from_its_config_alone(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:

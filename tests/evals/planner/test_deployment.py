@@ -96,6 +96,23 @@ def test_weights_bind_one_request_and_operations_many() -> None:
     assert many == pytest.approx(operations / roofline.flops(), rel=0.001)
 
 
+def test_an_all_reduce_of_one_row_takes_microseconds_not_nanoseconds() -> None:
+    one = replica("llama-3-70b", "h200", layout=Layout(1)).roofline
+    assert one.exchange(1) == 0 == one.all_reduce_latency
+    for tp, microseconds in ((2, 7.8), (4, 10.2), (8, 15.0)):  # NCCL's model: 6.6 + 2 (n - 1) x 0.6
+        roofline = replica("llama-3-70b", "h200", layout=Layout(tp)).roofline
+        assert roofline.all_reduce_latency * 1e6 == pytest.approx(microseconds)
+        assert roofline.exchange(1) >= 2 * 80 * microseconds * 1e-6
+    # So eight GPUs are not eight times as fast as one, nor twice as fast as four with a small model.
+    small = [replica("smollm2-135m", "h200", layout=Layout(tp)).roofline.decode(1, 100) for tp in (1, 8)]
+    assert small[1] > small[0]
+    assert replica("llama-3-70b", "h200", layout=Layout(8, 2)).roofline.exchange(1) > roofline.exchange(1)
+    given = dataclasses.replace(roofline, efficiency=Efficiency(all_reduce=100e-6))
+    assert given.exchange(1) - roofline.exchange(1) == pytest.approx(2 * 80 * (100e-6 - 6.6e-6))
+    with pytest.raises(UsageError, match="an all-reduce must take"):
+        Efficiency(all_reduce=math.nan)
+
+
 def test_experts_that_nobody_chose_are_not_read() -> None:
     roofline = replica("mixtral-8x7b", "h200", "fp8").roofline
     expert = next(linear for linear in roofline.shape.linears if linear.kind == "experts")
