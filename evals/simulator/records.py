@@ -77,12 +77,13 @@ class Records:
 
 @dataclass
 class Usage:
-    """The use of one replica. ``sequences`` and ``blocks`` are integrals over its busy time, in sequence and block
-    seconds."""
+    """Of one replica. ``sequences`` and ``blocks`` are integrals over its busy time, in sequence and block seconds; ``rows`` counts the
+    sequences of every step."""
 
     born: float = 0.0
     died: float | None = None
     steps: int = 0
+    rows: int = 0
     tokens: int = 0
     busy: float = 0.0
     sequences: float = 0.0
@@ -95,6 +96,7 @@ class Usage:
     def step(self, seconds: float, tokens: int, sequences: int, blocks: int) -> None:
         """Count one step."""
         self.steps += 1
+        self.rows += sequences
         self.tokens += tokens
         self.busy += seconds
         self.sequences += sequences * seconds

@@ -50,6 +50,8 @@ def figures(outcome: Outcome, config: FleetConfig, slo: Slo, price: Price) -> di
         "utilisation": busy / alive if alive else 0.0,
         "kv_peak": max((usage.peak_blocks for usage in usages), default=0) / config.replica.num_blocks,
     }
+    if steps := sum(usage.steps for usage in usages):
+        found["requests_per_step"] = sum(usage.rows for usage in usages) / steps
     if busy:
         places = config.replica.scheduler.max_num_seqs
         found["occupancy"] = math.fsum(usage.sequences for usage in usages) / busy / places
@@ -139,6 +141,9 @@ def _seconds(value: float) -> str:
 
 
 def _number(name: str, value: float) -> str:
+    """Counts in full, shares in percent, all others with at least two decimals and three digits."""
     if name in _SHARES:
         return f"{value:.1%}"
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.2f}"
+    if value == int(value) and name != "requests_per_step":
+        return f"{value:,.0f}"
+    return f"{value:,.{max(2, 2 - math.floor(math.log10(value)))}f}"

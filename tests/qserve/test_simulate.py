@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -50,6 +51,17 @@ def test_a_trace_is_simulated(tmp_path: Path) -> None:
     trace.write_text("".join(json.dumps({"arrival": i / 9, "prompt": 50, "output": 5}) + "\n" for i in range(30)))
     code, output = run("--roofline", ROOFLINE, "--trace", str(trace), "--static")
     assert code == 0 and "30" in output
+
+
+def test_requests_per_step_are_printed_with_three_digits(tmp_path: Path) -> None:
+    trace, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
+    sizes = [(16, 6), (16, 6), (16, 3)]  # together for three steps, two of them for three more
+    trace.write_text("".join(json.dumps({"arrival": 0, "prompt": p, "output": o}) + "\n" for p, o in sizes))
+    code, output = run("--roofline", ROOFLINE, "--trace", str(trace), "--json", str(report))
+    assert code == 0 and json.loads(report.read_text())["data"]["figures"]["requests_per_step"] == 2.5
+    assert re.search(r"requests per step\W+2\.50\W", output)
+    code, output = run("--roofline", ROOFLINE, "--rate", "0.0123", "--requests", "200", "--output", "3")
+    assert code == 0 and re.search(r"requests per second\W+0\.0\d{3}\W", output)
 
 
 def test_a_fit_of_the_tiny_model_drives_a_simulation_and_is_compared(tiny_model: Path, tmp_path: Path) -> None:
