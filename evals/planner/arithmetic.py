@@ -41,6 +41,8 @@ def _model(plan: Deployment) -> list[tuple[str, str]]:
                 f"{total / 1e9:.2f} GB",
             )
         )
+    if shape.part_of is not None:
+        found.append(("note", f"the text part of a {shape.part_of}: what sees or hears is not counted"))
     if shape.stored_as is not None:
         found.append(("note", f"the checkpoint is stored as {shape.stored_as}; the plan is for its shape, made anew"))
     return found

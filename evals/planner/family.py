@@ -6,6 +6,7 @@ An architecture that is not known is refused by name: a wrong size is worse than
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from qserve.checkpoint.errors import CheckpointError
@@ -15,25 +16,43 @@ from qserve.evals.planner.shape import Linear, ModelShape
 _MOST = 2**40
 
 
+LLAMA_4 = "llama4_text"
+_KNOWN = {**FAMILIES, LLAMA_4: Family(qkv_bias=None, out_bias=None)}
+_UNSAID: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 131072, "sliding_window": 4096,
+    },
+}  # fmt: skip
+"""What a nested configuration leaves out where it is as the family has it."""
 GPT = ("gpt2", "gpt_bigcode")
 """The older form: LayerNorms and biases everywhere, learned positions, a plain feed-forward of 4 hidden sizes."""
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that the content of a config.json describes.
+    """The shape that the content of a config.json describes; of a model that also sees or hears, that of its text part.
 
     Raises ``CheckpointError`` for an architecture that is not known, and for a key that is missing or no number.
     """
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{name}: config.json is no JSON object")
-    kind = config.get("model_type")
+    kind, text = config.get("model_type"), config.get("text_config")
+    if kind not in _KNOWN and isinstance(text, Mapping):
+        return replace(shape_of(_text_part(config, text), name), part_of=str(kind))
     keys = _Keys(config, name)
     if kind in GPT:
         return _gpt(keys, kind)
-    if kind not in FAMILIES:
-        known = ", ".join([*FAMILIES, *GPT])
+    if kind not in _KNOWN:
+        known = ", ".join([*_KNOWN, *GPT])
         raise CheckpointError(f"{name} is of type {kind!r}, whose arithmetic is not known; known are {known}")
-    return _decoder(keys, kind, FAMILIES[kind])
+    return _decoder(keys, kind, _KNOWN[kind])
+
+
+def _text_part(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the text part, with what only the whole says of it. It has no further part."""
+    said = {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if key in config}
+    unsaid = _UNSAID.get(str(text.get("model_type")), {})
+    return {**unsaid, **said, **{key: value for key, value in text.items() if key != "text_config"}}
 
 
 class _Keys:
@@ -92,7 +111,8 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     hidden, layers, vocab = keys.get("hidden_size"), keys.get("num_hidden_layers"), keys.get("vocab_size")
     heads = keys.get("num_attention_heads")
     head = Linear("head", vocab, hidden, 1)
-    mlp, mlp_other = _feed_forward(keys, family, hidden, layers)
+    llama_4 = kind == LLAMA_4
+    mlp, mlp_other = (_interleaved(keys, hidden, layers), 0) if llama_4 else _feed_forward(keys, family, hidden, layers)
     norms = layers * family.norms * hidden + hidden
     tied = keys.flag("tie_word_embeddings", family.tied)
     context = keys.get("max_position_embeddings", _MOST)
@@ -131,7 +151,8 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     return ModelShape(
         name=keys.name, family=kind, attention=_kind(heads, kv_heads), hidden_size=hidden, vocab_size=vocab,
         num_layers=layers, num_heads=heads, kv_heads=kv_heads, kv_width=2 * kv_size,
-        windows=_windows(keys, family, layers), score_width=head_dim, value_width=head_dim,
+        windows=_chunks(keys, layers) if llama_4 else _windows(keys, family, layers),
+        score_width=head_dim, value_width=head_dim,
         latent_score_width=head_dim, latent_value_width=head_dim, linears=(*attention, *mlp, head),
         embedding=vocab * hidden, other=norms + mlp_other + layers * biases, tied=tied, context=context,
         stored_as=keys.stored_as(),
@@ -161,6 +182,31 @@ def _feed_forward(keys: _Keys, family: Family, hidden: int, layers: int) -> tupl
         linears.append(Linear("router", 1, hidden, layers))
     biases = (count + count * (2 * inner + hidden)) * experts.biases + count * experts.score_bias
     return linears, layers * biases
+
+
+def _interleaved(keys: _Keys, hidden: int, layers: int) -> list[Linear]:
+    """The feed-forwards of Llama 4: experts and one for every token in some layers, a wider one in the others."""
+    listed, step = keys.config.get("moe_layers"), keys.get("interleave_moe_layer_step", 1)
+    sparse = len(listed) if isinstance(listed, list) else len(range(step - 1, layers, step)) if step else 0
+    if sparse > layers:
+        raise CheckpointError(f"{keys.name}: {sparse} of {layers} layers have experts")
+    inner = keys.get("intermediate_size")
+    return [
+        *(_dense("mlp", hidden, keys.get("intermediate_size_mlp"), layers - sparse) if sparse < layers else []),
+        *(_experts(keys, hidden, inner, sparse, keys.get("num_local_experts")) if sparse else []),
+        *(_dense("shared expert", hidden, inner, sparse) if sparse else []),
+    ]
+
+
+def _chunks(keys: _Keys, layers: int) -> tuple[int, ...]:
+    """The windows of Llama 4: layers that rotate look back within a chunk of tokens, at most all of it."""
+    chunk, rotated = keys.get("attention_chunk_size", 8192), keys.config.get("no_rope_layers")
+    if isinstance(rotated, list) and rotated:
+        if len(rotated) != layers:
+            raise CheckpointError(f"{keys.name}: no_rope_layers has {len(rotated)} entries for {layers} layers")
+        return tuple(chunk if each else 0 for each in rotated)
+    every = keys.get("no_rope_layer_interval", 4) or 4
+    return tuple(chunk if (i + 1) % every else 0 for i in range(layers))
 
 
 def _dense(kind: Any, hidden: int, inner: int, layers: int) -> list[Linear]:

@@ -61,6 +61,7 @@ class ModelShape:
             are summed for it; ``latent_*``: the same where an MLA cache is read as it is stored.
         embedding: parameters of token and position embeddings; ``other``: those of norms and biases.
         tied: the output layer is the embedding.
+        part_of: the type of a model that also sees or hears, of which this is the text part.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ModelShape:
     tied: bool
     context: int
     stored_as: str | None = None
+    part_of: str | None = None
 
     def parameters_by_kind(self) -> dict[str, int]:
         """A tied output layer counts once, as the embedding."""

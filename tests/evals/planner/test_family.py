@@ -96,6 +96,56 @@ def test_bytes_of_weights_hold_scales_and_zero_points() -> None:
     assert shape.weight_bytes(None) == 2 * shape.parameters
 
 
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SPARSE = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size_mlp": 112, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("outer", "family", "more"),
+    [
+        ("gemma3", "gemma3_text", {"head_dim": 32, "sliding_window": 32}),
+        ("mistral3", "mistral", {"head_dim": 24, "tie_word_embeddings": False}),
+        ("llama4", "llama4_text", {**SPARSE, "interleave_moe_layer_step": 2, "num_hidden_layers": 5}),
+        ("llama4", "llama4_text", {**SPARSE, "interleave_moe_layer_step": 1, "attention_bias": True}),
+    ],
+)
+def test_the_text_part_of_a_nested_configuration(outer: str, family: str, more: dict[str, Any]) -> None:
+    text = AutoConfig.for_model(family, **{**TINY, **more})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text)
+    written = {"model_type": outer, "vision_config": VISION, "text_config": json.loads(text.to_json_string(False))}
+    shape = shape_of(written, "it")
+    assert shape.parameters == sum({id(each): each.numel() for each in model.parameters()}.values())
+    assert (shape.family, shape.part_of) == (family, outer)
+    quantized = shape_of({**written, "quantization_config": {"quant_method": "awq"}}, "it")
+    assert quantized.stored_as == "awq" and quantized.parameters == shape.parameters
+
+
+def test_what_a_nested_configuration_leaves_out_is_as_transformers_has_it() -> None:
+    # As published: sizes that are the family's own are not written.
+    written = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 7, "model_type": "gemma3_text"}
+    full = json.loads(AutoConfig.for_model(**written).to_json_string(use_diff=False))
+    assert shape_of({"model_type": "gemma3", "text_config": written}, "it") == shape_of(
+        {"model_type": "gemma3", "text_config": full}, "it"
+    )
+
+
+def test_llama_4_looks_back_within_chunks_where_it_rotates() -> None:
+    keys = {**TINY, **SPARSE, "model_type": "llama4_text", "num_hidden_layers": 8, "attention_chunk_size": 64}
+    written = json.loads(AutoConfig.for_model(**keys).to_json_string(use_diff=False))
+    kinds = [64 if kind == "chunked_attention" else 0 for kind in written["layer_types"]]
+    assert list(shape_of(written, "it").windows) == kinds == list(shape_of(keys, "it").windows)
+    assert kinds.count(0) == 2
+
+
+@pytest.mark.parametrize(
+    "text", [{"hidden_size": 64}, {"model_type": "mamba2"}, {"model_type": "x", "text_config": {}}]
+)
+def test_a_text_part_that_is_not_known_is_refused(text: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="whose arithmetic is not known"):
+        shape_of({"model_type": "some_vl", "text_config": text}, "it")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
