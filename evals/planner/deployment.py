@@ -19,6 +19,7 @@ from qserve.evals.planner.demand import Traffic
 from qserve.evals.planner.quantization import DEFAULT, KV_BYTES, Quantization, quantization
 from qserve.evals.planner.replica import Load, Replica
 from qserve.evals.planner.replica_roofline import MACHINE, Efficiency, Layout, ReplicaRoofline
+from qserve.evals.planner.served import SERVED
 from qserve.evals.planner.shape import ModelShape
 from qserve.evals.slo import Slo
 
@@ -60,6 +61,11 @@ class Deployment:
     @property
     def roofline(self) -> ReplicaRoofline:
         return self.replica.roofline
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What ``qserve run`` lacks to serve it; nothing where it can."""
+        return SERVED.missing(self.roofline.shape, self.roofline.layout)
 
     @property
     def gpus(self) -> int:

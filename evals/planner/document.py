@@ -45,6 +45,7 @@ class Document:
             ("weights", f"{roofline.quantization.name} ({step}), {roofline.weights_per_gpu / 1e9:.1f} GB a GPU"),
             ("KV cache", f"{roofline.kv_dtype}"),
             ("parallelism", f"{plan.replicas} replica{'s' if plan.replicas > 1 else ''} of {roofline.layout}"),
+            ("served by", _server(plan)),
             ("TTFT", f"{load.ttft * 1e3:.0f} ms (limit {replica.slo.ttft * 1e3:g} ms)"),
             ("TPOT", f"{load.tpot * 1e3:.1f} ms (limit {replica.slo.tpot * 1e3:g} ms)"),
             ("batch", f"{load.batch} running, {replica.largest} within the limits, {replica.fits} fit"),
@@ -60,8 +61,8 @@ class Document:
         return Section(self.title, ("", "plan"), tuple(rows))
 
     def alternatives(self) -> Section:
-        """The best of every GPU and quantization."""
-        header = ("plan", "GPUs", "batch", "TTFT ms", "TPOT ms", "$/h", "$/M tokens")
+        """The best of every GPU and quantization; those marked with a star are for another engine."""
+        header = ("plan, * not served by qserve run", "GPUs", "batch", "TTFT ms", "TPOT ms", "$/h", "$/M tokens")
         return Section("Best of each GPU and quantization", header, tuple(map(_row, self._ranked())))
 
     def break_even(self) -> Section:
@@ -179,9 +180,14 @@ class Document:
         return {**asdict(service), **found}
 
 
+def _server(plan: Deployment) -> str:
+    return f"another engine: qserve run lacks {', '.join(plan.missing)}" if plan.missing else "qserve run"
+
+
 def _row(plan: Deployment) -> tuple[str, ...]:
     roofline = plan.roofline
-    name = f"{roofline.gpu.key} {roofline.quantization.name}, KV {roofline.kv_dtype}, {roofline.layout}"
+    mark = " *" if plan.missing else ""
+    name = f"{roofline.gpu.key} {roofline.quantization.name}, KV {roofline.kv_dtype}, {roofline.layout}{mark}"
     if plan.refused:
         return (f"{name}: {plan.refused}", "", "", "", "", "", "")
     load, hourly = plan.load, plan.dollars_per_hour
@@ -200,6 +206,7 @@ def _figures(plan: Deployment) -> dict[str, Any]:
         "tp": roofline.layout.tp,
         "pp": roofline.layout.pp,
         "refused": plan.refused or None,
+        "qserve_run_lacks": list(plan.missing),
         "weight_bytes": roofline.shape.weight_bytes(roofline.quantization.scheme),
         "weight_bytes_per_gpu": roofline.weights_per_gpu,
         "kv_bytes_per_request_and_gpu": roofline.kv_per_request(plan.replica.traffic.tokens),

@@ -34,7 +34,10 @@ def bench(
                      metavar="LIST"),
     ] = None,
     prompt: Annotated[
-        str, typer.Option(help="Tokens of each prompt: 64; of a server also lognormal:MEDIAN:SIGMA, uniform:LEAST:MOST or 10/50/200.")
+        str,
+        typer.Option(
+            help="Tokens of each prompt: 64; of a server also lognormal:MEDIAN:SIGMA, uniform:LEAST:MOST or 10/50/200."
+        ),
     ] = "64",
     output: Annotated[
         str | None,

@@ -51,7 +51,9 @@ def simulate(
     rate: Annotated[float, typer.Option(help="Requests per second, as a Poisson process.")] = 1.0,
     requests: Annotated[int, typer.Option(help="Requests in all.")] = 1000,
     burst: Annotated[int, typer.Option(help="So many arrive together.")] = 1,
-    prompt: Annotated[str, typer.Option(help="Tokens of a prompt: 512, lognormal:MEDIAN:SIGMA, uniform:LEAST:MOST or 10/50/200.")] = "512",
+    prompt: Annotated[
+        str, typer.Option(help="Tokens of a prompt: 512, lognormal:MEDIAN:SIGMA, uniform:LEAST:MOST or 10/50/200.")
+    ] = "512",
     output: Annotated[str, typer.Option(help="Tokens of an output, in the same way.")] = "200",
     prefixes: Annotated[int, typer.Option(help="As many prefixes are shared by the prompts.")] = 0,
     prefix_tokens: Annotated[int, typer.Option(help="Tokens of each prefix, before those of --prompt.")] = 0,

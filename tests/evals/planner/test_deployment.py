@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import CapacityError, UsageError
+from qserve.checkpoint.families import native_families
 from qserve.evals.planner import catalog, cost
 from qserve.evals.planner.demand import Traffic, parse_traffic
 from qserve.evals.planner.deployment import Deployment, Wish, choose, consider
@@ -19,6 +20,7 @@ from qserve.evals.planner.document import Document
 from qserve.evals.planner.quantization import quantization
 from qserve.evals.planner.replica import Replica
 from qserve.evals.planner.replica_roofline import Efficiency, Layout, ReplicaRoofline
+from qserve.evals.planner.served import SERVED, Served
 from qserve.evals.report_files import write_report
 from qserve.evals.slo import Slo, parse_duration, parse_slo
 
@@ -146,6 +148,22 @@ def test_what_a_gpu_does_not_compute_is_not_planned() -> None:
     for wish, words in ((Wish("fp8"), "has no products of fp8"), (Wish(kv_dtype="fp8"), "has no fp8")):
         with pytest.raises(UsageError, match=words):
             consider(catalog.model("llama-3-8b"), a100, TRAFFIC, Slo(), Efficiency(), wish)
+
+
+def test_plans_that_qserve_run_cannot_serve_are_marked() -> None:
+    def best(model: str, wish: Wish) -> Deployment:
+        return choose(catalog.model(model), [catalog.gpu("h200")], Traffic(0.1), Slo(5, 1), Efficiency(), wish)[0]
+
+    alone, split, foreign = best("llama-3-8b", Wish(tp=1)), best("llama-3-8b", Wish(tp=2)), best("mixtral-8x7b", Wish())
+    assert (alone.missing, split.missing) == ((), ("TP 2",)) and foreign.missing[0] == "the family mixtral"
+    shown = [dict(Document(plan, [plan], [], "").recommendation().rows)["served by"] for plan in (alone, split)]
+    assert shown == ["qserve run", "another engine: qserve run lacks TP 2"]
+    rows = [Document(plan, [plan], [], "").alternatives().rows[0][0] for plan in (alone, split)]
+    assert [row.endswith(" *") for row in rows] == [False, True]
+    later = Served(("llama", "mixtral"), tp=2)  # what later work adds to the table changes the marks, nothing else
+    assert later.missing(split.roofline.shape, Layout(2)) == () == later.missing(foreign.roofline.shape, Layout(1))
+    assert later.missing(foreign.roofline.shape, Layout(4, 2)) == ("TP 4", "PP 2")
+    assert set(SERVED.families) == set(native_families()) and (SERVED.tp, SERVED.pp) == (1, 1)
 
 
 def test_stages_are_tried_where_a_machine_is_too_small() -> None:

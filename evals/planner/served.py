@@ -1,0 +1,28 @@
+"""``Served``: what ``qserve run`` can serve of what can be planned. A plan for anything else is for another engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qserve.checkpoint.families import native_families
+from qserve.evals.planner.replica_roofline import Layout
+from qserve.evals.planner.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Served:
+    """``families`` are model types; ``tp`` and ``pp`` the most GPUs that split matrices and layers of one replica."""
+
+    families: tuple[str, ...]
+    tp: int = 1
+    pp: int = 1
+
+    def missing(self, shape: ModelShape, layout: Layout) -> tuple[str, ...]:
+        """What a plan needs beyond this, in words; nothing where it is served."""
+        found = [] if shape.family in self.families else [f"the family {shape.family}"]
+        degrees = (("TP", layout.tp, self.tp), ("PP", layout.pp, self.pp))
+        return (*found, *(f"{name} {wanted}" for name, wanted, most in degrees if wanted > most))
+
+
+SERVED = Served(tuple(native_families()))
+"""What is served today. What comes to be served is added here, and plans follow."""
