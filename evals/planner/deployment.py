@@ -122,6 +122,18 @@ def consider(
     return sorted(plans, key=lambda plan: (bool(plan.refused), plan.rank))
 
 
+def replica_roofline(
+    shape: ModelShape, gpu: Gpu, layout: Layout, scheme: str, kv_dtype: str, efficiency: Efficiency
+) -> ReplicaRoofline:
+    """One replica as the user wishes it. Raises ``UsageError`` where ``gpu`` or the model cannot be used so."""
+    wish = Wish(scheme, kv_dtype, layout.tp, layout.pp)
+    if layout not in _layouts(shape, gpu, quantization(scheme), kv_dtype, Traffic(), efficiency, wish):
+        raise UsageError(_unshared(shape, wish))
+    return ReplicaRoofline(
+        shape, _quantizations(gpu, wish)[0], _kv_dtypes(gpu, wish)[0], gpu, layout, efficiency
+    )
+
+
 def choose(
     shape: ModelShape, gpus: Sequence[Gpu], traffic: Traffic, slo: Slo, efficiency: Efficiency, wish: Wish
 ) -> tuple[Deployment, list[Deployment]]:
@@ -139,14 +151,18 @@ def choose(
     possible = [plan for plan in plans if not plan.refused]
     if not possible:
         if not plans:
-            raise CapacityError(
-                f"{shape.name} has {shape.num_heads} heads in {shape.num_layers} layers, which --tp {wish.tp or 1} "
-                f"and --pp {wish.pp or 1} cannot share"
-            )
-        # The nearest miss is the plan that came furthest: into memory, and then with the most memory or speed to spare.
+            raise CapacityError(_unshared(shape, wish))
+        # Nearest is what came furthest: into memory, and then with the most memory or speed to spare.
         nearest = max(plans, key=lambda plan: (plan.replica.fits, plan.roofline.kv_room))
         raise CapacityError(f"no plan serves {shape.name} so; nearest is {describe(nearest)}: {nearest.refused}")
     return min(possible, key=lambda plan: plan.rank), plans
+
+
+def _unshared(shape: ModelShape, wish: Wish) -> str:
+    return (
+        f"{shape.name} has {shape.num_heads} heads in {shape.num_layers} layers, which --tp {wish.tp or 1} "
+        f"and --pp {wish.pp or 1} cannot share"
+    )
 
 
 def describe(plan: Deployment) -> str:

@@ -155,21 +155,25 @@ class ReplicaRoofline:
         between = size / (stage * self.efficiency.link) + self.efficiency.all_reduce + latency
         return 2 * self.shape.num_layers * ring + (layout.pp - 1) * between
 
-    def decode_attention(self, batch: float, tokens: float) -> float:
-        """Seconds for ``batch`` requests to attend to ``tokens`` each: their cache is read, or scores are computed."""
+    def decode_attention(self, cached: float) -> float:
+        """Seconds in which decodes look back at ``cached`` positions, over all layers: read, or scores computed."""
         shape = self.shape
-        cached = batch * shape.cached(tokens)
         read = cached * shape.kv_width * KV_BYTES[self.kv_dtype] * self.kv_share
         width = shape.latent_score_width + shape.latent_value_width
         done = 2.0 * cached * shape.num_heads * width / self.layout.tp
         return max(read / self.bandwidth, done / self.flops())
+
+    def prefill_attention(self, pairs: float) -> float:
+        """Seconds of ``pairs`` of a prompt's token and one that it looks at, over all layers: they are computed."""
+        shape = self.shape
+        return 2.0 * pairs * shape.num_heads * (shape.score_width + shape.value_width) / self.layout.tp / self.flops()
 
     def decode_parts(self, batch: int, tokens: float) -> dict[str, float]:
         """Seconds until each of ``batch`` running requests has its next token; a stage works on ``batch / pp``."""
         rows = max(1.0, batch / self.layout.pp)
         return {
             "weights": self.linears(rows, rows),
-            "attention": self.decode_attention(rows, tokens),
+            "attention": self.decode_attention(rows * self.shape.cached(tokens)),
             "exchange": self.exchange(rows),
             "overhead": self.efficiency.overhead,
         }
@@ -182,10 +186,9 @@ class ReplicaRoofline:
         shape = self.shape
         sizes = [(size, n) for size, n in ((chunk, prompt // chunk), (prompt % chunk, 1)) if size and n]
         last = sum(linear.count * self.linear(linear, 1) for linear in shape.linears if linear.kind == "head")
-        pairs = 2.0 * shape.looked_at(prompt) * shape.num_heads * (shape.score_width + shape.value_width)
         return {
             "weights": last + sum(n * self.linears(size, 0) for size, n in sizes),
-            "attention": pairs / self.layout.tp / self.flops(),
+            "attention": self.prefill_attention(shape.looked_at(prompt)),
             "exchange": sum(n * self.exchange(size) for size, n in sizes),
         }
 

@@ -142,6 +142,13 @@ class ModelShape:
             total += count * (full * (full + 1) / 2 + (tokens - full) * full)
         return total
 
+    def capped(self, positions: float, tokens: float) -> float:
+        """Positions that ``tokens`` look back at, ``positions`` together where nothing is cut, summed over the layers;
+        exact where all are beyond a window or all within."""
+        return sum(
+            count * (min(positions, window * tokens) if window else positions) for window, count in self._windows
+        )
+
     @property
     def _windows(self) -> list[tuple[int, int]]:
         return sorted(Counter(self.windows).items())

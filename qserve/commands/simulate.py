@@ -14,18 +14,23 @@ from qserve import console
 from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.commands.options import ENGINE, HtmlOut, JsonOut, MarkdownOut, MaxNumSeqs, Threads
 from qserve.commands.values import command_line
-from qserve.runtime.config import STEP_TOKENS, EngineConfig
+from qserve.evals.planner.replica_roofline import Efficiency, Layout
+from qserve.runtime.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
+
+_SHARES = Efficiency()
 
 if TYPE_CHECKING:
     from qserve.evals.report import Report
     from qserve.evals.simulator.cost import CostModel, FittedCost
+    from qserve.evals.simulator.model_cost import ModelCost
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.traffic import Arrival
 
 
 def simulate(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="With --fit or --validate: the model to measure.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="To measure; with --gpu a config.json or a shape as llama-3-70b."),
     ] = None,
     cost: Annotated[
         Path | None, typer.Option(help="A step takes what this file says, which --fit wrote.", metavar="FILE")
@@ -39,6 +44,16 @@ def simulate(
             metavar="SPEC",
         ),
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A step takes what qserve plan says of MODEL on this GPU, as h200.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="With --gpu: as many of them split every matrix.")] = 1,
+    quantization: Annotated[
+        str, typer.Option(help="With --gpu: of the weights: bf16, fp8, w8a8, or wBITSgGROUP.")
+    ] = "bf16",
+    kv_cache_dtype: Annotated[str, typer.Option(help="With --gpu: fp16, fp8 or int8.")] = "fp16",
+    mfu: Annotated[float, typer.Option(help="With --gpu: share of the peak operations.")] = _SHARES.mfu,
+    mbu: Annotated[float, typer.Option(help="With --gpu: share of the memory bandwidth.")] = _SHARES.mbu,
     fit: Annotated[
         Path | None,
         typer.Option(help="Measure steps of MODEL on this machine and write what they cost.", metavar="FILE"),
@@ -71,10 +86,12 @@ def simulate(
     start_delay: Annotated[float, typer.Option(help="Seconds until an engine that is started serves.")] = 60.0,
     max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and output.")] = 8192,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = STEP_TOKENS,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens of one step. [default: {STEP_TOKENS}; {GPU_STEP_TOKENS} with --gpu]")
+    ] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests in the queue of an engine.")] = ENGINE.max_waiting,
     kv_blocks: Annotated[
-        int | None, typer.Option(help="KV blocks of 16 tokens. [default: enough for all that run]")
+        int | None, typer.Option(help="KV blocks of 16 tokens. [default: enough for all that run; what fits with --gpu]")
     ] = None,
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
@@ -85,7 +102,10 @@ def simulate(
     slo: Annotated[
         str | None, typer.Option(help="What counts as good, as ttft=500ms,tpot=50ms.", metavar="SPEC")
     ] = None,
-    price: Annotated[float, typer.Option(help="Of one replica per hour.")] = 0.0,
+    price: Annotated[
+        float | None,
+        typer.Option(help="Of one replica per hour. [default: 0; the listed price of its GPUs with --gpu]"),
+    ] = None,
     animate: Annotated[
         Path | None,
         typer.Option(
@@ -100,17 +120,20 @@ def simulate(
 ) -> None:
     """Simulate replicas of the engine under a load: latency, goodput, utilisation, KV usage and cost.
 
-    The scheduler and the block manager are those of the engine; only the time that a step takes comes from a model:
-    of the hardware (--roofline), or of this machine (--fit, then --cost).
+    The scheduler and the block manager are those of the engine; only the time that a step takes is computed: of MODEL
+    on GPUs as qserve plan has it (--gpu), of other hardware (--roofline), or of this machine (--fit, then --cost).
     """
     from qserve.evals.simulator.cost import FittedCost, RooflineCost
     from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig
+    from qserve.evals.simulator.model_cost import ModelCost
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.summary import Price, simulation_report
     from qserve.evals.simulator.traffic import Lengths, Traffic, read_trace
     from qserve.evals.slo import UNLIMITED, parse_slo
     from qserve.runtime.limits import SchedulerConfig
 
+    step_tokens = STEP_TOKENS if gpu is None else GPU_STEP_TOKENS
+    step_tokens = step_tokens if max_num_batched_tokens is None else max_num_batched_tokens
     if fit is not None or validate:
         if model is None:
             raise UsageError("--fit and --validate measure a model: name it")
@@ -118,10 +141,12 @@ def simulate(
             raise UsageError("--validate needs what --fit wrote: give --cost, or --fit too")
         if not 1 <= validate_seconds <= 3600:
             raise UsageError("--validate-seconds must be 1..3600")
+        if gpu is not None:
+            raise UsageError("--fit and --validate measure this machine: leave out --gpu")
         limits = EngineConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_waiting=1 << 20,  # a crowd waits, no request is refused
+            max_num_batched_tokens=step_tokens,
+            max_waiting=1 << 20,  # a crowd waits, nobody is refused
             max_waiting_tokens=1 << 40,
             threads=threads,
         )
@@ -129,16 +154,24 @@ def simulate(
         written = (json_path, markdown_path, html_path)
         _measure(model, limits, fit, known, validate_seconds if validate else None, seed, written)
         return
-    if model is not None:
-        raise UsageError("a model is measured with --fit or --validate; a simulation takes --cost or --roofline")
-    if (cost is None) == (roofline is None):
-        raise UsageError("give either --cost FILE, which --fit wrote, or --roofline SPEC")
-    steps: CostModel = RooflineCost.parse(roofline) if roofline is not None else FittedCost.load(cost or Path())
+    if (model is None) != (gpu is None):
+        raise UsageError("MODEL is measured with --fit or --validate, or simulated with --gpu: give both or neither")
+    if [cost, roofline, gpu].count(None) != 2:
+        raise UsageError("give either --cost FILE, which --fit wrote, or --roofline SPEC, or MODEL and --gpu")
+    steps: CostModel
+    fits = max_num_seqs * -(-max_model_len // 16)
+    if model is not None and gpu is not None:
+        steps = _on_gpu(model, gpu, Layout(tp), quantization, kv_cache_dtype, Efficiency(mfu=mfu, mbu=mbu))
+        max_model_len, fits = min(max_model_len, steps.roofline.shape.context), steps.num_blocks
+        listed = steps.roofline.gpu.price
+        price = listed.dollars * tp if price is None and listed is not None else price
+    else:
+        steps = RooflineCost.parse(roofline) if roofline is not None else FittedCost.load(cost or Path())
     try:
         limits_of_one = SchedulerConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=step_tokens,
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting * max_model_len,
         )
@@ -147,11 +180,11 @@ def simulate(
     if kv_blocks is not None and not 1 <= kv_blocks <= 1 << 24:
         raise UsageError(f"--kv-blocks must be 1..{1 << 24}, not {kv_blocks}")
     one = ReplicaConfig(
-        limits_of_one, kv_blocks or max_num_seqs * -(-max_model_len // 16), prefix_caching=prefix_caching, static=static
+        limits_of_one, kv_blocks or min(fits, 1 << 24), prefix_caching=prefix_caching, static=static
     )
     scale = None if max_replicas is None else Autoscale(max_replicas, scale_queue, start_delay)
     fleet = FleetConfig(one, replicas, routing, scale)
-    money, objective = Price(price), UNLIMITED if slo is None else parse_slo(slo, UNLIMITED)
+    money, objective = Price(price or 0.0), UNLIMITED if slo is None else parse_slo(slo, UNLIMITED)
     arrivals: list[Arrival] | Traffic = (
         read_trace(trace)
         if trace is not None
@@ -167,12 +200,31 @@ def simulate(
         update(total, total)
     load = {"trace": trace.name} if trace is not None else {"rate": rate, "prompt": prompt, "output": output,
         "burst": burst, "prefixes": prefixes, "prefix_tokens": prefix_tokens, "seed": seed}  # fmt: skip
-    source = {"roofline": roofline} if roofline is not None else {"fitted": json.loads((cost or Path()).read_text())}
+    if isinstance(steps, ModelCost):
+        source: dict[str, object] = {"model": model, "gpu": gpu, "tp": tp, "quantization": quantization,
+                                     "kv_cache_dtype": kv_cache_dtype, "mfu": mfu, "mbu": mbu}  # fmt: skip
+    elif roofline is not None:
+        source = {"roofline": roofline}
+    else:
+        source = {"fitted": json.loads((cost or Path()).read_text())}
     more = {"traffic": load, "cost_model": source}
     report = simulation_report(outcome, fleet, objective, money, command_line(), more)
     _show(report, (json_path, markdown_path, html_path))
     if animate is not None:
         _animate(animate, arrivals, one, steps)
+
+
+def _on_gpu(
+    model: str, gpu: str, layout: Layout, quantization: str, kv_cache_dtype: str, efficiency: Efficiency
+) -> ModelCost:
+    """What the planner would say of such a replica; nothing is loaded. Raises ``UsageError``."""
+    from qserve.evals.planner import catalog
+    from qserve.evals.planner.deployment import replica_roofline
+    from qserve.evals.simulator.model_cost import ModelCost
+
+    return ModelCost(
+        replica_roofline(catalog.model(model), catalog.gpu(gpu), layout, quantization, kv_cache_dtype, efficiency)
+    )
 
 
 def _measure(

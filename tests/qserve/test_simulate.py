@@ -53,6 +53,18 @@ def test_a_trace_is_simulated(tmp_path: Path) -> None:
     assert code == 0 and "30" in output
 
 
+def test_a_model_on_gpus_needs_no_spec(tmp_path: Path) -> None:
+    times = []
+    for gpus in ("1", "2"):
+        report = tmp_path / f"{gpus}.json"
+        code, output = run("llama-3-8b", "--gpu", "h200", "--tp", gpus, "--requests", "50", "--json", str(report))
+        assert code == 0, output
+        data = json.loads(report.read_text())["data"]
+        assert data["cost_model"]["gpu"] == "h200" and data["figures"]["cost"] > 0
+        times.append(data["latency_seconds"]["tpot"]["mean"])
+    assert times[1] < times[0] < 2 * times[1]  # two are faster, but all-reduces and overhead are not halved
+
+
 def test_requests_per_step_are_printed_with_three_digits(tmp_path: Path) -> None:
     trace, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
     sizes = [(16, 6), (16, 6), (16, 3)]  # together for three steps, two of them for three more
@@ -85,7 +97,12 @@ def test_a_fit_of_the_tiny_model_drives_a_simulation_and_is_compared(tiny_model:
     [
         ([], "give either --cost FILE"),
         (["--roofline", ROOFLINE, "--cost", "x"], "give either --cost FILE"),
-        (["demo", "--roofline", ROOFLINE], "a model is measured with --fit"),
+        (["demo", "--roofline", ROOFLINE], "MODEL is measured with --fit"),
+        (["--gpu", "h200"], "give both or neither"),
+        (["llama-3-8b", "--gpu", "h200", "--roofline", ROOFLINE], "give either --cost FILE"),
+        (["llama-3-8b", "--gpu", "h200", "--tp", "3"], "cannot share"),
+        (["llama-3-8b", "--gpu", "a100-80gb", "--quantization", "fp8"], "no products of fp8"),
+        (["llama-3-8b", "--gpu", "h200", "--fit", "x"], "leave out --gpu"),
         (["--fit", "x"], "name it"),
         (["demo", "--validate"], "--validate needs"),
         (["--roofline", ROOFLINE, "--routing", "random"], "unknown routing"),

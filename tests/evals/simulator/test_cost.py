@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from qserve.checkpoint.errors import DataError, UsageError
+from qserve.checkpoint.errors import CapacityError, DataError, UsageError
+from qserve.evals.planner import catalog
+from qserve.evals.planner.deployment import replica_roofline
+from qserve.evals.planner.replica_roofline import Efficiency, Layout, ReplicaRoofline
 from qserve.evals.simulator.cost import FittedCost, RooflineCost, StepShape, shape_of
 from qserve.evals.simulator.fit import fit
+from qserve.evals.simulator.model_cost import ModelCost
 from qserve.runtime.step_plan import ScheduledSequence, StepPlan
 
 
@@ -23,6 +27,36 @@ def test_a_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
     cost = RooflineCost(flops=1000.0, bandwidth=100.0, parameters=10.0, weights=200.0, kv=1.0, overhead=0.5)
     assert cost.seconds(1, 1, 0, 99) == (200 + 99 + 1) / 100 + 0.5
     assert cost.seconds(1000, 1, 0, 0) == 20.0 + 0.5
+
+
+def on_gpu(model: str, layout: Layout = Layout(), scheme: str = "bf16") -> ReplicaRoofline:  # noqa: B008 (frozen)
+    return replica_roofline(catalog.model(model), catalog.gpu("h200"), layout, scheme, "fp16", Efficiency())
+
+
+@pytest.mark.parametrize("model", ["llama-3-70b", "mixtral-8x7b", "gpt-oss-120b", "deepseek-v3"])
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("tokens", [100, 4000])
+def test_the_simulator_and_the_planner_have_one_roofline(model: str, tp: int, tokens: int) -> None:
+    roofline = on_gpu(model, Layout(tp))
+    cost = ModelCost(roofline)
+    assert cost.seconds(24, 24, 0, 24 * tokens) == pytest.approx(roofline.decode(24, tokens))
+    # A prompt alone in a step: what it looks at is exact without windows, and not below with them.
+    pairs = tokens * (tokens + 1) // 2
+    step = cost.seconds(tokens, 1, pairs, 0) - roofline.efficiency.overhead
+    planned = roofline.prefill(tokens, tokens)
+    assert step == pytest.approx(planned) if not any(roofline.shape.windows) else step >= planned * (1 - 1e-9)
+
+
+def test_the_blocks_of_a_gpu_are_what_the_planner_would_fit() -> None:
+    roofline = on_gpu("llama-3-70b", Layout(2))
+    per_block = 16 * roofline.shape.kv_bytes_per_token(2) / 2
+    assert ModelCost(roofline).num_blocks == int(roofline.kv_room // per_block) > 10_000
+    with pytest.raises(CapacityError, match="raise --tp"):
+        _ = ModelCost(on_gpu("llama-3-70b")).num_blocks
+    with pytest.raises(UsageError, match="one stage"):
+        ModelCost(on_gpu("llama-3-70b", Layout(2, 2)))
+    with pytest.raises(UsageError, match="--tp 3"):
+        on_gpu("llama-3-70b", Layout(3))
 
 
 @pytest.mark.parametrize(
