@@ -124,7 +124,9 @@ def _prefill(plan: Deployment) -> list[tuple[str, str]]:
     replica, load, roofline = plan.replica, plan.load, plan.roofline
     compute = roofline.quantization.compute
     peak, stages = roofline.gpu.flops[compute], roofline.layout.pp
-    parts = roofline.prefill_parts(replica.traffic.prompt, replica.chunk)
+    traffic = replica.traffic
+    parts = roofline.prefill_parts(traffic.prompt, replica.chunk, traffic.computed)
+    cached = f" (of {traffic.prompt:,}; the prefix cache has the others)" if traffic.computed < traffic.prompt else ""
     piped = f", {_ms(replica.prefill_latency)} through {stages} stages" if stages > 1 else ""
     chunks = f"{replica.chunks} chunk{'s' if replica.chunks > 1 else ''}"
     return [
@@ -133,7 +135,7 @@ def _prefill(plan: Deployment) -> list[tuple[str, str]]:
             f"{peak / 1e12:g} TFLOP/s ({compute}, dense) x {roofline.efficiency.mfu:g} = "
             f"{roofline.flops(compute) / 1e12:.3g} TFLOP/s",
         ),
-        ("a prompt", f"{_sum(parts)} for {replica.traffic.prompt:,} tokens in {chunks} (prefill, S){piped}"),
+        ("a prompt", f"{_sum(parts)} for {traffic.computed:,} tokens{cached} in {chunks} (prefill, S){piped}"),
         (
             "TTFT",
             f"{_ms(load.waiting)} waiting + {_ms(replica.prefill_latency)} prefill + ({replica.chunks} + 1) x "
@@ -147,6 +149,7 @@ def _fleet(plan: Deployment) -> list[tuple[str, str]]:
     replica, full = plan.replica, plan.replica.full
     traffic, layout = replica.traffic, plan.roofline.layout
     utilization = plan.roofline.efficiency.utilization
+    spare = f" + {plan.spare} spare" if plan.spare else ""
     found = [
         (
             "a replica takes",
@@ -155,7 +158,7 @@ def _fleet(plan: Deployment) -> list[tuple[str, str]]:
         ),
         (
             "replicas",
-            f"{traffic.rate:g} / {full.rate * utilization:.2f}, rounded up = {plan.replicas}, "
+            f"{traffic.rate:g} / {full.rate * utilization:.2f}, rounded up{spare} = {plan.replicas}, "
             f"of {layout.gpus} GPU{'s' if layout.gpus > 1 else ''} each = {plan.gpus}",
         ),
     ]

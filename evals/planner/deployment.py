@@ -36,6 +36,7 @@ class Wish:
     pp: int = 0
     gpu_price: float | None = None
     chunk: int = 2048
+    spare: int = 0
 
     def __post_init__(self) -> None:
         if self.kv_dtype is not None and self.kv_dtype not in KV_BYTES:
@@ -45,18 +46,24 @@ class Wish:
                 raise UsageError(f"--{name} must be from 1 to {_MOST_GPUS}, not {getattr(self, name)}")
         if not 1 <= self.chunk <= 2**20:
             raise UsageError(f"--chunk must be a number of tokens, not {self.chunk}")
+        if not 0 <= self.spare <= 1000:
+            raise UsageError(f"--spare must be replicas beside those that are needed, not {self.spare}")
         if self.gpu_price is not None and not 0 < self.gpu_price < 1e6:
             raise UsageError(f"--gpu-price must be dollars of one GPU for an hour, not {self.gpu_price}")
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """One way to serve the traffic. ``refused`` says why it cannot, in which case ``replicas`` is 0."""
+    """One way to serve the traffic. ``refused`` says why it cannot, in which case ``replicas`` is 0.
+
+    ``spare``: so many of the replicas may be lost; the traffic is served without them.
+    """
 
     replica: Replica
     replicas: int
     gpu_price: float | None
     refused: str = ""
+    spare: int = 0
 
     @property
     def roofline(self) -> ReplicaRoofline:
@@ -73,8 +80,8 @@ class Deployment:
 
     @property
     def load(self) -> Load:
-        """The load of each replica, under its part of the traffic."""
-        return self.replica.under(self.replica.traffic.rate / self.replicas)
+        """Of each replica under its part of the traffic, where all that may be lost are."""
+        return self.replica.under(self.replica.traffic.rate / (self.replicas - self.spare))
 
     @property
     def tokens_per_second(self) -> float:
@@ -118,7 +125,7 @@ def consider(
         for kv_dtype in _kv_dtypes(gpu, wish):
             for layout in _layouts(shape, gpu, scheme, kv_dtype, traffic, efficiency, wish):
                 roofline = ReplicaRoofline(shape, scheme, kv_dtype, gpu, layout, efficiency)
-                plans.append(_plan(Replica(roofline, traffic, slo, wish.chunk), price))
+                plans.append(_plan(Replica(roofline, traffic, slo, wish.chunk), price, wish.spare))
     return sorted(plans, key=lambda plan: (bool(plan.refused), plan.rank))
 
 
@@ -171,11 +178,11 @@ def describe(plan: Deployment) -> str:
     return f"{roofline.quantization.name}, KV {roofline.kv_dtype}, {roofline.layout} on {roofline.gpu.key}"
 
 
-def _plan(replica: Replica, price: float | None) -> Deployment:
+def _plan(replica: Replica, price: float | None, spare: int) -> Deployment:
     if refused := _refusal(replica):
         return Deployment(replica, 0, price, refused)
     capacity = replica.full.rate * replica.roofline.efficiency.utilization
-    return Deployment(replica, max(1, math.ceil(replica.traffic.rate / capacity)), price)
+    return Deployment(replica, max(1, math.ceil(replica.traffic.rate / capacity)) + spare, price, spare=spare)
 
 
 def _refusal(replica: Replica) -> str:

@@ -40,16 +40,18 @@ class Document:
         made = roofline.quantization.made_by
         step = f"qserve quantize MODEL OUT {made}" if made else "as it is"
         hourly = plan.dollars_per_hour
+        load_share = replica.traffic.rate / (plan.replicas - plan.spare) / replica.full.rate
+        spare = f", {plan.spare} of them may be lost" if plan.spare else ""
         rows = [
             ("GPU", f"{plan.gpus} x {roofline.gpu.name}"),
             ("weights", f"{roofline.quantization.name} ({step}), {roofline.weights_per_gpu / 1e9:.1f} GB a GPU"),
             ("KV cache", f"{roofline.kv_dtype}"),
-            ("parallelism", f"{plan.replicas} replica{'s' if plan.replicas > 1 else ''} of {roofline.layout}"),
+            ("parallelism", f"{plan.replicas} replica{'s' if plan.replicas > 1 else ''} of {roofline.layout}{spare}"),
             ("served by", _server(plan)),
             ("TTFT", f"{load.ttft * 1e3:.0f} ms (limit {replica.slo.ttft * 1e3:g} ms)"),
             ("TPOT", f"{load.tpot * 1e3:.1f} ms (limit {replica.slo.tpot * 1e3:g} ms)"),
             ("batch", f"{load.batch} running, {replica.largest} within the limits, {replica.fits} fit"),
-            ("utilization", f"{replica.traffic.rate / plan.replicas / replica.full.rate:.0%} of what they take"),
+            ("utilization", f"{load_share:.0%} of what they take{', without the spare' if spare else ''}"),
         ]
         if hourly is None:
             rows.append(("cost", f"no price of {roofline.gpu.key} is known: give --gpu-price"))
@@ -218,6 +220,7 @@ def _figures(plan: Deployment) -> dict[str, Any]:
         **found,
         "largest_batch_within_slo": plan.replica.largest,
         "replicas": plan.replicas,
+        "spare": plan.spare,
         "gpus": plan.gpus,
         "load": asdict(plan.load),
         "full_load": asdict(plan.replica.full),

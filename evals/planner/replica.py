@@ -48,12 +48,12 @@ class Replica:
 
     @property
     def chunks(self) -> int:
-        return -(-self.traffic.prompt // self.chunk)
+        return -(-self.traffic.computed // self.chunk)
 
     @cached_property
     def prefill(self) -> float:
-        """Seconds of work of one prompt."""
-        return self.roofline.prefill(self.traffic.prompt, self.chunk)
+        """Seconds of work of one prompt: of what the prefix cache does not have of it."""
+        return self.roofline.prefill(self.traffic.prompt, self.chunk, self.traffic.computed)
 
     @property
     def prefill_latency(self) -> float:
@@ -63,7 +63,7 @@ class Replica:
 
     @cached_property
     def fits(self) -> int:
-        """Requests at once that the memory holds, every one at its full length."""
+        """Requests at once that the memory holds, every one at its full length and with a prefix of its own."""
         return self.roofline.largest_batch(self.traffic.tokens)
 
     @cached_property

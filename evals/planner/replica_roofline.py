@@ -181,16 +181,19 @@ class ReplicaRoofline:
     def decode(self, batch: int, tokens: float) -> float:
         return sum(self.decode_parts(batch, tokens).values())
 
-    def prefill_parts(self, prompt: int, chunk: int) -> dict[str, float]:
-        """Seconds of work for a prompt that is computed alone, in chunks, through all stages in turn."""
-        shape = self.shape
-        sizes = [(size, n) for size, n in ((chunk, prompt // chunk), (prompt % chunk, 1)) if size and n]
+    def prefill_parts(self, prompt: int, chunk: int, computed: int | None = None) -> dict[str, float]:
+        """Seconds of work for a prompt that is computed alone, in chunks, through all stages one after another.
+
+        ``computed``: its last tokens, the others being in the cache; None for all of them.
+        """
+        shape, computed = self.shape, prompt if computed is None else computed
+        sizes = [(size, n) for size, n in ((chunk, computed // chunk), (computed % chunk, 1)) if size and n]
         last = sum(linear.count * self.linear(linear, 1) for linear in shape.linears if linear.kind == "head")
         return {
             "weights": last + sum(n * self.linears(size, 0) for size, n in sizes),
-            "attention": self.prefill_attention(shape.looked_at(prompt)),
+            "attention": self.prefill_attention(shape.looked_at(prompt) - shape.looked_at(prompt - computed)),
             "exchange": sum(n * self.exchange(size) for size, n in sizes),
         }
 
-    def prefill(self, prompt: int, chunk: int) -> float:
-        return sum(self.prefill_parts(prompt, chunk).values())
+    def prefill(self, prompt: int, chunk: int, computed: int | None = None) -> float:
+        return sum(self.prefill_parts(prompt, chunk, computed).values())

@@ -25,7 +25,11 @@ def plan(
     gpu: Annotated[str, typer.Option(help="GPUs to choose from, as h200,l40s, or all.")] = "all",
     slo: Annotated[str, typer.Option(help="Limits of the means, as ttft=500ms,tpot=50ms.")] = str(Slo()),
     traffic: Annotated[
-        str, typer.Option(help="Requests, and tokens of each, as rate=10/s,prompt=2048,output=256.")
+        str,
+        typer.Option(
+            help="Requests, and tokens of each, as rate=10/s,prompt=2048,output=256; also hit=0.5, the share of prompts "
+            "that the prefix cache has."
+        ),
     ] = str(Traffic()),
     quantization: Annotated[
         str | None,
@@ -60,6 +64,7 @@ def plan(
     utilization: Annotated[
         float, typer.Option(help="Share of a replica's capacity that is planned for.")
     ] = _SHARES.utilization,
+    spare: Annotated[int, typer.Option(help="Replicas that may be lost: 1 is N + 1.")] = _WISH.spare,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic of every figure.")] = False,
     json_path: JsonOut = None,
     markdown_path: MarkdownOut = None,
@@ -79,7 +84,7 @@ def plan(
         mfu=mfu, mbu=mbu, link=link, all_reduce=parse_duration("--all-reduce", all_reduce), memory=memory,
         overhead=parse_duration("--overhead", overhead), utilization=utilization,
     )
-    wish = Wish(quantization, kv_cache_dtype, tp, pp, gpu_price, chunk)
+    wish = Wish(quantization, kv_cache_dtype, tp, pp, gpu_price, chunk, spare)
     known = catalog.gpus()
     gpus = list(known.values()) if gpu == "all" else [catalog.gpu(key.strip()) for key in gpu.split(",")]
     services = list(catalog.api_prices().values()) if api is None else [catalog.api_price(api)]

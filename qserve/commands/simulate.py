@@ -91,7 +91,7 @@ def simulate(
     ] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests in the queue of an engine.")] = ENGINE.max_waiting,
     kv_blocks: Annotated[
-        int | None, typer.Option(help="KV blocks of 16 tokens. [default: enough for all that run; what fits with --gpu]")
+        int | None, typer.Option(help="KV blocks of 16 tokens. [default: enough for all; what fits with --gpu]")
     ] = None,
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")

@@ -47,7 +47,7 @@ def test_a_directory_is_planned_from_its_config_alone(cli: Cli, tiny_model: Path
     [
         (("llama-3-8b", "--gpu", "h2oo"), 2, "unknown GPU 'h2oo': choose from b200, h200, h100"),
         (("llama-3-8b", "--slo", "ttft=soon"), 2, "ttft must be a time as 500ms"),
-        (("llama-3-8b", "--traffic", "rate=10/s,prompts=4"), 2, "--traffic is rate=..., prompt=..., output=..."),
+        (("llama-3-8b", "--traffic", "rate=10/s,prompts=4"), 2, "--traffic is rate=..., prompt=..., output=..., hit="),
         (("llama-3-8b", "--mfu", "1.1"), 2, "--mfu must be more than 0 and at most 1"),
         (("llama-3-8b", "--overhead", "1"), 2, "--overhead must be a time"),
         (("llama-3-8b", "--quantization", "q4_0"), 2, "a quantization is bf16, fp8, w8a8, or wBITSgGROUP"),

@@ -166,6 +166,28 @@ def test_plans_that_qserve_run_cannot_serve_are_marked() -> None:
     assert set(SERVED.families) == set(native_families()) and (SERVED.tp, SERVED.pp) == (1, 1)
 
 
+def test_what_the_prefix_cache_has_is_not_computed() -> None:
+    cold, warm = replica(traffic=Traffic(10, 2048, 256)), replica(traffic=Traffic(10, 2048, 256, 0.75))
+    assert warm.traffic.computed == 512 and cold.traffic.computed == 2048
+    # The last quarter looks back at all that lies before it, so it costs more than a prompt of its length.
+    alone = replica(traffic=Traffic(10, 512, 256)).prefill
+    assert alone < warm.prefill < cold.prefill / 3
+    shape = warm.roofline.shape
+    assert shape.looked_at(2048) - shape.looked_at(1536) == shape.num_layers * sum(range(1537, 2049))
+    assert warm.full.rate > cold.full.rate and warm.fits == cold.fits
+    assert Traffic(1, 10, 1, 0.999).computed == 1
+    assert parse_traffic("rate=2,hit=0.75") == Traffic(2, hit=0.75) == parse_traffic(str(Traffic(2, hit=0.75)))
+
+
+def test_a_spare_replica_is_paid_and_not_needed() -> None:
+    shape, h200 = catalog.model("llama-3-8b"), [catalog.gpu("h200")]
+    plain, spare = (choose(shape, h200, TRAFFIC, Slo(), Efficiency(), Wish("fp8", tp=1, spare=n))[0] for n in (0, 1))
+    assert (spare.replicas, spare.spare) == (plain.replicas + 1, 1) and spare.load == plain.load
+    assert spare.dollars_per_hour == pytest.approx((plain.dollars_per_hour or 0) * spare.replicas / plain.replicas)
+    shown = dict(Document(spare, [spare], [], "").recommendation().rows)
+    assert shown["parallelism"].endswith("1 of them may be lost")
+
+
 def test_stages_are_tried_where_a_machine_is_too_small() -> None:
     shape, h100 = catalog.model("llama-3.1-405b"), catalog.gpu("h100")
     tried = consider(shape, h100, Traffic(1, 1024, 256), Slo(5, 0.2), Efficiency(), Wish("bf16", "fp16"))
@@ -252,7 +274,8 @@ def test_limits_are_read() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "rate", "rate=", "rate=0", "rate=nan", "rate=inf", "rate=-1", "rate=1/y", "rate=1,rate=2", "speed=1",
-     "prompt=0", "prompt=1.5", "prompt=-4", "prompt=9999999999", "output=x", "output=²", "prompt=1,,output=2"],
+     "prompt=0", "prompt=1.5", "prompt=-4", "prompt=9999999999", "output=x", "output=²", "prompt=1,,output=2",
+     "hit=1", "hit=-0.1", "hit=nan", "hit=x"],
 )  # fmt: skip
 def test_other_traffic_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
@@ -282,7 +305,7 @@ def test_shares_and_wishes_have_bounds() -> None:
         for value in (0.0, 1.5, math.nan, -1.0):
             with pytest.raises(UsageError, match=f"--{name}"):
                 Efficiency(**{name: value})
-    for wish in ({"tp": -1}, {"pp": 65}, {"chunk": 0}, {"gpu_price": math.inf}, {"kv_dtype": "fp4"}):
+    for wish in ({"tp": -1}, {"pp": 65}, {"chunk": 0}, {"spare": -1}, {"gpu_price": math.inf}, {"kv_dtype": "fp4"}):
         with pytest.raises(UsageError):
             Wish(**wish)  # type: ignore[arg-type]
     assert dataclasses.replace(Wish(), tp=8).tp == 8
