@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from qserve.evals.planner import catalog, cost
+from qserve.evals.planner.deployment import replica_roofline
 from qserve.evals.planner.quantization import quantization
 from qserve.evals.planner.replica_roofline import Efficiency, Layout, ReplicaRoofline
-from qserve.evals.planner.shape import Linear
+from qserve.evals.planner.shape import BLOCK, Linear
+from qserve.runtime.blocks import BlockManager
+from qserve.runtime.limits import SchedulerConfig
+from qserve.runtime.request import Request
+from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.scheduler import Scheduler
 
 GB, GIB = 10**9, 2**30
 
@@ -50,14 +57,76 @@ def test_a_gpt_3_shaped_cache_of_32_requests_is_309_gb_not_24() -> None:
 
 def test_a_batch_of_64_dollars_an_hour_makes_a_million_tokens_for_5_93() -> None:
     assert cost.per_million(64, 3000) == pytest.approx(5.93, abs=0.005)
+    assert cost.per_million(64, 1500) == pytest.approx(11.85, abs=0.005)
 
 
 def test_break_even_at_63_million_tokens() -> None:
-    # 1,890 dollars a month (a GPU of $2.59 for 730 h) against a service of $30 a million.
-    assert cost.break_even(2.59 * cost.HOURS_PER_MONTH, 30) == pytest.approx(63e6, rel=0.001)
-    # A day of the $64 machine, its $5.93 a million taken off the service's $30: what is fixed is paid twice there.
-    assert cost.break_even(64 * 24, 30, cost.per_million(64, 3000)) == pytest.approx(63.8e6, rel=0.001)
+    # The source's own inputs: a GPU of $3.50 for a month of 720 hours, against $40 a million.
+    assert cost.break_even(3.50 * 720, 40) == 63e6
     assert cost.break_even(100, 5, 5) == float("inf")
+
+
+def test_the_figures_for_13b_are_those_of_opt_and_of_llama_2() -> None:
+    for name, parameters in (("opt-13b", 12_853_473_280), ("llama-2-13b", 13_015_864_320)):
+        shape = catalog.model(name)
+        assert (shape.parameters, shape.attention) == (parameters, "MHA")
+        assert shape.kv_bytes_per_token(2) == 2 * 40 * 5120 * 2 == 819_200 == 800 * 1024
+        assert shape.kv_bytes(2048, 2) == 1_677_721_600 and pytest.approx(1.56, abs=0.005) == 1_677_721_600 / GIB
+    weights = catalog.model("opt-13b").weight_bytes(None)
+    assert weights / GB == pytest.approx(25.7, abs=0.05) and weights / (40 * GIB) == pytest.approx(0.60, abs=0.005)
+    assert 26 / 40 == 0.65  # as the paper has it, of a memory in GB
+
+
+def test_70_tokens_fill_five_pages() -> None:
+    assert BlockManager(16, 16).blocks_for(70) == 5 == -(-70 // BLOCK)
+    assert 70 - 4 * 16 == 6
+
+
+def test_four_a100_cannot_hold_175b_in_16_bits() -> None:
+    shape, a100 = catalog.model("gpt-3-175b"), catalog.gpu("a100-80gb")
+    assert shape.weight_bytes(None) / GB == pytest.approx(349.2, abs=0.05)
+    assert 4 * a100.memory / GB == pytest.approx(343.6, abs=0.05)
+    everything = Efficiency(memory=1.0)
+    assert replica_roofline(shape, a100, Layout(4), "bf16", "fp16", everything).largest_batch(1) == 0
+    assert replica_roofline(shape, a100, Layout(8), "bf16", "fp16", everything).largest_batch(2048) > 0
+    assert replica_roofline(shape, a100, Layout(4), "w8a8", "fp16", everything).largest_batch(2048) > 0
+
+
+def test_32_requests_in_150_ms_are_213_a_second() -> None:
+    assert round(32 / 0.150) == 213
+
+
+def test_100_tokens_without_a_cache_compute_5050_positions() -> None:
+    assert sum(range(1, 101)) == 100 * 101 // 2 == 5050
+    # With it, as the engine's own scheduler plans it:
+    request = Request("it", (7,), SamplingParams(max_tokens=100, ignore_eos=True), arrival=0, arrival_time=0.0)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=128), BlockManager(16, 16))
+    scheduler.add(request)
+    computed = 0
+    while scheduler.has_work():
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        computed += sum(len(each.token_ids) for each in plan.sequences)
+        scheduler.commit(plan, {"it": (7,)})
+    assert computed == 100
+
+
+def test_the_best_point_of_the_curve_of_batch_sizes_and_the_page_that_shows_it() -> None:
+    page = (Path(__file__).parents[3] / "docs/corrections.md").read_text(encoding="utf-8")
+    roofline = replica_roofline(
+        catalog.model("llama-3-8b"), catalog.gpu("h100"), Layout(), "bf16", "fp16", Efficiency()
+    )
+    most = roofline.largest_batch(2048)
+    seconds = {batch: roofline.decode(batch, 2048) for batch in range(1, most + 1)}
+    best = max(seconds, key=lambda batch: batch / seconds[batch] ** 2)
+    for batch in (1, 8, 32, best, 128, most):
+        time = seconds[batch]
+        assert f"| {batch} | {time * 1e3:.1f} | {batch / time:,.0f} | {1 / time:.0f} |" in page
+    assert f"The best point is {best}," in page and f"From {best} to the {most} that fit" in page
+    more, slower = most / seconds[most] / (best / seconds[best]), seconds[most] / seconds[best]
+    assert f"grows by {more:.2f}" in page and f"{slower:.2f} times as long" in page
+    for batch in range(2, most + 1):  # throughput never falls and a step never gets shorter
+        assert batch / seconds[batch] > (batch - 1) / seconds[batch - 1] and seconds[batch] >= seconds[batch - 1]
 
 
 @pytest.mark.parametrize(
