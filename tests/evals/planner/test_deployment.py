@@ -241,7 +241,8 @@ def test_money(tmp_path: Path) -> None:
 
 def test_every_fact_has_its_source_and_date() -> None:
     gpus, services = catalog.gpus(), catalog.api_prices()
-    assert {"h100", "h200", "b200", "a100-80gb", "l40s", "l4"} <= gpus.keys()
+    assert {"h100", "h200", "b200", "a100-80gb", "l40s", "l4", "h20", "rtx-5090", "mi325x"} <= gpus.keys()
+    assert all(16 * 2**30 < gpu.memory < 300 * 2**30 and 30e9 <= gpu.link <= 1e12 for gpu in gpus.values())
     for gpu in gpus.values():
         assert 300e9 <= gpu.bandwidth <= 10e12 and {"bf16", "int8"} <= gpu.flops.keys()
         assert gpu.price is None or (gpu.price.source.startswith("https://") and gpu.price.date.year >= 2026)
