@@ -143,6 +143,9 @@ def test_the_best_point_of_the_curve_of_batch_sizes_and_the_page_that_shows_it()
         ("qwen3-30b-a3b", 30_532_122_624, None),
         ("gpt-oss-120b", 116_829_156_672, None),
         ("deepseek-v3", 671_026_419_200, None),
+        ("gemma-3-27b", 27_009_346_304, None),  # the text part of each
+        ("mistral-small-3.1-24b", 23_572_403_200, None),
+        ("llama-4-scout", 107_769_861_120, 17_172_894_720),
         ("gpt-2", 124_439_808, None),
         ("smollm2-135m", 134_515_008, None),
     ],
