@@ -25,9 +25,9 @@ from qserve.evals.bench.client import Client
 from qserve.evals.bench.job import Job, run
 from qserve.evals.bench.server_process import ServerProcess
 from qserve.evals.bench.summary import bench_report
+from qserve.evals.lengths import Lengths
 from qserve.evals.report import Report
 from qserve.evals.report_files import write_report
-from qserve.evals.simulator.traffic import Lengths
 from qserve.evals.slo import UNLIMITED, parse_slo
 from qserve.kernels import registry
 from qserve.kernels.native import NativeExecutor

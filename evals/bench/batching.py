@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from qserve.checkpoint.errors import UsageError
+from qserve.evals.lengths import MAX_TOKENS, Lengths
 from qserve.evals.report import Metric, Plot, Report, Section, Series
 from qserve.evals.simulator.recorder import recording
-from qserve.evals.simulator.traffic import MAX_TOKENS, Lengths
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams

@@ -16,7 +16,8 @@ from qserve.evals.bench.client import Client, Endpoint, NotListed
 from qserve.evals.bench.drive import Driver, Run, Update
 from qserve.evals.bench.level import Level
 from qserve.evals.bench.workload import Session, Words, read_dataset, sessions_of
-from qserve.evals.simulator.traffic import MAX_TOKENS, Lengths, Traffic, read_trace
+from qserve.evals.lengths import MAX_TOKENS, Lengths
+from qserve.evals.simulator.traffic import Traffic, read_trace
 from qserve.evals.slo import UNLIMITED, Slo
 
 _LEAST_REQUESTS = 16

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qserve.checkpoint.errors import DataError
-from qserve.evals.simulator.traffic import MAX_TOKENS, Arrival, Lengths
+from qserve.evals.lengths import MAX_TOKENS, Lengths
+from qserve.evals.simulator.traffic import Arrival
 
 # To the tokenizer of practically every model, each word with the space before it is one token.
 _WORDS = (

@@ -5,6 +5,7 @@ It only shows numbers of the plan. GB are 10^9 bytes, GiB 2^30.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from qserve.evals.planner import cost
@@ -51,7 +52,7 @@ def _model(plan: Deployment) -> list[tuple[str, str]]:
 def _memory(plan: Deployment) -> list[tuple[str, str]]:
     roofline, traffic = plan.roofline, plan.replica.traffic
     shape, gpu, layout = roofline.shape, roofline.gpu, roofline.layout
-    size, tokens = KV_BYTES[roofline.kv_dtype], traffic.tokens
+    size, tokens = KV_BYTES[roofline.kv_dtype], traffic.held
     per_token = shape.kv_bytes_per_token(size)
     if shape.attention == "MLA":
         of = f"({shape.latent_value_width} latent + {shape.latent_score_width - shape.latent_value_width} RoPE)"
@@ -70,12 +71,12 @@ def _memory(plan: Deployment) -> list[tuple[str, str]]:
             for window, count in Counter(shape.windows).items()
         )
         found.append(("sliding window", f"{windows}, if the engine gives back what is behind it"))
-    blocks = -(-tokens // BLOCK)
+    blocks = math.ceil(tokens / BLOCK)
     spread = f"; {share / 1e6:.1f} MB on each GPU of {layout}" if layout.gpus > 1 else ""
     room = gpu.memory * roofline.efficiency.memory
     return [
         *found,
-        ("KV per request", f"{tokens:,} tokens, {blocks} blocks of {BLOCK}: {request / 1e6:.1f} MB{spread}"),
+        ("KV per request", f"{tokens:,.0f} tokens, {blocks} blocks of {BLOCK}: {request / 1e6:.1f} MB{spread}"),
         (
             "room per GPU",
             f"{gpu.memory / 1e9:.1f} GB ({gpu.memory / 2**30:.1f} GiB) x {roofline.efficiency.memory:g} = "
@@ -128,6 +129,7 @@ def _prefill(plan: Deployment) -> list[tuple[str, str]]:
     parts = roofline.prefill_parts(traffic.prompt, replica.chunk, traffic.computed)
     cached = f" (of {traffic.prompt:,}; the prefix cache has the others)" if traffic.computed < traffic.prompt else ""
     piped = f", {_ms(replica.prefill_latency)} through {stages} stages" if stages > 1 else ""
+    drawn = "" if traffic.prompts is None else f"; {_ms(replica.prefill)} on average of {traffic.prompts}"
     chunks = f"{replica.chunks} chunk{'s' if replica.chunks > 1 else ''}"
     return [
         (
@@ -135,7 +137,7 @@ def _prefill(plan: Deployment) -> list[tuple[str, str]]:
             f"{peak / 1e12:g} TFLOP/s ({compute}, dense) x {roofline.efficiency.mfu:g} = "
             f"{roofline.flops(compute) / 1e12:.3g} TFLOP/s",
         ),
-        ("a prompt", f"{_sum(parts)} for {traffic.computed:,} tokens{cached} in {chunks} (prefill, S){piped}"),
+        ("a prompt", f"{_sum(parts)} for {traffic.computed:,} tokens{cached} in {chunks} (prefill, S){drawn}{piped}"),
         (
             "TTFT",
             f"{_ms(load.waiting)} waiting + {_ms(replica.prefill_latency)} prefill + ({replica.chunks} + 1) x "

@@ -149,10 +149,10 @@ def choose(
     Raises ``CapacityError`` with the nearest miss where no plan serves the traffic within the limits, and
     ``UsageError`` where the request is longer than the model's context.
     """
-    if traffic.tokens > shape.context:
+    if traffic.longest > shape.context:
         raise UsageError(
-            f"a request of {traffic.prompt} + {traffic.output} tokens exceeds the context of {shape.name}, "
-            f"{shape.context} tokens"
+            f"a request of {traffic.prompts or traffic.prompt} + {traffic.outputs or traffic.output} tokens exceeds "
+            f"the context of {shape.name}, {shape.context} tokens"
         )
     plans = [plan for gpu in gpus for plan in consider(shape, gpu, traffic, slo, efficiency, wish)]
     possible = [plan for plan in plans if not plan.refused]
@@ -189,7 +189,7 @@ def _refusal(replica: Replica) -> str:
     roofline, slo = replica.roofline, replica.slo
     if not replica.fits:
         memory = roofline.gpu.memory * roofline.efficiency.memory
-        request = roofline.kv_per_request(replica.traffic.tokens)
+        request = roofline.kv_per_request(replica.traffic.held)
         return (
             f"{roofline.weights_per_gpu / 1e9:.1f} GB of weights and {request / 1e9:.2f} GB of KV cache for one "
             f"request exceed {memory / 1e9:.1f} GB of a GPU"
@@ -234,7 +234,7 @@ def _layouts(
     fitting = [
         layout
         for layout in layouts
-        if ReplicaRoofline(shape, scheme, kv_dtype, gpu, layout, efficiency).largest_batch(traffic.tokens)
+        if ReplicaRoofline(shape, scheme, kv_dtype, gpu, layout, efficiency).largest_batch(traffic.held)
     ]
     if fitting or not layouts:
         return layouts

@@ -211,7 +211,7 @@ def _figures(plan: Deployment) -> dict[str, Any]:
         "qserve_run_lacks": list(plan.missing),
         "weight_bytes": roofline.shape.weight_bytes(roofline.quantization.scheme),
         "weight_bytes_per_gpu": roofline.weights_per_gpu,
-        "kv_bytes_per_request_and_gpu": roofline.kv_per_request(plan.replica.traffic.tokens),
+        "kv_bytes_per_request_and_gpu": roofline.kv_per_request(plan.replica.traffic.held),
         "largest_batch_in_memory": plan.replica.fits,
     }
     if plan.refused:

@@ -1,10 +1,10 @@
 """``Replica``: one copy of a model under steady traffic: how much it runs at once, how fast, and how much it can take.
 
-Prompts are computed in chunks between the decodes (continuous batching), so both share the time. Let ``B`` requests
-run, and let prompts take the share ``rho`` of the time. Then decodes of ``T(B)`` seconds come every
-``T(B) / (1 - rho)`` seconds, and Little's law gives the rest: ``B = rate * output * TPOT``. The waiting time for
-earlier prompts is that of a queue with random arrivals and equal work, ``rho * S / (2 (1 - rho))``. All are means;
-``qserve simulate`` gives percentiles.
+Prompts are computed in chunks between the decodes (continuous batching), so both share the time. With ``B`` requests
+running and prompts taking the share ``rho`` of it, a decode of ``T(B)`` seconds is ``T(B) / (1 - rho)`` apart from the
+next, and Little's law says the rest: ``B = rate * output * TPOT``. Waiting for the prompts before one's own is that of
+a queue with random arrivals, ``rho * E[S^2] / (2 E[S] (1 - rho))`` (Pollaczek and Khinchine). All are means;
+``qserve simulate`` answers for percentiles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from qserve.evals.planner.demand import Traffic
 from qserve.evals.planner.replica_roofline import ReplicaRoofline
@@ -43,8 +44,8 @@ class Replica:
 
     @property
     def context(self) -> float:
-        """Tokens that a running request attends to, on average over its output."""
-        return self.traffic.prompt + self.traffic.output / 2
+        """Tokens that a running request looks back at, on average over its output."""
+        return self.traffic.prompt + self.traffic.running_output / 2
 
     @property
     def chunks(self) -> int:
@@ -52,8 +53,18 @@ class Replica:
 
     @cached_property
     def prefill(self) -> float:
-        """Seconds of work of one prompt: of what the prefix cache does not have of it."""
-        return self.roofline.prefill(self.traffic.prompt, self.chunk, self.traffic.computed)
+        """Seconds of work of one prompt on average: of what the prefix cache does not have of it."""
+        return fmean(self._prefills)
+
+    @cached_property
+    def _prefills(self) -> list[float]:
+        traffic = self.traffic
+        return [self.roofline.prefill(n, self.chunk, traffic.computed_of(n)) for n in traffic.prompt_lengths]
+
+    @cached_property
+    def variation(self) -> float:
+        """The mean square of that work over the square of its mean: 1 where all prompts are equal."""
+        return fmean(seconds**2 for seconds in self._prefills) / self.prefill**2
 
     @property
     def prefill_latency(self) -> float:
@@ -64,7 +75,7 @@ class Replica:
     @cached_property
     def fits(self) -> int:
         """Requests at once that the memory holds, every one at its full length and with a prefix of its own."""
-        return self.roofline.largest_batch(self.traffic.tokens)
+        return self.roofline.largest_batch(self.traffic.held)
 
     @cached_property
     def largest(self) -> int:
@@ -82,8 +93,8 @@ class Replica:
         work = self.prefill / self.roofline.layout.pp
         tpot = decode + batch * work / self.traffic.output
         prefilling = 1 - decode / tpot
-        waiting = prefilling * work / (2 * (1 - prefilling))
-        # Each chunk shares its step with the decodes, and the request arrives while a step is under way.
+        waiting = prefilling * work * self.variation / (2 * (1 - prefilling))
+        # Each of its chunks shares its step with the decodes, and it arrives while a step is under way.
         ttft = waiting + self.prefill_latency + (self.chunks + 1) * decode
         return Load(batch, batch / (self.traffic.output * tpot), ttft, tpot, decode, prefilling, waiting)
 

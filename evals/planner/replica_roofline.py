@@ -113,13 +113,13 @@ class ReplicaRoofline:
         """Bytes left on one GPU for keys and values; negative where the weights do not fit."""
         return self.gpu.memory * self.efficiency.memory - self.weights_per_gpu
 
-    def kv_per_request(self, tokens: int) -> float:
+    def kv_per_request(self, tokens: float) -> float:
         """Bytes of a request on one GPU."""
         stage = -(-self.shape.num_layers // self.layout.pp) / self.shape.num_layers
         return self.shape.kv_bytes(tokens, KV_BYTES[self.kv_dtype]) * stage * self.kv_share
 
-    def largest_batch(self, tokens: int) -> int:
-        """Requests of ``tokens`` that fit at once."""
+    def largest_batch(self, tokens: float) -> int:
+        """Requests of ``tokens`` that are held at once."""
         return max(0, int(self.kv_room // self.kv_per_request(tokens)))
 
     def linear(self, linear: Linear, rows: float) -> float:

@@ -5,6 +5,7 @@ GB is 10^9 bytes and GiB 2^30 bytes, in printed text too.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
@@ -125,9 +126,9 @@ class ModelShape:
         """Bytes of one token in every layer that still looks at it."""
         return self.num_layers * self.kv_width * element_bytes
 
-    def kv_bytes(self, tokens: int, element_bytes: int) -> int:
+    def kv_bytes(self, tokens: float, element_bytes: int) -> int:
         """Bytes of a request of ``tokens``, in whole blocks; a window keeps no more than itself."""
-        blocks = -(-tokens // BLOCK) * BLOCK
+        blocks = math.ceil(tokens / BLOCK) * BLOCK
         return self.kv_width * element_bytes * round(self.cached(blocks))
 
     def cached(self, tokens: float) -> float:

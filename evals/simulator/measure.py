@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from qserve.evals.lengths import Lengths
 from qserve.evals.report import Metric, Report, Section
 from qserve.evals.simulator.cost import CostModel
 from qserve.evals.simulator.fleet import Fleet, FleetConfig
 from qserve.evals.simulator.recorder import recording
 from qserve.evals.simulator.records import Records, percentiles
 from qserve.evals.simulator.replica import ReplicaConfig
-from qserve.evals.simulator.traffic import Arrival, Lengths, Traffic
+from qserve.evals.simulator.traffic import Arrival, Traffic
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qserve.checkpoint.errors import DataError, UsageError
-
-MAX_TOKENS = 1 << 20
+from qserve.evals.lengths import MAX_TOKENS, Lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,68 +29,6 @@ class Arrival:
     output: int
     prefix: int = 0
     prefix_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """A number of tokens: always the median, or lognormal around it. ``sigma`` is that of the logarithm; 0 is fixed.
-
-    ``mix``: one of these instead, each as likely. ``span``: any from its first to its last instead, each as likely.
-    """
-
-    median: int
-    sigma: float = 0.0
-    mix: tuple[int, ...] = ()
-    span: tuple[int, int] | None = None
-
-    @classmethod
-    def parse(cls, text: str, option: str) -> Lengths:
-        """``200``, ``lognormal:200:0.8``, ``uniform:128:4096`` or ``10/50/200``. Raises ``UsageError``."""
-        try:
-            match text.split(":"):
-                case ["lognormal", median, sigma]:
-                    found = cls(int(median), float(sigma))
-                case ["uniform", least, most]:
-                    found = cls((int(least) + int(most)) // 2, span=(int(least), int(most)))
-                case [numbers]:
-                    each = tuple(map(int, numbers.split("/")))
-                    found = cls(each[0], mix=each if len(each) > 1 else ())
-                case _:
-                    raise ValueError
-        except ValueError:
-            raise UsageError(
-                f"{option} must be like 200, lognormal:200:0.8, uniform:128:4096 or 10/50/200, not {text!r}"
-            ) from None
-        sizes = (found.median, *found.mix, *(found.span or ()))
-        if not all(1 <= size <= MAX_TOKENS for size in sizes) or not 0 <= found.sigma <= 5:
-            raise UsageError(f"{option} must be 1..{MAX_TOKENS} tokens with a sigma of 0..5, not {text!r}")
-        if found.span is not None and found.span[0] > found.span[1]:
-            raise UsageError(f"{option}: uniform goes from the least to the most, not {text!r}")
-        return found
-
-    @property
-    def longest(self) -> int:
-        """Of a mix or a span; else the median, for a tail has no end."""
-        return max((*self.mix, *(self.span or ())), default=self.median)
-
-    @property
-    def mean(self) -> float:
-        """Of what is drawn, where nothing is cut."""
-        if self.mix:
-            return sum(self.mix) / len(self.mix)
-        if self.span is not None:
-            return sum(self.span) / 2
-        return self.median * math.exp(self.sigma**2 / 2)
-
-    def draw(self, random: random.Random, most: int) -> int:
-        """One length, at most ``most``: a tail longer than the context is cut."""
-        if self.mix:
-            return min(random.choice(self.mix), most)
-        if self.span is not None:
-            return min(random.randint(*self.span), most)
-        if not self.sigma:
-            return min(self.median, most)
-        return max(1, min(most, round(self.median * math.exp(random.gauss(0.0, self.sigma)))))
 
 
 @dataclass(frozen=True)

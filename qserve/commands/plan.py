@@ -27,8 +27,9 @@ def plan(
     traffic: Annotated[
         str,
         typer.Option(
-            help="Requests, and tokens of each, as rate=10/s,prompt=2048,output=256; also hit=0.5, the share of "
-            "prompts that the prefix cache has."
+            help="Requests, and tokens of each, as rate=10/s,prompt=2048,output=256; tokens also as "
+            "lognormal:MEDIAN:SIGMA, uniform:LEAST:MOST or 10/50/200; also hit=0.5, the share of prompts that the "
+            "prefix cache has."
         ),
     ] = str(Traffic()),
     quantization: Annotated[

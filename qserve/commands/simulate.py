@@ -123,12 +123,13 @@ def simulate(
     The scheduler and the block manager are those of the engine; only the time that a step takes is computed: of MODEL
     on GPUs as qserve plan has it (--gpu), of other hardware (--roofline), or of this machine (--fit, then --cost).
     """
+    from qserve.evals.lengths import Lengths
     from qserve.evals.simulator.cost import FittedCost, RooflineCost
     from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig
     from qserve.evals.simulator.model_cost import ModelCost
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.summary import Price, simulation_report
-    from qserve.evals.simulator.traffic import Lengths, Traffic, read_trace
+    from qserve.evals.simulator.traffic import Traffic, read_trace
     from qserve.evals.slo import UNLIMITED, parse_slo
     from qserve.runtime.limits import SchedulerConfig
 

@@ -11,8 +11,8 @@ import torch
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import open_model
 from qserve.evals.bench.batching import STATIC_BATCHES, batching_report, compare, lengths_of
+from qserve.evals.lengths import Lengths
 from qserve.evals.page import page
-from qserve.evals.simulator.traffic import Lengths
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.runner import StepOutput

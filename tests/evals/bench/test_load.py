@@ -19,8 +19,8 @@ from qserve.evals.bench.job import Found, Job, run
 from qserve.evals.bench.level import Level, ceiling
 from qserve.evals.bench.summary import bench_report
 from qserve.evals.bench.workload import Session, Turn, Words, read_dataset
+from qserve.evals.lengths import Lengths
 from qserve.evals.page import page
-from qserve.evals.simulator.traffic import Lengths
 from qserve.evals.slo import Slo, parse_slo
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine

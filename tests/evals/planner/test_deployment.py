@@ -179,6 +179,23 @@ def test_what_the_prefix_cache_has_is_not_computed() -> None:
     assert parse_traffic("rate=2,hit=0.75") == Traffic(2, hit=0.75) == parse_traffic(str(Traffic(2, hit=0.75)))
 
 
+def test_lengths_that_differ_wait_longer_and_hold_more_than_their_means() -> None:
+    equal = replica(traffic=parse_traffic("rate=1,prompt=1000,output=200"))
+    drawn = replica(traffic=parse_traffic("rate=1,prompt=100/1900,output=50/350"))
+    assert (drawn.traffic.prompt, drawn.traffic.output) == (1000, 200) and equal.variation == 1
+    one, other = (equal.roofline.prefill(n, 2048) for n in (100, 1900))
+    assert drawn.prefill == pytest.approx((one + other) / 2)
+    assert drawn.variation == pytest.approx((one**2 + other**2) / 2 / drawn.prefill**2) and drawn.variation > 1.5
+    # Of those that run, seven of eight have the long output, for it runs seven times as long.
+    assert drawn.traffic.held == pytest.approx(1000 + (50 * 1 + 350 * 7) / 8)
+    assert drawn.fits < equal.fits and drawn.at(8).waiting > 1.5 * equal.at(8).waiting
+    text = "rate=2/s,prompt=lognormal:500:0.8,output=uniform:64:512,hit=0.5"
+    assert str(parse_traffic(text)) == text and parse_traffic("prompt=7").prompts is None
+    long = parse_traffic("prompt=uniform:128:8192,output=64")
+    with pytest.raises(UsageError, match="uniform:128:8192 \\+ 64 tokens exceeds the context"):
+        choose(catalog.model("llama-3-8b"), [catalog.gpu("h200")], long, Slo(), Efficiency(), Wish())
+
+
 def test_a_spare_replica_is_paid_and_not_needed() -> None:
     shape, h200 = catalog.model("llama-3-8b"), [catalog.gpu("h200")]
     plain, spare = (choose(shape, h200, TRAFFIC, Slo(), Efficiency(), Wish("fp8", tp=1, spare=n))[0] for n in (0, 1))

@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import UsageError
+from qserve.evals.lengths import Lengths
 from qserve.evals.simulator.cost import FittedCost, RooflineCost, shape_of
 from qserve.evals.simulator.decode_run import LeapingScheduler
 from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig, Outcome
 from qserve.evals.simulator.replica import ReplicaConfig
-from qserve.evals.simulator.traffic import Arrival, Lengths, Traffic, prompt_tokens
+from qserve.evals.simulator.traffic import Arrival, Traffic, prompt_tokens
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request

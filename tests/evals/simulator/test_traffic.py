@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 import statistics
 from pathlib import Path
 
 import pytest
 
 from qserve.checkpoint.errors import DataError, UsageError
-from qserve.evals.simulator.traffic import Arrival, Lengths, Traffic, prompt_tokens, read_trace
+from qserve.evals.lengths import Lengths
+from qserve.evals.simulator.traffic import Arrival, Traffic, prompt_tokens, read_trace
 
 
 def test_the_same_seed_gives_the_same_traffic() -> None:
@@ -25,31 +25,6 @@ def test_rates_and_lengths_are_those_asked_for() -> None:
     assert {each.output for each in found} == {30}
     assert len({each.time for each in found}) == 4000
     assert all(each.prompt + each.output <= 10_000 for each in found)
-
-
-def test_lengths_are_even_between_the_least_and_the_most() -> None:
-    lengths = Lengths.parse("uniform:128:4096", "--prompt")
-    draw = random.Random(0)
-    found = [lengths.draw(draw, 10_000) for _ in range(20_000)]
-    assert 128 <= min(found) < 140 and 4080 < max(found) <= 4096 == lengths.longest
-    assert statistics.mean(found) == pytest.approx(2112, rel=0.02) and lengths.mean == 2112
-    quarters = statistics.quantiles(found)
-    assert quarters == pytest.approx([1120, 2112, 3104], rel=0.03)
-    assert lengths.draw(draw, 100) == 100
-
-
-@pytest.mark.parametrize("text", ["200", "10/50/200", "lognormal:90:0.6", "uniform:5:50", "uniform:7:7"])
-def test_the_mean_of_lengths_is_that_of_what_is_drawn(text: str) -> None:
-    lengths, draw = Lengths.parse(text, "--prompt"), random.Random(1)
-    assert statistics.mean(lengths.draw(draw, 10**6) for _ in range(20_000)) == pytest.approx(lengths.mean, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    "text", ["uniform:9:8", "uniform:0:5", "uniform:1", "uniform:1:2:3", "uniform:a:b", "uniform:1:99999999", "1//2"]
-)
-def test_lengths_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--prompt"):
-        Lengths.parse(text, "--prompt")
 
 
 def test_prompts_share_their_prefix_and_nothing_else() -> None:
