@@ -42,6 +42,13 @@ def run(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM), for HTTPS.", metavar="FILE")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).", metavar="FILE")] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name, besides localhost, that a server without keys answers to; may be given several times.",
+            metavar="NAME",
+        ),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(help="A web origin whose pages may call; may be given several times.", metavar="URL"),
@@ -129,6 +136,7 @@ def run(
         api_keys_file=api_keys,
         tls_cert=tls_cert,
         tls_key=tls_key,
+        allowed_hosts=tuple(allowed_hosts or ()),
         cors_origins=tuple(cors_origin or ()),
         step_timeout=step_timeout,
         model_name=served_model_name,

@@ -10,6 +10,7 @@ from qserve.runtime.client.generation import EngineFailure
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.errors import APIError, ClientGone, as_api_error
 from qserve.runtime.server.http.authentication import AuthenticationMiddleware
+from qserve.runtime.server.http.browser_guard import BrowserGuard
 from qserve.runtime.server.http.lingering_close import LingeringClose
 from qserve.runtime.server.routes import (
     chat,
@@ -32,7 +33,11 @@ def create_app(service: Service) -> FastAPI:
     """The ASGI application. The caller starts and stops ``service.engine``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(AuthenticationMiddleware, keys=service.keys)
-    if service.config.cors_origins:  # outside authentication: a browser sends its preflight request without a key
+    if not service.keys:
+        app.add_middleware(
+            BrowserGuard, allowed_hosts=service.config.allowed_hosts, origins=service.config.cors_origins
+        )
+    if service.config.cors_origins:  # outside of the guard: a browser asks without a key whether it may
         app.add_middleware(
             CORSMiddleware,
             allow_origins=service.config.cors_origins,

@@ -9,6 +9,7 @@ from pathlib import Path
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.server.chat.tool_formats import NAMES
 
+_HOSTNAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 TOOL_FORMAT_CHOICES = ("auto", "none", *NAMES)
 REASONING_CHOICES = ("auto", "none")
@@ -23,6 +24,7 @@ class ServerConfig:
         api_keys: callers must show one of these; none means everybody may call.
         api_keys_file: a TOML file of hashed keys with limits, see ``keys.py``; it is read again on SIGHUP.
         tls_cert, tls_key: PEM files; with both the server speaks HTTPS.
+        allowed_hosts: names, besides localhost and addresses, that a server without keys answers to.
         cors_origins: web pages of these origins may call from a browser, none by default.
         step_timeout: seconds after which a step of the model counts as stuck and the server ends; 0 waits forever.
         model_name: what the model is called in requests and answers; None takes the engine's name.
@@ -41,6 +43,7 @@ class ServerConfig:
     api_keys_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     step_timeout: float = 120.0
     model_name: str | None = None
@@ -62,6 +65,9 @@ class ServerConfig:
             raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("--tls-cert and --tls-key are given together or not at all")
+        for name in self.allowed_hosts:
+            if not _HOSTNAME.fullmatch(name):
+                raise UsageError(f"--allowed-hosts must be a name like llm.example.org, not {name!r:.100}")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise UsageError(f"--cors-origin must be like https://chat.example.org or *, not {origin!r:.100}")

@@ -20,6 +20,7 @@ from websockets.sync.client import connect
 
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
 
 SITE = Path(__file__).parents[2] / "deploy/nginx/qserve.conf"
@@ -46,7 +47,8 @@ class Gate:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[ServerHandle]:
     config = EngineConfig(max_model_len=256, kv_cache_memory=8 << 20, threads=1)
-    with ServerHandle(Engine(str(tiny_model), config)) as handle:
+    served = ServerConfig(allowed_hosts=(HEADERS["Host"],))
+    with ServerHandle(Engine(str(tiny_model), config), config=served) as handle:
         yield handle
 
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.http.refusal import refuse
 from qserve.runtime.server.limits.keys import ApiKey, KeyRing
 
 OPEN_PATHS = ("/health", "/ready", "/")
 OPEN_PREFIX = "/static/"  # the shell of the page
 MAX_HEADER_BYTES = 32 << 10
-UNAUTHORIZED = 4401  # the code a WebSocket is closed with; private codes start at 4000
 
 
 class AuthenticationMiddleware:
@@ -36,10 +36,7 @@ class AuthenticationMiddleware:
         try:
             key = self._admit(scope)
         except APIError as error:
-            if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
-                await send({"type": "websocket.close", "code": UNAUTHORIZED, "reason": str(error)[:120]})
-            else:
-                await error.response()(scope, receive, send)
+            await refuse(error, scope, receive, send)
             return
         scope["qserve.key"], scope["qserve.tenant"] = key, key.name if key else ""
         await self._app(scope, receive, send)
@@ -48,7 +45,7 @@ class AuthenticationMiddleware:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             raise APIError(431, f"the request headers have more than {MAX_HEADER_BYTES:,} bytes")
-        if scope["type"] == "http" and _is_open(scope["path"]):
+        if scope["type"] == "http" and is_open(scope["path"]):
             return None
         return authenticate(self._keys, headers)
 
@@ -70,5 +67,5 @@ def authenticate(keys: KeyRing, headers: Iterable[tuple[bytes, bytes]]) -> ApiKe
     return key
 
 
-def _is_open(path: str) -> bool:
+def is_open(path: str) -> bool:
     return path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path)

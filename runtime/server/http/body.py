@@ -24,13 +24,21 @@ _BAD_ESCAPE = re.compile(
 
 
 async def read_json(request: Request, *, max_bytes: int, max_commas: int, timeout: float) -> dict[str, Any]:
-    """The body as a JSON object. Raises ``APIError`` 400, 408 (not here in ``timeout`` seconds) or 413."""
+    """The body as a JSON object. Raises ``APIError`` 400, 408 (not here in ``timeout`` seconds), 413 or 415."""
+    _require_json(request.headers.get("content-type", ""))
     try:
         async with asyncio.timeout(timeout):
             body = await _read(request, max_bytes)
     except TimeoutError:
         raise APIError(408, f"the request body did not arrive within {timeout:g} seconds") from None
     return parse_object(body, max_commas)
+
+
+def _require_json(content_type: str) -> None:
+    """A page of any origin may post text, forms and bytes without asking the server; JSON it may not."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise APIError(415, "the request body must be sent as 'Content-Type: application/json'", code="not_json")
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -25,6 +25,7 @@ from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
 
 from .waiting import idle, wait_until
 
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
 LONG = {"prompt": "the", "max_tokens": 400, "ignore_eos": True}
 
 
@@ -74,7 +75,7 @@ def thousands_of_files() -> Iterator[None]:
 def test_a_thousand_aborts_at_once(own: ServerHandle, slow: None, thousands_of_files: None) -> None:
     sockets = []
     body = json.dumps(LONG | {"stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"{HEAD}{len(body)}\r\n\r\n".encode()
     for _ in range(1000):
         sock = socket.create_connection((own.host, own.port))
         sock.sendall(head + body)
@@ -156,7 +157,7 @@ def test_a_full_queue_refuses_while_a_step_runs(
 
 def test_a_body_that_does_not_come(own: ServerHandle) -> None:
     with socket.create_connection((own.host, own.port)) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        sock.sendall(f"{HEAD}100\r\n\r\n{{".encode())
         sock.settimeout(5)
         assert b" 408 " in sock.recv(4096).split(b"\r\n")[0]
 
@@ -165,7 +166,7 @@ def test_a_client_that_never_reads_holds_nobody_up(own: ServerHandle) -> None:
     body = json.dumps(LONG | {"stream": True, "n": 4, "logprobs": 20}).encode()
     with socket.create_connection((own.host, own.port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        sock.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        sock.sendall(f"{HEAD}{len(body)}\r\n\r\n".encode() + body)
         assert post(own, {"prompt": "the", "max_tokens": 4}).status_code == 200
         wait_until(lambda: idle(own), 60)
 

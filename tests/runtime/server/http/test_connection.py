@@ -63,7 +63,7 @@ def test_a_refused_head_does_not_hold_its_connection(server: ServerHandle, monke
 def test_a_body_that_goes_wrong_is_refused(server: ServerHandle) -> None:
     with connect(server) as sock:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer first-key\r\n"
-        sock.sendall(head + b"Transfer-Encoding: chunked\r\n\r\nzzz\r\n")
+        sock.sendall(head + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n")
         assert answered(sock)[0].status == 400
     assert httpx.get(server.url.replace("/v1", "/health")).status_code == 200
 

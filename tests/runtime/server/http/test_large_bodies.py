@@ -64,7 +64,8 @@ def test_the_client_reads_the_refusal(
 
 def start(server: ServerHandle, *headers: str, size: int = 33 << 20) -> socket.socket:
     sock = socket.create_connection((server.host, server.port), timeout=30)
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Authorization: Bearer first-key", f"Content-Length: {size}"]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Authorization: Bearer first-key"]
+    lines += ["Content-Type: application/json", f"Content-Length: {size}"]
     sock.sendall("\r\n".join([*lines, *headers, "", ""]).encode())
     return sock
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.runtime.engine import Engine
@@ -74,6 +77,68 @@ def test_pages_of_other_origins_may_call_only_where_that_was_said(engine: Engine
     for origin in ("chat.example.org", f"{ORIGIN}/path", "https://a b"):
         with pytest.raises(UsageError, match="--cors-origin"):
             ServerConfig(cors_origins=(origin,))
+
+
+def speaks(server: ServerHandle, **headers: str) -> tuple[int, int]:
+    """The status of a completion, and of a WebSocket's handshake (200 where it is accepted)."""
+    body = {"prompt": "the", "max_tokens": 1}
+    status = httpx.post(f"{server.url}/completions", json=body, headers=headers, timeout=60).status_code
+    host = headers.pop("Host", None)
+    address = f"ws://{host or f'{server.host}:{server.port}'}/v1/completions/ws"
+    try:
+        connect(address, sock=socket.create_connection((server.host, server.port)), additional_headers=headers).close()
+    except InvalidStatus as refused:
+        return status, refused.response.status_code
+    return status, 200
+
+
+def test_web_pages_may_not_use_a_server_without_keys(engine: Engine) -> None:
+    with ServerHandle(engine) as server:
+        own, port = f"http://127.0.0.1:{server.port}", server.port
+        for origin in (own, f"http://localhost:{port}", "http://localhost:3000", "http://[::1]:3000"):
+            assert speaks(server, Origin=origin) == (200, 200), origin
+        for origin in ("https://evil.example", "null", "http://192.168.1.5", "http://localhost.evil.example"):
+            assert speaks(server, Origin=origin) == (403, 403), origin
+        for host in ("localhost", f"LOCALHOST:{port}", "192.168.1.5:8000", "[::1]"):
+            assert speaks(server, Host=host) == (200, 200), host
+        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example"):
+            assert speaks(server, Host=host) == (403, 403), host
+            assert speaks(server, Host=host, Origin=f"http://{host}") == (403, 403), "a name that was rebound"
+        assert httpx.get(f"{own}/v1/models", headers={"Host": "evil.example"}).status_code == 403
+        assert httpx.get(f"{own}/health", headers={"Host": "evil.example"}).status_code == 200, "probes are open"
+
+
+def test_a_server_without_keys_is_told_its_names_and_whose_pages_may_call(engine: Engine) -> None:
+    config = ServerConfig(allowed_hosts=("llm.example.org",), cors_origins=(ORIGIN,))
+    with ServerHandle(engine, config=config) as server:
+        assert speaks(server, Host="LLM.example.org:8000", Origin="http://LLM.example.org:8000") == (200, 200)
+        assert speaks(server, Origin=ORIGIN) == (200, 200)
+        assert speaks(server, Host="other.example.org") == speaks(server, Origin="https://example.com") == (403, 403)
+    for name in ("http://a", "a:80", "", "*"):
+        with pytest.raises(UsageError, match="--allowed-hosts"):
+            ServerConfig(allowed_hosts=(name,))
+
+
+def test_keys_are_enough(engine: Engine) -> None:
+    """A page does not know them."""
+    with ServerHandle(engine, config=ServerConfig(api_keys=("a",))) as server:
+        headers = {"Authorization": "Bearer a", "Origin": "https://a.example", "Host": "a.example"}
+        assert speaks(server, **headers) == (200, 200)
+
+
+def test_a_body_that_is_not_sent_as_json_is_refused(engine: Engine) -> None:
+    """What a page may send anywhere without asking: a form, text, or bytes that say nothing of themselves."""
+    body = b'{"prompt": "the", "max_tokens": 1}'
+    with ServerHandle(engine) as server:
+
+        def status(kind: str | None) -> int:
+            headers = {} if kind is None else {"Content-Type": kind}
+            return httpx.post(f"{server.url}/completions", content=body, headers=headers, timeout=60).status_code
+
+        for kind in (None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a"):
+            assert status(kind) == 415, kind
+        for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+            assert status(kind) == 200, kind
 
 
 def through_guard(scope: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
