@@ -216,12 +216,15 @@ def _retry_after(seconds: float) -> dict[str, str]:
 
 
 def _priority(key: ApiKey | None, asked: int | None) -> int:
-    """Raises ``APIError`` 403 where a request asks for a better priority than its key may have."""
-    best = None if key is None else key.priority
-    if best is None or (asked is not None and asked >= best):
+    """Raises ``APIError`` 403 where a request asks for a better priority than its key may have: 0 where its key has no
+    limit, for it would go before its neighbours. Without keys a caller orders what is all its own."""
+    if key is None:
         return asked or 0
+    best = key.priority or 0
     if asked is None:
         return max(best, 0)
+    if asked >= best:
+        return asked
     raise APIError(
         403,
         f"this API key may ask for priorities of {best} or more (lower runs first), not {asked}",

@@ -38,8 +38,8 @@ class ApiKey:
         digest: SHA-256 of the key.
         max_requests: running and waiting at once, each choice of each prompt counted; None does not limit them.
         max_tokens_per_minute: prompt and output tokens, as a bucket of that size that refills evenly.
-        priority: the best (lowest) that its requests may ask for. Requests that ask for none have this one, but 0
-            where it is negative.
+        priority: the best (lowest) that its requests may ask for, None for 0. Those that ask for none have it, if it
+            is above 0.
         weight: its share of the server where others wait too; 2 gets twice the tokens of 1.
     """
 

@@ -28,6 +28,7 @@ LIMITS = {
     "alice": "max_requests = 2",
     "bob": "max_tokens_per_minute = 40",
     "batch": "priority = 5\nweight = 0.5",
+    "vip": "priority = -5",
 }
 
 
@@ -210,6 +211,20 @@ def test_a_key_has_a_best_priority(keyed: tuple[ServerHandle, dict[str, str]]) -
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "priority")
     assert post(keyed, "batch", priority=5).status_code == 200
     assert post(keyed, "batch").status_code == 200, "the default is what it may have"
+
+
+def test_a_key_without_a_limit_goes_before_nobody(keyed: tuple[ServerHandle, dict[str, str]]) -> None:
+    for asked, status in ((-1000, 403), (-1, 403), (0, 200), (1000, 200)):
+        answer = post(keyed, "alice", priority=asked)
+        assert answer.status_code == status, asked
+    assert post(keyed, "vip", priority=-5).status_code == 200, "its line of the file says so"
+    assert post(keyed, "vip", priority=-6).status_code == 403
+
+
+def test_without_keys_a_priority_orders_what_is_ones_own(engine: Engine) -> None:
+    with ServerHandle(engine) as server:
+        body = {"prompt": "the", "max_tokens": 1, "priority": -1000}
+        assert httpx.post(f"{server.url}/completions", json=body, timeout=60).status_code == 200
 
 
 def test_keys_are_neither_logged_nor_told(
