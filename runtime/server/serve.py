@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -114,7 +114,8 @@ class _Server(uvicorn.Server):
         address, port = self._sock.getsockname()[:2]
         event(logger, "ready", model=service.model_name, address=address, port=port)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def signalled(self) -> None:
+        """SIGTERM or Ctrl-C."""
         self.drain(self._options.drain_timeout if self._deadline is None else 0.0)
 
     def drain(self, timeout: float) -> None:
@@ -178,26 +179,28 @@ def serve(
     """
     config = config or ServerConfig()
     server = _Server(config, sock or claim_socket(host, port))
-    thread = _start(server)
-    try:
-        loaded = engine() if callable(engine) else engine
-        # Loaded objects stay. Looking through half a million of them for garbage would stop every stream for 0.2 s.
-        gc.collect()
-        gc.freeze()
-        engine_host = loaded if isinstance(loaded, ProcessHost) else ThreadHost(loaded)
-        service = Service(engine_host, config, server.keys)
-        service.constraints.start()
-        with _signals(server):
-            server.open(service)
-            service.engine.prepare_grammars()
-            if opened is not None:
-                opened()
+    with _signals({signal.SIGHUP: server.keys.reload}):  # also while it loads: by default this signal ends a process
+        thread = _start(server)
+        try:
+            loaded = engine() if callable(engine) else engine
+            # What is loaded stays. To look through half a million objects for garbage would stop every stream for
+            # 0.2 s.
+            gc.collect()
+            gc.freeze()
+            engine_host = loaded if isinstance(loaded, ProcessHost) else ThreadHost(loaded)
+            service = Service(engine_host, config, server.keys)
+            service.constraints.start()
+            with _signals(dict.fromkeys((signal.SIGTERM, signal.SIGINT), server.signalled)):
+                server.open(service)
+                service.engine.prepare_grammars()
+                if opened is not None:
+                    opened()
+                thread.join()
+        finally:
+            if thread.is_alive():
+                server.drain(0.0)
             thread.join()
-    finally:
-        if thread.is_alive():
-            server.drain(0.0)
-        thread.join()
-        gc.unfreeze()
+            gc.unfreeze()
     if server.stuck:
         logging.shutdown()
         os._exit(1)
@@ -206,17 +209,16 @@ def serve(
 
 
 @contextlib.contextmanager
-def _signals(server: _Server) -> Iterator[None]:
-    """SIGTERM and Ctrl-C drain, SIGHUP reads the API keys again. Only a main thread gets signals."""
+def _signals(handlers: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:
+    """What these signals do meanwhile. Only a main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers: dict[signal.Signals, Callable[[int, FrameType | None], object]] = {
-        signal.SIGTERM: server.handle_exit,
-        signal.SIGINT: server.handle_exit,
-        signal.SIGHUP: lambda *_: server.keys.reload(),
-    }
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+    def handle(number: int, _: FrameType | None) -> None:
+        handlers[signal.Signals(number)]()
+
+    previous = {number: signal.signal(number, handle) for number in handlers}
     try:
         yield
     finally:

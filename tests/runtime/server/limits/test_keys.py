@@ -119,17 +119,38 @@ def test_a_reload_takes_a_good_file_and_leaves_a_broken_one(tmp_path: Path, capl
     assert ring.reload() and ring.find(new.encode()) and not ring.find(old.encode())
 
 
-def test_sighup_reads_the_keys_again(engine: Engine, tmp_path: Path) -> None:
+def test_sighup_reads_the_keys_again_also_while_the_model_is_loaded(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     add_key("first", path)
-    server = ServerHandle(engine, config=ServerConfig(api_keys_file=path))._server
-    with serve._signals(server):
-        new = add_key("second", path)
-        assert server.keys.find(new.encode()) is None
+    sock = serve.claim_socket("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/models"
+
+    def status(key: str) -> int:
+        return httpx.get(url, headers={"Authorization": f"Bearer {key}"}, timeout=20).status_code
+
+    def load() -> Engine:
+        loading.append(add_key("second", path))
         os.kill(os.getpid(), signal.SIGHUP)
-        found = server.keys.find(new.encode())
-    server._sock.close()
-    assert found is not None and found.name == "second"
+        return engine
+
+    def opened() -> None:
+        assert status(loading[0]) == 200
+        new = add_key("third", path)
+        assert status(new) == 401
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert status(new) == 200
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    loading: list[str] = []
+    ends_a_process: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda *_: ends_a_process.append(1))
+    try:
+        serve.serve(load, config=ServerConfig(api_keys_file=path), sock=sock, opened=opened)
+        assert not ends_a_process
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert ends_a_process, "the signal is given back"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_quotas_count_requests_and_refill_evenly() -> None:
