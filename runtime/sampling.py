@@ -153,6 +153,10 @@ class SamplingParams:
             raise RequestError("pooling is for requests with max_tokens 1", "pooling")
         if self.use_beam_search:
             self._check_beam_search()
+        else:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) != getattr(SamplingParams, name):
+                    raise RequestError(f"{name} is for requests with use_beam_search", name)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

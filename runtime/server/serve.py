@@ -129,8 +129,10 @@ class _Server(uvicorn.Server):
         self._watch()
         if self._deadline is not None:
             late = time.monotonic() >= self._deadline
-            if late and self._service is not None:
-                self._service.engine.abort_all()
+            if self._service is not None:
+                self._service.closing.set()
+                if late:
+                    self._service.engine.abort_all()
             lingers = self.failure is not None and not late
             self.should_exit = late or not (self.server_state.tasks or lingers)
         return await super().on_tick(counter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property, partial
@@ -57,6 +58,7 @@ class Service:
         self.stored_bytes = source.stored_bytes()
         self.created = int(time.time())
         self.draining = False
+        self.closing = asyncio.Event()  # set in the server's loop once it drains
         self.metrics = Metrics(
             self.model_name,
             source.card,

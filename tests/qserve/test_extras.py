@@ -74,3 +74,8 @@ def test_the_demo_and_the_server_import_no_extra() -> None:
     program = f"{absent}; import qserve.demo, qserve.steps, qserve.runtime.llm, qserve.runtime.server.serve"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_h11_is_one_that_refuses_malformed_chunks() -> None:
+    """The server's own code builds on it, and uvicorn takes any (CVE-2025-43859 was mended in 0.16)."""
+    assert "h11>=0.16" in PROJECT["dependencies"]

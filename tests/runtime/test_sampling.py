@@ -47,7 +47,8 @@ def test_defaults_are_those_of_the_openai_completions_api() -> None:
         *(("logit_bias", v) for v in ({1: 101}, {1: math.nan}, {1: None}, {1: True}, dict.fromkeys(range(1025), 1))),
         *(("timeout", v) for v in (0, -1, 3601, math.nan, "1", True)),
         *(("use_beam_search", v) for v in (1, None)),
-        *(("length_penalty", v) for v in (11, -11, math.nan, None)),
+        *(("length_penalty", v) for v in (11, -11, math.nan, None, 0.5)),  # not without a beam search
+        ("early_stopping", True),
         *(("pooling", v) for v in ("max", 1, True, "mean")),
     ],
     ids=lambda v: v if isinstance(v, str) and len(v) > 3 else type(v).__name__,  # 10**5000 has no str()

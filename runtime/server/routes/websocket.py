@@ -54,19 +54,22 @@ class _Session:
 
     async def run(self) -> None:
         await self._websocket.accept()
-        reader = asyncio.create_task(self._read())
+        reader, ender = asyncio.create_task(self._read()), asyncio.create_task(self._end_with_server())
         try:
-            while (text := await self._next()) is not None:
+            while not self._gone.is_set() and (text := await self._inbox.get()) is not None:
                 await self._answer(text)
+            if not self._gone.is_set():
+                await self._close(GOING_AWAY, "the server is shutting down")
         finally:
-            reader.cancel()
+            for task in (reader, ender):
+                task.cancel()
 
     async def _read(self) -> None:
         """Take messages even during an answer: that is how a client that leaves is noticed."""
         while (message := await self._websocket.receive())["type"] == "websocket.receive":
             if message.get("text") is None:
                 await self._close(UNSUPPORTED, "a request is a text message")
-            elif self._inbox.qsize() == MAX_PENDING:
+            elif self._inbox.qsize() >= MAX_PENDING:
                 await self._close(POLICY, f"more than {MAX_PENDING} requests wait for an answer")
             else:
                 self._inbox.put_nowait(message["text"])
@@ -75,15 +78,9 @@ class _Session:
         self._gone.set()
         self._inbox.put_nowait(None)
 
-    async def _next(self) -> str | None:
-        while not self._gone.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.25):
-                    return await self._inbox.get()
-            if self._service.draining:
-                await self._close(GOING_AWAY, "the server is shutting down")
-                break
-        return None
+    async def _end_with_server(self) -> None:
+        await self._service.closing.wait()
+        self._inbox.put_nowait(None)
 
     async def _answer(self, text: str) -> None:
         answering, gone = asyncio.create_task(self._reply(text)), asyncio.create_task(self._gone.wait())

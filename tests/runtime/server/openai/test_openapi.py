@@ -92,9 +92,10 @@ def test_the_bounds_are_those_of_the_sampling_parameters(name: str) -> None:
     bounds = BOUNDS[name]
     inside = [bounds.get("minimum", 1e-9), bounds["maximum"]]
     outside = [bounds.get("minimum", 1) - 1, bounds["maximum"] + 1]
+    more = {"use_beam_search": True} if name == "length_penalty" else {}
     for value in inside:
-        SamplingParams(**{name: value})
+        SamplingParams(**more, **{name: value})
     for value in outside:
         with pytest.raises(RequestError) as error:
-            SamplingParams(**{name: value})
+            SamplingParams(**more, **{name: value})
         assert error.value.param == name

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -160,6 +163,22 @@ def test_draining_ends_idle_connections_and_no_answer(engine: Engine, slow: None
         with pytest.raises(ConnectionClosed):
             busy.recv(timeout=30)
         server.wait()
+
+
+def test_idle_connections_cost_nothing(own: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[float] = []
+    call_at = asyncio.BaseEventLoop.call_at
+
+    def counted(loop: asyncio.BaseEventLoop, when: float, *arguments: Any, **context: Any) -> asyncio.TimerHandle:
+        timers.append(when)
+        return call_at(loop, when, *arguments, **context)
+
+    with ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(dial(own, "/completions"))
+        monkeypatch.setattr(asyncio.BaseEventLoop, "call_at", counted)
+        time.sleep(1.0)
+        assert 5 < len(timers) < 25, "those of the server itself, ten a second"
 
 
 def test_an_idle_connection_outlives_the_header_timeout(own: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
