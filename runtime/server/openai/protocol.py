@@ -22,6 +22,7 @@ from qserve.runtime.sampling import (
 )
 from qserve.runtime.server.chat.tool_use import ToolUse
 from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.openai.hints import Hints, ReasoningEffort, Verbosity
 from qserve.runtime.server.openai.messages import Message
 from qserve.runtime.server.openai.strict import NotDone, Strict
 from qserve.runtime.server.openai.structured_outputs import StructuredFields
@@ -147,23 +148,16 @@ class TemplateOptions(Strict):
         return self.model_dump(exclude_none=True)
 
 
-class ChatRequest(_GenerationRequest):
+class ChatRequest(_GenerationRequest, Hints):
     not_done: ClassVar[NotDone] = {
         "audio": (),
         "chat_template": (),
         "function_call": ("none",),
         "functions": ([],),
-        "metadata": ({},),
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
-        "prompt_cache_key": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": (),
-        "reasoning_effort": (),
-        "service_tier": ("auto", "default"),
         "store": (False,),
-        "verbosity": (),
         "web_search_options": (),
     }
 
@@ -175,6 +169,8 @@ class ChatRequest(_GenerationRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: ReasoningEffort | None = None  # a hint, too
+    verbosity: Verbosity | None = None
 
     _choice = field_validator("tool_choice")(chat_choice)
 

@@ -158,7 +158,6 @@ class ResponseAnswer:
             "background": False,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "metadata": {},
             "model": self._model,
             "output": [_copy(item) for item in self._items] if ended else [],
             "previous_response_id": None,

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.server.chat.tool_use import ToolUse
+from qserve.runtime.server.openai.hints import Hints, ReasoningEffort, Verbosity
 from qserve.runtime.server.openai.protocol import MAX_MESSAGES, Delivery, parse
 from qserve.runtime.server.openai.responses_items import ITEMS, to_messages
 from qserve.runtime.server.openai.strict import NotDone, Strict
@@ -57,15 +58,25 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    not_done: ClassVar[NotDone] = {"verbosity": ()}
     format: TextFormat | None = None
+    verbosity: Verbosity | None = None  # a hint
+
+
+class Reasoning(Strict):
+    not_done: ClassVar[NotDone] = {
+        "context": ("auto",),
+        "generate_summary": ("auto",),
+        "mode": ("standard",),
+        "summary": ("auto",),
+    }
+    effort: ReasoningEffort | None = None  # a hint
 
 
 class ResponseStreamOptions(Strict):
     not_done: ClassVar[NotDone] = {"include_obfuscation": (False,)}
 
 
-class ResponseRequest(Strict):
+class ResponseRequest(Hints):
     """``user`` and ``safety_identifier`` change nothing."""
 
     not_done: ClassVar[NotDone] = {
@@ -76,15 +87,9 @@ class ResponseRequest(Strict):
         "image": (),
         "include": ([],),
         "max_tool_calls": (),
-        "metadata": ({},),
         "moderation": (),
         "previous_response_id": (),
         "prompt": (),
-        "prompt_cache_key": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": (),
-        "reasoning": ({},),
-        "service_tier": ("auto", "default"),
         "store": (False,),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
@@ -101,6 +106,7 @@ class ResponseRequest(Strict):
     tools: list[ResponseTool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
     text: TextOptions | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -161,6 +167,7 @@ class ResponseRequest(Strict):
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": (format or TextFormat()).model_dump(by_alias=True, exclude_none=True)},

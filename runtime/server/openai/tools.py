@@ -66,8 +66,6 @@ def tool_use(functions: Sequence[Function], choice: Mode | Named | None, paralle
         raise RequestError(f"tools holds the function {twice!r} twice", "tools")
     if not offered and choice not in (None, "none"):
         raise RequestError("tool_choice needs tools", "tool_choice")
-    if not offered and parallel is not None:
-        raise RequestError("parallel_tool_calls needs tools", "parallel_tool_calls")
     if not offered or choice == "none":
         return ToolUse()
     chosen = offered

@@ -266,7 +266,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": FUNCTION}] * 2}, "tools"),
     ({"tools": [{"type": "function", "function": FUNCTION | {"description": "hello " * 2700}}]}, "messages"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),

@@ -51,15 +51,15 @@ SAMPLING = {
     "top_p": 0.9,
     "user": "somebody",
 }
-STORED = {
+HINTS = {
     "metadata": {"a": "b"},
-    "moderation": {"model": "omni-moderation-latest"},
+    "parallel_tool_calls": False,
     "prompt_cache_key": "mine",
     "prompt_cache_options": {"mode": "implicit"},
     "prompt_cache_retention": "24h",
     "service_tier": "flex",
-    "store": True,
 }
+STORED = {"moderation": {"model": "omni-moderation-latest"}, "store": True}
 ROUTES = [
     Route(
         "/completions",
@@ -73,15 +73,18 @@ ROUTES = [
         chat_create_params.CompletionCreateParamsBase,
         {"messages": [USER], "max_tokens": 2},
         SAMPLING
+        | HINTS
         | {
             "logprobs": True,
             "max_completion_tokens": 2,
             "messages": [{"role": "developer", "content": "be kind"}, USER],
+            "reasoning_effort": "low",
             "response_format": {"type": "json_object"},
             "safety_identifier": "somebody",
             "tool_choice": "none",
             "tools": [],
             "top_logprobs": 2,
+            "verbosity": "low",
         },
         STORED
         | {
@@ -90,8 +93,6 @@ ROUTES = [
             "functions": [FUNCTION],
             "modalities": ["text", "audio"],
             "prediction": {"type": "content", "content": "a"},
-            "reasoning_effort": "low",
-            "verbosity": "low",
             "web_search_options": {},
         },
     ),
@@ -99,10 +100,12 @@ ROUTES = [
         "/responses",
         response_create_params.ResponseCreateParamsBase,
         {"input": "a", "max_output_tokens": 2},
-        {
+        HINTS
+        | {
             "input": [USER],
             "instructions": "be kind",
             "max_output_tokens": 3,
+            "reasoning": {"effort": "low", "summary": "auto"},
             "safety_identifier": "somebody",
             "temperature": 0.7,
             "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
@@ -122,7 +125,6 @@ ROUTES = [
             "max_tool_calls": 3,
             "previous_response_id": "resp_1",
             "prompt": {"id": "pmpt_1"},
-            "reasoning": {"effort": "low"},
             "top_logprobs": 2,
             "truncation": "auto",
         },
@@ -135,7 +137,7 @@ ROUTES = [
         {},
     ),
 ]
-ELSEWHERE = {"model", "stream_options", "parallel_tool_calls"}  # need another name, stream, and a model with tools
+ELSEWHERE = {"model", "stream_options"}  # need another name, and stream
 WORKS = [(route, name) for route in ROUTES for name in route.works]
 REFUSED = [(route, name) for route in ROUTES for name in route.refused]
 NEEDS = {"top_logprobs": {"logprobs": True}, "max_completion_tokens": {"max_tokens": None}}
@@ -180,6 +182,18 @@ def test_it_works_and_is_looked_at(http: httpx.Client, route: Route, name: str) 
 def test_it_is_refused_by_its_name(http: httpx.Client, route: Route, name: str) -> None:
     refused(post(http, route, {name: route.refused[name]}), name)
     refused(post(http, route, {name: route.refused[name], "stream": True}), name)
+
+
+def test_hints_change_no_answer(http: httpx.Client) -> None:
+    """What the official SDK's agents send along; a response repeats its metadata."""
+    chat, responses = ROUTES[1], ROUTES[2]
+    hints = HINTS | {"reasoning_effort": "high", "verbosity": "high", "temperature": 0}
+    plain, hinted = (post(http, chat, body).json() for body in ({"temperature": 0}, hints))
+    assert plain["choices"] == hinted["choices"]
+    more = {"reasoning": {"effort": "high"}, "text": {"verbosity": "high"}}
+    assert post(http, responses, HINTS | more).json()["metadata"] == HINTS["metadata"]
+    for summary in ("concise", "detailed"):
+        refused(post(http, responses, {"reasoning": {"summary": summary}}), "reasoning")
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=named)

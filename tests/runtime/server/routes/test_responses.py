@@ -223,7 +223,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "c"}, "conversation"),
     ({"truncation": "auto"}, "truncation"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
-    ({"reasoning": {"effort": "low"}}, "reasoning"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": "a"}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
@@ -238,7 +238,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"verbosity": "shrill"}}, "text.verbosity"),
     (
         {"text": {"format": {"type": "json_object"}}, "tools": TOOLS, "tool_choice": "required"},
         "tool_choice",
