@@ -70,7 +70,7 @@ class Backlog:
         parts = len(requests.keys() | {tenant})
         waiting = all_tokens.total()
         return all(
-            total + more <= limit or (parts > 1 and own + more <= limit // parts)
+            not more or total + more <= limit or (parts > 1 and own + more <= limit // parts)
             for total, own, more, limit in (
                 (requests.total(), requests[tenant], choices, self.max_requests),
                 (waiting, all_tokens[tenant], tokens if waiting else 0, self.max_tokens),

@@ -153,6 +153,7 @@ class EngineLoop:
         queued = []
         try:
             for request_id, prompt in zip(command.request_ids, command.prompts, strict=True):
+                queued.append(request_id)  # first: what fails may have queued some of its choices
                 self._engine.submit(
                     request_id,
                     prompt,
@@ -163,7 +164,6 @@ class EngineLoop:
                     weight=command.weight,
                     matcher=matcher,
                 )
-                queued.append(request_id)
         except Exception as error:  # a RequestError, or a defect that must not end the loop
             for request_id in queued:
                 self._engine.abort(request_id)

@@ -122,6 +122,13 @@ class Service:
             raise RequestError(
                 f"{len(prompts)} prompts with n {params.n} are more than the {self.max_waiting} that may wait here", "n"
             )
+        tokens, most = sum(map(len, prompts)), self.engine.info.max_waiting_tokens
+        if len(prompts) > 1 and tokens > most:
+            raise RequestError(
+                f"{len(prompts)} prompts with {tokens} tokens together are more than the {most} that may wait here; "
+                "send fewer at once, or raise --max-waiting-tokens",
+                "prompt",
+            )
         key = call.key
         if key and key.max_requests is not None and choices > key.max_requests:
             raise RequestError(

@@ -121,6 +121,26 @@ def test_refusals_keep_their_kind_and_field(client: EngineClient) -> None:
     assert client.num_arriving == 0
 
 
+def test_a_request_that_fails_half_queued_leaves_nothing(
+    client: EngineClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = engine.scheduler.add
+
+    def second_choice_fails(request: Any) -> None:
+        if request.parent:
+            raise QueueFullError("no room")
+        add(request)
+
+    monkeypatch.setattr(engine.scheduler, "add", second_choice_fails)
+
+    async def ask() -> None:
+        with pytest.raises(QueueFullError):
+            await client.submit(PROMPTS, SamplingParams(n=2))
+
+    asyncio.run(ask())
+    assert not engine.scheduler.request_ids()
+
+
 def test_every_choice_ends_once(client: EngineClient, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [Counts() for _ in range(4)]
     params = SamplingParams(n=2, max_tokens=200, ignore_eos=True)

@@ -54,3 +54,19 @@ def test_a_50_block_cache(tiny_model: Path) -> None:
     assert small.stats().kv_blocks_total == BLOCKS
     assert ask_all(small, leave=True) == expected
     assert small.stats().num_preemptions > 0
+
+
+def test_prompts_that_can_never_wait_together_are_refused_for_good(tiny_model: Path) -> None:
+    """Not with a 503, with which a client comes again and again."""
+    engine = Engine(str(tiny_model), EngineConfig(max_model_len=256, max_waiting_tokens=100, kv_cache_memory=16 << 20))
+    with ServerHandle(engine) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        for path, field, more in (("/embeddings", "input", {}), ("/completions", "prompt", {"max_tokens": 1})):
+            refused = client.post(path, json={field: [[5] * 60] * 2} | more)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, field)
+            assert "120 tokens" in error["message"] and "the 100 that may wait" in error["message"]
+            assert client.post(path, json={field: [[5] * 50] * 2} | more).status_code == 200
+            assert client.post(path, json={field: [[5] * 200]} | more).status_code == 200, "one of any length may wait"
+        answer = client.post("/completions", json={"prompt": [5] * 200, "n": 3, "max_tokens": 1})
+        assert answer.status_code == 200 and len(answer.json()["choices"]) == 3, "its choices share it"
+    engine.check()
