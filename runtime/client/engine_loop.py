@@ -45,7 +45,7 @@ class _Compiled:
     """A command whose constraint another thread has compiled, or why it could not."""
 
     command: Submit
-    result: LLMatcher | Exception
+    result: LLMatcher | BaseException
 
 
 class EngineLoop:
@@ -87,11 +87,11 @@ class EngineLoop:
                 self._tell()
                 if failure is not None:
                     break
-        except Exception as error:
+        except BaseException as error:  # such as a panic of a library in Rust; whoever waits is told of it
             logger.exception("the engine ends")
             failure = f"the engine cannot go on: {type(error).__name__}"
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        with contextlib.suppress(Exception):  # an engine that cannot go on may have no stats either
+        with contextlib.suppress(BaseException):  # who cannot go on may not be able to say how it is
             self._engine.abort_all()
             self._events.append(self._engine.stats())
         self._emit([*self._events, Ended(failure)])
@@ -133,9 +133,10 @@ class EngineLoop:
 
     def _compile(self, command: Submit) -> None:
         assert command.params.constraint is not None
+        result: LLMatcher | BaseException
         try:
-            result: LLMatcher | Exception = self._engine.grammars.matcher(command.params.constraint, command.grammar)
-        except Exception as error:
+            result = self._engine.grammars.matcher(command.params.constraint, command.grammar)
+        except BaseException as error:  # in a thread of a pool, which would keep it to itself
             result = error
         self._commands.put(_Compiled(command, result))
 
@@ -144,7 +145,7 @@ class EngineLoop:
         if command.request_ids[0] not in self._compiling:
             return  # it was aborted
         self._compiling.remove(command.request_ids[0])
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             self._refuse(command, result)
         else:
             self._queue(command, result)
@@ -164,14 +165,14 @@ class EngineLoop:
                     weight=command.weight,
                     matcher=matcher,
                 )
-        except Exception as error:  # a RequestError, or a defect that must not end the loop
+        except BaseException as error:  # a RequestError, or a defect that must not end the loop
             for request_id in queued:
                 self._engine.abort(request_id)
             self._refuse(command, error)
         else:
             self._events.append(Accepted(command.request_ids[0]))
 
-    def _refuse(self, command: Submit, error: Exception) -> None:
+    def _refuse(self, command: Submit, error: BaseException) -> None:
         request_id = command.request_ids[0]
         if isinstance(error, RequestError):
             kind: RefusalKind = "queue_full" if isinstance(error, QueueFullError) else "request"

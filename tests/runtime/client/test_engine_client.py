@@ -176,6 +176,46 @@ def test_every_choice_ends_once(client: EngineClient, engine: Engine, monkeypatc
     assert [each.all for each in counts] == [(0, 4, 0, 0), (0, 4, 0, 0), (1, 0, 0, 0), (0, 0, 4, 0)]
 
 
+class Panic(BaseException):
+    """As pyo3 raises one: no ``Exception``."""
+
+
+def test_a_panic_in_a_step_ends_the_requests_and_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*arguments: Any) -> Any:
+        raise Panic
+
+    client, counts = EngineClient(CopyingHost(engine)), Counts()
+    client.start()
+    monkeypatch.setattr(engine.runner, "run", panic)
+
+    async def ask() -> None:
+        with pytest.raises(EngineFailure):
+            async with asyncio.timeout(20):
+                await texts(await client.submit(PROMPTS, GREEDY, observer=counts))
+
+    asyncio.run(ask())
+    assert counts.failed == 2 and not client.alive and client.failure == "the engine cannot go on: Panic"
+    client.stop()
+    engine.check()
+
+
+def test_a_panic_in_a_grammar_refuses_its_request(
+    client: EngineClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*arguments: Any) -> Any:
+        raise Panic
+
+    monkeypatch.setattr(engine.grammars, "matcher", panic)
+
+    async def ask() -> None:
+        with pytest.raises(EngineFailure, match="its log says why"):
+            async with asyncio.timeout(20):
+                await client.submit(PROMPTS, SamplingParams(constraint=Constraint("regex", "a", "guided_regex")))
+        assert len(await texts(await client.submit(PROMPTS, GREEDY))) == 2, "it goes on"
+
+    asyncio.run(ask())
+
+
 def test_a_snapshot_and_the_stats_are_of_now(client: EngineClient) -> None:
     async def ask() -> None:
         generation = await client.submit(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))

@@ -98,6 +98,26 @@ def test_an_engine_that_always_fails_ends_the_server(engine: Engine, monkeypatch
     engine.check()
 
 
+def test_a_panic_ends_the_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a library in Rust raises is no ``Exception``."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic(*arguments: Any) -> Any:
+        raise Panic
+
+    sock = claim_socket("127.0.0.1", 0)
+    base = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    monkeypatch.setattr(engine.runner, "run", panic)
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve, engine, sock=sock)
+        wait_until(lambda: status(f"{base}/ready") == (200, "ready"))
+        assert httpx.post(f"{base}/v1/completions", json=BODY, timeout=20).status_code == 500
+        assert "the engine cannot go on: Panic" in str(served.exception(20))
+    engine.check()
+
+
 def test_a_stuck_step_ends_its_streams_and_the_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run, stuck, release = engine.runner.run, threading.Event(), threading.Event()
 
