@@ -175,6 +175,7 @@ class EngineClient:
     def abort(self, generation: Generation) -> None:
         """End what is left of a generation; it gets nothing more."""
         generation.unfinished = 0
+        generation.events.put_nowait([])  # whoever waits for more is done
         pending = self._pending.get(generation.request_ids[0])
         if pending is not None and not pending.abandoned:
             pending.abandoned = True

@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from qserve.runtime.server.errors import ClientGone, as_api_error
+
+HEARTBEAT_SECONDS = 10.0  # most proxies wait for 60; a silence lasts at most twice as long
 
 T = TypeVar("T")
 
@@ -31,6 +33,31 @@ class EventStream(StreamingResponse):
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         self._close = close
+
+    async def stream_response(self, send: Send) -> None:
+        """With a comment wherever nothing is sent for a while: proxies end connections that are silent."""
+        silent = True
+
+        async def told(message: Message) -> None:
+            nonlocal silent
+            silent = False
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                beating.cancel()
+            await send(message)
+
+        async def beat() -> None:
+            nonlocal silent
+            while True:
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+                if silent:
+                    await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                silent = True
+
+        beating = asyncio.create_task(beat())
+        try:
+            await super().stream_response(told)
+        finally:
+            beating.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -71,11 +98,19 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def after_first(items: AsyncIterator[T]) -> AsyncIterator[T]:
-    """Wait for the first item; return an iterator over all. What fails before it is raised here."""
-    first = [item async for item in _take_one(items)]
+    """Wait for the first item, but no longer than a heartbeat; return an iterator over all. What fails meanwhile is
+    raised here."""
+    first = asyncio.ensure_future(_next(items))
+    try:
+        await asyncio.wait((first,), timeout=HEARTBEAT_SECONDS)
+    except asyncio.CancelledError:
+        first.cancel()
+        raise
+    if first.done():
+        first.result()
 
     async def chained() -> AsyncIterator[T]:
-        for item in first:
+        for item in await first:
             yield item
         async for item in items:
             yield item
@@ -83,10 +118,11 @@ async def after_first(items: AsyncIterator[T]) -> AsyncIterator[T]:
     return chained()
 
 
-async def _take_one(items: AsyncIterator[T]) -> AsyncIterator[T]:
+async def _next(items: AsyncIterator[T]) -> list[T]:
+    """One item, or none where there are no more."""
     async for item in items:
-        yield item
-        return
+        return [item]
+    return []
 
 
 async def _disconnected(request: Request) -> None:

@@ -35,6 +35,7 @@ export async function* events(path, options) {
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
       for (const part of parts) {
+        if (part.startsWith(":")) continue; // a comment, which keeps the connection
         const data = part.replace(/^data: /, "");
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
