@@ -42,18 +42,18 @@ _ERROR: Json = {
 _STATUSES = {
     400: "The request is not valid; `param` names the field at fault.",
     401: "No valid API key was given.",
-    403: "The key may not ask for this `priority`.",
+    403: "The key may not ask for this `priority`, or a page of another site asks a server without keys.",
     404: "There is no such model or route.",
     405: "The route has no such method.",
     408: "The body did not arrive in time, or the answer within the `timeout` that was asked for.",
     413: "The body is too large.",
     415: "The body is not sent as JSON.",
-    429: "This key has too many requests; `Retry-After` says when to come back.",
+    429: "This key has too many requests, or has spent its tokens; `Retry-After` says when to come back.",
     431: "The headers are too large.",
     500: "The server failed on this request.",
     503: "The server is full, or ends; `Retry-After` says when to come back.",
 }
-_EVERYWHERE = (401, 405, 431, 500, 503)
+_EVERYWHERE = (401, 403, 405, 431, 500, 503)
 _WITH_BODY = (400, 404, 408, 413, 415, 429)
 
 # Bounds that the models leave to SamplingParams, by field.
