@@ -86,9 +86,8 @@ class Choice:
     def take_rows(self, start: int, rows: Tensor) -> None:
         """Take rows of the model for ``start`` and the positions after it, as the runner delivers them. Rows past the
         prompt are ignored."""
-        prompt, params = self.sequence.prompt_token_ids, self.sequence.params
+        prompt, count = self.sequence.prompt_token_ids, self.sequence.params.prompt_logprobs
         rows = rows[: len(prompt) - start]
-        count = params.logprobs if params.num_prompt_logprobs is None else params.num_prompt_logprobs
         if self.row_sink is not None:
             self.row_sink(start, rows)
         elif self._pool is not None:

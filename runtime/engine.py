@@ -277,7 +277,7 @@ class Engine:
         serves nobody else; it is the path that serves, so what is measured here is what users get.
         """
         chunks: list[tuple[int, Tensor]] = []
-        self.submit("score", tokens, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True))
+        self.submit("score", tokens, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
         self._choices[_key("score", 0)].row_sink = lambda start, rows: chunks.append((start, rows.clone()))
         try:
             while self.has_work():

@@ -149,7 +149,7 @@ class Request:
     @property
     def is_scored(self) -> bool:
         """Whether something is wanted of each of its prompt positions, so that all of them are computed."""
-        return self.params.prompt_logprobs or self.params.pooling is not None
+        return self.params.prompt_logprobs is not None or self.params.pooling is not None
 
     @property
     def is_pooled(self) -> bool:

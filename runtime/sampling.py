@@ -88,10 +88,8 @@ class SamplingParams:
         ignore_eos: the model's end-of-sequence tokens do not end the output.
         include_stop_str_in_output: the text keeps the stop string that ended it.
         logprobs: how many alternatives to report for each output token, 0..20; None reports nothing.
-        prompt_logprobs: deliver the log-probabilities at every prompt position, of the whole vocabulary to
-            ``Engine.score`` and of ``logprobs`` alternatives with an ordinary request. Such a request computes
-            each of its prompt positions and never reads the prefix cache.
-        num_prompt_logprobs: alternatives to report at each prompt position, 0..20; None takes ``logprobs``.
+        prompt_logprobs: how many alternatives to report for each prompt token, 0..20; None reports nothing. Such a
+            request computes each of its prompt positions and never reads the prefix cache.
         pooling: mean or last: deliver the model's last hidden states at the prompt's positions as one vector, and no
             output. Such a request, too, computes each of its prompt positions.
         timeout: seconds from its arrival after which the request is ended, waiting or running, above 0 and at most
@@ -124,8 +122,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = _bounded(None, 0, MAX_LOGPROBS, request=False)
-    prompt_logprobs: bool = field(default=False, metadata=_INTERNAL)
-    num_prompt_logprobs: int | None = _bounded(None, 0, MAX_LOGPROBS, request=False)
+    prompt_logprobs: int | None = _bounded(None, 0, MAX_LOGPROBS)
     pooling: str | None = field(default=None, metadata=_INTERNAL)
     timeout: float | None = _bounded(None, 0, MAX_TIMEOUT, above=True)
     use_beam_search: bool = False

@@ -554,7 +554,7 @@ class Scheduler:
             block_tables=self.blocks.block_tables(request.request_id),
             num_sampled=int(stop == request.num_tokens and not request.is_pooled),
             is_prefill=not request.is_decoding,
-            wants_prompt_logprobs=scores and request.params.prompt_logprobs,
+            wants_prompt_logprobs=scores and request.params.prompt_logprobs is not None,
             wants_prompt_states=scores and request.is_pooled,
         )
         if scores:

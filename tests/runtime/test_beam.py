@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_refused(tiny_model: Path) -> None:
         ("top_k", 3),
         ("seed", 1),
         ("stop", "a"),
-        ("prompt_logprobs", True),
+        ("prompt_logprobs", 1),
         ("length_penalty", 11),
         ("early_stopping", 1),
     ],

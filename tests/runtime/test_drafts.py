@@ -39,7 +39,7 @@ KINDS: dict[str, SamplingParams] = {
     "sigma": replace(DRAWN, top_n_sigma=1.5, temperature=1.6),
     "penalties": replace(DRAWN, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.7),
     "greedy penalties": replace(GREEDY, frequency_penalty=2.0, logit_bias={5: 2.0}),
-    "logprobs": replace(DRAWN, logprobs=3, prompt_logprobs=True),
+    "logprobs": replace(DRAWN, logprobs=3, prompt_logprobs=3),
     "two": replace(DRAWN, n=2, seed=9),
     "stop string": replace(DRAWN, stop=("e", "a", "1"), min_tokens=2, max_tokens=40),
     "stop token": replace(GREEDY, stop_token_ids=tuple(range(0, 90, 5)), min_tokens=3, max_tokens=40),

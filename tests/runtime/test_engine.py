@@ -168,7 +168,7 @@ def test_scores_are_log_probabilities_and_agree_with_decoding(model: Path) -> No
 def test_prompt_logprobs_are_those_of_transformers(tiny_model: Path) -> None:
     engine, _ = make_engine(tiny_model, max_num_batched_tokens=16, max_num_seqs=16, kv_cache_dtype="fp32")
     tokens = prompt(3, 40)
-    engine.submit("r", tokens, SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=True))
+    engine.submit("r", tokens, SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2))
     outputs = []
     while engine.has_work():
         outputs += engine.step()

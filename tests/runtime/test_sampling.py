@@ -19,7 +19,7 @@ def test_defaults_are_those_of_the_openai_completions_api() -> None:
         0,
     )
     assert (params.stop, params.stop_token_ids, params.logprobs, params.seed) == ((), (), None, None)
-    assert not params.greedy and not params.prompt_logprobs
+    assert not params.greedy and params.prompt_logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,7 @@ def test_defaults_are_those_of_the_openai_completions_api() -> None:
         *(("ignore_eos", v) for v in (1, None, "true")),
         ("include_stop_str_in_output", 0),
         *(("logprobs", v) for v in (-1, -2, 21, 10**6, "a", True)),
-        *(("prompt_logprobs", v) for v in (1, 0, None)),
-        *(("num_prompt_logprobs", v) for v in (-1, 21, True)),
+        *(("prompt_logprobs", v) for v in (-1, 21, True)),
         *(("logit_bias", v) for v in ([1], ["ab"], "a", 3, None, ((1, 2, 3),), {"a": 1}, {-1: 1}, {True: 1}, {1: "1"})),
         *(("logit_bias", v) for v in ({1: 101}, {1: math.nan}, {1: None}, {1: True}, dict.fromkeys(range(1025), 1))),
         *(("timeout", v) for v in (0, -1, 3601, math.nan, "1", True)),

@@ -83,7 +83,7 @@ def test_one_request_from_prompt_to_length() -> None:
 
 def test_plan_is_plain_data() -> None:
     s = scheduler()
-    add(s, "a", range(3), prompt_logprobs=True)
+    add(s, "a", range(3), prompt_logprobs=0)
     plan = plan_of(s)
     data = json.loads(json.dumps(plan.to_dict()))
     assert data == {
@@ -248,7 +248,7 @@ def test_prompt_logprobs_read_no_cache_and_ask_for_every_position_once() -> None
     s = scheduler(blocks=6, max_num_batched_tokens=8)
     add(s, "warm", range(8), max_tokens=1)
     step(s)
-    scored = add(s, "b", range(12), max_tokens=4, prompt_logprobs=True)
+    scored = add(s, "b", range(12), max_tokens=4, prompt_logprobs=0)
     plans = [step(s)[0] for _ in range(3)]
     assert [shares(p)["b"] for p in plans] == [(0, 8), (8, 4), (12, 1)] and scored.num_cached == 0
     assert [p.sequences[0].wants_prompt_logprobs for p in plans] == [True, True, False]
@@ -258,7 +258,7 @@ def test_prompt_logprobs_are_not_asked_for_again_after_preemption() -> None:
     s = scheduler(blocks=5, max_num_batched_tokens=6, max_num_seqs=2)
     add(s, "a", range(50, 54), max_tokens=9)
     step(s)
-    b = add(s, "b", range(8), max_tokens=8, prompt_logprobs=True)
+    b = add(s, "b", range(8), max_tokens=8, prompt_logprobs=0)
     asked: list[int] = []
     while not b.is_finished:
         plan, _ = step(s)
@@ -272,7 +272,7 @@ def test_prompt_logprobs_go_on_where_a_preemption_cut_the_prompt() -> None:
     s = scheduler(blocks=7, max_num_batched_tokens=3, max_num_seqs=2)
     add(s, "a", [1], max_tokens=13)
     step(s)
-    b = add(s, "b", range(20), max_tokens=1, prompt_logprobs=True)
+    b = add(s, "b", range(20), max_tokens=1, prompt_logprobs=0)
     asked: list[tuple[int, int, bool]] = []
     while not b.is_finished:
         plan, _ = step(s)

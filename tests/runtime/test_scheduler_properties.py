@@ -235,7 +235,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=min_tokens,
             ignore_eos=ignore_eos,
             stop_token_ids=stop,
-            prompt_logprobs=wanted == "logprobs",
+            prompt_logprobs=0 if wanted == "logprobs" else None,
             pooling="mean" if wanted == "states" else None,
             n=width,
             use_beam_search=width > 1,

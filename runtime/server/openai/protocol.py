@@ -13,7 +13,6 @@ from pydantic_core import PydanticCustomError
 
 from qserve.runtime.sampling import (
     MAX_CHOICES,
-    MAX_LOGPROBS,
     NUMBERS,
     REQUEST_FIELDS,
     SWITCHES,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 
         n: int | None
         max_tokens: int | None
+        prompt_logprobs: int | None
         use_beam_search: bool | None
 
 else:
@@ -71,7 +71,6 @@ class _GenerationRequest(_Sampled, StructuredFields):
     safety_identifier: str | None = None
     priority: int | None = None
 
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     stop: Any = None
     stop_token_ids: Any = None
     logit_bias: dict[str, Any] | None = None
@@ -88,8 +87,6 @@ class _GenerationRequest(_Sampled, StructuredFields):
         for name in ("use_beam_search", "prompt_logprobs"):
             if self.stream and getattr(self, name) not in (None, False):
                 raise RequestError(f"{name} is for requests without stream", name)
-        if self.prompt_logprobs is not None:
-            more |= {"prompt_logprobs": True, "num_prompt_logprobs": self.prompt_logprobs}
         given = {name: value for name in REQUEST_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(**{"constraint": self.constraint()} | given | more)
 
@@ -129,14 +126,17 @@ class CompletionRequest(_GenerationRequest):
 
     def sampling_params(self) -> SamplingParams:
         """Where ``best_of`` is more than ``n``, so many choices are generated, with logprobs to choose by."""
-        scored, logprobs, choices = bool(self.echo) and self.logprobs is not None, self.logprobs, {}
-        if scored and (self.use_beam_search or self.prompt_logprobs is not None):
+        logprobs = self.logprobs
+        more: dict[str, Any] = {}
+        if self.echo and logprobs is not None:
+            more["prompt_logprobs"] = logprobs
+        if more and (self.use_beam_search or self.prompt_logprobs is not None):
             raise RequestError("echo with logprobs goes with neither use_beam_search nor prompt_logprobs", "echo")
         if self.best_of is not None and self.best_of != (self.n or 1):
             if self.best_of < (self.n or 1) or self.stream or self.use_beam_search:
                 raise RequestError("best_of must be at least n, without stream and use_beam_search", "best_of")
-            logprobs, choices = logprobs or 0, {"n": self.best_of}
-        return self._params(logprobs=logprobs, prompt_logprobs=scored, **choices)
+            logprobs, more["n"] = logprobs or 0, self.best_of
+        return self._params(logprobs=logprobs, **more)
 
 
 class TemplateOptions(Strict):

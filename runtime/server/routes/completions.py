@@ -30,7 +30,7 @@ async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
         texts = await asyncio.to_thread(
             lambda: [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]
         )
-        firsts = [ids[0] if params.prompt_logprobs else None for ids in prompts]
+        firsts = [ids[0] if params.prompt_logprobs is not None else None for ids in prompts]
         echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(choices)]
     generation = await service.submit(call, prompts, params, body.priority)
     answer = (BestOfAnswer if params.n > choices else CompletionAnswer)(

@@ -99,7 +99,7 @@ def test_an_engine_answers_alike(tiny_model: Path) -> None:
     config = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48, "kv_cache_dtype": "fp32"}
     params = [
         SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
-        SamplingParams(max_tokens=4, seed=3, ignore_eos=True, logprobs=1, prompt_logprobs=True),
+        SamplingParams(max_tokens=4, seed=3, ignore_eos=True, logprobs=1, prompt_logprobs=1),
     ]
     answers = [
         LLM(str(tiny_model), EngineConfig(kernels=kernels, **config)).generate(["the quick brown", "a fox"], params)
