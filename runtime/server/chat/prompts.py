@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -18,22 +17,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAIL = 32  # tokens; more than any tag and the white space around it
+_BATCH = 256  # texts that are encoded in one call; what it returns is converted under the interpreter lock
 
 
 class PromptEncoder:
-    """Encodes in any thread, with a copy of the tokenizer: its settings may not change while another thread uses it.
+    """Encodes in any number of threads at once: the tokenizer is a copy whose settings never change.
 
-    A text so long that it must have more tokens than ``max_model_len`` is refused at once.
+    A text that must have more tokens than ``max_model_len`` is refused before it is encoded.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_model_len: int, vocab_size: int) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._lock = threading.Lock()
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._longest = max(map(len, self._tokenizer.get_vocab()))
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._special = re.compile(_any_of(special) or r"(?!)")
+        spelled = self._tokenizer([*special, ""], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        self._spelled = dict(zip(special, spelled))  # special tokens as plain text
+        self._tokenizer("")  # it sets back what the call before has changed
 
     def encode(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
         """Encode a prompt as it is: special tokens in it count as such, and the model's own are put around it."""
@@ -43,22 +45,18 @@ class PromptEncoder:
                 raise RequestError(f"a token id is outside 0..{self._vocab_size - 1}", "prompt")
             return prompt
         self._check_length(len(prompt), self._longest)
-        with self._lock:
-            return list(self._tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"])
+        return self._encode([prompt], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        with self._lock:
-            return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+        return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The name of each token in the vocabulary; an id beyond it, which some models have, gets an empty name."""
-        with self._lock:
-            return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
+        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def tail(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt's end, special tokens included."""
-        with self._lock:
-            return decode(self._tokenizer, token_ids[-_TAIL:], skip_special_tokens=False)
+        return decode(self._tokenizer, token_ids[-_TAIL:], skip_special_tokens=False)
 
     def chat(
         self,
@@ -77,26 +75,40 @@ class PromptEncoder:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         # Text that looks like a special token is hidden behind a word nobody can guess, and tokenized apart.
         mark = f"x{secrets.token_hex(12)}"
-        hidden: list[str] = []
+        hidden: list[list[int]] = []
+        num_hidden = 0
 
         def hide(match: re.Match[str]) -> str:
-            hidden.append(match[0])
+            nonlocal num_hidden
+            hidden.append(self._spelled[match[0]])
+            num_hidden += len(hidden[-1])
+            self._check_length(num_hidden, 1)
             return f"{mark}n{len(hidden) - 1}x"
 
         safe = _map_texts([messages, tools], lambda text: self._special.sub(hide, text))
-        with self._lock:
-            text = self._render(safe[0], safe[1], options or {})
-            if tools and text == self._render(safe[0], [], options or {}):
-                raise RequestError("the chat template of this model does not know tools", "tools")
-            ids: list[int] = []
-            for place, piece in enumerate(re.split(rf"{mark}n(\d+)x", text)):
-                plain = place % 2 == 1
-                ids += self._tokenizer(
-                    hidden[int(piece)] if plain else piece,
-                    add_special_tokens=False,
-                    split_special_tokens=plain,
-                )["input_ids"]
+        text = self._render(safe[0], safe[1], options or {})
+        if tools and text == self._render(safe[0], [], options or {}):
+            raise RequestError("the chat template of this model does not know tools", "tools")
+        pieces = re.split(rf"{mark}n(\d+)x", text)
+        distinct = list(dict.fromkeys(pieces[::2]))
+        encoded = dict(zip(distinct, self._encode(distinct, add_special_tokens=False), strict=True))
+        ids = list(encoded[pieces[0]])
+        for place, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            ids += hidden[int(place)]
+            ids += encoded[piece]
         return ids
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return list(self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"])
+        return [  # transformers would change the settings, and take twice the time
+            encoding.ids
+            for start in range(0, len(texts), _BATCH)
+            for encoding in backend.encode_batch_fast(
+                texts[start : start + _BATCH], add_special_tokens=add_special_tokens
+            )
+        ]
 
     def _render(self, messages: list[Any], tools: list[Any], options: Mapping[str, Any]) -> str:
         try:
@@ -114,6 +126,20 @@ class PromptEncoder:
             raise RequestError(
                 f"the prompt has at least {at_least:,} tokens, the context {self._max_model_len:,}", "prompt"
             )
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """A regular expression for the longest of ``words``, as a tree of their beginnings: a thousand alternatives would
+    be tried at every place that may begin one, and no other thread runs meanwhile. Empty if there is nothing to match.
+    """
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        rests.setdefault(word[:1], []).append(word[1:])
+    may_end = rests.pop("", None) is not None
+    branches = [re.escape(first) + _any_of(rest) for first, rest in rests.items()]
+    if not may_end and len(branches) == 1:
+        return branches[0]
+    return f"(?:{'|'.join(branches)}){'?' if may_end else ''}" if branches else ""
 
 
 def _map_texts(node: Any, change: Callable[[str], str]) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.chat.prompts import PromptEncoder
+from qserve.runtime.server.chat.prompts import PromptEncoder, _any_of
 from qserve.runtime.server.openai.logprobs import TokenTexts
 
 TEXT = st.text(alphabet="ab <|im_end>\n🦊x7", max_size=40)
@@ -65,6 +68,49 @@ def test_many_threads_agree(encoder: PromptEncoder) -> None:
                 pool.submit(encoder.encode, "a<|im_end|>b"),
             ]
             assert [job.result() for job in jobs] == expected
+
+
+def test_a_long_prompt_holds_nobody_up(engine: Engine) -> None:
+    """Neither a text nor a chat full of special tokens: a short text is encoded meanwhile."""
+    encoder = PromptEncoder(engine.tokenizer, 1 << 20, engine.vocab_size)
+    special = "".join(f"{number}<|im_end|>" for number in range(20_000))
+    with ThreadPoolExecutor(1) as pool:
+        for job in (
+            pool.submit(encoder.encode, "01234567 " * 80_000),
+            pool.submit(encoder.chat, [{"role": "user", "content": special}]),
+        ):
+            while not (job.running() or job.done()):
+                time.sleep(0.001)
+            encoder.encode("hello world")
+            assert not job.done()
+
+
+def test_special_tokens_of_users_are_counted(engine: Engine) -> None:
+    encoder = PromptEncoder(engine.tokenizer, 8192, engine.vocab_size)
+    spelled = len(encoder.chat([{"role": "user", "content": "<|im_end|>" * 2}])) - len(
+        encoder.chat([{"role": "user", "content": "<|im_end|>"}])
+    )
+    assert spelled > 1 and encoder.chat([{"role": "user", "content": "<|im_end|>" * (8192 // spelled)}])
+    with pytest.raises(RequestError, match=r"at least 8,\d+ tokens, the context 8,192"):
+        encoder.chat([{"role": "user", "content": "<|im_end|>" * (8192 // spelled + 1)}])
+
+
+def test_a_thousand_special_tokens_are_found_in_no_time(engine: Engine) -> None:
+    """Each "<" may begin any of them. What looks for them lets no other thread run."""
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    tokenizer.add_tokens([f"<unused{number}>" for number in range(1000)] + ["[INST]"], special_tokens=True)
+    encoder = PromptEncoder(tokenizer, 1 << 20, engine.vocab_size)
+    began = time.perf_counter()
+    encoder._special.sub("", "<" * 200_000)
+    assert time.perf_counter() - began < 0.5
+    ids = encoder.chat([{"role": "user", "content": "<unused7><unused77>"}])
+    assert not set(ids) & set(tokenizer.convert_tokens_to_ids(["<unused7>", "<unused77>"]))
+
+
+@given(words=st.lists(st.text(alphabet="ab<.", min_size=1, max_size=4)), text=st.text(alphabet="ab<.", max_size=30))
+def test_any_of_finds_the_longest_word(words: list[str], text: str) -> None:
+    longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)"
+    assert re.findall(_any_of(words) or "(?!)", text) == re.findall(longest_first, text)
 
 
 @pytest.mark.parametrize(
