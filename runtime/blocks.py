@@ -82,6 +82,7 @@ class BlockManager:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._refs = [0] * num_blocks
         self._tables: dict[str, tuple[_Table, ...]] = {}
+        self._shown: dict[str, tuple[tuple[int, ...], ...]] = {}  # ``block_tables`` until they change
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in self.windows)
         self._digest_of: dict[int, tuple[int, bytes]] = {}  # with the group
 
@@ -122,8 +123,11 @@ class BlockManager:
         return _filled(self._tables[request_id][group])
 
     def block_tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
-        """The table of each group."""
-        return tuple([_filled(table) for table in self._tables[request_id]])
+        """The table of each group: the same object until one of them changes."""
+        shown = self._shown.get(request_id)
+        if shown is None:
+            shown = self._shown[request_id] = tuple([_filled(table) for table in self._tables[request_id]])
+        return shown
 
     def spans(self, request_id: str) -> tuple[tuple[int, int], ...]:
         """For each group the positions, from and to, that its table has room for."""
@@ -209,6 +213,7 @@ class BlockManager:
                 f"no room for {num_tokens} tokens of {request_id}, {self.num_free} blocks are free"
             )
         copies = []
+        self._shown.pop(request_id, None)
         for table, stop in self._stops(request_id, num_tokens, stepwise):
             blocks = table.blocks
             for index in self._unwritable(table, stop, write_from):
@@ -226,6 +231,7 @@ class BlockManager:
         if not self.has_windows:
             return num_tokens
         tables, stop = self._tables[request_id], self.blocks_for(num_tokens)
+        self._shown.pop(request_id, None)
         while (table := min(tables, key=lambda table: table.end)).end < stop and self.num_free > spare:
             table.blocks.append(self._take())
         return min(num_tokens, table.end * self.block_size)
@@ -236,6 +242,7 @@ class BlockManager:
         for table in self._tables[request_id]:
             while table.end > stop:
                 self._release(table.blocks.pop())
+                self._shown.pop(request_id, None)
 
     def release_passed(self, request_id: str, num_tokens: int) -> None:
         """Give back what no query behind the first ``num_tokens`` positions sees."""
@@ -246,6 +253,7 @@ class BlockManager:
                     self._release(block)
                 del table.blocks[:passed]
                 table.first += passed
+                self._shown.pop(request_id, None)
 
     def publish(self, request_id: str, index: int, digest: bytes) -> None:
         """Block ``index`` of every table is completely written; let others find it under ``digest``.
@@ -271,6 +279,7 @@ class BlockManager:
     def free(self, request_id: str) -> None:
         """End the tables. Their last blocks are evicted first: a chain is useless without its beginning, but a window
         is useless without its end."""
+        self._shown.pop(request_id, None)
         for table, window in zip(self._tables.pop(request_id), self.windows):
             for block in table.blocks if window else reversed(table.blocks):
                 self._release(block)
@@ -287,6 +296,9 @@ class BlockManager:
             for table, window in zip(tables, self.windows, strict=True):
                 assert len(set(table.blocks)) == len(table.blocks), f"{request_id} holds a block twice: {table}"
                 assert table.first == 0 or window, f"{request_id} has passed what it sees: {table}"
+        assert self._shown.keys() <= self._tables.keys()
+        for request_id, shown in self._shown.items():
+            assert shown == tuple(map(_filled, self._tables[request_id])), f"{request_id} is shown old tables"
         assert self._refs == [held[block] for block in range(self.num_blocks)], "reference counts are wrong"
         states = Counter([*self._free, *self._evictable, *held])
         assert states == Counter(range(self.num_blocks)), f"not in exactly one state: {states}"

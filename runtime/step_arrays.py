@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from qserve.kernels.ops import BLOCK_SIZE, Step
 from qserve.runtime.request import PLACEHOLDER
 from qserve.runtime.step_plan import StepPlan
+from qserve.runtime.table_rows import TableRows
 
 _SHAPES = 128
 """Shapes of steps whose arrays are kept."""
@@ -19,52 +22,57 @@ _SHAPES = 128
 class StepArrays:
     """Plans as the int32 arrays that the kernels read, with slots and tables for each group of layers. Steps of one
     shape share their memory: a described step is valid until the next one is described. After a step the processor's
-    caches hold weights, and every call into torch is slow, so there are few.
+    caches hold weights, and every call into torch is slow, so there are none here but for a new shape.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], tuple[memoryview, tuple[Step, ...]]] = {}
+        self._tables = TableRows()
+        self._made: dict[tuple[int, ...], tuple[tuple[Step, ...], list[list[NDArray[np.int32]]]]] = {}
 
     def describe(self, plan: StepPlan, newest: Mapping[str, int]) -> tuple[Step, ...]:
         """The step as each group of layers sees it. Its logit rows are those that are sampled from. ``newest``: for
         requests whose newest token the plan does not know, where that token lies among the last greedy ones."""
-        ids: list[int] = []
-        positions: list[int] = []
-        starts = [0]
-        rows: list[int] = []
-        groups: list[tuple[list[int], list[int]]] = [([], []) for _ in plan.sequences[0].block_tables]
-        widest = max(len(table) for sequence in plan.sequences for table in sequence.block_tables)
-        for sequence in plan.sequences:
-            ids += sequence.token_ids
-            if ids[-1] == PLACEHOLDER:
-                ids[-1] = -1 - newest[sequence.request_id]
-            span = range(sequence.start, sequence.start + len(sequence.token_ids))
-            positions += span
-            for (slots, tables), table in zip(groups, sequence.block_tables):
-                slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
-                tables += table
-                tables += [0] * (widest - len(table))
-            starts.append(len(ids))
-            if sequence.num_sampled == 1:
-                rows.append(len(ids) - 1)
-            elif sequence.num_sampled:
-                rows += range(len(ids) - sequence.num_sampled, len(ids))
-        parts = (ids, positions, starts, rows, *chain.from_iterable(groups))
-        shape = tuple(map(len, parts))
+        columns: Any = zip(*plan.sequences)
+        request_ids, runs, starts, tables, num_sampled, *_ = columns
+        rows = self._tables.place(request_ids, tables)
+        lengths, sampled = np.array([*map(len, runs)]), np.array(num_sampled)
+        ends, sampled_ends = lengths.cumsum(), sampled.cumsum()
+        tokens, logits = int(ends[-1]), int(sampled_ends[-1])
+        widest = max([len(table) for held in tables for table in held])
+        steps, arrays = self._arrays(tokens, len(rows), logits, widest, len(self._tables.arrays))
+        token_ids, positions, _, seq_start, _, logit_rows = arrays[0]
+        token_ids[:] = np.fromiter(chain.from_iterable(runs), np.int32, tokens)
+        if token_ids.min() == PLACEHOLDER:
+            token_ids[ends - 1] = [
+                -1 - newest[request_id] if run[-1] == PLACEHOLDER else run[-1]
+                for request_id, run in zip(request_ids, runs)
+            ]
+        seq_start[0] = 0
+        seq_start[1:] = ends
+        positions[:] = np.arange(tokens) + np.repeat(np.array(starts) - ends + lengths, lengths)
+        logit_rows[:] = np.arange(logits) + np.repeat(ends - sampled_ends, sampled)
+        row_of_token = np.repeat(rows, lengths)
+        blocks, offsets = np.divmod(positions, BLOCK_SIZE)
+        for source, (_, _, slots, _, block_tables, _) in zip(self._tables.arrays, arrays):
+            block_tables[:] = source[rows, :widest]
+            slots[:] = source[row_of_token, blocks] * BLOCK_SIZE + offsets
+        return steps
+
+    def _arrays(
+        self, tokens: int, sequences: int, logits: int, widest: int, groups: int
+    ) -> tuple[tuple[Step, ...], list[list[NDArray[np.int32]]]]:
+        """A step of this shape for each group, and its fields as arrays."""
+        shape = tokens, sequences, logits, widest, groups
         if shape not in self._made:
             if len(self._made) == _SHAPES:
                 self._made.clear()
-            self._made[shape] = _arrays(shape, len(plan.sequences))
-        memory, steps = self._made[shape]
-        memory[:] = array("i", chain(*parts))
-        return steps
-
-
-def _arrays(shape: tuple[int, ...], sequences: int) -> tuple[memoryview, tuple[Step, ...]]:
-    whole = torch.empty(sum(shape), dtype=torch.int32)
-    token_ids, positions, seq_start, logit_rows, *groups = whole.split(list(shape))
-    steps = tuple(
-        Step(token_ids, positions, slots, seq_start, tables.view(sequences, -1), logit_rows)
-        for slots, tables in zip(groups[::2], groups[1::2])
-    )
-    return whole.numpy().data, steps
+            shared = [torch.empty(length, dtype=torch.int32) for length in (tokens, tokens, sequences + 1, logits)]
+            token_ids, positions, seq_start, logit_rows = shared
+            fields = [
+                (token_ids, positions, torch.empty_like(positions), seq_start,
+                 torch.empty(sequences, widest, dtype=torch.int32), logit_rows)
+                for _ in range(groups)
+            ]  # fmt: skip
+            views = [[field.numpy() for field in each] for each in fields]
+            self._made[shape] = tuple(Step(*each) for each in fields), views
+        return self._made[shape]

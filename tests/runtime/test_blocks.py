@@ -231,7 +231,20 @@ def test_copies_count_as_blocks_needed() -> None:
     assert blocks.can_allocate("b", 12, write_from=11)
 
 
-@pytest.mark.parametrize("damage", ["lost", "count", "stale", "twice"])
+def test_tables_are_one_object_until_they_change() -> None:
+    blocks = manager()
+    hold(blocks, "a", [1] * 5)
+    hold(blocks, "b", [2] * 5)
+    before, other = blocks.block_tables("a"), blocks.block_tables("b")
+    assert blocks.block_tables("a") is before
+    blocks.allocate("a", 9, write_from=8)
+    assert blocks.block_tables("a") == (blocks.table("a"),) != before and blocks.block_tables("b") is other
+    blocks.truncate("a", 5)
+    assert blocks.block_tables("a") == before
+    blocks.check()
+
+
+@pytest.mark.parametrize("damage", ["lost", "count", "stale", "twice", "shown"])
 def test_check_finds_damage(damage: str) -> None:
     blocks = manager()
     hold(blocks, "a", [1] * 8)
@@ -242,6 +255,9 @@ def test_check_finds_damage(damage: str) -> None:
         blocks._refs[blocks.table("a")[0]] += 1
     elif damage == "stale":
         blocks._digest_of.pop(blocks.table("a")[0])
+    elif damage == "shown":
+        blocks.block_tables("a")
+        blocks._tables["a"][0].first += 1
     else:
         blocks._tables["b"][0].blocks[0] = blocks.table("a")[0]
     with pytest.raises(AssertionError):
