@@ -56,8 +56,8 @@ INTEROP = {
 JUDGES = {
     "javascript": Environment(("openai@7.57.0",), node=True),
     "clients": Environment(
-        ("litellm==1.106.2", "langchain-openai==1.7.3", "instructor==1.17.0"),
-        ("litellm", "langchain_openai", "instructor"),
+        ("litellm==1.106.2", "langchain-openai==1.7.3", "instructor==1.17.0", "anthropic==2.12.0"),
+        ("litellm", "langchain_openai", "instructor", "anthropic"),
     ),
     "lm-eval": Environment(("lm-eval[api]==0.4.13", "transformers>=5,<6"), ("lm_eval", "transformers"), borrows=True),
     "giraffe": Environment(("giraffe-llm==0.1.0a1",), ("giraffe",)),

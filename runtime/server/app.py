@@ -1,4 +1,4 @@
-"""``create_app``: puts the routes of the OpenAI-compatible server together; errors become OpenAI's error object."""
+"""``create_app``: puts the routes of the server together; errors become the error object of the route's API."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from qserve.runtime.server.routes import (
     completions,
     embeddings,
     engine,
+    messages,
     models,
     page,
     probes,
@@ -42,13 +43,14 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=service.config.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id", "traceparent"],
+            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id", "traceparent"],
             expose_headers=["Retry-After", "X-Request-Id"],
         )
     app.add_middleware(AccessLogMiddleware, log=service.access_log)
     app.add_middleware(LingeringClose)  # added last, so outermost: the time it waits is not part of a request
     _add_error_handlers(app)
-    for part in (probes, models, completions, chat, responses, embeddings, tokens, websocket, engine, page, schema):
+    api = (completions, chat, responses, messages, embeddings, tokens)
+    for part in (probes, models, *api, websocket, engine, page, schema):
         app.include_router(part.router(service))
     return app
 
@@ -57,8 +59,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(APIError)
     @app.exception_handler(RequestError)
     @app.exception_handler(EngineFailure)
-    async def refused_or_failed(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+    async def refused_or_failed(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response(request.url.path)
 
     @app.exception_handler(ClientGone)
     async def client_gone(_: Request, error: ClientGone) -> Response:
@@ -70,4 +72,4 @@ def _add_error_handlers(app: FastAPI) -> None:
         message = {404: f"there is no route {what}", 405: f"the method is not allowed: {what}"}
         status = error.status_code
         headers = dict(error.headers or {})
-        return APIError(status, message.get(status, str(error.detail)), headers=headers).response()
+        return APIError(status, message.get(status, str(error.detail)), headers=headers).response(request.url.path)

@@ -1,4 +1,4 @@
-"""``APIError``: a refusal or failure as OpenAI's error object with its HTTP status."""
+"""``APIError``: a refusal or failure with its HTTP status, as OpenAI's error object or, on its routes, Anthropic's."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class APIError(Exception):
     """An answer that is an error. ``str(error)`` is the message; ``param`` names the field at fault."""
@@ -40,12 +51,23 @@ class APIError(Exception):
         self.code = code
         self.headers = headers
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error object in the shape of the API that ``path`` belongs to."""
+        if path.startswith(ANTHROPIC_PATH):
+            return {"type": "error", "error": self._anthropic()}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def _anthropic(self) -> dict[str, str]:
+        """It has no field for ``param``, so the message names it."""
+        message = str(self)
+        if self.param and self.param not in message:
+            message = f"{self.param}: {message}"
+        kind = "invalid_request_error" if self.status < 500 else "api_error"
+        return {"type": _ANTHROPIC_TYPES.get(self.status, kind), "message": message}
+
+    def response(self, path: str = "") -> JSONResponse:
+        return JSONResponse(self.body(path), status_code=self.status, headers=self.headers)
 
 
 def as_api_error(error: Exception) -> APIError:

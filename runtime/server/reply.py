@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qserve.runtime.client.generation import Generation
+from qserve.runtime.server.anthropic.message_answer import MessageAnswer
 from qserve.runtime.server.limits.keys import ApiKey
 from qserve.runtime.server.openai.answers import Answer
 from qserve.runtime.server.openai.protocol import Delivery
@@ -34,7 +35,7 @@ class Reply:
     """The generation begun for a call, and its answer. Its user must abort the generation in the end."""
 
     generation: Generation
-    answer: Answer | ResponseAnswer
+    answer: Answer | ResponseAnswer | MessageAnswer
     delivery: Delivery
 
     @property

@@ -204,6 +204,7 @@ class Service:
                 await while_connected(request, after_first(reply.chunks())),
                 lambda: self.engine.abort(reply.generation),
                 named=reply.answer.named_events,
+                path=request.url.path,
             )
             streaming = True
             return response

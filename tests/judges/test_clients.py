@@ -21,7 +21,9 @@ def test_the_javascript_sdk(environment, judge, served) -> None:
     assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
 
 
-@pytest.mark.parametrize("script", ["litellm_client.py", "langchain_chat.py", "instructor_client.py"])
+@pytest.mark.parametrize(
+    "script", ["litellm_client.py", "langchain_chat.py", "instructor_client.py", "anthropic_sdk.py"]
+)
 def test_a_python_client(environment, judge, served, script) -> None:
     python = environment("clients") / "bin" / "python"
     done = judge([python, script, served.url, served.name])

@@ -54,13 +54,14 @@ def authenticate(keys: KeyRing, headers: Iterable[tuple[bytes, bytes]]) -> ApiKe
     """Whose call it is; None where there are no keys. Raises ``APIError`` 401."""
     if not keys:
         return None
-    authorization = next((value for name, value in headers if name == b"authorization"), b"")
-    scheme, _, presented = authorization.partition(b" ")
-    key = keys.find(presented.strip())
-    if scheme.lower() != b"bearer" or key is None:
+    given = dict(reversed(list(headers)))  # of headers that come twice the first counts
+    scheme, _, bearer = given.get(b"authorization", b"").partition(b" ")
+    key = keys.find(bearer.strip()) if scheme.lower() == b"bearer" else None
+    key = key or keys.find(given.get(b"x-api-key", b""))
+    if key is None:
         raise APIError(
             401,
-            "no valid API key was given; send it as 'Authorization: Bearer KEY'",
+            "no valid API key was given; send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

@@ -27,5 +27,5 @@ class LoadingApp:
                 response = JSONResponse({"status": "loading"}, status)
             else:
                 message = "the model is being loaded; try again in a few seconds"
-                response = APIError(503, message, code="loading", headers={"Retry-After": "5"}).response()
+                response = APIError(503, message, code="loading", headers={"Retry-After": "5"}).response(scope["path"])
             await response(scope, receive, send)

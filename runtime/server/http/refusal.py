@@ -14,4 +14,4 @@ async def refuse(error: APIError, scope: Scope, receive: Receive, send: Send) ->
     if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": PRIVATE_CODES + error.status, "reason": str(error)[:120]})
     else:
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)

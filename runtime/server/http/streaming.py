@@ -22,13 +22,14 @@ class EventStream(StreamingResponse):
     """Chunks as server-sent events. ``close`` is called at the end, also when the client leaves early.
 
     ``named``: each event is named by the type of its chunk, and the stream ends with the last one, without ``[DONE]``.
+    ``path``: of the request; it says which shape an error has.
     """
 
     def __init__(
-        self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None], *, named: bool = False
+        self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None], *, named: bool = False, path: str = ""
     ) -> None:
         super().__init__(
-            _events(chunks, named),
+            _events(chunks, named, path),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -66,21 +67,21 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def _events(chunks: AsyncIterator[dict[str, Any]], named: bool) -> AsyncIterator[bytes]:
+async def _events(chunks: AsyncIterator[dict[str, Any]], named: bool, path: str) -> AsyncIterator[bytes]:
     try:
         async for chunk in chunks:
-            yield (f"event: {chunk['type']}\n".encode() if named else b"") + _event(chunk)
+            yield _event(chunk, named)
     except Exception as error:  # the status was sent long ago: the error is the last event
-        yield _event(as_api_error(error).body())
+        yield _event(as_api_error(error).body(path), named)
         return
     if not named:
         yield b"data: [DONE]\n\n"
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return (
-        b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+def _event(content: dict[str, Any], named: bool) -> bytes:
+    name = f"event: {content['type']}\n" if named and "type" in content else ""
+    data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"{name}data: {data}\n\n".encode()
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

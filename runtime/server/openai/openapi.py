@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 
 from qserve.runtime.request import MAX_PRIORITY
 from qserve.runtime.sampling import INT31, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, NUMBERS
+from qserve.runtime.server.errors import ANTHROPIC_PATH
 from qserve.runtime.server.http.authentication import OPEN_PATHS
 from qserve.runtime.server.openai.protocol import MAX_PROMPTS
 
@@ -37,6 +38,18 @@ _ERROR: Json = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR: Json = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 _STATUSES = {
@@ -121,10 +134,10 @@ def document(routes: list[BaseRoute], model_name: str) -> Json:
     content: Json = get_openapi(
         title="qserve",
         version=version("qserve-llm"),
-        description="An OpenAI-compatible server. Every answer has an `X-Request-Id`.",
+        description="The API of OpenAI and, at `/v1/messages`, of Anthropic. Every answer has an `X-Request-Id`.",
         routes=routes,
     )
-    schemas = {"Error": _ERROR}
+    schemas = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     for path, methods in content["paths"].items():
         for operation in methods.values():
             for parameter in operation.get("parameters", ()):
@@ -138,15 +151,19 @@ def document(routes: list[BaseRoute], model_name: str) -> Json:
     content["components"] = {
         "schemas": schemas,
         "responses": {
-            str(status): {
+            f"{prefix}{status}": {
                 "description": text,
-                "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+                "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{error}"}}},
             }
             for status, text in _STATUSES.items()
+            for prefix, error in (("", "Error"), ("anthropic-", "AnthropicError"))
         },
-        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        "securitySchemes": {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        },
     }
-    content["security"] = [{"key": []}]
+    content["security"] = [{"key": []}, {"x-api-key": []}]
     return content
 
 
@@ -158,8 +175,9 @@ def _complete(path: str, operation: Json) -> None:
         event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
         answers["text/event-stream"] = {"schema": event}
     statuses = [*_EVERYWHERE, *(_WITH_BODY if "requestBody" in operation else (404,) if "{" in path else ())]
+    prefix = "anthropic-" if path.startswith(ANTHROPIC_PATH) else ""
     operation["responses"] = {"200": {"description": "The answer.", "content": answers}} | {
-        str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)
+        str(status): {"$ref": f"#/components/responses/{prefix}{status}"} for status in sorted(statuses)
     }
     if path in OPEN_PATHS:
         operation["security"] = []

@@ -97,7 +97,7 @@ class AccessLogMiddleware:
         except Exception as error:  # a defect of this server, not of the request
             if record.status is not None or scope["type"] != "http":
                 raise  # the answer has begun: closing the connection ends it
-            await as_api_error(error).response()(scope, receive, named)
+            await as_api_error(error).response(scope["path"])(scope, receive, named)
 
 
 def _line(record: RequestRecord, model: str) -> dict[str, Any]:
