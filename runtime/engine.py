@@ -5,6 +5,7 @@ One thread owns it. HTTP, the computation of a step (``ModelRunner``) and the te
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import time
@@ -39,6 +40,8 @@ from qserve.runtime.snapshot import EngineSnapshot, take
 from qserve.runtime.stats import EngineStats
 from qserve.runtime.step_in_flight import StepInFlight
 from qserve.runtime.step_plan import RequestUpdate
+
+logger = logging.getLogger(__name__)
 
 Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
 """Guesses by ``request_id`` what follows the tokens of decoding requests; a request that is left out gets no draft."""
@@ -96,6 +99,7 @@ class Engine:
         self._choices: dict[str, Choice] = {}  # by the id of the scheduler's request
         self._next_deadline = math.inf  # no choice is late before this time
         self._flights: deque[StepInFlight] = deque()  # oldest first; a second one where steps overlap
+        self._ended: list[RequestOutput] = []  # while a step was run, to be output by it
         self.overlaps = loaded.asynchronous
         self.drafter: Drafter | None = None
 
@@ -183,6 +187,7 @@ class Engine:
         If the executor is asynchronous and the step's tokens can be chosen on the device, the next step begins before
         they are known, and is computed while they become text. For a choice that they end it is computed in vain.
 
+        What fails on the rows, the mask, the tokens or the text of one request ends that request, and the log says why.
         If the model raises, every request ends, the engine is as good as new, and the caller gets the error.
         """
         now = self._clock()
@@ -195,17 +200,23 @@ class Engine:
                 self._launch(now)
             runs = {choice.sequence.request_id: run for choice, run in zip(flight.choices, flight.land())
                     if not choice.sequence.is_finished}  # it may have ended since the step began
+            outputs, self._ended = outputs + self._ended, []
             tokens: dict[str, list[int]] = {}
             for key, run in runs.items():
                 tokens[key] = [each.token_id for each in run if each.token_id is not None]
                 if not tokens[key] and (stuck := self._choices.get(key)):  # beams end together
-                    outputs += self._fail(stuck, "error", *stuck.impasse())
+                    defect = run[-1].defect
+                    outputs += self._break(stuck, defect) if defect else self._fail(stuck, "error", *stuck.impasse())
             forks = []
             for choice, search in self._searches(runs):
-                turn = search.advance({key: runs[key][0].candidates for key in search.beams})
+                try:
+                    turn = search.advance({key: runs[key][0].candidates for key in search.beams})
+                    outputs += [] if turn.tokens else choice.found()
+                except Exception as error:
+                    outputs += self._break(choice, error)
+                    continue
                 tokens |= {key: [token] for key, token in turn.tokens.items()}
                 forks += [(choice, search, *fork) for fork in turn.forks]
-                outputs += [] if turn.tokens else choice.found()
                 for key in turn.ended:
                     self._end(key, "stop")
             updates = self.scheduler.commit(flight.plan, tokens)
@@ -215,13 +226,14 @@ class Engine:
             for update in updates:
                 choice = self._choices[update.request_id]
                 if not choice.search:
-                    outputs.append(self._advance(choice, update, runs))
+                    outputs += self._advance(choice, update, runs)
             return outputs
         except BaseException:  # Ctrl-C too: the caller may catch it and go on with this engine
             for key in list(self._choices):
                 self._end(key, "error")
             flights, uncommitted = [*self._flights], self.scheduler.num_in_flight
             self._flights.clear()
+            self._ended.clear()
             for flight in flights[len(flights) - uncommitted :]:
                 self.scheduler.commit(flight.plan, {})
             raise
@@ -238,10 +250,22 @@ class Engine:
             {choice.sequence.request_id: choice.grammar for choice in choices if choice.grammar}
         )
         with torch_threads(1):
-            flight.output = self.runner.run(plan, lambda key, start, rows: self._choices[key].take_rows(start, rows))
+            flight.output = self.runner.run(plan, self._take_rows)
             if self.overlaps:
                 flight.choose()
         return True
+
+    def _take_rows(self, key: str, start: int, rows: Tensor) -> None:
+        """The runner's prompt sink."""
+        choice = self._choices.get(key)
+        if choice is None:
+            return  # it broke on the rows before these
+        try:
+            choice.take_rows(start, rows)
+        except Exception as error:
+            if choice.row_sink is not None:  # the caller's own
+                raise
+            self._ended += self._break(choice, error)
 
     def _drafts(self) -> Mapping[str, Sequence[int]]:
         """Drafts for the requests that can take one."""
@@ -308,17 +332,22 @@ class Engine:
         assert all(not choice.sequence.is_finished for choice in self._choices.values())
         assert self._choices.keys() == self.scheduler.request_ids(), "a request has no text, or a text no request"
 
-    def _advance(self, choice: Choice, update: RequestUpdate, runs: Mapping[str, list[Sampled]]) -> RequestOutput:
+    def _advance(
+        self, choice: Choice, update: RequestUpdate, runs: Mapping[str, list[Sampled]]
+    ) -> list[RequestOutput]:
         """Give a choice what a step made for it, and end it if its text ended."""
         if not choice.num_tokens and update.token_ids and choice.index == 0:
             now = self._clock()
             self.journal.first_token(now, now - choice.sequence.arrival_time)
-        output = choice.advance(update, runs[update.request_id]) if update.token_ids else choice.embed()
+        try:
+            output = choice.advance(update, runs[update.request_id]) if update.token_ids else choice.embed()
+        except Exception as error:
+            return self._break(choice, error)
         if len(output.token_ids) > 1:
             self.journal.accepted(len(output.token_ids) - 1)
         if output.finish_reason is not None:
             self._end(update.request_id, output.finish_reason, output.stop_reason)
-        return output
+        return [output]
 
     def _searches(self, keys: Iterable[str]) -> list[tuple[Choice, BeamSearch]]:
         """The beam searches that ran, each with one of its choices. All beams of a search run in the same step."""
@@ -343,9 +372,18 @@ class Engine:
         self._next_deadline = min((choice.deadline for choice in self._choices.values()), default=math.inf)
         return outputs
 
+    def _break(self, choice: Choice, defect: BaseException) -> list[RequestOutput]:
+        """End a choice, or a whole beam search, that the engine's own code failed on."""
+        if not isinstance(defect, Exception):
+            raise defect  # such as a panic of a library in Rust, which nobody knows the extent of
+        logger.error("request %s failed", choice.request_id, exc_info=defect)
+        return self._fail(choice, "error", "the engine failed on this request; its log says why")
+
     def _fail(self, choice: Choice, reason: str, error: str, param: str | None = None) -> list[RequestOutput]:
         """End a choice, or a whole beam search, without a further token."""
-        for key in list(choice.search.beams) if choice.search else [choice.sequence.request_id]:
+        search = choice.search
+        beams = [key for key, each in self._choices.items() if search and each.search is search]
+        for key in beams or [choice.sequence.request_id]:
             self._end(key, reason)
         return choice.fail(reason, error, param)
 

@@ -6,9 +6,10 @@ and after a preemption.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,11 +52,12 @@ class BeamCandidate:
 class Sampled:
     """``token_id`` is None where the logits held a NaN or no token is allowed: there is nothing to choose.
     ``candidates``: for a beam, the likeliest tokens in order, as many as its search is wide plus one for each token
-    that may end it."""
+    that may end it. ``defect``: there is no token because choosing one failed."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     candidates: tuple[BeamCandidate, ...] = ()
+    defect: BaseException | None = None
 
 
 def sample(
@@ -81,7 +83,7 @@ def sample(
     return [
         Sampled(None)
         if _has_no_token(best[i], mask)
-        else _sample_row(logits[i], best[i], requests[i], seeds[i], mask, outputs[i])
+        else _alone(_sample_row, logits[i], best[i], requests[i], seeds[i], mask, outputs[i])
         if reads[i]  # a row of its own costs more than all else here
         else Sampled(best[i])
         for i, mask in enumerate(masks)
@@ -134,7 +136,7 @@ def sample_on_device(
         token = there.get(i, best[i])
         return Sampled(token, None if count is None else _logprobs(here[i], token, count))
 
-    return [sampled(i) for i in range(len(best))]
+    return [_alone(sampled, i) for i in range(len(best))]
 
 
 def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[TokenLogprobs]:
@@ -170,6 +172,14 @@ def _adjusts(request: Request) -> bool:
 def _has_no_token(best: int, allowed: Tensor | None) -> bool:
     """Whether there is nothing to choose: the row holds a NaN, or no token is allowed."""
     return best < 0 or (allowed is not None and not allowed.any())
+
+
+def _alone(work: Callable[..., Sampled], *arguments: Any) -> Sampled:
+    """What fails on a row is that row's alone."""
+    try:
+        return work(*arguments)
+    except Exception as error:
+        return Sampled(None, defect=error)
 
 
 def _sample_row(

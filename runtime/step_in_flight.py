@@ -49,7 +49,8 @@ class StepInFlight:
 
     def land(self) -> list[list[Sampled]]:
         """The tokens chosen for each of ``choices``, once computed: the tokens of its draft that were right, and one
-        more. An entry without a token, where there was none to choose, is the last of its run."""
+        more. An entry without a token, where there was none to choose, is the last of its run. Where a mask failed, its
+        error is the ``defect``."""
         assert self.output is not None, "the step did not begin"
         self.output.wait()
         if self.is_chosen:
@@ -58,11 +59,13 @@ class StepInFlight:
             rows = self._rows()
             sequences, seeds = [choice.sequence for choice, _ in rows], [choice.seed for choice, _ in rows]
             masks = [self.masks.get(sequence.request_id) for sequence in sequences]
-            allowed = [None if mask is None else mask.result() for mask in masks]
+            defects = [None if mask is None else mask.exception() for mask in masks]
+            allowed = [None if mask is None or defect else mask.result() for mask, defect in zip(masks, defects)]
             with torch_threads(1):
                 found = sample(
                     self.output.logits, self.output.greedy, sequences, seeds, allowed, [draft for _, draft in rows]
                 )
+            found = [Sampled(None, defect=defect) if defect else each for each, defect in zip(found, defects)]
         if len(found) == len(self.choices):  # nobody has a draft
             return [[each] for each in found]
         rest = iter(found)
