@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import read_json, write_atomically
@@ -29,6 +29,7 @@ class QualityCard:
     versions                  package name -> version
     created                   ISO 8601 date
     scope                     what the numbers cover and what they do not
+    intervals                 figure -> the ends of its 95 % interval, from the windows; none where there is only one
     """
 
     base_name: str
@@ -47,6 +48,7 @@ class QualityCard:
     created: str
     versions: dict[str, str] = field(default_factory=dict)
     scope: str = ""
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -63,14 +65,26 @@ class QualityCard:
             isinstance(text, str) for pair in self.versions.items() for text in pair
         ):
             raise CheckpointError("quality card: versions must map package names to version strings")
+        try:
+            intervals = {name: (float(low), float(high)) for name, (low, high) in self.intervals.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise CheckpointError("quality card: intervals must map names of figures to two numbers") from None
+        object.__setattr__(self, "intervals", intervals)
 
     @property
     def perplexity_increase(self) -> float:
         """Relative: 0.03 where the quantized model's perplexity is 3 % above the base's."""
         return self.perplexity / self.perplexity_base - 1.0
 
+    def end(self, figure: str, which: Literal["low", "high"]) -> float:
+        """An end of the figure's 95 % interval, or the figure itself where it has none."""
+        value = float(getattr(self, figure))
+        low, high = self.intervals.get(figure, (value, value))
+        return low if which == "low" else high
+
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        intervals = {name: list(ends) for name, ends in self.intervals.items()}
+        return {**dataclasses.asdict(self), "intervals": intervals}
 
     @classmethod
     def from_json(cls, content: object, where: str = "quality card") -> QualityCard:
@@ -81,7 +95,7 @@ class QualityCard:
         unknown = sorted(set(content) - set(fields))
         if unknown:
             raise CheckpointError(f"{where}: unknown field {unknown[0]!r}; was it written by a newer qserve?")
-        missing = [name for name in fields if name not in content and name not in ("versions", "scope")]
+        missing = [name for name in fields if name not in content and name not in ("versions", "scope", "intervals")]
         if missing:
             raise CheckpointError(f"{where}: field {missing[0]!r} is missing")
         return cls(**content)
@@ -91,17 +105,25 @@ class QualityCard:
         lines = [
             f"base            {self.base_name} (sha256 {self.base_sha256[:12]})",
             f"text            {self.data_name} (sha256 {self.data_sha256[:12]}), "
-            f"{self.tokens:,} tokens scored in windows of {self.window:,}",
+            f"{self.tokens:,} tokens scored in windows of {self.window:,}"
+            + (", 95 % intervals in brackets" if self.intervals else ""),
             f"perplexity      {self.perplexity:.3f}, base {self.perplexity_base:.3f} "
-            f"({self.perplexity_increase:+.2%})",
-            f"KL divergence   mean {self.kl_mean:.4f}, median {self.kl_median:.4f}, "
+            f"({self._with_interval('perplexity_increase', '+.2%')})",
+            f"KL divergence   mean {self._with_interval('kl_mean', '.4f')}, median {self.kl_median:.4f}, "
             f"p90 {self.kl_p90:.4f} nats",
-            f"top-1 agreement {self.top1_agreement:.2%}",
+            f"top-1 agreement {self._with_interval('top1_agreement', '.2%')}",
             f"kernels         {self.kernel_path}",
             f"measured        {self.created}"
             + "".join(f", {package} {version}" for package, version in sorted(self.versions.items())),
         ]
         return lines + ([f"scope           {self.scope}"] if self.scope else [])
+
+    def _with_interval(self, figure: str, form: str) -> str:
+        text = f"{float(getattr(self, figure)):{form}}"
+        if figure not in self.intervals:
+            return text
+        low, high = self.intervals[figure]
+        return f"{text} [{low:{form}} to {high:{form}}]"
 
 
 def read_card(directory: Path) -> QualityCard | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.container import TensorBytes, write_safetensors
-from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.errors import CheckpointError, GateFailed
 from qserve.checkpoint.files import write_error
 from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.formats.format import Format
@@ -27,18 +27,18 @@ from qserve.checkpoint.manifest import write_manifest
 from qserve.checkpoint.parts import Part, PartWriter, read_part
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import ASIDE, INDEX, SINGLE
-from qserve.checkpoint.staging import Staging, leftover
+from qserve.checkpoint.staging import Facts, OtherWork, Staging, leftover
 
 
 class CheckpointWriter:
     """Write a checkpoint to ``out``: ``with CheckpointWriter(out) as w: w.put(name, tensor); w.finish()``.
 
-    Until ``finish`` everything lies in a hidden directory beside ``out``. A ``fingerprint`` names the job that makes
-    the checkpoint (everything its bytes depend on). With it each ``commit`` is a step that is not lost: the committed
-    parts stay if the block is left unfinished or the process is killed, and a writer for the same job finds them
-    (``resumed`` of them, see ``committed`` and ``part``). Longer work can be kept on the way to its commit (see
-    ``keep``); a measurement of the sealed checkpoint keeps its state in the file ``unfinished``. ``discard`` gives all
-    of it up; another job for ``out``, or one without a fingerprint, removes it.
+    Until ``finish`` everything lies in a hidden directory beside ``out``. ``facts`` are all that the checkpoint's bytes
+    depend on. With them each ``commit`` is a step that is not lost: the committed parts stay if the block is left
+    unfinished or the process is killed, and a writer with the same facts finds them (``resumed`` of them, see
+    ``committed`` and ``part``). Longer work can be kept on the way to its commit (see ``keep``); a measurement of the
+    sealed checkpoint keeps its state in the file ``unfinished``. The work of other jobs for ``out`` stays (see
+    ``others``).
 
     Tensors are stored in the order in which they were put, in ``model.safetensors`` or in numbered shards of at
     most ``shard_bytes`` (or one tensor, where that is larger) with an index. The free space is checked
@@ -56,28 +56,31 @@ class CheckpointWriter:
         expected_bytes: int | None = None,
         kept_bytes: int = 0,
         format: Format = FORMATS["gptq"],
-        fingerprint: str | None = None,
+        facts: Facts | None = None,
     ) -> None:
         # Resolved, so that a link at OUT is followed and not replaced.
         self.out = Path(os.path.expanduser(out)).resolve()
         self._overwrite = overwrite
         self._shard_bytes = shard_bytes
         self._format = format
-        self._fingerprint = fingerprint
         self._part: PartWriter | None = None
-        self._sealed = self._finished = self._discarded = False
+        self._sealed = self._finished = False
         with self._guard():
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            self._staging = Staging(self.out)
+            self._staging = Staging(self.out, facts)
             self.directory, self.unfinished = self._staging.checkpoint, self._staging.unfinished
             try:
-                check_out(self.out, overwrite=overwrite, expected_bytes=expected_bytes, kept_bytes=kept_bytes)
-                self._parts, self._state = self._staging.open(fingerprint)
+                check_out(self.out, overwrite=overwrite, expected_bytes=expected_bytes, kept_bytes=kept_bytes,
+                          reused=self._staging.leftover())  # fmt: skip
+                self._open_parts()
             except BaseException:
                 # Unfinished work of an earlier run stays; without its directory there is none.
                 self._staging.close(keep=self.directory.exists())
                 raise
         self.resumed = len(self._parts)
+
+    def _open_parts(self) -> None:
+        self._parts, self._state = self._staging.open()
         self._committed = {tensor.name for part in self._parts for tensor in part.tensors}
         self._names = set(self._committed)
 
@@ -87,11 +90,13 @@ class CheckpointWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         something = self._state is not None or bool(self.committed())
-        keep = self._fingerprint is not None and something and not (self._finished or self._discarded)
+        keep = self._staging.fingerprint is not None and something and not self._finished
         if self._part is not None:
             self._part.abandon()
         self._staging.close(keep=keep)
-        if keep and error is not None:
+        if keep and isinstance(error, GateFailed):
+            error.add_note(f"{self.out} is not published; what was made is kept in {self._staging.path}")
+        elif keep and error is not None:
             error.add_note(f"what is done is kept in {self._staging.path}: run the same command again to go on")
 
     def put(self, name: str, tensor: Tensor, *, replace: bool = False) -> None:
@@ -170,17 +175,28 @@ class CheckpointWriter:
         """What was kept last of the work on the part ``key``, in this run or an earlier one."""
         return self._state if self._state is not None and self._state.key == key else None
 
-    def begin_again(self, key: str, extra: dict[str, Any]) -> None:
-        """Replace all parts by one, ``key``, without tensors. After a crash there are the old parts or this one."""
+    def others(self) -> list[OtherWork]:
+        """Unfinished work of other jobs for ``out``. Nothing here removes it."""
         with self._guard():
-            first = PartWriter(self._staging.part(1)).commit(key, self._fingerprint, extra)
+            return self._staging.others()
+
+    def begin_again(self, key: str, extra: dict[str, Any], *, set_aside: bool = False) -> None:
+        """Replace all parts by one, ``key``, without tensors. After a crash there are the old parts or this one.
+        ``set_aside``: keep the old ones for ``go_back``."""
+        with self._guard():
+            if set_aside:
+                self._staging.set_aside()
+            first = PartWriter(self._staging.part(1)).commit(key, self._staging.fingerprint, extra)
             self._staging.sweep([first])
         self._parts, self._state, self._sealed = [first], None, False
         self._committed, self._names = set(), set()
 
-    def discard(self) -> None:
-        """Keep nothing when the block is left, whatever was committed: the result is not wanted."""
-        self._discarded = True
+    def go_back(self) -> None:
+        """Replace all parts by those that were set aside."""
+        with self._guard():
+            self._staging.go_back()
+            self._open_parts()
+        self._sealed = False
 
     def seal(self) -> Path:
         """Write the shards, the index and the manifest; the directory can now be read as a checkpoint.
@@ -219,7 +235,7 @@ class CheckpointWriter:
         self._part = None
 
     def _follows(self) -> str | None:
-        return self._parts[-1].digest if self._parts else self._fingerprint
+        return self._parts[-1].digest if self._parts else self._staging.fingerprint
 
     def _write_shards(self) -> None:
         """Write the shards. The parts stay until the checkpoint is in its place, so this can be done again."""
@@ -259,9 +275,12 @@ def _shards(tensors: list[TensorBytes], limit: int) -> list[list[TensorBytes]]:
     return shards
 
 
-def check_out(out: Path, *, overwrite: bool, expected_bytes: int | None = None, kept_bytes: int = 0) -> None:
+def check_out(
+    out: Path, *, overwrite: bool, expected_bytes: int | None = None, kept_bytes: int = 0, reused: int | None = None
+) -> None:
     """Raise ``CheckpointError`` where a checkpoint of ``expected_bytes`` cannot be put at ``out``, with ``kept_bytes``
-    of unfinished work beside it on the way. Writes nothing."""
+    of unfinished work beside it on the way. ``reused`` bytes lie there already; None takes all unfinished work for this
+    job's. Writes nothing."""
     out = Path(os.path.expanduser(out)).resolve()
     existing = next(path for path in out.parents if path.exists())
     if not existing.is_dir():
@@ -271,7 +290,7 @@ def check_out(out: Path, *, overwrite: bool, expected_bytes: int | None = None, 
     _check_replaceable(out, overwrite)
     if expected_bytes is None:
         return
-    free = shutil.disk_usage(existing).free + leftover(out)
+    free = shutil.disk_usage(existing).free + (leftover(out) if reused is None else reused)
     needed, why = 2 * expected_bytes, "the checkpoint twice, while it is put together"
     if kept_bytes > expected_bytes:
         needed, why = expected_bytes + kept_bytes, "the checkpoint, and what a run goes on from after a kill"

@@ -15,7 +15,8 @@ from qserve.checkpoint.errors import GateFailed, UsageError
 
 @dataclass(frozen=True)
 class Gate:
-    """``value <= limit`` (at_most) or ``value >= limit`` (at_least)."""
+    """``value <= limit`` (at_most) or ``value >= limit`` (at_least), for the unfavourable end of the value's 95 %
+    interval where it has one."""
 
     metric: str
     limit: float
@@ -24,7 +25,8 @@ class Gate:
 
 @dataclass(frozen=True)
 class GateReport:
-    """One gate applied to one measurement. ``baseline`` is the value that it is compared with, where there is one."""
+    """One gate applied to one measurement. ``bound`` is the end of the value's 95 % interval that was judged, None
+    where it has no interval; ``baseline`` is what the value is compared with, where there is such a thing."""
 
     metric: str
     value: float
@@ -34,13 +36,14 @@ class GateReport:
     samples: int
     environment: str
     baseline: float | None = None
+    bound: float | None = None
 
     @property
     def missed_by(self) -> float:
         """How far the value is beyond the limit; 0 where it passed."""
         if self.passed:
             return 0.0
-        return abs(self.value - self.limit)
+        return abs((self.value if self.bound is None else self.bound) - self.limit)
 
 
 def quality_gates(
@@ -106,7 +109,7 @@ def judge(gates: Iterable[Gate], card: QualityCard) -> list[GateReport]:
     """Apply gates to a quality card."""
     values = {gate.metric: float(getattr(card, gate.metric)) for gate in gates}
     baselines = {"perplexity_increase": card.perplexity_base}
-    return judge_values(gates, values, card.tokens, card.kernel_path, baselines)
+    return judge_values(gates, values, card.tokens, card.kernel_path, baselines, card.intervals)
 
 
 def judge_values(
@@ -115,17 +118,24 @@ def judge_values(
     samples: int,
     environment: str,
     baselines: Mapping[str, float] | None = None,
+    intervals: Mapping[str, tuple[float, float]] | None = None,
 ) -> list[GateReport]:
-    """Apply gates to figures, by name. Raises ``UsageError`` for a gate on a figure that was not measured."""
+    """Apply gates to figures, by name; ``intervals`` are the 95 % intervals of some of them. Raises ``UsageError``
+    for a gate on a figure that was not measured."""
     reports = []
     for gate in gates:
         if gate.metric not in values:
             raise UsageError(f"no {gate.metric} is measured here, so it has no limit; there are {', '.join(values)}")
         value = values[gate.metric]
+        interval = (intervals or {}).get(gate.metric)
+        bound = None if interval is None else interval[1 if gate.kind == "at_most" else 0]
+        judged = (value,) if bound is None else (value, bound)
         # A NaN passes no gate.
-        passed = value <= gate.limit if gate.kind == "at_most" else value >= gate.limit
+        passed = all(each <= gate.limit if gate.kind == "at_most" else each >= gate.limit for each in judged)
         baseline = (baselines or {}).get(gate.metric)
-        reports.append(GateReport(gate.metric, value, gate.limit, gate.kind, passed, samples, environment, baseline))
+        reports.append(
+            GateReport(gate.metric, value, gate.limit, gate.kind, passed, samples, environment, baseline, bound)
+        )
     return reports
 
 
@@ -144,11 +154,14 @@ def _limit(value: object, where: str) -> float:
 def table(reports: Sequence[GateReport]) -> list[str]:
     """Lines that say which gate failed, and by how much."""
     width = max([20, *(len(report.metric) for report in reports)]) + 2
-    lines = [f"{'gate':<{width}}{'measured':>12}{'limit':>14}  verdict"]
+    lines = [f"{'gate':<{width}}{'measured':>12}{'95 % bound':>12}{'limit':>14}  verdict"]
     for report in reports:
         sign = "<=" if report.kind == "at_most" else ">="
         verdict = "passed" if report.passed else f"FAILED by {report.missed_by:.4g}"
-        lines.append(f"{report.metric:<{width}}{report.value:>12.4f} {f'{sign} {report.limit:.4f}':>13}  {verdict}")
+        bound = "" if report.bound is None else f"{report.bound:.4f}"
+        lines.append(
+            f"{report.metric:<{width}}{report.value:>12.4f}{bound:>12} {f'{sign} {report.limit:.4f}':>13}  {verdict}"
+        )
     return lines
 
 

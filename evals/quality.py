@@ -27,7 +27,9 @@ from qserve.checkpoint.source import ModelSource
 from qserve.evals.divergence import Divergence, Progress, Scorer, compare
 from qserve.evals.partial import Partial
 from qserve.evals.pieces import Piece, of_documents, of_windows, sliding
+from qserve.evals.quality_report import metrics
 from qserve.evals.reference import Reference, Setting, vocabulary_hash
+from qserve.evals.report import intervals_of
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.models.config import decoder_config
@@ -207,6 +209,7 @@ def card_of(found: Divergence, setting: Setting, kernels: str, remark: str = "")
         created=datetime.now(UTC).date().isoformat(),
         versions=_versions(),
         scope="; ".join(filter(None, (_SCOPE, _cut(setting), remark))),
+        intervals=intervals_of(metrics(found, setting)),
     )
 
 

@@ -40,6 +40,11 @@ class Metric:
     pairing: str = ""
 
 
+def intervals_of(metrics: Iterable[Metric]) -> dict[str, tuple[float, float]]:
+    """The 95 % intervals of those metrics that have one, by name."""
+    return {each.name: (each.low, each.high) for each in metrics if each.low is not None and each.high is not None}
+
+
 @dataclass(frozen=True)
 class Section:
     """A table with a heading; cells are text already rounded for reading."""
@@ -126,12 +131,13 @@ class Report:
             (
                 gate.metric,
                 f"{gate.value:.4g}",
+                "" if gate.bound is None else f"{gate.bound:.4g}",
                 f"{'≤' if gate.kind == 'at_most' else '≥'} {gate.limit:.4g}",
                 "passed" if gate.passed else f"FAILED by {gate.missed_by:.4g}",
             )
             for gate in self.gates
         )
-        return (*self.sections, Section("Gates", ("gate", "measured", "limit", "verdict"), rows))
+        return (*self.sections, Section("Gates", ("gate", "measured", "95 % bound", "limit", "verdict"), rows))
 
 
 def environment() -> dict[str, str]:

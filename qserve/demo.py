@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 
 from qserve import console, steps
 from qserve.calibration.text import load_text
@@ -55,6 +56,7 @@ def run_demo(recipes: Sequence[Recipe], *, keep: bool, out: Path | None) -> None
         _introduce(base)
         if out is None:
             out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qserve-demo-"))) / "smollm2-w4"
+            stack.push(_forget_notes)
         text = load_text("builtin", "evaluate")
         quality.check(EvalJob(text, recipes[0].tokens, WINDOW), base)
         scoring = quality.eval_config(WINDOW, (base,))
@@ -75,7 +77,7 @@ def run_demo(recipes: Sequence[Recipe], *, keep: bool, out: Path | None) -> None
                 return quality.measure(scorer, quantized, job, update, unfinished).card
 
         def accept(card: QualityCard) -> None:
-            reports.extend(judge(GATES, card))
+            reports[:] = judge(GATES, card)
             enforce(reports)
 
         card = steps.quantize(base, out, _job(recipe.samples, recipe.effort), measure, accept).card
@@ -98,6 +100,12 @@ def run_demo(recipes: Sequence[Recipe], *, keep: bool, out: Path | None) -> None
                     server.wait()
                 except KeyboardInterrupt:
                     console.note("stopped")
+
+
+def _forget_notes(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    """They tell of work that is kept, which goes with the temporary directory."""
+    if error is not None:
+        error.__notes__ = []
 
 
 def _introduce(base: ModelSource) -> None:

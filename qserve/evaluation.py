@@ -23,7 +23,7 @@ from qserve.evals.pieces import Piece
 from qserve.evals.quality_report import metrics as quality_metrics
 from qserve.evals.quality_report import quality_report
 from qserve.evals.reference import Reference, Setting, record, stored_bytes, vocabulary_hash
-from qserve.evals.report import Metric, Report
+from qserve.evals.report import Metric, Report, intervals_of
 from qserve.evals.report_files import write_report
 from qserve.evals.tasks import require_lm_eval, run_tasks
 from qserve.evals.tasks_report import metrics as task_metrics
@@ -150,7 +150,8 @@ def _judge(
     gates: Sequence[Gate], known: Sequence[Metric], samples: int, environment: str,
     baselines: dict[str, float] | None = None,
 ) -> list[GateReport]:  # fmt: skip
-    return judge_values(gates, {metric.name: metric.value for metric in known}, samples, environment, baselines)
+    values = {metric.name: metric.value for metric in known}
+    return judge_values(gates, values, samples, environment, baselines, intervals_of(known))
 
 
 def _show_intervals(known: Sequence[Metric]) -> None:

@@ -128,7 +128,10 @@ def forecast(
     kept = _tuning_bytes(shapes, spec, offered) if distills else 0
     if job.mixed:
         kept = max(kept, _probe_bytes(skeleton) + _gathered_bytes(job, skeleton))
-    return Forecast(peak, seconds, stored, at_once, distills, 2 * kept)  # the last, and the next one until that is safe
+    kept *= 2  # the last, and the next one until that is safe
+    if job.max_kl is not None:  # the parts of the attempt that passed, beside those of the one at hand
+        kept = max(kept, 2 * stored)
+    return Forecast(peak, seconds, stored, at_once, distills, kept)
 
 
 def _tuning_bytes(shapes: Shapes, spec: QuantSpec, offered: Offered) -> int:

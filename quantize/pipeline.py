@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from qserve.calibration.visit import Visit
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import GateFailed, UsageError
+from qserve.checkpoint.files import file_sha256
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -48,7 +50,7 @@ Progress = Callable[[ProgressEvent], None]
 Measure = Callable[[Path, Path], QualityCard | None]
 Accept = Callable[[QualityCard], None]
 
-_PLAN, _SCALES = "plan", "scales"
+_PLAN, _SCALES, _LAST = "plan", "scales", "last attempt"
 
 
 def run(
@@ -64,9 +66,9 @@ def run(
 
     ``measure`` gets the finished checkpoint before it is moved to ``out``, and a path where it may keep its state for
     the same call in a run that resumes. A card that it returns is stored in the checkpoint. ``accept`` may refuse that
-    card (``GateFailed``); then nothing is left behind. Everything that can be refused is refused before calibration,
-    see ``prepare``; bad text raises ``DataError``. The work of a killed or interrupted run is kept beside ``out``, and
-    the same call goes on from there with the same result: at most about one block's work is lost.
+    card (``GateFailed``); then nothing is published. Everything that can be refused is refused before calibration, see
+    ``prepare``; bad text raises ``DataError``. The work of a run that was killed, interrupted or refused is kept beside
+    ``out``, and the same call goes on from there with the same result: at most about one block's work is lost.
     """
     started = time.perf_counter()
     heap.one_arena()
@@ -79,27 +81,27 @@ def run(
     expected = prepared.forecast
     offload = out.parent if job.offload else None
     mixed = MixedPrecision(prepared, windows, tell, offload) if job.mixed and windows is not None else None
-    fingerprint = _fingerprint(source, job, text_hash)
     with CheckpointWriter(
         out,
         overwrite=job.overwrite,
         expected_bytes=expected.checkpoint_bytes,
         kept_bytes=expected.kept_bytes,
         format=prepared.format,
-        fingerprint=fingerprint,
+        facts=_facts(source, job, windows, text_hash),
     ) as writer:
+        for other in writer.others():
+            tell(ProgressEvent("prepare", 0, 1, message=f"note            {other}"))
         while True:
             if mixed is not None:
                 prepared = arrange(prepared.skeleton, job, prepared.dtype, _assignment(mixed, writer).schemes)
             made = _write(prepared, windows, writer, tell)
             card = None if measure is None else _measure(measure, made, writer, tell)
-            if card is None or mixed is None or not mixed.wants_another(card):
+            refusal = None if card is None or accept is None else _refusal(card, accept)
+            if card is None or mixed is None or not _another(mixed, card, refusal is None, writer):
                 break
-            mixed.choose()
-            writer.begin_again(_PLAN, mixed.to_json())
+        if refusal is not None:
+            raise refusal
         if card is not None:
-            if accept is not None:
-                _accept(card, accept, writer)
             write_card(made.directory, card)
         writer.finish()
     return QuantizeReport(
@@ -172,18 +174,32 @@ def _measure(measure: Measure, made: _Written, writer: CheckpointWriter, tell: P
     return card
 
 
-def _accept(card: QualityCard, accept: Accept, writer: CheckpointWriter) -> None:
+def _refusal(card: QualityCard, accept: Accept) -> GateFailed | None:
     try:
         accept(card)
-    except GateFailed:
-        writer.discard()  # the same job would fail again
-        raise
+    except GateFailed as failed:
+        return failed
+    return None
+
+
+def _another(mixed: MixedPrecision, card: QualityCard, passed: bool, writer: CheckpointWriter) -> bool:
+    """Whether another checkpoint is to be made after the one of ``card``; then it is chosen. The smallest that
+    ``passed`` its gates is never lost."""
+    match mixed.after(card, passed):
+        case "again" | "smaller" as step:
+            writer.begin_again(_PLAN, mixed.to_json(), set_aside=step == "smaller")
+        case "back":
+            writer.go_back()
+            writer.commit(_LAST, mixed.to_json())
+        case "done":
+            return False
+    return True
 
 
 def _assignment(mixed: MixedPrecision, writer: CheckpointWriter) -> Assignment:
     """The decision of mixed precision: made now, or in the run that is being resumed."""
-    if _PLAN in writer.committed():
-        mixed.resume(writer.part(_PLAN)[1])
+    if state := [key for key in (_LAST, _PLAN) if key in writer.committed()]:
+        mixed.resume(writer.part(state[0])[1])
     else:
         mixed.measure(writer.kept(_PLAN), partial(writer.keep, _PLAN))
         mixed.choose()
@@ -340,12 +356,33 @@ def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str 
     return calibration_windows(token_ids, job.samples, job.sequence_length, job.seed), text.sha256
 
 
-def _fingerprint(source: ModelSource, job: QuantizeJob, text_hash: str | None) -> str:
-    """A hash of everything that the numbers of the result depend on. Loaders can only refuse a uniform scheme, but they
-    decide what mixed precision chooses from, and the format."""
-    loaders = tuple(sorted(job.loaders)) if job.mixed else ()
-    numbers = dataclasses.replace(job, overwrite=False, max_memory=None, loaders=loaders, offload=False)
-    versions = [f"{package} {version(package)}" for package in ("qserve-llm", "torch", "transformers")]
-    versions.append(native.missing() or native.best_isa())
-    content = repr((numbers, source.sha256(), text_hash, versions, torch.get_num_threads()))
-    return hashlib.sha256(content.encode()).hexdigest()
+def _facts(
+    source: ModelSource, job: QuantizeJob, windows: Tensor | None, text_hash: str | None
+) -> dict[str, str]:
+    """Everything that the numbers of the result depend on. Loaders can only refuse a uniform scheme, but they decide
+    what mixed precision chooses from, and the format. A run with another limit goes on from the last attempt."""
+    options = dataclasses.asdict(job)
+    for unrelated in ("overwrite", "max_memory", "offload", *(() if job.mixed else ("loaders",))):
+        del options[unrelated]
+    options |= {"loaders": sorted(job.loaders)} if job.mixed else {}
+    options["max_kl"] = job.max_kl is not None
+    facts = {name: str(value) for name, value in options.items()}
+    facts |= {f"version of {package}": version(package) for package in ("qserve-llm", "torch", "transformers")}
+    return facts | {
+        "model": source.sha256(),
+        "tokenizer": _tokenizer_hash(source),
+        "text": str(text_hash),
+        "calibration tokens": "" if windows is None else hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
+        "kernels": native.missing() or native.best_isa(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _tokenizer_hash(source: ModelSource) -> str:
+    """A hash of the files that a checkpoint gets: tokens are counted by the same ones from start to end."""
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory() as directory:
+        source.save_tokenizer(Path(directory))
+        for path in sorted(Path(directory).iterdir()):
+            digest.update(f"{path.name} {file_sha256(path)}\n".encode())
+    return digest.hexdigest()

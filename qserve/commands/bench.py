@@ -137,6 +137,7 @@ def bench(
     """
     from qserve import benching
     from qserve.evals.gate import enforce, judge_values, read_gates
+    from qserve.evals.report import intervals_of
     from qserve.evals.report_files import write_report
 
     wanted = [] if gate is None else read_gates(gate)
@@ -182,7 +183,8 @@ def bench(
         )
     try:
         found = {metric.name: metric.value for metric in report.metrics}
-        judged = judge_values(wanted, found, 1, report.environment["machine"])
+        intervals = intervals_of(report.metrics)
+        judged = judge_values(wanted, found, 1, report.environment["machine"], intervals=intervals)
         report = replace(report, gates=(*report.gates, *judged))
     finally:  # the measurement is kept even if a gate names something else
         write_report(report, json_path, markdown_path, html_path)

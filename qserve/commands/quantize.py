@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qserve import console
-from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.errors import GateFailed, UsageError
 from qserve.commands.options import (
     Data,
     Loaders,
@@ -170,7 +170,8 @@ def quantize(
     """Compress MODEL into a checkpoint at OUT; with gates, publish it only if it passes them.
 
     Everything that can be refused is refused before calibration, and OUT appears complete or not at all. A run that
-    was interrupted or killed goes on where it stopped when it is called again.
+    was interrupted or killed goes on where it stopped when it is called again. What fails a gate is kept aside: the
+    same command with looser gates publishes it, without quantizing again.
     """
     from qserve import steps
 
@@ -237,10 +238,14 @@ def _publish(
         return measured[-1].card
 
     def accept(card: QualityCard) -> None:
-        verdicts.extend(judge(wanted, card))
+        verdicts[:] = judge(wanted, card)
         enforce(verdicts)
 
-    report = steps.quantize(source, out, job, measure if evaluation else None, accept)
+    try:
+        report = steps.quantize(source, out, job, measure if evaluation else None, accept)
+    except GateFailed as failed:
+        failed.add_note("the same command with looser gates publishes it, without making it again; or delete it")
+        raise
     for layer in report.layers:
         if layer.fallback:
             console.line(f"{layer.module}: {layer.fallback}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize.forecast import GATHERED, measures_compensated
@@ -52,8 +53,8 @@ class Assignment:
 class MixedPrecision:
     """``windows`` int64 [samples, length] is the calibration text, ``offload`` a directory for hidden states.
 
-    Call ``measure`` and ``choose``, or ``resume`` with the state of an interrupted run. Call ``choose`` again after
-    each ``assignment`` for which ``wants_another`` is true.
+    Call ``measure`` and ``choose``, or ``resume`` with the state of an interrupted run; then ``after`` with what was
+    measured of each ``assignment``.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class MixedPrecision:
         self._assignment: Assignment | None = None
         # Attempts count from 1. The factor corrects predictions by earlier measurements.
         self._attempt, self._factor = 1, 1.0
+        self._passed: Assignment | None = None  # the smallest that passed, if another was tried after it
+        self._last = False
         self._notes: tuple[str, ...] = ()
 
     @property
@@ -87,15 +90,24 @@ class MixedPrecision:
             "attempt": self._attempt,
             "factor": self._factor,
             "notes": self._notes,
+            "limit": self._job.max_kl,
+            "passed": self._passed and self._passed.to_json(),
+            "last": self._last,
         }
 
     def resume(self, content: dict[str, Any]) -> None:
-        """Take over the choice of an interrupted run, and the data for another choice."""
+        """Take over the choice of an interrupted run, and the data for another choice. With another limit than that
+        run had, there are as many attempts as at first, and none has passed."""
         self._assignment = Assignment.from_json(content["assignment"])
         self._sensitivities = tuple(Sensitivity.from_json(each) for each in content["sensitivities"])
         self._measured = tuple(Tried(**each) for each in content["measured"])
         self._attempt, self._factor = content["attempt"], content["factor"]
         self._notes = tuple(content["notes"])
+        if content["limit"] == self._job.max_kl:
+            self._passed = content["passed"] and Assignment.from_json(content["passed"])
+            self._last = content["last"]
+        else:
+            self._attempt = 1
 
     def choose(self) -> None:
         found = allocate(
@@ -112,24 +124,47 @@ class MixedPrecision:
             found.tried,
         )
 
-    def wants_another(self, card: QualityCard) -> bool:
-        """Whether to choose again after what ``card`` says of the last choice.
+    def after(self, card: QualityCard, passed: bool) -> Literal["done", "again", "smaller", "back"]:
+        """What follows the measurement of the last choice, which ``passed`` its gates or not: nothing; another choice,
+        after one that passed a ``smaller`` one; or going ``back`` to the one that passed. ``assignment`` is then that.
 
-        Never where a size was asked for. Otherwise the measurement corrects the predictions. Too much divergence leads
-        to another attempt; so does, once, much less than allowed.
+        Where a size was asked for, nothing. Otherwise the measurement corrects the predictions. Too much divergence
+        leads to another attempt; so does, once, much less than allowed.
         """
-        assignment, limit = self.assignment, self._job.max_kl
+        if self._last:
+            return "done"
+        assignment, limit, found = self.assignment, self._job.max_kl, card.end("kl_mean", "high")
         label = f"measured, attempt {self._attempt}" if limit is not None else "measured"
         self._measured += (Tried(label, assignment.bits_per_weight, card.kl_mean, measured=True),)
-        if limit is None or self._attempt == _ATTEMPTS:
+        if limit is None:
+            return "done"
+        passed = passed and found <= limit
+        if self._attempt < _ATTEMPTS and self._chose_again(found, passed, limit):
+            if passed:
+                self._passed = assignment
+            return "smaller" if passed else "again"
+        before = self._passed
+        if before is None or (passed and assignment.bits_per_weight <= before.bits_per_weight):
+            return "done"
+        self._assignment, self._last = before, True
+        return "back"
+
+    def _chose_again(self, found: float, passed: bool, limit: float) -> bool:
+        """Make another choice if the divergence ``found`` asks for it, and there is one within the limit."""
+        if found <= limit and (not passed or self._attempt > 1 or found >= _CLOSE * limit):
             return False
-        if card.kl_mean <= limit and (self._attempt > 1 or card.kl_mean >= _CLOSE * limit):
-            return False
-        if assignment.predicted_kl > 0:
+        if self.assignment.predicted_kl > 0:
             # If the corrected prediction failed again, raise it a little beyond the measurement.
-            self._factor *= card.kl_mean / assignment.predicted_kl * (1.0 if self._attempt == 1 else 1.05)
+            self._factor *= found / self.assignment.predicted_kl * (1.0 if self._attempt == 1 else 1.05)
         self._attempt += 1
-        return True
+        before = self.assignment
+        try:
+            self.choose()
+        except UsageError:
+            if passed or self._passed is not None:
+                return False
+            raise
+        return not passed or self.assignment.schemes != before.schemes
 
     def measure(self, kept: Part | None, keep: Keep) -> None:
         """Measure the sensitivities to choose by. Goes on from ``kept``, the state of an earlier run, with the kind of

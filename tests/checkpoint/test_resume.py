@@ -23,9 +23,11 @@ from safetensors.torch import load_file
 
 from qserve.checkpoint.errors import CheckpointError, GateFailed
 from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.staging import Facts, fingerprint
 from qserve.checkpoint.writer import CheckpointWriter
 
 BLOCKS = 4
+MINE = {"name": "mine", "threads": "2"}
 
 
 def block(number: int) -> dict[str, torch.Tensor]:
@@ -33,10 +35,10 @@ def block(number: int) -> dict[str, torch.Tensor]:
     return {f"{number}.codes": codes, f"{number}.scales": torch.full((7, 3), 0.1 * number, dtype=torch.bfloat16)}
 
 
-def job(out: Path, committed: Callable[[int], object] = lambda number: None, *, fingerprint: str | None = "job",
+def job(out: Path, committed: Callable[[int], object] = lambda number: None, *, facts: Facts | None = MINE,
         stop: BaseException | None = None, blocks: int = BLOCKS, overwrite: bool = False) -> int:
     """Writes ``blocks`` blocks, raises ``stop`` before the last, and returns how many it did not have to redo."""
-    with CheckpointWriter(out, fingerprint=fingerprint, shard_bytes=800, overwrite=overwrite) as writer:
+    with CheckpointWriter(out, facts=facts, shard_bytes=800, overwrite=overwrite) as writer:
         for number in range(blocks):
             if f"block {number}" in writer.committed():
                 tensors, extra = writer.part(f"block {number}")
@@ -67,6 +69,10 @@ def staging(out: Path) -> Path:
     return out.parent / f".{out.name}.partial"
 
 
+def work(out: Path, facts: Facts = MINE) -> Path:
+    return staging(out) / fingerprint(facts)[:12]
+
+
 @pytest.fixture
 def expected(tmp_path: Path) -> dict[str, bytes]:
     (tmp_path / "reference").mkdir()
@@ -86,8 +92,8 @@ def out(tmp_path: Path) -> Path:
 def test_an_interrupted_job_goes_on(out: Path, expected: dict[str, bytes], stop: BaseException) -> None:
     with pytest.raises(type(stop)) as caught:
         job(out, stop=stop)
-    assert caught.value.__notes__[-1] == f"what is done is kept in {staging(out)}: run the same command again to go on"
-    parts = sorted(path.name for path in (staging(out) / "parts").iterdir())
+    assert caught.value.__notes__[-1] == f"what is done is kept in {work(out)}: run the same command again to go on"
+    parts = sorted(path.name for path in (work(out) / "parts").iterdir())
     assert parts == [*(f"{number:05d}" for number in range(1, BLOCKS)), f"{BLOCKS:05d}.state"]
     assert job(out) == BLOCKS - 1
     assert content(out) == expected and os.listdir(out.parent) == ["out"]
@@ -95,9 +101,9 @@ def test_an_interrupted_job_goes_on(out: Path, expected: dict[str, bytes], stop:
 
 def test_without_a_fingerprint_or_a_commit_nothing_is_kept(out: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        job(out, fingerprint=None, stop=KeyboardInterrupt())
+        job(out, facts=None, stop=KeyboardInterrupt())
     assert os.listdir(out.parent) == []
-    with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, fingerprint="job") as writer:
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, facts=MINE) as writer:
         writer.put("a", torch.zeros(4))
         raise KeyboardInterrupt
     assert os.listdir(out.parent) == []
@@ -105,31 +111,31 @@ def test_without_a_fingerprint_or_a_commit_nothing_is_kept(out: Path) -> None:
 
 def test_what_was_kept_last_of_unfinished_work_is_found_until_the_next_commit(out: Path) -> None:
     def parts() -> list[str]:
-        return sorted(path.name for path in (staging(out) / "parts").iterdir())
+        return sorted(path.name for path in (work(out) / "parts").iterdir())
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.zeros(2)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, fingerprint="job") as writer:
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, facts=MINE) as writer:
         assert writer.kept("first") is None
         for number in range(2):
             writer.keep("first", [("a", torch.full((2,), number)), ("b", torch.tensor(0.5))], {"loss": number / 3})
         assert parts() == ["00001.state"]
         writer.keep("first", failing(), {})  # what was kept before is there until this would be
-    with CheckpointWriter(out, fingerprint="job") as writer:
+    with CheckpointWriter(out, facts=MINE) as writer:
         state = writer.kept("first")
         assert writer.kept("second") is None and writer.committed() == [] and parts() == ["00001.state"]
         assert state is not None and state.extra == {"loss": 1 / 3}
         assert state.read("a").tolist() == [1, 1] and float(state.read("b")) == 0.5
-        found = (staging(out) / "parts" / "00001.state").read_bytes()
+        found = (work(out) / "parts" / "00001.state").read_bytes()
         writer.put("c", torch.ones(2))
         writer.commit("first")
         assert parts() == ["00001"] and writer.kept("first") is None
-        (staging(out) / "parts" / "00001.state").write_bytes(found)  # as if it was killed in between
+        (work(out) / "parts" / "00001.state").write_bytes(found)  # as if it was killed in between
         writer.keep("second", [("a", torch.zeros(2))], {})
-    (staging(out) / "parts" / "00002.state").write_bytes(found)  # of the same job, but of earlier work
-    with CheckpointWriter(out, fingerprint="job") as writer:
+    (work(out) / "parts" / "00002.state").write_bytes(found)  # of the same job, but of earlier work
+    with CheckpointWriter(out, facts=MINE) as writer:
         assert parts() == ["00001"] and writer.kept("first") is writer.kept("second") is None
         writer.finish()
     assert load_file(out / "model.safetensors").keys() == {"c"} and os.listdir(out.parent) == ["out"]
@@ -138,7 +144,7 @@ def test_what_was_kept_last_of_unfinished_work_is_found_until_the_next_commit(ou
 @pytest.mark.usefixtures("fast")
 def test_a_job_that_begins_again_is_the_old_one_or_the_new_one_whenever_it_is_killed(out: Path) -> None:
     def attempts() -> None:
-        with CheckpointWriter(out, fingerprint="job") as writer:
+        with CheckpointWriter(out, facts=MINE) as writer:
             if not writer.committed():
                 writer.commit("plan", {"attempt": 1})
             if writer.part("plan")[1] == {"attempt": 1}:
@@ -147,7 +153,7 @@ def test_a_job_that_begins_again_is_the_old_one_or_the_new_one_whenever_it_is_ki
                     writer.commit("block 0")
                 writer.seal()
                 writer.begin_again("plan", {"attempt": 2})
-                assert os.listdir(staging(out) / "parts") == ["00001"] and not os.listdir(writer.directory)
+                assert os.listdir(work(out) / "parts") == ["00001"] and not os.listdir(writer.directory)
             if "block 0" not in writer.committed():
                 writer.put("0", torch.ones(3))
                 writer.commit("block 0")
@@ -159,7 +165,7 @@ def test_a_job_that_begins_again_is_the_old_one_or_the_new_one_whenever_it_is_ki
         status = os.waitpid(pid, 0)[1]
         assert status in (0, signal.SIGKILL)
         if not out.exists():
-            with CheckpointWriter(out, fingerprint="job") as writer:
+            with CheckpointWriter(out, facts=MINE) as writer:
                 attempt = writer.part("plan")[1]["attempt"] if writer.committed() else 0
                 seen.add((attempt, len(writer.committed())))
             assert os.waitpid(forked(attempts), 0)[1] == 0
@@ -171,33 +177,102 @@ def test_a_job_that_begins_again_is_the_old_one_or_the_new_one_whenever_it_is_ki
     assert seen == {(0, 0), (1, 1), (1, 2), (2, 1), (2, 2)}
 
 
-def test_a_discarded_result_is_not_kept(out: Path) -> None:
-    with pytest.raises(GateFailed), CheckpointWriter(out, fingerprint="job") as writer:
-        writer.put("a", torch.zeros(4))
-        writer.commit("a")
-        writer.seal()
-        writer.discard()
-        raise GateFailed("too far from the base")
-    assert os.listdir(out.parent) == []
+def test_what_fails_its_gates_is_kept_but_not_published(out: Path) -> None:
+    def gated(passes: bool) -> None:
+        with CheckpointWriter(out, facts=MINE) as writer:
+            if "a" not in writer.committed():
+                writer.put("a", torch.zeros(4))
+                writer.commit("a")
+            writer.seal()
+            if not passes:
+                raise GateFailed("too far from the base")
+            writer.finish()
+
+    for _ in range(2):  # the same command again publishes nothing either
+        with pytest.raises(GateFailed) as failed:
+            gated(passes=False)
+        note = failed.value.__notes__[-1]
+        assert note == f"{out} is not published; what was made is kept in {work(out)}"
+        assert not out.exists() and not any((work(out) / "checkpoint").iterdir())
+    with CheckpointWriter(out, facts=MINE) as writer:
+        assert writer.committed() == ["a"]
+    gated(passes=True)
+    assert os.listdir(out.parent) == ["out"]
 
 
-@pytest.mark.parametrize("other", ["another job", None])
-def test_another_job_starts_anew(out: Path, expected: dict[str, bytes], other: str | None) -> None:
+@pytest.mark.parametrize("other", [{"name": "mine", "threads": "8"}, {"name": "another"}], ids=str)
+def test_another_job_leaves_unfinished_work_alone_and_names_it(
+    out: Path, expected: dict[str, bytes], other: Facts
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         job(out, stop=KeyboardInterrupt())
-    assert job(out, fingerprint=other) == 0
+    with pytest.raises(KeyboardInterrupt):
+        job(out, facts=other, stop=KeyboardInterrupt())
+    with CheckpointWriter(out, facts=other) as writer:
+        assert writer.resumed == BLOCKS - 1
+        (found,) = writer.others()
+    assert found.path == work(out) and found.nbytes > 301 * (BLOCKS - 1)
+    assert found.differs == (("threads",) if "threads" in other else ("name", "threads"))
+    assert f"with other {', '.join(found.differs)} is kept in {work(out)}" in str(found)
+    assert job(out, facts=other) == BLOCKS - 1
+    assert content(out) == expected and os.listdir(staging(out)).count(work(out).name) == 1
+    shutil.rmtree(out)
+    assert job(out) == BLOCKS - 1
     assert content(out) == expected and os.listdir(out.parent) == ["out"]
 
 
+def test_work_without_facts_is_never_resumed_and_leaves_nothing(out: Path, expected: dict[str, bytes]) -> None:
+    (staging(out) / "unnamed" / "checkpoint").mkdir(parents=True)  # as a kill would leave it
+    assert job(out, facts=None) == 0
+    assert content(out) == expected and os.listdir(out.parent) == ["out"]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_job_goes_back_to_the_attempt_that_passed_whenever_it_is_killed(out: Path) -> None:
+    def attempts() -> None:
+        with CheckpointWriter(out, facts=MINE) as writer:
+            if not writer.committed():
+                writer.commit("plan", {"attempt": 1})
+            while True:
+                attempt = writer.part("plan")[1]["attempt"]
+                if "block 0" not in writer.committed():
+                    writer.put("0", torch.full((3,), attempt))
+                    writer.commit("block 0")
+                writer.put("norm", torch.full((2,), attempt))
+                writer.seal()
+                if "last" in writer.committed():
+                    break
+                if attempt == 1:
+                    writer.begin_again("plan", {"attempt": 2}, set_aside=True)
+                else:
+                    writer.go_back()
+                    writer.commit("last")
+            writer.finish()
+
+    step, status = 0, -1
+    while status != 0:
+        pid = forked(lambda step=step: kill_at(step, attempts))
+        status = os.waitpid(pid, 0)[1]
+        assert status in (0, signal.SIGKILL)
+        if not out.exists():
+            assert os.waitpid(forked(attempts), 0)[1] == 0
+        found = load_file(out / "model.safetensors")
+        assert {name: tensor.tolist() for name, tensor in found.items()} == {"0": [1, 1, 1], "norm": [1, 1]}
+        for path in (out, staging(out)):
+            shutil.rmtree(path, ignore_errors=True)
+        step += 1
+    assert step > 30
+
+
 def test_what_was_put_after_the_last_commit_is_put_again(out: Path, expected: dict[str, bytes]) -> None:
-    with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, fingerprint="job") as writer:
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(out, facts=MINE) as writer:
         for name, tensor in block(0).items():
             writer.put(name, tensor)
         writer.commit("block 0", {"loss": 0.0})
         writer.put("norm", torch.zeros(5))
         writer.seal()
         raise KeyboardInterrupt  # while the checkpoint is measured, say
-    assert not any((staging(out) / "checkpoint").iterdir())
+    assert not any((work(out) / "checkpoint").iterdir())
     assert job(out) == 1
     assert content(out) == expected
 
@@ -206,7 +281,7 @@ def test_what_was_put_after_the_last_commit_is_put_again(out: Path, expected: di
 def test_a_damaged_part_and_those_after_it_are_redone(out: Path, expected: dict[str, bytes], damage: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         job(out, stop=KeyboardInterrupt())
-    path = staging(out) / "parts" / "00002"
+    path = work(out) / "parts" / "00002"
     found = bytearray(path.read_bytes())
     found[40] ^= 4
     if damage == "remove":
@@ -218,10 +293,10 @@ def test_a_damaged_part_and_those_after_it_are_redone(out: Path, expected: dict[
 
 
 def test_a_part_damaged_while_the_job_runs_is_an_error(out: Path) -> None:
-    with CheckpointWriter(out, fingerprint="job") as writer:
+    with CheckpointWriter(out, facts=MINE) as writer:
         writer.put("a", torch.zeros(400))
         writer.commit("a")
-        path = staging(out) / "parts" / "00001"
+        path = work(out) / "parts" / "00001"
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(CheckpointError, match="damaged; run the command again"):
             writer.part("a")
@@ -230,7 +305,7 @@ def test_a_part_damaged_while_the_job_runs_is_an_error(out: Path) -> None:
 def test_names_and_keys_are_unique_over_interruptions(out: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         job(out, stop=KeyboardInterrupt())
-    with CheckpointWriter(out, fingerprint="job") as writer:
+    with CheckpointWriter(out, facts=MINE) as writer:
         with pytest.raises(CheckpointError, match="twice"):
             writer.put("0.codes", torch.zeros(1))
         with pytest.raises(ValueError, match="twice"):
@@ -244,7 +319,7 @@ def test_one_process_at_a_time(out: Path, expected: dict[str, bytes]) -> None:
     script = textwrap.dedent(f"""
         import sys, time, torch
         from qserve.checkpoint.writer import CheckpointWriter
-        with CheckpointWriter({str(out)!r}, fingerprint="other") as writer:
+        with CheckpointWriter({str(out)!r}, facts={{"name": "other"}}) as writer:
             writer.put("a", torch.zeros(4))
             writer.commit("a")
             print("ready", flush=True)
@@ -255,7 +330,7 @@ def test_one_process_at_a_time(out: Path, expected: dict[str, bytes]) -> None:
         assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
         with pytest.raises(CheckpointError, match="another process is writing") as caught:
             job(out)
-        assert "\n" not in str(caught.value) and (staging(out) / "parts" / "00001").exists()
+        assert "\n" not in str(caught.value) and (work(out, {"name": "other"}) / "parts" / "00001").exists()
     finally:
         holder.kill()
         holder.wait()
@@ -282,17 +357,17 @@ def test_no_space_keeps_what_is_done(out: Path, expected: dict[str, bytes]) -> N
 def test_space_that_is_taken_by_kept_parts_counts_as_there(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         job(out, stop=KeyboardInterrupt())
-    parts = sum(path.stat().st_size for path in (staging(out) / "parts").iterdir())
+    parts = sum(path.stat().st_size for path in work(out).rglob("*") if path.is_file())
     usage = type("Usage", (), {"free": 10_000})
     monkeypatch.setattr("qserve.checkpoint.writer.shutil.disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match="no space left"):
-        CheckpointWriter(out, fingerprint="job", expected_bytes=(10_000 + parts) // 2 + 1)
-    with CheckpointWriter(out, fingerprint="job", expected_bytes=(10_000 + parts) // 2) as writer:
+        CheckpointWriter(out, facts=MINE, expected_bytes=(10_000 + parts) // 2 + 1)
+    with CheckpointWriter(out, facts=MINE, expected_bytes=(10_000 + parts) // 2) as writer:
         assert writer.resumed == BLOCKS - 1
     kept = 10_000 + parts - 100
     with pytest.raises(CheckpointError, match="the checkpoint, and what a run goes on from after a kill"):
-        CheckpointWriter(out, fingerprint="job", expected_bytes=100, kept_bytes=kept + 1)
-    with CheckpointWriter(out, fingerprint="job", expected_bytes=100, kept_bytes=kept) as writer:
+        CheckpointWriter(out, facts=MINE, expected_bytes=100, kept_bytes=kept + 1)
+    with CheckpointWriter(out, facts=MINE, expected_bytes=100, kept_bytes=kept) as writer:
         assert writer.resumed == BLOCKS - 1
 
 
@@ -344,7 +419,7 @@ def test_killed_at_every_step(out: Path, expected: dict[str, bytes], overwrite: 
     while status != 0:
         old: dict[str, bytes] | None = None
         if overwrite:
-            job(out, fingerprint="old", blocks=1)
+            job(out, facts={"name": "old"}, blocks=1)
             old = content(out)
         read, write = os.pipe()
         pid = forked(lambda step=step, pipe=write: kill_at(

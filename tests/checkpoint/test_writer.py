@@ -86,7 +86,7 @@ def test_writing_takes_no_memory(tmp_path) -> None:
         tensor = torch.arange(8 << 20)
         size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
         resource.setrlimit(resource.RLIMIT_AS, (size + (24 << 20),) * 2)
-        with CheckpointWriter({str(tmp_path / "out")!r}, fingerprint="job", shard_bytes=128 << 20) as writer:
+        with CheckpointWriter({str(tmp_path / "out")!r}, facts={{"name": "job"}}, shard_bytes=128 << 20) as writer:
             writer.put("large", tensor)
             writer.commit("large")
             writer.put("half", tensor[::2][:1])
@@ -145,7 +145,7 @@ def test_a_name_is_written_once(tmp_path) -> None:
 def test_a_later_part_can_replace_a_tensor(tmp_path) -> None:
     """It keeps its place; a writer that resumes replaces as well."""
     for _ in range(2):
-        with CheckpointWriter(tmp_path / "out", fingerprint="f") as writer:
+        with CheckpointWriter(tmp_path / "out", facts={"name": "f"}) as writer:
             if not writer.resumed:
                 writer.put("a", torch.zeros(4))
                 writer.put("b", torch.zeros(4))
@@ -224,7 +224,7 @@ def test_the_old_checkpoint_survives_every_failure(tmp_path, monkeypatch) -> Non
     rename = os.rename
 
     def failing(source: object, target: object) -> None:
-        if ".partial/checkpoint" in str(source):
+        if str(source).endswith("/checkpoint"):
             raise OSError(5, "Input/output error")
         rename(source, target)
 
@@ -346,7 +346,7 @@ def test_an_interrupt_between_the_renames_puts_the_old_one_back(
     rename = os.rename
 
     def interrupted(source: Path, target: Path) -> None:
-        if ".partial/checkpoint" in str(source):
+        if str(source).endswith("/checkpoint"):
             raise KeyboardInterrupt
         rename(source, target)
 

@@ -55,6 +55,18 @@ def test_the_limit_itself_passes_and_beyond_it_fails() -> None:
     assert judge([Gate("perplexity_increase", 1, "at_most")], CARD)[0].baseline == 10.0
 
 
+def test_the_unfavourable_end_of_the_interval_is_judged() -> None:
+    intervals = {"kl_mean": (0.04, 0.07), "top1_agreement": (0.88, 0.93)}
+    card = dataclasses.replace(CARD, intervals=intervals)
+    reports = judge(quality_gates(max_kl=0.06, min_top1="89%"), card)
+    assert [report.passed for report in reports] == [False, False]
+    assert [report.bound for report in reports] == [0.07, 0.88]
+    assert [report.missed_by for report in reports] == pytest.approx([0.01, 0.01])
+    assert "FAILED by 0.01" in table(reports)[1] and "0.0700" in table(reports)[1]
+    assert all(report.passed for report in judge(quality_gates(max_kl=0.07, min_top1="88%"), card))
+    assert [report.bound for report in judge(quality_gates(max_ppl_increase="6%"), card)] == [None]
+
+
 @pytest.mark.parametrize("kind", ["at_most", "at_least"])
 def test_nan_passes_no_gate(kind: str) -> None:
     card = dataclasses.replace(CARD)
@@ -69,7 +81,7 @@ def test_the_table_says_which_failed_and_by_how_much() -> None:
     long = GateReport("output rate at 16 over transformers", 2.0, 8.0, "at_least", False, 3, "native", 10.0)
     reports = [*judge(quality_gates(max_kl=0.01, min_top1="50%"), CARD), long]
     header, kl, top1, rate = table(reports)
-    assert header.split() == ["gate", "measured", "limit", "verdict"]
+    assert header.split() == ["gate", "measured", "95", "%", "bound", "limit", "verdict"]
     assert kl.split() == ["kl_mean", "0.0500", "<=", "0.0100", "FAILED", "by", "0.04"]
     assert top1.endswith("passed")
     assert rate.startswith("output rate at 16 over transformers  ") and rate.endswith("FAILED by 6")

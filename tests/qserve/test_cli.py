@@ -79,14 +79,21 @@ def test_a_failing_gate_names_what_failed_and_publishes_nothing(
     cli: Cli, tiny_model: Path, text_file: Path, tmp_path: Path
 ) -> None:
     gates = ("--max-kl", "1e-9", "--min-top1", "100%", "--max-ppl-increase", "500%")
-    done = cli("quantize", tiny_model, tmp_path / "w4", *RTN, *gates, "--data", text_file, *SCORED)
+    command = ("quantize", tiny_model, tmp_path / "w4", *RTN, "--data", text_file, *SCORED)
+    done = cli(*command, *gates)
     done.refused(3, "gate failed: kl_mean, top1_agreement")
+    assert "is not published; what was made is kept in" in done.err and "with looser gates publishes it" in done.err
     rows = {row.split()[0]: row for row in done.err.splitlines() if "<=" in row or ">=" in row}
-    measured, limit = re.search(r"([\d.]+) +<= ([\d.]+) ", rows["kl_mean"]).groups()  # type: ignore[union-attr]
-    assert float(limit) == 0 and f"FAILED by {float(measured):.3g}"[:-1] in rows["kl_mean"]
+    found = re.search(r"([\d.]+) +([\d.]+) +<= ([\d.]+) ", rows["kl_mean"])
+    measured, bound, limit = map(float, found.groups())  # type: ignore[union-attr]
+    assert limit == 0 and measured < bound and f"FAILED by {bound:.3g}"[:-1] in rows["kl_mean"]
     assert "FAILED by" in rows["top1_agreement"] and ">= 1.0000" in rows["top1_agreement"]
     assert rows["perplexity_increase"].endswith("passed")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".w4.partial"]
+    assert cli(*command, *gates).code == 3 and not (tmp_path / "w4").exists()
+    done = cli(*command, "--max-kl", 50)
+    assert done.code == 0 and "2 of 2 blocks are done" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["w4"]
 
 
 def test_a_failing_gate_leaves_the_checkpoint_that_was_there(
@@ -98,7 +105,7 @@ def test_a_failing_gate_leaves_the_checkpoint_that_was_there(
     gate = ("--max-kl", "0", "--data", text_file, *SCORED)
     cli("quantize", tiny_model, out, *RTN, "--asym", "--overwrite", *gate).refused(3, "kl_mean")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert list(tmp_path.iterdir()) == [out]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".w4.partial", "w4"]
 
 
 def test_a_passing_gate_publishes_with_a_card(cli: Cli, tiny_model: Path, text_file: Path, tmp_path: Path) -> None:

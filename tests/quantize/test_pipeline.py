@@ -349,24 +349,58 @@ def test_what_a_measurement_kept_is_there_for_the_same_job_alone(llama, tmp_path
     pipeline.run(HFDirectory(llama), tmp_path / "out", dataclasses.replace(job, seed=1), measure=measure)
     assert found[0] is None and found[1] and found[2] is None
     assert found[3] == f"of {HFDirectory(tmp_path / 'out').sha256()}"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    shutil.rmtree(tmp_path / "out")
+    pipeline.run(HFDirectory(llama), tmp_path / "out", job, measure=measure)  # its own work was left alone
+    assert found[4] == found[1] and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_failed_gate_leaves_nothing_or_the_old_checkpoint(llama, tmp_path):
+@pytest.mark.parametrize("options", [{}, dict(method="rtn", calibration=None)], ids=str)
+def test_what_fails_a_gate_is_published_by_a_looser_one_without_making_it_again(llama, tmp_path, monkeypatch, options):
     def fail(card):
         raise GateFailed("kl")
 
-    gated = dict(measure=lambda *_: CARD, accept=fail)
-    with pytest.raises(GateFailed):
-        pipeline.run(HFDirectory(llama), tmp_path / "out", QuantizeJob(**SMALL), **gated)
-    assert list(tmp_path.iterdir()) == []
-    job = QuantizeJob(overwrite=True, **SMALL)
-    pipeline.run(HFDirectory(llama), tmp_path / "out", job)
+    source, job = HFDirectory(llama), QuantizeJob(overwrite=True, **SMALL, **options)
+    pipeline.run(source, tmp_path / "whole", job)
+    pipeline.run(source, tmp_path / "out", dataclasses.replace(job, bits=8))
     before = HFDirectory(tmp_path / "out").sha256()
-    with pytest.raises(GateFailed):
-        pipeline.run(HFDirectory(llama), tmp_path / "out", dataclasses.replace(job, seed=9), **gated)
-    assert HFDirectory(tmp_path / "out").sha256() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for _ in range(2):  # nor does the same command publish it when it is given again
+        with pytest.raises(GateFailed) as failed:
+            pipeline.run(source, tmp_path / "out", job, measure=lambda *_: CARD, accept=fail)
+        assert "out is not published; what was made is kept in" in failed.value.__notes__[-1]
+        assert HFDirectory(tmp_path / "out").sha256() == before
+        monkeypatch.setattr(block.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
+    pipeline.run(source, tmp_path / "out", job, measure=lambda *_: CARD, accept=lambda card: None)
+    assert HFDirectory(tmp_path / "out").card == CARD
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_other_threads_and_tokenizers_begin_anew_and_leave_what_was_done(llama, tmp_path, monkeypatch):
+    model, job, seen = shutil.copytree(llama, tmp_path / "model"), QuantizeJob(**SMALL), []
+
+    def run(stop):
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, "write_rest", stop)
+            with suppress(KeyboardInterrupt):
+                pipeline.run(HFDirectory(model), tmp_path / "out", job, progress=lambda e: seen.append(e.message))
+        lines = [line for line in seen if "resuming" in line or "is kept in" in line]
+        seen.clear()
+        return lines
+
+    assert run(interrupted) == []
+    torch.set_num_threads(2)
+    (other,) = run(interrupted)
+    assert "unfinished work with other threads is kept in" in other
+    torch.set_num_threads(1)
+    assert ["2 of 2 blocks are done" in line for line in run(interrupted)] == [False, True]
+    path = model / "tokenizer.json"
+    tokens = json.loads(path.read_text())
+    words = tokens["model"]["vocab"]
+    words["a"], words["e"] = words["e"], words["a"]
+    path.write_text(json.dumps(tokens))
+    first, second = run(interrupted)
+    assert "with other tokenizer, calibration tokens is" in first + second
+    assert "with other tokenizer, calibration tokens, threads is" in first + second
 
 
 def test_everything_impossible_is_refused_before_calibration(llama, qwen2, tmp_path, monkeypatch):
@@ -646,6 +680,53 @@ def test_the_smallest_within_a_divergence_is_chosen_by_measurement(llama, tmp_pa
     assert HFDirectory(tmp_path / "out").card.kl_mean == 0.19
     with pytest.raises(UsageError, match="needs a measurement"):
         pipeline.run(HFDirectory(llama), tmp_path / "other", job)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_attempt_that_passed_is_published_where_smaller_ones_fail(llama, tmp_path, monkeypatch, killed):
+    """The first one passes with much to spare, so a smaller one is tried, and all those fail."""
+    limit, made, stop = 2e-5, [], [killed]
+    source, job = HFDirectory(llama), QuantizeJob(max_kl=limit, **SMALL)
+
+    def measure(path, _):
+        if len(made) == 2 and stop.pop():
+            stop.append(False)
+            raise KeyboardInterrupt
+        made.append(HFDirectory(path).sha256())
+        return dataclasses.replace(CARD, kl_mean=limit * (0.5 if made[-1] == made[0] else 1.5))
+
+    def accept(card):
+        if card.kl_mean > limit:
+            raise GateFailed("kl")
+
+    if killed:
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(source, tmp_path / "out", job, measure=measure, accept=accept)
+    report = pipeline.run(source, tmp_path / "out", job, measure=measure, accept=accept)
+    assert made[0] == made[-1] and len(set(made)) > 1, "only the first one passed"
+    read = HFDirectory(tmp_path / "out")
+    assert read.sha256() == made[0] and read.card.kl_mean == report.card.kl_mean == 0.5 * limit
+    tried = [each for each in report.tried if each.measured]
+    assert [each.kl / limit for each in tried] == pytest.approx([0.5, 1.5, 1.5, 1.5])
+    assert tried[0].bits_per_weight == pytest.approx(report.bits_per_weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_looser_divergence_publishes_the_last_attempt(llama, tmp_path, monkeypatch):
+    source, job = HFDirectory(llama), QuantizeJob(max_kl=0.2, **SMALL)
+
+    def accept(limit, card):
+        if card.kl_mean > limit:
+            raise GateFailed("kl")
+
+    measure = lambda *_: dataclasses.replace(CARD, kl_mean=0.25)  # noqa: E731
+    for _ in range(2):
+        with pytest.raises(GateFailed):
+            pipeline.run(source, tmp_path / "out", job, measure=measure, accept=functools.partial(accept, 0.2))
+        monkeypatch.setattr(block.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
+    looser = dataclasses.replace(job, max_kl=0.26)
+    pipeline.run(source, tmp_path / "out", looser, measure=measure, accept=functools.partial(accept, 0.26))
+    assert HFDirectory(tmp_path / "out").card.kl_mean == 0.25
 
 
 @pytest.mark.parametrize("stop", ["a block", "the measurement"])

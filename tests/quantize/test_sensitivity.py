@@ -243,16 +243,15 @@ def test_stopped_anywhere_it_goes_on_and_finds_the_same(qwen2, tmp_path, options
 
     expected = measure(skeleton, windows(), offered, **settings)
     for step in (1, 2, 3, 4, 0):  # the second block, then two of three samples, then to the end
-        with suppress(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", fingerprint="job") as writer:
-            files = list((tmp_path / ".out.partial" / "parts").iterdir())
+        with suppress(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", facts={"name": "job"}) as writer:
+            files = list((tmp_path / ".out.partial").glob("*/parts/*"))
             assert [path.name for path in files] == (["00001.state"] if told else [])
             found = measure(
                 Skeleton(HFDirectory(qwen2)), windows(), offered, **settings, progress=stopped_at(step),
                 kept=writer.kept("plan"), keep=partial(writer.keep, "plan"),
             )  # fmt: skip
             assert step == 0 and found == expected
-            writer.discard()
-    assert told == [1, 2, 3, 4, 5] and list(tmp_path.iterdir()) == []  # nothing was done twice
+    assert told == [1, 2, 3, 4, 5]  # nothing was done twice
 
 
 @pytest.mark.parametrize(
