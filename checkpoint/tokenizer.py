@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.extras import require
 from qserve.checkpoint.files import read_json_object
 
@@ -53,6 +53,27 @@ def load_tokenizer(directory: Path, *, vocab_size: Any = None,
             "it belongs to another model"
         )
     return tokenizer
+
+
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Replace its chat template by the one in ``file``. Raises ``UsageError`` for one that cannot render a message."""
+    try:
+        template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {file} cannot be read ({error})") from None
+    word = "these words of a user"
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": word}], chat_template=template, add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # a template is a program, and may fail in any way
+        line = getattr(error, "lineno", None)
+        where = f"{file}, line {line}" if line else str(file)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"--chat-template {where}: a message of a user cannot be rendered ({reason})") from None
+    if word not in str(text):
+        raise UsageError(f"--chat-template {file} leaves out what a user says: it must render messages, as Jinja")
+    tokenizer.chat_template = template
 
 
 def split_digits(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -157,7 +157,9 @@ def with_server(
         _talk(client, system)
 
 
-def with_model(model: str, config: EngineConfig, system: str | None, options: dict[str, Any]) -> None:
+def with_model(
+    model: str, chat_template: Path | None, config: EngineConfig, system: str | None, options: dict[str, Any]
+) -> None:
     """Converse with a model that is loaded for it, behind a private server whose key nobody else has."""
     try:
         SamplingParams(**options)
@@ -167,7 +169,7 @@ def with_model(model: str, config: EngineConfig, system: str | None, options: di
     from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import ServerHandle
 
-    engine = steps.load(steps.open_source(model), config)
+    engine = steps.load(steps.open_source(model, chat_template), config)
     key = secrets.token_hex()
     with (
         ServerHandle(engine, config=ServerConfig(api_keys=(key,))) as server,

@@ -14,6 +14,7 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import demo_path
 from qserve.checkpoint.errors import CheckpointError, QServeError
 from qserve.checkpoint.source import ModelSource, open_model
+from qserve.checkpoint.tokenizer import use_chat_template
 from qserve.evals import quality
 from qserve.evals.gate import GateReport, table
 from qserve.quantize.job import QuantizeJob
@@ -23,12 +24,16 @@ from qserve.runtime.engine import Engine
 from qserve.runtime.memory import MemoryPlan
 
 
-def open_source(model: str) -> ModelSource:
-    """Open MODEL; the first use of the demo model downloads it."""
+def open_source(model: str, chat_template: Path | None = None) -> ModelSource:
+    """Open MODEL; the first use of the demo model downloads it. ``chat_template``: a file, instead of its own."""
     if model == "demo" and not demo_path().exists():
         with console.progress("download") as update:
-            return open_model(model, progress=update)
-    return open_model(model)
+            source = open_model(model, progress=update)
+    else:
+        source = open_model(model)
+    if chat_template is not None:
+        use_chat_template(source.tokenizer(), chat_template)
+    return source
 
 
 def operations(source: ModelSource) -> str:

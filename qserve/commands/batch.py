@@ -11,6 +11,7 @@ from qserve import console
 from qserve.checkpoint.errors import UsageError
 from qserve.commands.options import (
     ENGINE,
+    ChatTemplate,
     Kernels,
     KvCacheMemory,
     MaxModelLen,
@@ -35,6 +36,7 @@ def batch(
         int, typer.Option(help="Lines in flight at most, and choices of one line.")
     ] = ENGINE.max_waiting,
     kv_cache_memory: KvCacheMemory = None,
+    chat_template: ChatTemplate = None,
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
 ) -> None:
@@ -63,7 +65,7 @@ def batch(
         if is_done(lines, answers):
             console.line(f"{out} holds the answer to every line already")
             return
-        engine = steps.load(steps.open_source(model), config)
+        engine = steps.load(steps.open_source(model, chat_template), config)
         with console.progress("batch") as update:
             report = run_batch(engine, lines, answers, model_name=served_model_name, update=update)
     for text in report.summary():

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from qserve.checkpoint.errors import UsageError
-from qserve.commands.options import ENGINE, Kernels, Threads
+from qserve.commands.options import ENGINE, ChatTemplate, Kernels, Threads
 from qserve.runtime.config import EngineConfig
 
 
@@ -41,6 +41,7 @@ def chat(
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of the conversation. [default: what model and memory allow]")
     ] = None,
+    chat_template: ChatTemplate = None,
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
 ) -> None:
@@ -54,11 +55,13 @@ def chat(
     from qserve import chat as conversation
 
     if "://" in model:
-        if (max_model_len, kernels, threads) != (None, ENGINE.kernels, None):
-            raise UsageError("--max-model-len, --kernels and --threads are for a model in this process")
+        if (max_model_len, chat_template, kernels, threads) != (None, None, ENGINE.kernels, None):
+            raise UsageError(
+                "--max-model-len, --chat-template, --kernels and --threads are for a model in this process"
+            )
         conversation.with_server(model, api_key, name, system, options)
     else:
         if name is not None:
             raise UsageError("--model is for a server that has several")
         engine = EngineConfig(max_model_len=max_model_len, max_num_seqs=1, kernels=kernels, threads=threads)
-        conversation.with_model(model, engine, system, {"temperature": 0.7} | options)
+        conversation.with_model(model, chat_template, engine, system, {"temperature": 0.7} | options)

@@ -68,6 +68,9 @@ GateFile = Annotated[
 ]
 
 ServedModelName = Annotated[str | None, typer.Option(help="What requests call the model. [default: its name]")]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(help="A Jinja chat template instead of the model's own.", metavar="FILE")
+]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Tokens of prompt and output. [default: what model and memory allow]")
 ]

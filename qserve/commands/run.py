@@ -11,6 +11,7 @@ from qserve import console
 from qserve.commands import values
 from qserve.commands.options import (
     ENGINE,
+    ChatTemplate,
     CpuList,
     Kernels,
     KvCacheMemory,
@@ -100,6 +101,7 @@ def run(
         str | None,
         typer.Option(help="OpenTelemetry collector that gets the traces; needs the tracing extra.", metavar="URL"),
     ] = None,
+    chat_template: ChatTemplate = None,
     tool_format: Annotated[
         str, typer.Option(help="How the model writes tool calls: auto, none, hermes, llama, mistral or mistral-named.")
     ] = "auto",
@@ -148,7 +150,7 @@ def run(
     )
     if otlp_endpoint is not None:
         otlp_exporter(otlp_endpoint).shutdown()  # finds errors before the model is loaded
-    source = steps.open_source(model)
+    source = steps.open_source(model, chat_template)
     say = logs.start(log_format, log_level, console.note)
     sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
 

@@ -219,6 +219,29 @@ def test_no_tokenizer(cli: Cli, damaged: Path, text_file: Path, out: Path) -> No
     cli("bench", damaged).refused(1, "no tokenizer")
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, ("cannot be read",)),
+        (b"\xff", ("cannot be read",)),
+        (b"{{ messages[0].content }}\n{% for m in messages %}", (", line 2", "cannot be rendered")),
+        (b"{{ messages[0].content | shout }}", ("cannot be rendered", "shout")),
+        (b"{{ messages[0].content[0].text }}", ("leaves out",)),
+        (b"{{ raise_exception('no users') }}", ("cannot be rendered", "no users")),
+        (b"Hello.", ("leaves out what a user says",)),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used(
+    cli: Cli, tiny_model: Path, tmp_path: Path, template: bytes | None, words: tuple[str, ...]
+) -> None:
+    """It is known before a weight is read: this server's cache would be refused, too."""
+    file = tmp_path / "template.jinja"
+    if template is not None:
+        file.write_bytes(template)
+    refused = cli("run", tiny_model, "--port", 0, "--kv-cache-memory", 1, "--chat-template", file)
+    refused.refused(2, "--chat-template", str(file), *words)
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(
     cli: Cli, damaged: Path, tiny_packed: Path, text_file: Path, out: Path
 ) -> None:

@@ -211,6 +211,22 @@ def test_interrupted_by_ctrl_c(tiny_model: Path, tmp_path: Path) -> None:
     assert 3 <= len(answers(out)) < 400
 
 
+def test_a_chat_template_of_ones_own(cli, tiny_model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ style }}: {{ m.content }}{% endfor %}")
+    messages = [{"role": "user", "content": "the fox"}]
+    lines = [
+        request("own", CHAT, messages=messages, temperature=0, chat_template_kwargs={"style": "quick"}),
+        request("same", prompt="quick: the fox", temperature=0),
+    ]
+    out = tmp_path / "out.jsonl"
+    done = cli("batch", write(tmp_path / "in.jsonl", lines), out, "--model", tiny_model, "--chat-template", template)
+    assert done.code == 0, done.err
+    own, same = (answers(out)[name]["response"]["body"] for name in ("own", "same"))
+    assert own["choices"][0]["message"]["content"] == same["choices"][0]["text"]
+    assert own["usage"] == same["usage"]
+
+
 def test_what_is_refused_before_a_model_is_loaded(cli, tmp_path: Path) -> None:
     good, out = write(tmp_path / "in.jsonl", [request("a", prompt="x")]), tmp_path / "out.jsonl"
     twice = write(tmp_path / "twice.jsonl", [request("a"), "", request("b"), request("a")])

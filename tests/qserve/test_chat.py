@@ -189,6 +189,7 @@ def test_refusals_and_absence_are_one_line(server: Scripted, cli: Cli) -> None:
     cli("chat", url).refused(1, url, "refused")
     cli("chat", "ftp://example").refused(2, "http://127.0.0.1:8000")
     cli("chat", url, "--threads", 2).refused(2, "--threads")
+    cli("chat", url, "--chat-template", "x").refused(2, "--chat-template")
     cli("chat", "demo", "--model", "x").refused(2, "--model")
     cli("chat", "demo", "--temperature", "-1").refused(2, "--temperature", "between")
     with pytest.raises(UsageError, match="no command /what"):

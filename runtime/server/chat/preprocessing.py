@@ -10,6 +10,7 @@ from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.chat.dialect import Dialect, OutputParser
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.chat.reasoning import ReasoningParser
+from qserve.runtime.server.chat.template_options import DEFAULT_OPTIONS, TemplateOptions
 from qserve.runtime.server.chat.tool_grammar import tool_constraint
 from qserve.runtime.server.chat.tool_parser import ToolParser
 from qserve.runtime.server.chat.tool_use import ToolUse
@@ -30,9 +31,9 @@ def preprocess(
     messages: Sequence[Mapping[str, Any]],
     params: SamplingParams,
     use: ToolUse,
-    options: Mapping[str, Any] | None = None,
+    options: TemplateOptions = DEFAULT_OPTIONS,
 ) -> ChatInputs:
-    """``options``: variables of the chat template. Raises ``RequestError`` where the model cannot do what is asked."""
+    """Raises ``RequestError`` where the model cannot do what is asked."""
     if use.callable and dialect.tools is None:
         raise RequestError(
             "the chat template of this model is of no known format of tool calls; choose one with --tool-format",
@@ -43,7 +44,10 @@ def preprocess(
     prompt = encoder.chat(messages, [tool.for_template() for tool in use.shown], options)
     # Whatever the prompt says, an answer that is held to a format has no room for reasoning.
     tags = dialect.reasoning if params.constraint is None else None
-    opened = tags is not None and encoder.tail(prompt).rstrip().endswith(tags.begin)
+    opened = tags is not None and (
+        encoder.tail(prompt).rstrip().endswith(tags.begin)
+        or (options.continue_final_message and tags.are_open(messages[-1]["content"]))
+    )
     format = dialect.tools if use.callable else None
     params = replace(
         params, visible_tokens=dialect.visible_tokens(tools=format is not None, reasoning=tags is not None)

@@ -6,12 +6,12 @@ import copy
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import TemplateError
 
 from qserve.runtime.detokenizer import decode
 from qserve.runtime.sampling import RequestError
+from qserve.runtime.server.chat.template_options import DEFAULT_OPTIONS, TemplateOptions, template_variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,17 +62,18 @@ class PromptEncoder:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] | None = None,
+        options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> list[int]:
         """Encode the messages by the chat template, up to the beginning of the answer.
 
-        Special tokens count as such in the template; in a message or a tool they are plain text.
-        ``options``: more variables of the template, never text of strangers. Raises ``RequestError`` where there is no
-        template, it refuses the messages, or it does not tell the model of the tools.
+        Special tokens count as such in the template; in a message, a tool or a variable they are plain text.
+        Raises ``RequestError`` where there is no template, it refuses the messages, it does not tell the model of the
+        tools, it has no such variable, or its last message cannot be continued.
         """
-        self._check_length(sum(map(len, _texts([messages, tools]))), self._longest)
+        self._check_length(sum(map(len, _texts([messages, tools, options.variables]))), self._longest)
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
+        self._check_variables(options.variables)
         # Text that looks like a special token is hidden behind a word nobody can guess, and tokenized apart.
         mark = f"x{secrets.token_hex(12)}"
         hidden: list[list[int]] = []
@@ -85,10 +86,19 @@ class PromptEncoder:
             self._check_length(num_hidden, 1)
             return f"{mark}n{len(hidden) - 1}x"
 
-        safe = _map_texts([messages, tools], lambda text: self._special.sub(hide, text))
-        text = self._render(safe[0], safe[1], options or {})
-        if tools and text == self._render(safe[0], [], options or {}):
+        def safe(node: Any) -> Any:
+            return _map_texts(node, lambda text: self._special.sub(hide, text))
+
+        shown, known, variables = safe(messages), safe(tools), safe(options.variables)
+        last = shown[-1].get("content") or ""
+        if options.continue_final_message:
+            shown[-1]["content"] = f"{last}{mark}e "
+        more = {"add_generation_prompt": options.add_generation_prompt, **variables}
+        text = self._render(shown, known, more)
+        if tools and text == self._render(shown, [], more):
             raise RequestError("the chat template of this model does not know tools", "tools")
+        if options.continue_final_message:
+            text = _continued(text, last, f"{mark}e ")
         pieces = re.split(rf"{mark}n(\d+)x", text)
         distinct = list(dict.fromkeys(pieces[::2]))
         encoded = dict(zip(distinct, self._encode(distinct, add_special_tokens=False), strict=True))
@@ -110,14 +120,23 @@ class PromptEncoder:
             )
         ]
 
-    def _render(self, messages: list[Any], tools: list[Any], options: Mapping[str, Any]) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        return template_variables(self._tokenizer)
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        for name in variables:
+            if name not in self._variables:
+                raise RequestError(
+                    f"the chat template of this model has no variable {name!r:.80} for requests; it has "
+                    + (", ".join(sorted(self._variables)) or "none"),
+                    f"chat_template_kwargs.{name:.80}",
                 )
-            )
-        except (TemplateError, TypeError, ValueError) as error:
+
+    def _render(self, messages: list[Any], tools: list[Any], more: Mapping[str, Any]) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **more))
+        except Exception as error:  # a template is a program, and may fail in any way on what it was not written for
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from None
 
     def _check_length(self, length: int, per_token: int) -> None:
@@ -140,6 +159,20 @@ def _any_of(words: Iterable[str]) -> str:
     if not may_end and len(branches) == 1:
         return branches[0]
     return f"(?:{'|'.join(branches)}){'?' if may_end else ''}" if branches else ""
+
+
+def _continued(text: str, last: str, mark: str) -> str:
+    """``text`` up to ``mark``, which stands at the end of the ``last`` message. Where the template cuts white space off
+    messages, that of the end is cut off here too."""
+    end = text.rfind(mark.rstrip())
+    start = text[: max(end, 0)]
+    if not last.strip() or last.strip() not in start:
+        raise RequestError(
+            "the last message cannot be continued: "
+            + ("the chat template does not show it as it is" if last.strip() else "it holds no text"),
+            "continue_final_message",
+        )
+    return start if text.startswith(mark, end) else start.rstrip()
 
 
 def _map_texts(node: Any, change: Callable[[str], str]) -> Any:

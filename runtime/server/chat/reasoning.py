@@ -17,6 +17,10 @@ class ReasoningTags:
     begin: str
     end: str
 
+    def are_open(self, text: str) -> bool:
+        """Whether ``text`` ends inside reasoning that it began."""
+        return text.rfind(self.begin) > text.rfind(self.end)
+
 
 REASONING_TAGS = (
     ReasoningTags("<think>", "</think>"),

@@ -19,6 +19,7 @@ from qserve.runtime.sampling import (
     RequestError,
     SamplingParams,
 )
+from qserve.runtime.server.chat.template_options import TemplateOptions
 from qserve.runtime.server.chat.tool_use import ToolUse
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.openai.hints import Hints, ReasoningEffort, Verbosity
@@ -139,19 +140,31 @@ class CompletionRequest(_GenerationRequest):
         return self._params(logprobs=logprobs, **more)
 
 
-class TemplateOptions(Strict):
-    """The variables of chat templates that a client may set. Others are refused: a template may trust them."""
+class TemplateFields(Strict):
+    """How the messages of a conversation are rendered; ``chat_template_kwargs`` are variables of the chat template."""
 
-    enable_thinking: bool | None = None
+    not_done: ClassVar[NotDone] = {"chat_template": ()}
 
-    def given(self) -> dict[str, bool]:
-        return self.model_dump(exclude_none=True)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def template_options(self) -> TemplateOptions:
+        """A last message that is continued is followed by no generation prompt."""
+        continued = bool(self.continue_final_message)
+        if continued and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
+            )
+        given = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
+        prompted = not continued if self.add_generation_prompt is None else self.add_generation_prompt
+        return TemplateOptions(prompted, continued, given)
 
 
-class ChatRequest(_GenerationRequest, Hints):
+class ChatRequest(_GenerationRequest, TemplateFields, Hints):
     not_done: ClassVar[NotDone] = {
+        **TemplateFields.not_done,
         "audio": (),
-        "chat_template": (),
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
@@ -168,7 +181,6 @@ class ChatRequest(_GenerationRequest, Hints):
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: ReasoningEffort | None = None  # a hint, too
     verbosity: Verbosity | None = None
 

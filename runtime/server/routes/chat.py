@@ -21,9 +21,9 @@ async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     service.check_model(body.model)
     try:
         messages = [message.for_template() for message in body.messages]
-        options = body.chat_template_kwargs.given() if body.chat_template_kwargs else None
+        params, use, options = body.sampling_params(), body.tool_use(), body.template_options()
         inputs = await asyncio.to_thread(
-            preprocess, service.encoder, service.dialect, messages, body.sampling_params(), body.tool_use(), options
+            preprocess, service.encoder, service.dialect, messages, params, use, options
         )
         params = inputs.params
         generation = await service.submit(call, [inputs.prompt], params, body.priority)

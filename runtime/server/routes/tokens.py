@@ -12,19 +12,16 @@ from pydantic import Field
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.openai.messages import Message
 from qserve.runtime.server.openai.openapi import described
-from qserve.runtime.server.openai.protocol import MAX_MESSAGES, parse
+from qserve.runtime.server.openai.protocol import MAX_MESSAGES, TemplateFields, parse
 from qserve.runtime.server.openai.strict import NotDone, Strict
 from qserve.runtime.server.service import Service, call_of
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(TemplateFields):
     """``prompt``, or ``messages`` as the chat template writes them."""
 
     not_done: ClassVar[NotDone] = {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
+        **TemplateFields.not_done,
         "mm_processor_kwargs": ({},),
         "tools": ([],),
     }
@@ -51,7 +48,8 @@ def router(service: Service) -> APIRouter:
             return service.encoder.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         if body.add_special_tokens:
             raise RequestError("the chat template puts special tokens where they belong", "add_special_tokens")
-        return service.encoder.chat([message.for_template() for message in body.messages or ()])
+        messages = [message.for_template() for message in body.messages or ()]
+        return service.encoder.chat(messages, options=body.template_options())
 
     @routes.post("/tokenize", **described(TokenizeRequest))
     async def tokenize(request: Request) -> Response:

@@ -238,6 +238,20 @@ def test_reasoning_that_is_off(start: Start, script: Scripted) -> None:
     assert (message.content, hasattr(message, "reasoning_content")) == ("ab", False)
 
 
+def test_reasoning_that_the_last_message_begins(start: Start, script: Scripted) -> None:
+    """The answer goes on where the message stopped: inside its reasoning, or after it."""
+    client = start(THINKING)
+    model = client.models.list().data[0].id
+    script.say("hm</think>Yes.")
+    for begun, thought, words in (("<think>so ", "hm", "Yes."), ("<think>a</think>b", None, "hm</think>Yes.")):
+        messages: list[Any] = [*USER, {"role": "assistant", "content": begun}]
+        answer = client.chat.completions.create(
+            model=model, messages=messages, extra_body={"continue_final_message": True, "add_generation_prompt": False}
+        )
+        message = answer.choices[0].message
+        assert (getattr(message, "reasoning_content", None), message.content) == (thought, words)
+
+
 def call(**more: Any) -> dict[str, Any]:
     return {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}} | more
 
@@ -270,8 +284,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
     ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    ({"add_generation_prompt": 1}, "add_generation_prompt"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    (
+        {"continue_final_message": True, "messages": [{"role": "assistant", "tool_calls": [call()]}]},
+        "continue_final_message",
+    ),
     ({"messages": [{"role": "user", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [call()]}]}, "messages[0].tool_calls"),

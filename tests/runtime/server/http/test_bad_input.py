@@ -208,7 +208,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("/../tokenize", {"prompt": 3}, "prompt"),
     ("/../tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
     ("/../tokenize", {"messages": [{}]}, "messages[0].role"),
-    ("/../tokenize", {"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
+    ("/../tokenize", {"messages": [USER], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a"),
     ("/../tokenize", {"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
     ("/../tokenize", {"prompt": "a " * 3_000_000}, "prompt"),
     ("/../detokenize", {}, "tokens"),

@@ -45,6 +45,21 @@ def test_logit_bias(server: ServerHandle, path: str) -> None:
         assert post(server, path, asked | {"logit_bias": nothing})["choices"][0] == plain
 
 
+def test_a_message_is_continued(server: ServerHandle, engine: Engine) -> None:
+    """The prompt ends inside the last message, as ``/tokenize`` shows it, and the answer is what comes next."""
+    messages = [USER, {"role": "assistant", "content": "the quick brown"}]
+    begun = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    tokens = post(server, "/../tokenize", begun)["tokens"]
+    assert engine.tokenizer.decode(tokens).endswith("<|im_start|>assistant\nthe quick brown")
+    answer = post(server, "/chat/completions", GREEDY | begun)
+    plain = post(server, "/completions", GREEDY | {"prompt": tokens})
+    assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+    whole = post(server, "/../tokenize", {"messages": messages})["tokens"]
+    closed = post(server, "/../tokenize", {"messages": messages, "add_generation_prompt": False})["tokens"]
+    assert len(tokens) < len(closed) < len(whole) and whole[: len(closed)] == closed
+
+
 def test_a_bias_on_every_token_changes_nothing(server: ServerHandle, engine: Engine) -> None:
     if engine.vocab_size > 1024:
         pytest.skip("a bias may name 1,024 tokens")
