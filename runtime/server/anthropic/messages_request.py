@@ -6,6 +6,7 @@ Sampling fields have the bounds of ``SamplingParams``. What Anthropic has and th
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -15,6 +16,7 @@ from qserve.runtime.constraint import Constraint
 from qserve.runtime.sampling import MAX_STOP_STRINGS, RequestError, SamplingParams
 from qserve.runtime.server.anthropic.blocks import CacheControl, Content, InputMessage, read_blocks, template_messages
 from qserve.runtime.server.chat.reasoning import ReasoningTags
+from qserve.runtime.server.chat.template_options import TemplateOptions
 from qserve.runtime.server.chat.tool_use import ToolUse
 from qserve.runtime.server.openai.hints import Label
 from qserve.runtime.server.openai.protocol import MAX_MESSAGES, Delivery
@@ -108,18 +110,17 @@ class CountTokensRequest(Strict):
         turns = [] if self.system is None else [("system", read_blocks(self.system, "system", "system"))]
         for number, message in enumerate(self.messages):
             turns.append((message.role, read_blocks(message.content, message.role, f"messages[{number}].content")))
-        if self.messages[-1].role == "assistant":
-            raise RequestError("the last message must be the user's: the model begins its answer itself", "messages")
         return template_messages(turns)
 
-    def template_options(self, tags: ReasoningTags | None) -> dict[str, Any]:
-        """The variables of the chat template; ``tags`` are those of the model's reasoning. As with Anthropic, a model
-        that can leave out its reasoning does so unless it is asked for."""
-        if tags is None:
-            if self.thinking is not None and self.thinking.type == "enabled":
-                raise RequestError("the chat template of this model marks no reasoning; leave it out", "thinking")
-            return {}
-        return {"enable_thinking": self.thinking is not None and self.thinking.type != "disabled"}
+    def template_options(self, tags: ReasoningTags | None, variables: Collection[str]) -> TemplateOptions:
+        """``tags``: of the model's reasoning; ``variables``: of its chat template. As with Anthropic, a model that can
+        leave out its reasoning does so unless it is asked for, and a last message of the assistant is continued."""
+        if tags is None and self.thinking is not None and self.thinking.type == "enabled":
+            raise RequestError("the chat template of this model marks no reasoning; leave it out", "thinking")
+        thinking = self.thinking is not None and self.thinking.type != "disabled"
+        given = {"enable_thinking": thinking} if tags is not None and "enable_thinking" in variables else {}
+        begun = self.messages[-1].role == "assistant"
+        return TemplateOptions(add_generation_prompt=not begun, continue_final_message=begun, variables=given)
 
     def tool_use(self) -> ToolUse:
         choice = self.tool_choice
@@ -137,7 +138,8 @@ class CountTokensRequest(Strict):
 
     def name_of(self, param: str | None) -> str | None:
         """The name in this request of the field that is ``param`` elsewhere."""
-        return {"prompt": "messages", "stop": "stop_sequences"}.get(param or "", param)
+        names = {"prompt": "messages", "continue_final_message": "messages", "stop": "stop_sequences"}
+        return names.get(param or "", param)
 
 
 class MessageRequest(CountTokensRequest):

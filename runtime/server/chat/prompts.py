@@ -121,15 +121,16 @@ class PromptEncoder:
         ]
 
     @cached_property
-    def _variables(self) -> frozenset[str]:
+    def variables(self) -> frozenset[str]:
+        """The variables of the chat template that a request may set."""
         return template_variables(self._tokenizer)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         for name in variables:
-            if name not in self._variables:
+            if name not in self.variables:
                 raise RequestError(
                     f"the chat template of this model has no variable {name!r:.80} for requests; it has "
-                    + (", ".join(sorted(self._variables)) or "none"),
+                    + (", ".join(sorted(self.variables)) or "none"),
                     f"chat_template_kwargs.{name:.80}",
                 )
 

@@ -27,7 +27,7 @@ async def _inputs(service: Service, body: CountTokensRequest) -> ChatInputs:
         body.template_messages(),
         body.sampling_params(),
         body.tool_use(),
-        body.template_options(service.dialect.reasoning),
+        body.template_options(service.dialect.reasoning, service.encoder.variables),
     )
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from qserve.runtime.server.chat.prompts import PromptEncoder
+from qserve.runtime.server.chat.template_options import TemplateOptions
 from qserve.runtime.server.serve import ServerHandle
 
 from ..scripted import HERMES, PLAIN, THINKING, THOUGHT_OPENED, Scripted, Start
@@ -121,6 +122,19 @@ def test_the_events_of_a_stream(start: Start, script: Scripted) -> None:
     assert last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
+def test_a_message_of_the_assistant_is_continued(
+    start: Start, script: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start(THINKING)
+    prompts: list[str] = []
+    tail = PromptEncoder.tail
+    monkeypatch.setattr(PromptEncoder, "tail", lambda self, ids: prompts.append(tail(self, ids)) or tail(self, ids))  # type: ignore[func-returns-value]
+    script.say(" rains.")
+    answer = ask(client, messages=[*HI, {"role": "assistant", "content": "It"}]).json()
+    assert answer["content"] == [{"type": "text", "text": " rains."}]
+    assert prompts[-1].endswith("assistant\nIt")
+
+
 def test_a_conversation_becomes_the_messages_of_the_template(
     start: Start, script: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,10 +143,10 @@ def test_a_conversation_becomes_the_messages_of_the_template(
     monkeypatch.setattr(
         PromptEncoder, "chat", lambda self, *given: seen.append(given) or chat(self, *given)  # type: ignore[func-returns-value]
     )
-    client = start(THINKING)
+    client = start(THINKING + "{% if enable_thinking %}{% endif %}")
     script.say(f"<think>hm</think>I look.{CALL}")
     first = ask(client, tools=TOOLS, thinking={"type": "enabled", "budget_tokens": 1024}).json()
-    assert seen[-1][2] == {"enable_thinking": True}
+    assert seen[-1][2] == TemplateOptions(variables={"enable_thinking": True})
     call = next(block for block in first["content"] if block["type"] == "tool_use")
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "7°"}]}
     failed = result | {"content": "no line", "is_error": True}
@@ -148,7 +162,8 @@ def test_a_conversation_becomes_the_messages_of_the_template(
     second = ask(client, tools=TOOLS, messages=messages, system="fox", tool_choice={"type": "none"})
     assert second.json()["content"] == [{"type": "text", "text": "done"}], second.text
     given, tools, options = seen[-1]
-    assert options == {"enable_thinking": False} and tools == []  # it is not told of what it may not call
+    assert options == TemplateOptions(variables={"enable_thinking": False})
+    assert tools == []  # it is not told of what it may not call
     function = {"name": "f", "arguments": json.loads(ARGUMENTS)}
     assert given == [
         {"role": "system", "content": "fox"},
@@ -202,7 +217,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]},
         "holds a block of type 'image'",
     ),
-    ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, "the last message must be the user's"),
+    ({"messages": [*HI, {"role": "assistant", "content": " "}]}, "the last message cannot be continued"),
     ({"messages": [*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}, *HI]}, "content[0].name"),
     ({"system": [IMAGE]}, "system[0]"),
     ({"stop_sequences": ["a"] * 5000}, "stop_sequences"),
