@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from qserve.checkpoint.errors import UsageError
 
 KV_DTYPES = ("auto", "fp16", "bf16", "fp32", "int8", "fp8")
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+_OTHER_NAMES = {  # of dtypes, in vLLM and torch
+    "kv_cache_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp8_e4m3": "fp8"},
+    "dtype": {"half": "float16", "float": "float32"},
+}
 HEADS = ("auto", "dense", "int8")
 STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
@@ -24,9 +29,15 @@ class EngineConfig:
         max_num_batched_tokens: tokens of one step, prefill chunks and decodes together; None takes ``step_tokens``.
         max_waiting: queued choices at most; more are refused.
         max_waiting_tokens: their prompt tokens at most; None allows 32 contexts (``max_model_len``).
-        kv_cache_memory: bytes of the KV cache; None takes half of the memory that weights leave free.
+        kv_cache_memory: bytes of the KV cache; None takes half of the memory that weights leave free, on a GPU 0.9.
+        gpu_memory_utilization: the share of the GPU's whole memory that may be used, above 0 and at most 1; on a CPU of
+            the machine's. The KV cache takes what is left of it. None leaves that to ``kv_cache_memory``.
         kv_cache_dtype: auto (what the checkpoint was calibrated for, else fp16), fp16, bf16, fp32,
             int8 or fp8.
+        dtype: in which products compute: float16 or bfloat16 on a GPU, float32 on a CPU; auto takes what suits the
+            model.
+        quantization: the format in which the checkpoint must be stored, such as awq; None takes any.
+        seed: of the draws of requests that have no seed of their own, int64; None draws one for each request.
         enable_prefix_caching: reuse the KV of equal prompt beginnings.
         kernels: which executor, see ``registry.names``.
         threads: of the native kernels; None takes the cores of this process.
@@ -42,7 +53,11 @@ class EngineConfig:
     max_waiting: int = 1024
     max_waiting_tokens: int | None = None
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    seed: int | None = None
     enable_prefix_caching: bool = True
     kernels: str = "auto"
     threads: int | None = None
@@ -61,8 +76,18 @@ class EngineConfig:
         return usual if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
+        for name, others in _OTHER_NAMES.items():
+            object.__setattr__(self, name, others.get(getattr(self, name), getattr(self, name)))
         if self.kv_cache_dtype not in KV_DTYPES:
             raise UsageError(f"unknown KV cache dtype {self.kv_cache_dtype!r}: choose from {', '.join(KV_DTYPES)}")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"unknown dtype {self.dtype!r}: choose from {', '.join(DTYPES)}")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise UsageError(
+                f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
+            )
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"--seed must be a 64-bit integer, not {self.seed}")
         if self.head not in HEADS:
             raise UsageError(f"unknown head {self.head!r}: choose from {', '.join(HEADS)}")
         for name in (

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from random import Random, SystemRandom
 
 from llguidance import LLMatcher
 from torch import Tensor
@@ -93,6 +93,7 @@ class Engine:
         self.journal = Journal()
         self.eos_token_ids = _eos_token_ids(source)
         self.grammars = GrammarCompiler(partial(Vocabulary.of, self.tokenizer, self.vocab_size, self.eos_token_ids))
+        self._seeds = SystemRandom() if config.seed is None else Random(config.seed)
         self._masks = MaskPool(self.vocab_size)
         self._clock = clock
         self._arrivals = count()
@@ -136,7 +137,7 @@ class Engine:
         constraint = params.constraint
         if constraint is not None:
             matcher = matcher or self.grammars.matcher(constraint)
-        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         parent: Request | None = None
         now = self._clock()
         for index in range(1 if params.use_beam_search else params.n):

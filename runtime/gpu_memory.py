@@ -18,6 +18,10 @@ class GpuMemory:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
+    def total(self) -> int:
+        """Bytes that the device has."""
+        return torch.cuda.mem_get_info(self._device)[1]
+
     def passing(self, work: Callable[[], None]) -> int:
         """Do ``work``. Returns the most bytes that it held at a time and gave back: they are free afterwards, but it
         will need them again."""

@@ -2,75 +2,237 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.output import RequestOutput
 from qserve.runtime.sampler import TokenLogprobs
 from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.server.openai.logprobs import TokenTexts
+from qserve.runtime.vllm_arguments import engine_config
 
-Prompt = str | list[int]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | list[int] | Mapping[str, Any]
+"""A text, token ids, or one of them in a dict, as ``prompt`` or ``prompt_token_ids``."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """``logprob`` in nats; ``rank`` 1 is the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 @dataclass
 class Completion:
-    """One answer. ``finish_reason`` is stop, length, timeout or error."""
+    """One answer. ``finish_reason`` is stop, length, timeout or error.
+
+    ``logprobs``: for each token, where they were asked for, the log-probabilities of it and of the likeliest ones, by
+    token id. ``cumulative_logprob``: the sum of those of the answer's tokens.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
 
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestMetrics:
+    """Seconds on the clock of ``time.monotonic``: differences are what counts. None where it did not come to that.
+    All prompts of a call arrive together; what waits for room is late by that."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
 
 @dataclass
 class PromptCompletions:
-    """A prompt with its n answers, in order. ``prompt_logprobs`` is set if both it and ``logprobs`` were asked for."""
+    """A prompt with its n answers, in order.
 
-    prompt: Prompt
+    ``prompt`` is its text, None where it was given as token ids; ``prompt_logprobs`` are like those of an answer, with
+    None for the first token, which nothing predicts.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
     outputs: list[Completion]
-    prompt_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finished() for answer in self.outputs)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """float32 [hidden size], of Euclidean length 1."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class PromptEmbedding:
+    """A prompt with its vector."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: Embedding
+    finished: bool = True
 
 
 class LLM:
     """A model and the engine that serves it, in this process.
 
+    ``options``: fields of ``EngineConfig`` or arguments of vLLM's ``LLM``. Raises ``UsageError`` for what is unknown or
+    not served; ``revision`` is of a hub id.
+
     >>> LLM("demo").generate(["The capital of France is"], SamplingParams(max_tokens=8))[0].outputs[0].text
     """
 
-    def __init__(self, model: str | ModelSource, config: EngineConfig | None = None) -> None:
-        self.engine = Engine(model, config)
+    def __init__(
+        self,
+        model: str | ModelSource,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        **options: Any,
+    ) -> None:
+        if tokenizer not in (None, model):
+            raise UsageError(f"tokenizer {tokenizer!r:.200} is not served: leave it out, the model's files have one")
+        if revision is not None:
+            model = f"{model}@{revision}"
+        self.engine = Engine(model, engine_config(options, config))
+        self._texts = TokenTexts(self.engine.tokenizer)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.engine.tokenizer
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[PromptCompletions]:
-        """Answer all prompts, batched. One ``params`` for all, or one for each; the order is kept.
+        """Answer all prompts, batched. One ``sampling_params`` for all, or one for each; the order is kept.
 
-        Raises ``RequestError`` where a prompt can never run.
+        ``use_tqdm`` shows a bar. Raises ``RequestError`` where a prompt can never run.
         """
-        batch: list[Prompt]
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            batch = [prompts]  # type: ignore[list-item]
-        else:
-            batch = list(prompts)  # type: ignore[arg-type]
-        params = SamplingParams() if params is None else params
-        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
+        batch = [self._read(prompt) for prompt in _listed(prompts)]
+        return self._answer(batch, sampling_params, use_tqdm)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", use_tqdm: bool = False
+    ) -> list[PromptEmbedding]:
+        """The hidden states of each prompt as one vector: their mean, or the last. The order is kept.
+
+        Raises ``RequestError`` where a prompt can never run, or its hidden states are not finite.
+        """
+        batch = [tokens for _, tokens in map(self._read, _listed(prompts))]
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
+        vectors: dict[int, list[float]] = {}
+        for output in self._run(batch, [params] * len(batch), use_tqdm):
+            if output.embedding is None:
+                raise RequestError(f"prompt {output.request_id}: {output.error}", "prompt")
+            vectors[int(output.request_id)] = output.embedding
+        return [PromptEmbedding(str(i), tokens, Embedding(vectors[i])) for i, tokens in enumerate(batch)]
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(text, token ids) of a prompt."""
+        if isinstance(prompt, Mapping):
+            others = prompt.keys() - {"prompt", "prompt_token_ids"}
+            if others or not prompt:
+                named = ", ".join(sorted(map(str, others))) or "nothing"
+                raise RequestError(f"a prompt holds prompt or prompt_token_ids, not {named}", "prompt")
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            prompt = str(prompt["prompt"])
+        return (prompt, self.engine.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+
+    def _answer(
+        self,
+        batch: Sequence[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[PromptCompletions]:
+        given = SamplingParams() if sampling_params is None else sampling_params
+        each = [given] * len(batch) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(batch):
-            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", "params")
-        results = [PromptCompletions(p, [Completion(i) for i in range(s.n)]) for p, s in zip(batch, each)]
-        for output in self.engine.generate(batch, each):
-            result = results[int(output.request_id)]
-            result.prompt_tokens = output.prompt_tokens
-            result.prompt_logprobs = output.prompt_logprobs or result.prompt_logprobs
-            answer = result.outputs[output.index]
-            answer.text += output.text
-            answer.token_ids += output.token_ids
-            answer.logprobs += output.logprobs or []
-            answer.finish_reason, answer.stop_reason = output.finish_reason, output.stop_reason
-            answer.error = output.error
+            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", "sampling_params")
+        now = time.monotonic()
+        results = [
+            PromptCompletions(str(i), text, tokens, [Completion(k) for k in range(params.n)], RequestMetrics(now))
+            for i, ((text, tokens), params) in enumerate(zip(batch, each))
+        ]
+        for params, result in zip(each, results):
+            if params.prompt_logprobs is not None:
+                result.prompt_logprobs = [None]
+            if params.logprobs is not None:
+                for answer in result.outputs:
+                    answer.cumulative_logprob, answer.logprobs = 0.0, []
+        for output in self._run([tokens for _, tokens in batch], each, use_tqdm):
+            self._add(output, results[int(output.request_id)])
         return results
+
+    def _run(
+        self, batch: list[list[int]], params: list[SamplingParams], use_tqdm: bool
+    ) -> Iterator[RequestOutput]:
+        from tqdm.auto import tqdm
+
+        answers = sum(each.n for each in params)
+        with tqdm(total=answers, desc="Processed prompts", disable=not use_tqdm) as bar:
+            for output in self.engine.generate(list(batch), params):
+                yield output
+                bar.update(output.finish_reason is not None)
+
+    def _add(self, output: RequestOutput, result: PromptCompletions) -> None:
+        """Add what a step made to the prompt's answers."""
+        now, metrics = time.monotonic(), result.metrics
+        result.num_cached_tokens = max(result.num_cached_tokens, output.cached_tokens)
+        if result.prompt_logprobs is not None and output.index == 0:  # each of the answers has them
+            result.prompt_logprobs += map(self._by_token, output.prompt_logprobs or ())
+        answer = result.outputs[output.index]
+        answer.text += output.text
+        answer.token_ids += output.token_ids
+        if answer.logprobs is not None and answer.cumulative_logprob is not None:
+            answer.logprobs += map(self._by_token, output.logprobs or ())
+            answer.cumulative_logprob += sum(token.chosen.logprob for token in output.logprobs or ())
+        answer.finish_reason, answer.stop_reason, answer.error = output.finish_reason, output.stop_reason, output.error
+        if output.token_ids and metrics.first_token_time is None:
+            metrics.first_token_time = now
+        if result.finished:
+            metrics.finished_time = now
+
+    def _by_token(self, token: TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token first, then the likeliest."""
+        found = (token.chosen, *token.top)
+        return {each.token_id: Logprob(each.logprob, each.rank, self._texts.name(each.token_id)) for each in found}
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one."""
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from qserve.kernels.prepack import int8_scheme
 from qserve.runtime.cache import CacheLayout, blocks_needed, tokens_held
 
 _SHARE = 0.5  # of the memory free after weights and workspace; the machine keeps the rest
-_GPU_SHARE = 0.9  # the same for a GPU of our own; the rest is for the driver and the kernels
+GPU_SHARE = 0.9  # the same for a GPU of our own; the rest is for the driver and the kernels
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,18 @@ def plan_memory(
     max_num_seqs: int,
     max_model_len: int | None = None,
     kv_cache_memory: int | None = None,
+    gpu_memory_utilization: float | None = None,
     files: int = 0,
     device: torch.device | None = None,
 ) -> MemoryPlan:
-    """Divide the free memory. ``context`` is the model's own limit; ``max_model_len`` and ``kv_cache_memory`` are the
-    user's wishes. On a GPU the memory is that of ``device``. Raises ``CapacityError`` with the arithmetic where the
-    wishes, or the model, do not fit."""
+    """Divide the free memory. ``context`` is the model's own limit; ``max_model_len``, ``kv_cache_memory`` and
+    ``gpu_memory_utilization`` are the user's wishes. On a GPU the memory is that of ``device``. Raises
+    ``CapacityError`` with the arithmetic where the wishes, or the model, do not fit."""
     on_gpu = device is not None and device.type == "cuda"
-    available = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
+    available, total = torch.cuda.mem_get_info(device) if on_gpu else (available_memory(), total_memory())
+    share = GPU_SHARE if on_gpu else _SHARE
+    if gpu_memory_utilization is not None:
+        available, share = max(0, available - reserved(total, gpu_memory_utilization)), 1.0
     block_bytes, windows = layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
@@ -121,7 +125,7 @@ def plan_memory(
         )
     wanted = max_num_seqs * blocks_needed(max_model_len or context, BLOCK_SIZE, windows)
     if kv_cache_memory is None:
-        num_blocks = min(wanted, int(free * (_GPU_SHARE if on_gpu else _SHARE)) // block_bytes)
+        num_blocks = min(wanted, int(free * share) // block_bytes)
     else:
         if kv_cache_memory > free:
             raise CapacityError(
@@ -156,10 +160,17 @@ def file_bytes(source: ModelSource) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def measured(plan: MemoryPlan, free: int, block_bytes: int, wanted: int, needed: int) -> MemoryPlan:
-    """``plan`` with the KV cache that fits into ``free`` bytes, which a GPU has left after its heaviest steps. It has
-    at most ``wanted`` blocks; raises ``CapacityError`` where it would have fewer than ``needed``."""
-    num_blocks = min(wanted, int(free * _GPU_SHARE) // block_bytes)
+def reserved(total: int, utilization: float) -> int:
+    """Bytes of ``total`` that a ``gpu_memory_utilization`` leaves to others."""
+    return total - int(total * utilization)
+
+
+def measured(
+    plan: MemoryPlan, free: int, block_bytes: int, wanted: int, needed: int, share: float = GPU_SHARE
+) -> MemoryPlan:
+    """``plan`` with the KV cache that fits into ``share`` of the ``free`` bytes that a GPU has left after its heaviest
+    steps. It has at most ``wanted`` blocks; raises ``CapacityError`` where it would have fewer than ``needed``."""
+    num_blocks = min(wanted, int(free * share) // block_bytes)
     if num_blocks < needed:
         raise CapacityError(
             f"after the heaviest step {_mib(free)} are left of {_mib(plan.available)}: {num_blocks} KV blocks of "
@@ -172,13 +183,23 @@ def measured(plan: MemoryPlan, free: int, block_bytes: int, wanted: int, needed:
 def available_memory() -> int:
     """Bytes free for this process: of the machine, or of its control group where that is less."""
     free = int(psutil.virtual_memory().available)
+    limit, used = _group("memory.max"), _group("memory.current")
+    return free if limit is None or used is None else min(free, limit - used)
+
+
+def total_memory() -> int:
+    """Bytes of the machine's memory, or the limit of the control group where that is less."""
+    total = int(psutil.virtual_memory().total)
+    limit = _group("memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def _group(name: str) -> int | None:
+    """A number of this process's control group; None where there is no group, or no limit."""
     try:
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, int(limit) - used) if limit.isdigit() else free
+        return int(Path("/sys/fs/cgroup", name).read_text())
+    except (OSError, ValueError):  # "max"
+        return None
 
 
 def _mib(count: int) -> str:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from qserve.checkpoint.errors import CapacityError, UsageError
+from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor
@@ -15,7 +17,7 @@ from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.gpu_memory import GpuMemory
-from qserve.runtime.memory import MemoryPlan, file_bytes, measured, plan_memory, weight_bytes
+from qserve.runtime.memory import GPU_SHARE, MemoryPlan, file_bytes, measured, plan_memory, reserved, weight_bytes
 from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_scales import cache_dtype
@@ -35,8 +37,14 @@ class NativeBackend:
     ) -> LoadedModel:
         """``progress`` counts layers, and then, if products are timed, the timed products. On a GPU the KV cache gets
         what is left after the heaviest steps that may come; ``planned`` gets what is expected."""
+        require_stored_as(source, config.quantization)
         model_config = decoder_config(source.config, source.name)
-        executor = registry.make(config.kernels, config.threads, activation_dtype(source), config.cpu_list)
+        activations = activation_dtype(source, config.dtype)
+        executor = registry.make(config.kernels, config.threads, activations, config.cpu_list)
+        computes = str(executor.placement.activations).removeprefix("torch.")
+        if config.dtype not in ("auto", computes):
+            raise CapacityError(f"--dtype {config.dtype}: the {executor.name} kernels compute in {computes} here; "
+                                "leave it out, or choose auto")
         if config.autotune:
             registry.require_autotune(executor)
         decoder, memory, notes = _load(source, model_config, config, executor, progress, planned)
@@ -80,6 +88,7 @@ def _load(
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         kv_cache_memory=config.kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         files=file_bytes(source),
         device=executor.placement.device,
     )
@@ -112,12 +121,16 @@ def grow_cache(
 ) -> MemoryPlan:
     """Give the KV cache what the heaviest steps leave of ``gpu``, and make steps of all ``sizes`` ready."""
     passing = gpu.passing(lambda: warmup.run(decoder, memory.num_blocks, sizes))
+    free, share = gpu.free() - passing + decoder.kv.nbytes, GPU_SHARE
+    if config.gpu_memory_utilization is not None:
+        free, share = free - reserved(gpu.total(), config.gpu_memory_utilization), 1.0
     memory = measured(
         memory,
-        gpu.free() - passing + decoder.kv.nbytes,
+        free,
         decoder.layout.block_bytes(BLOCK_SIZE, decoder.kv.dtype.itemsize),
         memory.num_blocks if config.kv_cache_memory is not None else _wanted(config, memory),
         blocks_needed(config.max_model_len or 1, BLOCK_SIZE, memory.windows),
+        share,
     )
     decoder.resize_cache(memory.num_blocks)
     warmup.decode(decoder, memory.num_blocks, sizes)  # again: graphs remember where the cache was
@@ -129,6 +142,19 @@ def _wanted(config: EngineConfig, memory: MemoryPlan) -> int:
     return config.max_num_seqs * blocks_needed(memory.max_model_len, BLOCK_SIZE, memory.windows)
 
 
-def activation_dtype(source: ModelSource) -> torch.dtype:
-    """The dtype in which a GPU computes: float16 for a model that was made for it, else bfloat16."""
+def activation_dtype(source: ModelSource, asked: str = "auto") -> torch.dtype:
+    """The dtype in which a GPU computes: ``asked`` of the 16-bit ones, else float16 for a model that was made for it,
+    else bfloat16."""
+    if asked in ("float16", "bfloat16"):
+        return torch.float16 if asked == "float16" else torch.bfloat16
     return torch.float16 if source.dtype() == torch.float16 else torch.bfloat16
+
+
+def require_stored_as(source: ModelSource, format: str | None) -> None:
+    """Raises ``UsageError`` where ``format`` is given and the weights are stored in another one. vLLM's names of the
+    kernels for a format, such as gptq_marlin, stand for the format."""
+    stored = "gguf" if isinstance(source, GGUFFile) else source.format.name if source.format else None
+    if format is not None and format.removesuffix("_marlin") not in (stored, (stored or "").removesuffix("_v2")):
+        what = "not quantized" if stored is None else f"stored as {stored}"
+        raise UsageError(f"--quantization {format}: {source.name} is {what}; qserve quantize writes quantized "
+                         "checkpoints, and what is stored is read without this option")

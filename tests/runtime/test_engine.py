@@ -203,7 +203,7 @@ def test_llm_keeps_the_order_and_batches_more_than_fits(tiny_model: Path) -> Non
     prompts = [prompt(i, 4 + i) for i in range(11)]
     params = [SamplingParams(max_tokens=2 + i % 5, temperature=0.0, ignore_eos=True) for i in range(11)]
     answers = llm.generate(prompts, params)
-    assert [a.prompt for a in answers] == prompts
+    assert [a.prompt_token_ids for a in answers] == prompts
     assert [len(a.outputs[0].token_ids) for a in answers] == [2 + i % 5 for i in range(11)]
     for i in range(3):
         alone = llm.generate([prompts[i]], params[i])[0]

@@ -35,7 +35,7 @@ def test_the_plan_counts_what_is_allocated(tiny_model: Path, tiny_packed: Path, 
     assert weight_bytes(source, registry.make(), int8_head=packed) == pytest.approx(weights, rel=0.05)
 
 
-def test_refusals_carry_the_arithmetic(tiny_model: Path) -> None:
+def test_refusals_carry_the_arithmetic(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = decoder_config(open_model(tiny_model).config, "tiny")
     plan = {"weights": 10, "workspace": 10, "kv_dtype": torch.float16, "context": 512, "max_num_seqs": 4}
     block = config.kv_bytes_per_token(2) * 16
@@ -43,6 +43,13 @@ def test_refusals_carry_the_arithmetic(tiny_model: Path) -> None:
     assert (found.num_blocks, found.max_model_len, found.kv_cache) == (7, 112, 7 * block)
     unlimited = plan_memory(config.cache_layout, **plan)  # type: ignore[arg-type]
     assert unlimited.num_blocks == 4 * 32 and unlimited.max_model_len == 512
+    monkeypatch.setattr("qserve.runtime.memory.available_memory", lambda: 60 * block)
+    monkeypatch.setattr("qserve.runtime.memory.total_memory", lambda: 100 * block)
+    for share, blocks in ((0.9, 49), (0.5, 9), (1.0, 59)):  # 40 are in use, and one goes to weights and workspace
+        found = plan_memory(config.cache_layout, **plan, gpu_memory_utilization=share)  # type: ignore[arg-type]
+        assert found.num_blocks == blocks
+    with pytest.raises(CapacityError, match="does not fit"):
+        plan_memory(config.cache_layout, **plan, gpu_memory_utilization=0.4)  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="weights"):
         plan_memory(config.cache_layout, **{**plan, "weights": 1 << 60})  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="need 20"):

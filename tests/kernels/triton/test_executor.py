@@ -141,6 +141,9 @@ class FakeMemory(GpuMemory):
         work()
         return self.needed
 
+    def total(self) -> int:
+        return 4 * self.size
+
 
 def test_what_the_heaviest_step_gives_back_is_left_to_it(tiny_model: Path) -> None:
     decoder = decoder_of(tiny_model, "triton")
@@ -151,6 +154,9 @@ def test_what_the_heaviest_step_gives_back_is_left_to_it(tiny_model: Path) -> No
         decoder.resize_cache(8)
         found = grow_cache(decoder, plan, config, (), FakeMemory(12 * block, needed))
         assert found.num_blocks == decoder.kv.shape[2] == blocks, "of 0.9 of what is left, and of the cache before"
+    decoder.resize_cache(8)
+    config = replace(config, gpu_memory_utilization=0.875)  # an eighth of a GPU of 48 blocks is 6
+    assert grow_cache(decoder, plan, config, (), FakeMemory(12 * block, 4 * block)).num_blocks == 12 - 4 + 8 - 6
     with pytest.raises(CapacityError, match="heaviest step"):
         grow_cache(decoder, plan, config, (), FakeMemory(12 * block, 30 * block))
 
