@@ -151,7 +151,8 @@ class Choice:
             logprobs = None if params.logprobs is None else list(beam.logprobs)
             shown = end if params.ignore_eos or end not in self.sequence.eos_token_ids else None
             output = self._output(text, tokens, logprobs, "length" if end is None else "stop", shown)
-            outputs.append(replace(output, index=index, output_tokens=len(tokens)))
+            cached = output.prompt_tokens if index else output.cached_tokens  # the prompt was computed once
+            outputs.append(replace(output, index=index, output_tokens=len(tokens), cached_tokens=cached))
         return outputs
 
     def impasse(self) -> tuple[str, str | None]:

@@ -44,6 +44,8 @@ class Request:
             is computed and shares its blocks. None once it is admitted.
         beams: the live beams of its search, in one list that they share and the scheduler keeps; empty where it is no
             beam. Beams run, wait and are preempted together.
+        is_scored: something is wanted of each of its prompt positions, so that all of them are computed. The
+            log-probabilities of a prompt are those of ``parent`` for its other choices too.
         num_queued: prompt tokens that it adds to the queue: none where it shares those of ``parent``.
         num_computed: leading tokens whose KV exists or is written by plans in flight.
         num_committed: leading tokens whose KV was written by committed plans.
@@ -76,6 +78,7 @@ class Request:
     status: Status = field(default=Status.WAITING, init=False)
     finish_reason: str | None = field(default=None, init=False)
     stop_reason: str | int | None = field(default=None, init=False)
+    is_scored: bool = field(default=False, init=False)
     num_queued: int = field(default=0, init=False)
     num_computed: int = field(default=0, init=False)
     num_committed: int = field(default=0, init=False)
@@ -95,6 +98,7 @@ class Request:
             raise RequestError("the prompt holds no token", "prompt")
         if min(self.prompt_token_ids) < 0:
             raise RequestError(f"token id {min(self.prompt_token_ids)} of the prompt is negative", "prompt")
+        self.is_scored = self.is_pooled or (self.params.prompt_logprobs is not None and self.parent is None)
         self.num_queued = 0 if self.parent else len(self.prompt_token_ids)
         self.limit(self.max_total_tokens)
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
@@ -145,11 +149,6 @@ class Request:
     def members(self) -> tuple[Request, ...]:
         """The requests that run, wait and are preempted with it: itself alone, or all beams of its search."""
         return tuple(self.beams) or (self,)
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether something is wanted of each of its prompt positions, so that all of them are computed."""
-        return self.params.prompt_logprobs is not None or self.params.pooling is not None
 
     @property
     def is_pooled(self) -> bool:

@@ -6,6 +6,7 @@ and after a preemption.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -141,7 +142,18 @@ def sample_on_device(
 
 def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[TokenLogprobs]:
     """rows float32 [n, vocab] log-probabilities; following: the prompt's token after each of the n positions."""
-    return [_logprobs(row, token, count) for row, token in zip(rows, following)]
+    if not following:
+        return []
+    rows = rows[: len(following)]
+    chosen = rows.gather(1, torch.tensor(following)[:, None])
+    ranks = (rows > chosen).sum(1) + 1
+    top, ids = rows.topk(min(count, rows.shape[1]))
+    return [
+        TokenLogprobs(TokenLogprob(*of_chosen), tuple(map(TokenLogprob, tokens, values, itertools.count(1))))
+        for of_chosen, tokens, values in zip(
+            zip(following, chosen[:, 0].tolist(), ranks.tolist()), ids.tolist(), top.tolist()
+        )
+    ]
 
 
 def reads_logits(request: Request) -> bool:

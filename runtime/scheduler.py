@@ -308,11 +308,12 @@ class Scheduler:
         return self._shares.score(tenant, request.priority), self._shares.places(tenant), self._rank(request)
 
     def _awaits_parent(self, request: Request) -> bool:
-        """Whether its parent will have computed the prompt that they share."""
+        """Whether its parent will have computed the prompt that they share: its last token too where it is scored, so
+        that its log-probabilities are told before anything of the others."""
         parent = request.parent
         if parent and parent.is_finished:
             parent = request.parent = None  # its prompt may still be in the prefix cache
-        return parent is not None and parent.num_committed < max(request.num_prompt - 1, 1)
+        return parent is not None and parent.num_committed < max(request.num_prompt - (not parent.is_scored), 1)
 
     def _prefill(self, active: list[Request], budget: int, now: float) -> list[tuple[Request, ScheduledSequence]]:
         """Plan up to ``budget`` prompt tokens, of the running ``active`` requests and of those that can be admitted."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qserve.runtime.client.timeline import Timeline
 from qserve.runtime.output import RequestOutput
+from qserve.runtime.sampler import TokenLogprobs
 from qserve.runtime.sampling import RequestError, SamplingParams
 
 
@@ -40,7 +41,8 @@ class Observer:
 class Generation:
     """Prompts that were submitted together. Iterating yields ``(choice, output)`` until all ended.
 
-    Choice ``prompt * n + index`` is answer number ``index`` to that prompt. Raises ``EngineFailure``, or
+    Choice ``prompt * n + index`` is answer number ``index`` to that prompt. The first output of each choice has the
+    ``prompt_logprobs`` of its prompt, where they were asked for. Raises ``EngineFailure``, or
     ``RequestError`` where the request itself is the cause.
     """
 
@@ -57,6 +59,7 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         places = {request_id: i for i, request_id in enumerate(self.request_ids)}
+        scored: dict[str, list[TokenLogprobs]] = {}
         while self.unfinished:
             event = await self.events.get()
             if isinstance(event, EngineFailure):
@@ -70,4 +73,8 @@ class Generation:
                 if output.finish_reason in ("abort", "error"):
                     raise EngineFailure(output.error or "the request was aborted")
                 self.unfinished -= output.finish_reason is not None
+                if output.prompt_logprobs is not None:
+                    scored[output.request_id] = output.prompt_logprobs
+                elif output.request_id in scored and output.output_tokens == len(output.token_ids):
+                    output = replace(output, prompt_logprobs=scored[output.request_id])
                 yield places[output.request_id] * self.params.n + output.index, output

@@ -37,12 +37,11 @@ class Account(Observer):
     def output(self, timeline: Timeline, output: RequestOutput, now: float) -> None:
         self._metrics.observe(timeline, output, now)
         tokens = len(output.token_ids)
-        if self._key is not None:
-            self._quotas.spend(self._key, tokens, now)
         first = output.output_tokens == tokens and output.error is None  # an embedding has no token at all
-        if first and output.index == 0:  # its prompt was computed
-            tokens += output.prompt_tokens - output.cached_tokens
-        self._rate.computed(tokens, now)
+        prefilled = output.prompt_tokens - output.cached_tokens if first else 0
+        if self._key is not None:  # the prompt was paid for at the door, but not what a choice computed of it once more
+            self._quotas.spend(self._key, tokens + (prefilled if output.index else 0), now)
+        self._rate.computed(tokens + prefilled, now)
         if output.finish_reason is not None:
             self._rate.finished(output.output_tokens, now)
             self.refused(1)

@@ -183,6 +183,24 @@ def test_prompt_logprobs_are_those_of_transformers(tiny_model: Path) -> None:
         assert [t.token_id for t in token.top] == want[position].topk(2).indices.tolist()
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_choices_share_the_log_probabilities_of_their_prompt(tiny_model: Path, max_tokens: int) -> None:
+    engine, _ = make_engine(tiny_model, max_num_batched_tokens=16, max_num_seqs=16)
+    params = SamplingParams(n=8, max_tokens=max_tokens, ignore_eos=True, seed=1)
+    engine.submit("r", prompt(3, 40), replace(params, prompt_logprobs=2))
+    scored, tokens, opened = [], {}, set()
+    while engine.has_work():
+        for output in engine.step():
+            scored += [output.index for _ in output.prompt_logprobs or ()]
+            opened.add(output.index)
+            assert 0 in opened, "the first choice comes first"
+            tokens.setdefault(f"r/{output.index}", []).extend(output.token_ids)
+    assert scored == [0] * 39
+    assert engine.journal.prompt_tokens <= 40 + 7 * 16, "at most a block for each further choice"
+    engine.submit("r", prompt(3, 40), params)
+    assert finish(engine) == tokens
+
+
 def test_stop_strings_and_lengths(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20))
     free = llm.generate("hello", SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))[0].outputs[0]

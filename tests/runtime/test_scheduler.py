@@ -508,6 +508,17 @@ def test_a_sibling_waits_for_the_prompt_and_shares_it_by_copy_on_write() -> None
     assert s.blocks.num_used == 0
 
 
+def test_siblings_of_a_scored_prompt_wait_for_the_whole_of_it_and_score_nothing() -> None:
+    s = scheduler(max_num_batched_tokens=8, caching=False)
+    parent = add(s, "p", range(9), max_tokens=4, prompt_logprobs=0)
+    child = add(s, "c", range(9), max_tokens=4, parent=parent, prompt_logprobs=0)
+    assert shares(step(s)[0]) == {"p": (0, 8)}
+    assert shares(step(s)[0]) == {"p": (8, 1)}, "its rows are known before the child says anything"
+    plan, _ = step(s)
+    assert shares(plan) == {"p": (9, 1), "c": (8, 1)}
+    assert (parent.is_scored, child.is_scored, plan.sequences[1].wants_prompt_logprobs) == (True, False, False)
+
+
 def test_a_sibling_of_a_one_token_prompt_runs() -> None:
     s = scheduler()
     parent = add(s, "p", [1])

@@ -227,6 +227,28 @@ def test_a_key_has_so_many_tokens_per_minute(keyed: tuple[ServerHandle, dict[str
     assert 1 <= int(refused.headers["retry-after"]) <= 15
 
 
+@pytest.mark.parametrize(
+    ("seed", "more"),
+    [
+        (1, {"n": 1}),
+        (2, {"n": 8}),
+        (3, {"n": 8, "prompt_logprobs": 1}),
+        (4, {"n": 8, "prompt_logprobs": 1, "max_tokens": 1}),  # the first has ended before the others begin
+        (5, {"n": 3, "use_beam_search": True}),
+    ],
+)
+def test_a_key_pays_for_the_prompt_tokens_that_are_computed(
+    keyed: tuple[ServerHandle, dict[str, str]], engine: Engine, monkeypatch: pytest.MonkeyPatch, seed: int, more: Any
+) -> None:
+    quotas, paid = keyed[0].service.accounting.quotas, []
+    spend = quotas.spend
+    monkeypatch.setattr(quotas, "spend", lambda key, tokens, now: (paid.append(tokens), spend(key, tokens, now)))
+    before = engine.journal.prompt_tokens
+    answer = post(keyed, "vip", prompt=[100 + seed] * 60, **more)
+    completion = answer.json()["usage"]["completion_tokens"]
+    assert sum(paid) == engine.journal.prompt_tokens - before + completion
+
+
 def test_a_key_has_a_best_priority(keyed: tuple[ServerHandle, dict[str, str]]) -> None:
     refused = post(keyed, "batch", priority=4)
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "priority")

@@ -121,6 +121,31 @@ def test_prompt_logprobs(server: ServerHandle) -> None:
     assert "prompt_logprobs" not in post(server, "/completions", asked)["choices"][0]
 
 
+def test_choices_share_what_is_computed_of_their_prompt(server: ServerHandle, engine: Engine) -> None:
+    """Each of them tells it, in ``prompt_logprobs`` and in an echo, whole and in a stream."""
+    ids = [token % 100 + 7 for token in range(100)]
+    before = engine.journal.prompt_tokens
+    asked = {"prompt": [ids, ids[:50]], "n": 16, "max_tokens": 4, "ignore_eos": True}
+    choices = post(server, "/completions", asked | {"prompt_logprobs": 2})["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [100] * 16 + [50] * 16
+    assert engine.journal.prompt_tokens - before < 150 + 32 * 16
+    echoing = asked | {"echo": True, "logprobs": 1}
+    told = {}
+    for choice in post(server, "/completions", echoing)["choices"]:
+        told[choice["index"]] = choice["logprobs"]["token_logprobs"]
+    assert [len(told[index]) for index in range(32)] == [104] * 16 + [54] * 16
+    assert told[0][1:100] == told[15][1:100] and told[16][1:50] == told[31][1:50]
+    streamed: dict[int, list[float]] = {}
+    with httpx.stream("POST", f"{server.url}/completions", json=echoing | {"stream": True}, headers=HEADERS) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    if choice["logprobs"]:
+                        streamed.setdefault(choice["index"], []).extend(choice["logprobs"]["token_logprobs"])
+    assert [len(streamed[index]) for index in range(32)] == [104] * 16 + [54] * 16
+    assert streamed[15][:100] == told[0][:100]
+
+
 def test_beam_search(server: ServerHandle, client: openai.OpenAI, model: str) -> None:
     extra = {"use_beam_search": True, "ignore_eos": True, "length_penalty": 0.0}
     answer = client.completions.create(
