@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qserve.checkpoint.source import ModelSource
+from qserve.runtime.classifier import Classifier
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.runner import ModelRunner
@@ -48,6 +49,8 @@ class LoadedModel:
     Attributes:
         memory: how it is divided, for people.
         kernels: what computes, by name.
+        classifier: the head that tells classes apart, where there is one.
+        generates: whether there is an output layer, from which tokens are chosen.
         asynchronous: a run of the runner returns before it is computed.
         notes: remarks on how it is computed, in lines.
     """
@@ -58,6 +61,8 @@ class LoadedModel:
     memory: MemoryPlan
     kernels: str
     asynchronous: bool = False
+    classifier: Classifier | None = None
+    generates: bool = True
     notes: tuple[str, ...] = ()
 
 

@@ -53,6 +53,7 @@ class Choice:
         *,
         seed: int,
         grammar: GrammarState | None = None,
+        head: Tensor | None = None,
     ) -> None:
         params = sequence.params
         self.request_id = request_id
@@ -67,7 +68,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._detokenizer = self._new_detokenizer()
         self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
-        self._pool = None if params.pooling is None else Pool(params.pooling)
+        self._pool = None if params.pooling is None else Pool(params.pooling, head)
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def begin_search(self) -> None:

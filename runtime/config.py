@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
 
+RERANKERS = ("auto", "qwen3")
 KV_DTYPES = ("auto", "fp16", "bf16", "fp32", "int8", "fp8")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 _OTHER_NAMES = {  # of dtypes, in vLLM and torch
@@ -44,6 +45,8 @@ class EngineConfig:
         cpu_list: the CPUs that they are pinned to, one each; None leaves them to the system.
         autotune: time the configurations of the products on the GPU before anything is served, where the user's cache
             does not hold them.
+        reranker: qwen3 judges pairs of texts as Qwen3-Reranker does: in its template, by "yes" over "no". auto does so
+            where config.json says it (``is_original_qwen3_reranker``), since such a model looks like any other.
         head: the output head of a quantized model: int8 (auto) or dense. A dense model's is dense.
     """
 
@@ -63,6 +66,7 @@ class EngineConfig:
     threads: int | None = None
     cpu_list: tuple[int, ...] | None = None
     head: str = "auto"
+    reranker: str = "auto"
     autotune: bool = False
 
     @property
@@ -90,6 +94,8 @@ class EngineConfig:
             raise UsageError(f"--seed must be a 64-bit integer, not {self.seed}")
         if self.head not in HEADS:
             raise UsageError(f"unknown head {self.head!r}: choose from {', '.join(HEADS)}")
+        if self.reranker not in RERANKERS:
+            raise UsageError(f"unknown reranker {self.reranker!r}: choose from {', '.join(RERANKERS)}")
         for name in (
             "max_model_len",
             "max_num_seqs",

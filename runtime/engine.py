@@ -74,6 +74,7 @@ class Engine:
         self.tokenizer = source.tokenizer()
         loaded = (backend or NativeBackend()).load(source, config, progress, planned)
         self.runner: ModelRunner = loaded.runner
+        self.classifier, self._generates = loaded.classifier, loaded.generates
         self.limits, self.memory = loaded.limits, loaded.memory
         self.kernels, self.notes = loaded.kernels, loaded.notes
         self.vocab_size, self.max_model_len = loaded.limits.vocab_size, loaded.limits.max_model_len
@@ -128,6 +129,7 @@ class Engine:
         if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
             raise RequestError(f"a token id is outside 0..{self.vocab_size - 1}", "prompt")
         self._check_vocabulary(params)
+        self._check_pooling(params)
         if any(choice.request_id == request_id for choice in self._choices.values()):
             raise RequestError(f"request id {request_id} is in use", "request_id")
         if params.n > self.config.max_waiting:
@@ -160,6 +162,7 @@ class Engine:
                 request,
                 self.tokenizer,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,
+                head=self.classifier.weight if params.pooling == "classify" and self.classifier else None,
                 grammar=GrammarState(matcher.deep_copy(), self.grammars.tokenizer, constraint.param)
                 if constraint is not None and matcher is not None
                 else None,
@@ -392,6 +395,12 @@ class Engine:
         """Drop all of a sequence, which may have ended by its own rules already."""
         self.scheduler.finish(key, reason, stop_reason)
         self._choices.pop(key, None)
+
+    def _check_pooling(self, params: SamplingParams) -> None:
+        if params.pooling is None and not self._generates:
+            raise RequestError("this model is a classifier and generates no text; use /classify, /score or /rerank")
+        if params.pooling == "classify" and self.classifier is None:
+            raise RequestError("this model has no classification head", "pooling")
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         for token, _ in params.biases:

@@ -12,6 +12,7 @@ from qserve.checkpoint.source import ModelSource
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.output import RequestOutput
+from qserve.runtime.pooling import stated_pooling
 from qserve.runtime.sampler import TokenLogprobs
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.openai.logprobs import TokenTexts
@@ -144,13 +145,15 @@ class LLM:
         return self._answer(batch, sampling_params, use_tqdm)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", use_tqdm: bool = False
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str | None = None, use_tqdm: bool = False
     ) -> list[PromptEmbedding]:
-        """The hidden states of each prompt as one vector: their mean, or the last. The order is kept.
+        """The hidden states of each prompt as one vector: their mean, or the last. The order is kept. None pools as the
+        model says, else by mean.
 
         Raises ``RequestError`` where a prompt can never run, or its hidden states are not finite.
         """
         batch = [tokens for _, tokens in map(self._read, _listed(prompts))]
+        pooling = pooling or stated_pooling(self.engine.source) or "mean"
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
         vectors: dict[int, list[float]] = {}
         for output in self._run(batch, [params] * len(batch), use_tqdm):

@@ -15,6 +15,7 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.kernels.prepack import int8_scheme
 from qserve.runtime.cache import CacheLayout, blocks_needed, tokens_held
+from qserve.runtime.models.config import is_classifier
 
 _SHARE = 0.5  # of the memory free after weights and workspace; the machine keeps the rest
 GPU_SHARE = 0.9  # the same for a GPU of our own; the rest is for the driver and the kernels
@@ -75,7 +76,7 @@ def weight_bytes(source: ModelSource, executor: Executor, *, int8_head: bool) ->
     if embedding in packed:  # one byte for every code
         scheme, (vocab, width) = _scheme(source, embedding), source.shape(embedding)
         total += vocab * width + vocab * scheme.groups(width) * (4 if scheme.symmetric else 5)
-    if "lm_head" in packed:
+    if "lm_head" in packed or is_classifier(source.config):
         return total
     if embedding in packed and not source.has("lm_head.weight"):
         return total + product(embedding)

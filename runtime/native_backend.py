@@ -15,10 +15,11 @@ from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.runtime import heap, warmup
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed
+from qserve.runtime.classifier import read_classifier
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import GPU_SHARE, MemoryPlan, file_bytes, measured, plan_memory, reserved, weight_bytes
-from qserve.runtime.models.config import DecoderConfig, decoder_config
+from qserve.runtime.models.config import DecoderConfig, decoder_config, is_classifier
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_scales import cache_dtype
 from qserve.runtime.models.rope import context_limit
@@ -62,6 +63,8 @@ class NativeBackend:
             memory,
             executor.name,
             executor.asynchronous,
+            read_classifier(source, model_config, config.reranker),
+            not is_classifier(source.config),
             tuple(notes),
         )
 

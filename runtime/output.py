@@ -14,8 +14,9 @@ class RequestOutput:
     ``finish_reason``: stop, length, abort, timeout or error; None while it goes on. ``stop_reason``: the stop string or
     token that ended it. ``queue_seconds``: from arrival to the first step that held it.
     ``prompt_logprobs``: for the prompt's tokens from the second on. It comes with the first output of a request that
-    asked for them, which is one of choice 0, and holds for all choices. ``embedding``: where ``pooling`` was asked
-    for. ``error_param``: the field of the request that caused the error, where one did.
+    asked for them, which is one of choice 0, and holds for all choices. ``embedding``: the vector, or the logits of
+    classes, where ``pooling`` was asked for. ``error_param``: the field of the request that caused the error, where one
+    did.
     A beam search outputs each of its n choices once, whole, when it is over.
     """
 

@@ -20,7 +20,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_TIMEOUT = 3600.0
 INT31 = 2**31 - 1
-POOLINGS = ("mean", "last")
+POOLINGS = ("mean", "last", "classify")
 GREEDY_BELOW = 1e-5
 
 
@@ -91,7 +91,8 @@ class SamplingParams:
         prompt_logprobs: how many alternatives to report for each prompt token, 0..20; None reports nothing. Such a
             request computes each of its prompt positions and never reads the prefix cache.
         pooling: mean or last: deliver the model's last hidden states at the prompt's positions as one vector, and no
-            output. Such a request, too, computes each of its prompt positions.
+            output; classify: the logits that the model's classification head gives the last of them. Such a request,
+            too, computes each of its prompt positions.
         timeout: seconds from its arrival after which the request is ended, waiting or running, above 0 and at most
             3600; None never.
         use_beam_search: return the ``n`` best outputs of a beam search of width ``n`` instead of samples.

@@ -76,6 +76,13 @@ def run(
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
     ] = ENGINE.enable_prefix_caching,
     head: Annotated[str, typer.Option(help="Output head of a quantized model: auto (int8) or dense.")] = ENGINE.head,
+    reranker: Annotated[
+        str,
+        typer.Option(
+            help='qwen3: judge pairs of texts as Qwen3-Reranker does, in its template and by "yes" over "no"; '
+            "auto does so where config.json says it."
+        ),
+    ] = ENGINE.reranker,
     kernels: Kernels = ENGINE.kernels,
     autotune: Annotated[
         bool,
@@ -123,6 +130,7 @@ def run(
         threads=threads,
         cpu_list=values.cpu_list(cpu_list),
         head=head,
+        reranker=reranker,
         autotune=autotune,
     )
     from qserve import steps

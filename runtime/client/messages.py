@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from qserve.runtime.classifier import Classes
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.journal import StepRecord
 from qserve.runtime.output import RequestOutput
@@ -25,7 +26,8 @@ RefusalKind = Literal["request", "queue_full", "failure"]
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Facts that do not change while an engine runs. ``kernels``: the name of its executor."""
+    """Facts that do not change while an engine runs. ``kernels``: the name of its executor. ``classes``: what its
+    classifier tells apart, None without one."""
 
     model_name: str
     max_model_len: int
@@ -36,6 +38,7 @@ class EngineInfo:
     max_waiting_tokens: int
     kernels: str
     stats: EngineStats  # before the first request
+    classes: Classes | None = None
 
     @classmethod
     def of(cls, engine: Engine) -> EngineInfo:
@@ -49,6 +52,7 @@ class EngineInfo:
             max_waiting_tokens=engine.scheduler.backlog.max_tokens,
             kernels=engine.kernels,
             stats=engine.stats(),
+            classes=engine.classifier.classes if engine.classifier else None,
         )
 
 

@@ -98,6 +98,11 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
     )
 
 
+def is_classifier(config: dict[str, Any]) -> bool:
+    """Whether ``config`` is of a model with a classification head in the place of its output layer."""
+    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+
+
 def _rotated(hf: PretrainedConfig, family: Family) -> tuple[bool, ...]:
     if family.rotated is None:
         return (True,) * int(hf.num_hidden_layers)

@@ -24,7 +24,7 @@ from qserve.kernels.ops import (
     SiluMul,
 )
 from qserve.kernels.prepack import round_to_int8
-from qserve.runtime.models.config import DecoderConfig
+from qserve.runtime.models.config import DecoderConfig, is_classifier
 from qserve.runtime.models.kv_scales import cache_center, cache_scales
 from qserve.runtime.models.rope import rope_tables
 from qserve.runtime.models.weights import Weight, Weights
@@ -117,7 +117,10 @@ class LayerBuilder:
         return self._last_norm(1.0)
 
     def head(self, *, int8: bool) -> list[Op]:
-        """Logits and greedy tokens; call it after ``embed``. ``int8`` rounds a dense output layer."""
+        """Logits and greedy tokens; call it after ``embed``. ``int8`` rounds a dense output layer. A classifier has no
+        output layer, so nothing computes them."""
+        if is_classifier(self._weights.source.config):
+            return []
         config, buffers = self._config, self._buffers
         multiplier = config.multipliers.logits
         weight, bias = self._table, None

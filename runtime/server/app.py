@@ -14,6 +14,7 @@ from qserve.runtime.server.http.browser_guard import BrowserGuard
 from qserve.runtime.server.http.lingering_close import LingeringClose
 from qserve.runtime.server.routes import (
     chat,
+    classify,
     completions,
     embeddings,
     engine,
@@ -23,6 +24,7 @@ from qserve.runtime.server.routes import (
     probes,
     responses,
     schema,
+    scores,
     tokens,
     websocket,
 )
@@ -49,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(AccessLogMiddleware, log=service.access_log)
     app.add_middleware(LingeringClose)  # added last, so outermost: the time it waits is not part of a request
     _add_error_handlers(app)
-    api = (completions, chat, responses, messages, embeddings, tokens)
+    api = (completions, chat, responses, messages, embeddings, scores, classify, tokens)
     for part in (probes, models, *api, websocket, engine, page, schema):
         app.include_router(part.router(service))
     return app

@@ -17,6 +17,7 @@ from qserve.runtime.client.engine_client import SHUTTING_DOWN, EngineClient
 from qserve.runtime.client.generation import Generation
 from qserve.runtime.client.host import EngineHost
 from qserve.runtime.grammar import Vocabulary
+from qserve.runtime.pooling import stated_pooling
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.accounting import Accounting
 from qserve.runtime.server.chat.dialect import Dialect
@@ -52,6 +53,7 @@ class Service:
         self.model_name = config.model_name or info.model_name
         self.max_model_len = info.max_model_len
         self.embedding_size = info.hidden_size
+        self.pooling = stated_pooling(source)
         self.max_waiting = info.max_waiting
         self.max_commas = MORE_COMMAS + 2 * info.max_waiting_tokens  # as many tokens as may ever wait
         self.source = source
@@ -158,6 +160,21 @@ class Service:
             self.accounting.quotas.spend(key, generation.prompt_tokens, time.monotonic())
         call.record.generations.append(generation)
         return generation
+
+    async def pool(
+        self, request: Request, prompts: list[list[int]], params: SamplingParams, priority: int | None
+    ) -> tuple[list[list[float]], int]:
+        """What ``params.pooling`` makes of each prompt, and the tokens of all. If the client leaves, it is aborted."""
+        generation = await self.submit(call_of(request), prompts, params, priority)
+
+        async def vectors() -> list[list[float]]:
+            found = {index: output.embedding or [] async for index, output in generation}
+            return [found[index] for index in sorted(found)]
+
+        try:
+            return await while_connected(request, vectors()), generation.prompt_tokens
+        finally:
+            self.engine.abort(generation)
 
     def admit(self, call: Call) -> None:
         """Refuse a caller that could not have even one more request, before a body is read.

@@ -47,6 +47,28 @@ class PromptEncoder:
         self._check_length(len(prompt), self._longest)
         return self._encode([prompt], add_special_tokens=add_special_tokens)[0]
 
+    def pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Encode pairs of texts as the tokenizer joins two: special tokens as in ``encode``."""
+        for pair in pairs:
+            self._check_length(sum(map(len, pair)), self._longest)
+        return self._encode(pairs, add_special_tokens=True)
+
+    def within(self, before: str, texts: Sequence[str], after: str) -> list[list[int]]:
+        """Encode each text between two parts of a template. Special tokens count as such in those; in a text they are
+        plain."""
+        first, last = self._encode([before, after], add_special_tokens=False)
+        return [[*first, *self._plain(text), *last] for text in texts]
+
+    def _plain(self, text: str) -> list[int]:
+        self._check_length(len(text), self._longest)
+        special = self._special.findall(text)
+        self._check_length(sum(len(self._spelled[token]) for token in special), 1)
+        pieces = iter(self._encode(self._special.split(text), add_special_tokens=False))
+        ids = list(next(pieces))
+        for token, piece in zip(special, pieces, strict=True):
+            ids += self._spelled[token] + piece
+        return ids
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -108,7 +130,7 @@ class PromptEncoder:
             ids += encoded[piece]
         return ids
 
-    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str] | Sequence[tuple[str, str]], *, add_special_tokens: bool) -> list[list[int]]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return list(self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"])

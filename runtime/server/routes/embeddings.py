@@ -15,9 +15,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, WithJsonSchema, field_validator
 
-from qserve.runtime.client.generation import Generation
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.server.http.streaming import while_connected
 from qserve.runtime.server.openai.openapi import PROMPT, described
 from qserve.runtime.server.openai.protocol import parse, prompt_list
 from qserve.runtime.server.openai.strict import Strict
@@ -44,40 +42,28 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/embeddings", **described(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
-        call = call_of(request)
-        service.admit(call)
+        service.admit(call_of(request))
         body = parse(EmbeddingRequest, await service.body(request))
         service.check_model(body.model)
         if body.dimensions is not None and body.dimensions > service.embedding_size:
             raise RequestError(
                 f"dimensions must be at most {service.embedding_size}, what the model has", "dimensions"
             )
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, pooling=body.pooling or "mean", timeout=body.timeout
-        )
+        pooling = body.pooling or service.pooling or "mean"
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, timeout=body.timeout)
         encoder = service.encoder
         try:
             prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt) for prompt in body.input])
-            generation = await service.submit(call, prompts, params, body.priority)
+            vectors, tokens = await service.pool(request, prompts, params, body.priority)
         except RequestError as error:
             param = "input" if error.param in ("prompt", "n") else error.param
             raise RequestError(str(error), param) from None
-        try:
-            vectors = await while_connected(request, _vectors(generation))
-        finally:
-            service.engine.abort(generation)
         shaped = (_shape(vector, body.dimensions, body.encoding_format == "base64") for vector in vectors)
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(shaped)]
-        tokens = generation.prompt_tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": usage})
 
     return routes
-
-
-async def _vectors(generation: Generation) -> list[list[float]]:
-    found = {index: output.embedding or [] async for index, output in generation}
-    return [found[index] for index in sorted(found)]
 
 
 def _shape(vector: list[float], dimensions: int | None, as_base64: bool) -> list[float] | str:
