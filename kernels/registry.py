@@ -32,13 +32,18 @@ def _triton_missing() -> str | None:
     """None where the GPU kernels run here, on a GPU or in Triton's interpreter; otherwise the reason."""
     if find_spec("triton") is None:
         return "triton is not installed (no GPU kernels on this platform)"
-    from qserve.kernels.triton import target  # Triton takes a while to import, and few commands need it
+    from qserve.kernels.triton import target, toolchain  # Triton takes a while to import, and few commands need it
 
-    return target.missing()
+    return target.missing() or (None if target.is_interpreted() else toolchain.missing())
 
 
 def _gpu() -> bool:
-    return torch.cuda.is_available() and _triton_missing() is None
+    """Whether there is a GPU that the kernels are for, even if something else is missing."""
+    if find_spec("triton") is None or not torch.cuda.is_available():
+        return False
+    from qserve.kernels.triton import target
+
+    return target.missing() is None
 
 
 def executors() -> list[ExecutorStatus]:
@@ -61,7 +66,7 @@ def triton_kernels() -> list[tuple[str, str]]:
         return []
     from qserve.kernels.triton import support, target
 
-    missing, found = target.missing(), target.described(target.architecture()) if torch.cuda.is_available() else None
+    missing, found = _triton_missing(), target.described(target.architecture()) if torch.cuda.is_available() else None
     listed = []
     for kernel in support.KERNELS:
         reason = missing
@@ -160,7 +165,8 @@ def make(
     if on_device:
         missing = _triton_missing()
         if missing:
-            raise CapacityError(f"kernels {name!r} are not available: {missing}")
+            instead = "; --kernels native computes on the CPU" if name == "auto" else ""
+            raise CapacityError(f"kernels {name!r} are not available: {missing}{instead}")
         from qserve.kernels.triton.executor import TritonExecutor
 
         on_gpu = torch.cuda.is_available()

@@ -9,6 +9,7 @@ from typing import Protocol
 from qserve.checkpoint.source import ModelSource
 from qserve.runtime.classifier import Classifier
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.runner import ModelRunner
 
@@ -53,6 +54,7 @@ class LoadedModel:
         generates: whether there is an output layer, from which tokens are chosen.
         asynchronous: a run of the runner returns before it is computed.
         notes: remarks on how it is computed, in lines.
+        gpu: the memory of the GPU that computes; None without one.
     """
 
     runner: ModelRunner
@@ -64,6 +66,7 @@ class LoadedModel:
     classifier: Classifier | None = None
     generates: bool = True
     notes: tuple[str, ...] = ()
+    gpu: GpuMemory | None = None
 
 
 class Backend(Protocol):

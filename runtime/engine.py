@@ -76,7 +76,7 @@ class Engine:
         self.runner: ModelRunner = loaded.runner
         self.classifier, self._generates = loaded.classifier, loaded.generates
         self.limits, self.memory = loaded.limits, loaded.memory
-        self.kernels, self.notes = loaded.kernels, loaded.notes
+        self.kernels, self.notes, self._gpu = loaded.kernels, loaded.notes, loaded.gpu
         self.vocab_size, self.max_model_len = loaded.limits.vocab_size, loaded.limits.max_model_len
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -324,7 +324,7 @@ class Engine:
         return list(self.tokenizer(text)["input_ids"])
 
     def stats(self) -> EngineStats:
-        return EngineStats.of(self.scheduler)
+        return EngineStats.of(self.scheduler, self._gpu.use() if self._gpu else None)
 
     def snapshot(self) -> EngineSnapshot:
         """Requests, blocks and the last steps, as they are between two steps."""

@@ -1,10 +1,22 @@
-"""``GpuMemory``: the free memory of a GPU, and how much a piece of work takes of it."""
+"""``GpuMemory``: the free memory of a GPU, how much a piece of work takes of it, and how much this process holds."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """What a process holds of a GPU, in bytes: ``allocated`` by tensors, ``reserved`` by torch for them and others to
+    come. ``uuid`` names the device, as NVML does without its prefix."""
+
+    uuid: str
+    allocated: int
+    reserved: int
 
 
 class GpuMemory:
@@ -12,6 +24,8 @@ class GpuMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._use: GpuUse | None = None
+        self._read_at = 0.0
 
     def free(self) -> int:
         """Bytes that nobody holds; memory that torch had set aside is given back first."""
@@ -28,3 +42,13 @@ class GpuMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
         work()
         return torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+
+    def use(self) -> GpuUse:
+        """What this process holds: at most a second old, for to ask torch takes a part of a step."""
+        now = time.monotonic()
+        if self._use is None or now - self._read_at >= 1.0:
+            device = self._device
+            uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+            self._use = GpuUse(uuid, torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+            self._read_at = now
+        return self._use

@@ -66,6 +66,7 @@ class NativeBackend:
             read_classifier(source, model_config, config.reranker),
             not is_classifier(source.config),
             tuple(notes),
+            GpuMemory(executor.placement.device) if executor.placement.device.type == "cuda" else None,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qserve.runtime.gpu_memory import GpuUse
 from qserve.runtime.scheduler import Scheduler
 
 
@@ -11,7 +12,8 @@ from qserve.runtime.scheduler import Scheduler
 class EngineStats:
     """Gauges of one moment between two steps. ``prefix_queries``, ``prefix_hits`` (prompt tokens) and
     ``num_preemptions`` count since the start. ``kv_fragmentation``: the share of the allocated KV positions that hold
-    nothing, 0 to 1. ``waiting``: for each tenant, the requests and prompt tokens that wait for their first step."""
+    nothing, 0 to 1. ``waiting``: for each tenant, the requests and prompt tokens that wait for their first step.
+    ``gpu``: None without one."""
 
     num_running: int
     num_waiting: int
@@ -23,9 +25,10 @@ class EngineStats:
     waiting_tokens: int
     kv_fragmentation: float
     waiting: dict[str, tuple[int, int]]
+    gpu: GpuUse | None = None
 
     @classmethod
-    def of(cls, scheduler: Scheduler) -> EngineStats:
+    def of(cls, scheduler: Scheduler, gpu: GpuUse | None = None) -> EngineStats:
         """The current stats; to be called by the thread that owns the scheduler."""
         blocks = scheduler.blocks
         return cls(
@@ -39,4 +42,5 @@ class EngineStats:
             waiting_tokens=scheduler.backlog.tokens,
             kv_fragmentation=min(1.0, scheduler.num_unused_slots / max(1, blocks.num_used * blocks.block_size)),
             waiting=scheduler.backlog.counts(),
+            gpu=gpu,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonpatch
 import pytest
 import typer
 import yaml
@@ -18,7 +20,8 @@ from qserve.runtime.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+MANIFESTS = sorted((DEPLOY / "kubernetes").rglob("*.yaml"))
+GPU = DEPLOY / "kubernetes/gpu/kustomization.yaml"
 UNIT = DEPLOY / "systemd/qserve.service"
 SITE = DEPLOY / "nginx/qserve.conf"
 
@@ -59,6 +62,31 @@ def test_every_command_is_one_that_this_version_has() -> None:
     for words in (container()["args"], shlex.split(start), re.findall(r'"([^"]*)"', default)):
         assert "run" in words
         assert options(words) <= known, options(words) - known
+
+
+def test_on_a_gpu_a_pod_asks_for_one_and_its_cache_for_the_rest() -> None:
+    base = next(document for document in documents() if document["kind"] == "Deployment")
+    kustomization = yaml.safe_load(GPU.read_text(encoding="utf-8"))
+    assert all((GPU.parent / name / "kustomization.yaml").exists() for name in kustomization["resources"])
+    (patch,) = kustomization["patches"]
+    assert patch["target"]["name"] == base["metadata"]["name"]
+    changed = jsonpatch.apply_patch(base, yaml.safe_load(patch["patch"]))
+    (before,), (after,) = (each["spec"]["template"]["spec"]["containers"] for each in (base, changed))
+    assert after["resources"]["limits"] == {**before["resources"]["limits"], "nvidia.com/gpu": "1"}
+    assert [word for word in before["args"] if word not in after["args"]] == ["--kv-cache-memory=4GiB"]
+    assert changed["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
+    assert changed["spec"]["template"]["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
+
+
+def test_what_triton_compiles_can_be_written_and_run() -> None:
+    """The root is read-only everywhere: the image and the pod have /tmp, the unit a home of its own."""
+    (environment,) = [line for line in containerfile() if line.startswith("ENV")]
+    assert "TRITON_CACHE_DIR=/tmp/" in environment and "XDG_CACHE_HOME=/tmp/" in environment
+    final = containerfile()[[index for index, line in enumerate(containerfile()) if line.startswith("FROM")][-1] :]
+    assert any(line.startswith("ARG COMPILER=") and "gcc libc6-dev" in line for line in final)
+    assert "--read-only --tmpfs /tmp:exec" in (DEPLOY / "README.md").read_text(encoding="utf-8")
+    assert {"name": "scratch", "mountPath": "/tmp"} in container()["volumeMounts"]
+    assert any("HOME=%C/qserve" in line for line in unit("Environment")) and unit("CacheDirectory") == ["qserve"]
 
 
 def test_the_grace_is_longer_than_the_drain() -> None:
@@ -143,3 +171,19 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", copy], capture_output=True, text=True)
     complaints = [line for line in (done.stdout + done.stderr).splitlines() if UNIT.name in line]
     assert not complaints, complaints
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit_with_a_gpu(tmp_path: Path) -> None:
+    text = UNIT.read_text(encoding="utf-8"), (UNIT.parent / "gpu.conf").read_text(encoding="utf-8")
+    unit_text, added = (each.replace("/opt/qserve/bin/qserve", "/bin/true") for each in text)
+    (tmp_path / UNIT.name).write_text(unit_text, encoding="utf-8")
+    (tmp_path / f"{UNIT.name}.d").mkdir()
+    (tmp_path / f"{UNIT.name}.d/gpu.conf").write_text(added, encoding="utf-8")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", tmp_path / UNIT.name], capture_output=True, text=True,
+        env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
+    )  # fmt: skip
+    complaints = [line for line in (done.stdout + done.stderr).splitlines() if "gpu.conf" in line or UNIT.name in line]
+    assert not complaints, complaints
+    assert "PrivateDevices=no" in added

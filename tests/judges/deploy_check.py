@@ -14,12 +14,12 @@ import promql_parser
 import yaml
 
 VERSIONS = ("1.30", "1.34")  # of Kubernetes
-FOREIGN = ("ServiceMonitor",)  # the Prometheus operator's, whose schema is not in Kubernetes
+FOREIGN = ("ServiceMonitor", "Kustomization")  # their schemas are not in Kubernetes
 
 
 def main() -> None:
     deploy = Path(sys.argv[1])
-    for path in sorted((deploy / "kubernetes").glob("*.yaml")):
+    for path in sorted((deploy / "kubernetes").rglob("*.yaml")):
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
             for version in VERSIONS:
                 if document["kind"] not in FOREIGN:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from qserve.runtime.client.timeline import Timeline
+from qserve.runtime.server.telemetry import gpu
 
 if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard
+    from qserve.runtime.gpu_memory import GpuUse
     from qserve.runtime.journal import StepRecord
     from qserve.runtime.output import RequestOutput
     from qserve.runtime.stats import EngineStats
@@ -75,6 +77,7 @@ class Metrics:
             "num_preemptions": self._counter("num_preemptions", "Requests put back into the queue."),
         }
         self._counted = dict.fromkeys(self._totals, 0)
+        self._gpu: dict[str, Gauge] = {}  # none without a GPU
         self._failures = self._counter("engine_step_failures", "Steps that failed and ended their requests.")
         self._prompt_total = self._counter("prompt_tokens", "Prompt tokens of requests.")
         self._output_total = self._counter("generation_tokens", "Tokens generated.")
@@ -167,11 +170,29 @@ class Metrics:
         for name, counter in self._totals.items():
             counter.inc(getattr(stats, name) - self._counted[name])
             self._counted[name] = getattr(stats, name)
+        if stats.gpu is not None:
+            self._show_gpu(stats.gpu)
         text = generate_latest(self._registry)
         if self._alias:
             own = b"".join(line for line in text.splitlines(keepends=True) if b"qserve:" in line)
             text += re.sub(rb"(?m)^(# (?:HELP|TYPE) )?qserve:", rb"\1vllm:", own)
         return text
+
+    def _show_gpu(self, use: GpuUse) -> None:
+        shown: dict[str, tuple[str, float]] = {
+            "gpu_memory_allocated_bytes": ("GPU memory that tensors of this server hold.", use.allocated),
+            "gpu_memory_reserved_bytes": ("The same, and what is set aside for tensors to come.", use.reserved),
+        }
+        if (state := gpu.read(use.uuid)) is not None:
+            shown |= {
+                "gpu_memory_free_bytes": ("GPU memory that no process holds.", state.free_bytes),
+                "gpu_memory_total_bytes": ("Memory of the GPU.", state.total_bytes),
+                "gpu_utilization_perc": ("Share of time in which a kernel ran, 0 to 1.", state.utilization),
+            }
+        for name, (about, value) in shown.items():
+            if name not in self._gpu:
+                self._gpu[name] = self._gauge(name, about)
+            self._gpu[name].set(value)
 
     def _gauge(self, name: str, about: str) -> Gauge:
         return Gauge(f"qserve:{name}", about, _LABELS, registry=self._registry).labels(self._model, "0")

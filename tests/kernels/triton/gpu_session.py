@@ -27,7 +27,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import tomllib
@@ -47,10 +46,12 @@ BEGUN, ENDED = "tests-begun", "all had their turn\n"
 CLI = ["-c", "from qserve.cli import main; main()"]
 MACHINE = """
 import json, platform, torch, transformers, triton
+from qserve.kernels.triton import toolchain
 gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps({"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
                   "transformers": transformers.__version__, "cuda": torch.version.cuda,
-                  "gpu": gpu and gpu.name, "multiprocessors": gpu and gpu.multi_processor_count}))
+                  "lacking": toolchain.missing(), "gpu": gpu and gpu.name,
+                  "multiprocessors": gpu and gpu.multi_processor_count}))
 """
 
 
@@ -74,19 +75,6 @@ def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> di
         "whole-model": [str(HERE / "whole_model.py"), str(out / "whole-model.json"), "--limit", limit["whole-model"],
                         *small],
     }  # fmt: skip
-
-
-def lacking() -> str | None:
-    """None, or why Triton cannot build what launches its kernels: it needs a C compiler and Python's headers."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return "there is no C compiler: Triton needs gcc or clang, or CC that names one"
-    headers = sysconfig.get_paths()["include"]
-    done = subprocess.run([compiler, "-fsyntax-only", "-x", "c", "-I", headers, "-"], input="#include <Python.h>\n",
-                          capture_output=True, text=True)  # fmt: skip
-    if done.returncode:
-        return f"{compiler} finds no usable Python.h in {headers}: {done.stderr.strip()[-300:]}"
-    return None
 
 
 def prepare(site: Path, wheels: Path | None) -> str:
@@ -162,11 +150,12 @@ def session(site: Path) -> int:
     os.environ["PYTHONPATH"] = prepare(site, asked.wheels)
     machine = subprocess.run([sys.executable, "-c", MACHINE], capture_output=True, text=True, cwd=site)
     print(machine.stdout + machine.stderr[-2000:], flush=True)
-    missing = lacking()
     if machine.returncode:
-        missing = "torch, triton or transformers cannot be imported"
+        missing = "torch, triton, transformers or the package cannot be imported"
     elif not asked.tiny and json.loads(machine.stdout)["gpu"] is None:
         missing = "torch sees no GPU"
+    else:
+        missing = json.loads(machine.stdout)["lacking"]
     if missing is not None:
         print(missing)
         return 2
