@@ -24,7 +24,7 @@ if architecture := os.environ.get("EMULATED_SM"):
 @pytest.fixture
 def one_in(request: pytest.FixtureRequest) -> int:
     """Of how many configurations one is compiled: to compile all of them takes ten minutes of two cores."""
-    return 1 if request.config.getoption("--everything") else 7
+    return 1 if request.config.getoption("--everything") else 13
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def session(site: Path) -> int:
     elif not asked.tiny and json.loads(machine.stdout)["gpu"] is None:
         missing = "torch sees no GPU"
     else:
-        missing = json.loads(machine.stdout)["lacking"]
+        missing = json.loads(machine.stdout).get("lacking")
     if missing is not None:
         print(missing)
         return 2
