@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qserve.checkpoint.errors import UsageError
@@ -15,12 +17,14 @@ from qserve.runtime.output import RequestOutput
 from qserve.runtime.pooling import stated_pooling
 from qserve.runtime.sampler import TokenLogprobs
 from qserve.runtime.sampling import RequestError, SamplingParams
+from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.openai.logprobs import TokenTexts
 from qserve.runtime.vllm_arguments import engine_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Conversation = Sequence[Mapping[str, Any]]
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, token ids, or one of them in a dict, as ``prompt`` or ``prompt_token_ids``."""
 
@@ -144,6 +148,38 @@ class LLM:
         batch = [self._read(prompt) for prompt in _listed(prompts)]
         return self._answer(batch, sampling_params, use_tqdm)
 
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PromptCompletions]:
+        """Answer a conversation, or several. Each is a list of messages, checked and rendered as over HTTP.
+
+        The text of an answer is what the model wrote: reasoning and calls of ``tools`` are not split off.
+        ``chat_template`` takes the place of the model's own. Unless the last message is continued, the prompt ends with
+        the beginning of an answer. Raises ``RequestError`` naming the field that is refused.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        asked = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": None if tools is None else list(tools),
+            "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
+        }
+        encoder = self._encoder if chat_template is None else _encoder(self.engine, chat_template)
+        batch = []
+        for conversation in messages if several else [messages]:
+            ids = _rendered(encoder, asked | {"messages": list(conversation)})
+            batch.append((encoder.decode(ids, skip_special_tokens=False), ids))
+        return self._answer(batch, sampling_params, use_tqdm)
+
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: str | None = None, use_tqdm: bool = False
     ) -> list[PromptEmbedding]:
@@ -161,6 +197,10 @@ class LLM:
                 raise RequestError(f"prompt {output.request_id}: {output.error}", "prompt")
             vectors[int(output.request_id)] = output.embedding
         return [PromptEmbedding(str(i), tokens, Embedding(vectors[i])) for i, tokens in enumerate(batch)]
+
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        return _encoder(self.engine)
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt."""
@@ -232,6 +272,27 @@ class LLM:
         """The chosen token first, then the likeliest."""
         found = (token.chosen, *token.top)
         return {each.token_id: Logprob(each.logprob, each.rank, self._texts.name(each.token_id)) for each in found}
+
+
+def _encoder(engine: Engine, chat_template: str | None = None) -> PromptEncoder:
+    tokenizer = engine.tokenizer
+    if chat_template is not None:
+        tokenizer = copy(tokenizer)
+        tokenizer.chat_template = chat_template
+    return PromptEncoder(tokenizer, engine.max_model_len, engine.vocab_size)
+
+
+def _rendered(encoder: PromptEncoder, asked: dict[str, Any]) -> list[int]:
+    """The prompt of a chat request, with the checks that it has over HTTP."""
+    from qserve.runtime.server.errors import APIError  # with pydantic, for which others need not wait
+    from qserve.runtime.server.openai.protocol import ChatRequest, parse
+
+    try:
+        body = parse(ChatRequest, asked)
+        messages = [message.for_template() for message in body.messages]
+        return encoder.chat(messages, [tool.for_template() for tool in body.tool_use().shown], body.template_options())
+    except APIError as error:
+        raise RequestError(str(error), error.param) from None
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import typer
 
 from qserve.cli import app
+from qserve.runtime import vllm_arguments
+from qserve.runtime.llm import LLM, Completion, PromptCompletions, RequestMetrics
 from qserve.runtime.server.openai.protocol import ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from.md"
@@ -26,9 +29,11 @@ def test_every_option_and_field_of_the_second_columns_is_there() -> None:
     run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
     options = {option for each in run.params for option in (*each.opts, *each.secondary_opts)}
     fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
-    known = {"`qserve run`": options, "field of qserve": fields}
+    offline = {*vllm_arguments.FIELDS, *vllm_arguments.FIXED, *inspect.signature(LLM).parameters, *vars(LLM)}
+    known = {"`qserve run`": options, "field of qserve": fields, "`qserve.LLM`": offline}
     seen = tables(PAGE.read_text(encoding="utf-8"))
-    assert [heading for heading, _ in seen] == ["`qserve run`", "field of qserve"] * 3
+    pair = ["`qserve run`", "field of qserve"]
+    assert [heading for heading, _ in seen] == [*pair, "`qserve.LLM`", *pair, *pair]
     for heading, cells in seen:
         named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
         assert len(named) > 5 and named <= known[heading], named - known[heading]
@@ -37,3 +42,11 @@ def test_every_option_and_field_of_the_second_columns_is_there() -> None:
 def test_no_option_of_the_second_columns_is_read_from_prose() -> None:
     (table,) = tables("| a | `qserve run` | c |\n|---|---|---|\n| `--x` | `--port`, `--nothing` | `--y` |\n")
     assert table == ("`qserve run`", ["`--port`, `--nothing`"])
+
+
+def test_the_fields_of_an_answer_are_there() -> None:
+    (named,) = re.findall(r"An answer has vLLM's fields: (.*?)\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    kinds = (PromptCompletions, Completion, RequestMetrics)
+    fields = {name for kind in kinds for name in (*kind.__annotations__, *vars(kind))}
+    names = set(re.findall(r"`([^`]+)`", named))
+    assert len(names) == 18 and names <= fields, names - fields

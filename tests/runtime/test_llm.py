@@ -168,3 +168,45 @@ def test_embed(llm: LLM) -> None:
     assert llm.embed("the quick", pooling="last")[0].outputs != first.outputs
     with pytest.raises(RequestError, match="pooling must be one of mean, last"):
         llm.embed("a", pooling="sum")
+
+
+USER = {"role": "user", "content": "hello"}
+
+
+def test_chat(llm: LLM) -> None:
+    answer = {"role": "assistant", "content": "hi"}
+    conversations = [[{"role": "system", "content": "s"}, USER], [USER, answer, USER]]
+    alone = llm.chat(conversations[0], GREEDY, use_tqdm=False)
+    both = llm.chat(conversations, sampling_params=GREEDY)
+    assert [len(alone), len(both)] == [1, 2]
+    assert both[0].outputs == alone[0].outputs
+    rendered = llm.get_tokenizer().apply_chat_template(conversations[1], tokenize=False, add_generation_prompt=True)
+    assert both[1].prompt == rendered and rendered.count("hello") == 2
+    parts = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
+    assert llm.chat([parts], GREEDY)[0].prompt == llm.chat([USER], GREEDY)[0].prompt
+    (bare,) = llm.chat([USER], GREEDY, add_generation_prompt=False)
+    assert bare.prompt is not None and (llm.chat([USER], GREEDY)[0].prompt or "").startswith(bare.prompt)
+    (continued,) = llm.chat([USER, answer], GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert continued.prompt is not None and continued.prompt.endswith("hi")
+    template = "{{ messages[0].content }}{% if loud %}!{% endif %}"
+    (own,) = llm.chat([USER], GREEDY, chat_template=template, chat_template_kwargs={"loud": True})
+    assert own.prompt == "hello!"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "param"),
+    [
+        ([], {}, "messages"),
+        ([[USER], []], {}, "messages"),
+        ([{"role": "user"}], {}, "messages[0].content"),
+        ([{"role": "judge", "content": "a"}], {}, "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "messages[0].content"),
+        ([USER], {"chat_template_kwargs": {"nothing": 1}}, "chat_template_kwargs.nothing"),
+        ([USER], {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ([USER], {"tools": [{"type": "function"}]}, "tools[0].function"),
+    ],
+)
+def test_chats_that_are_refused(llm: LLM, messages: Any, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(messages, GREEDY, **options)
+    assert caught.value.param == param, str(caught.value)
