@@ -31,6 +31,7 @@ from qserve.commands.report import report
 from qserve.commands.run import run
 from qserve.commands.simulate import simulate
 from qserve.commands.store import list_models, pull, rm
+from qserve.commands.vllm_options import RunCommand
 from qserve.runtime.sampling import RequestError
 
 # In the order of the help.
@@ -112,7 +113,9 @@ def _options(
 
 
 for _name, _command in COMMANDS.items():
-    app.command(_name, epilog=recipes_for_help() if _command is quantize else None)(_command)
+    _class = RunCommand if _command is run else None
+    app.command(_name, cls=_class, epilog=recipes_for_help() if _command is quantize else None)(_command)
+app.command("serve", cls=RunCommand, hidden=True)(run)  # as vllm has it
 
 
 def main() -> None:

@@ -30,18 +30,19 @@ _VALUES = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 def reference() -> str:
     """The content of ``CLI.md``."""
     root: Any = get_command(app)
+    commands = {name: command for name, command in root.commands.items() if not command.hidden}
     lines = [
         "# Command line",
         "",
         "Written by `python -m qserve.reference > CLI.md`.",
         "",
         *_command("qserve", root, "COMMAND"),
-        *_table(("command", ""), [(f"[{n}](#qserve-{n})", _paragraphs(c)[0]) for n, c in root.commands.items()]),
+        *_table(("command", ""), [(f"[{n}](#qserve-{n})", _paragraphs(c)[0]) for n, c in commands.items()]),
         "## Exit codes",
         "",
         *_table(("code", "meaning"), EXIT_CODES),
     ]
-    for name, command in root.commands.items():
+    for name, command in commands.items():
         lines += _command(f"qserve {name}", command)
         if name == "quantize":
             lines += _table(RECIPES_HEADER, RECIPES)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qserve import console
+from qserve.checkpoint.errors import UsageError
 from qserve.commands import values
 from qserve.commands.options import (
     ENGINE,
@@ -19,9 +20,9 @@ from qserve.commands.options import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     Model,
-    ServedModelName,
     Threads,
 )
+from qserve.commands.vllm_options import options_of_file
 from qserve.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -30,8 +31,20 @@ if TYPE_CHECKING:
 
 def run(
     model: Model = "demo",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of options, as max-model-len: 4096; the command line goes first.",
+            metavar="FILE",
+            is_eager=True,
+            callback=options_of_file,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    uds: Annotated[
+        Path | None, typer.Option(help="Listen on a Unix socket, in place of host and port.", metavar="PATH")
+    ] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that callers must show; may be given several times.", metavar="KEY")
     ] = None,
@@ -54,7 +67,14 @@ def run(
         list[str] | None,
         typer.Option(help="A web origin whose pages may call; may be given several times.", metavar="URL"),
     ] = None,
-    served_model_name: ServedModelName = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What requests call the model; may be given several times, and answers have the first. "
+            "[default: its name]",
+            metavar="NAME",
+        ),
+    ] = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
     max_num_batched_tokens: MaxNumBatchedTokens = None,
@@ -66,14 +86,36 @@ def run(
         float, typer.Option(help="Seconds after which a stuck step of the model ends the server; 0 for never.")
     ] = 120.0,
     kv_cache_memory: KvCacheMemory = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the GPU's memory that may be used, as 0.9; on a CPU of the machine's. "
+            "The KV cache gets what is left of it.",
+            metavar="SHARE",
+        ),
+    ] = None,
     kv_cache_dtype: Annotated[
         str,
         typer.Option(
             help="auto (what the checkpoint was calibrated for, else fp16), fp16, bf16, fp32, int8 or fp8."
         ),
     ] = ENGINE.kv_cache_dtype,
+    dtype: Annotated[
+        str, typer.Option(help="In which products compute: auto, float16 or bfloat16 on a GPU, float32 on a CPU.")
+    ] = ENGINE.dtype,
+    quantization: Annotated[
+        str | None, typer.Option(help="Refuse a checkpoint that is stored in another format than this, as awq.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the draws of requests that have none. [default: drawn for each request]")
+    ] = None,
     prefix_caching: Annotated[
-        bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
+        bool,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Reuse the KV of equal prompt beginnings.",
+        ),
     ] = ENGINE.enable_prefix_caching,
     head: Annotated[str, typer.Option(help="Output head of a quantized model: auto (int8) or dense.")] = ENGINE.head,
     reranker: Annotated[
@@ -117,14 +159,20 @@ def run(
     ] = "auto",
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains."""
-    config = EngineConfig(
+    if uds is not None and (host, port) != ("127.0.0.1", 8000):
+        raise UsageError("--uds takes the place of --host and --port")
+    engine_config = EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
         kv_cache_memory=values.byte_count(kv_cache_memory),
+        gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_dtype=kv_cache_dtype,
+        dtype=dtype,
+        quantization=quantization,
+        seed=seed,
         enable_prefix_caching=prefix_caching,
         kernels=kernels,
         threads=threads,
@@ -137,10 +185,12 @@ def run(
     from qserve.kernels.threads import cpu_ranges
     from qserve.runtime.client.process_host import ProcessHost
     from qserve.runtime.server.config import ServerConfig
-    from qserve.runtime.server.serve import claim_socket, serve
+    from qserve.runtime.server.serve import claim_socket, serve, url_of
     from qserve.runtime.server.telemetry import logs
     from qserve.runtime.server.telemetry.tracing import otlp_exporter
+    from qserve.runtime.server.unix_socket import UnixSocket
 
+    names = served_model_name or []
     server = ServerConfig(
         api_keys=tuple(api_key or ()),
         api_keys_file=api_keys,
@@ -149,7 +199,8 @@ def run(
         allowed_hosts=tuple(allowed_hosts or ()),
         cors_origins=tuple(cors_origin or ()),
         step_timeout=step_timeout,
-        model_name=served_model_name,
+        model_name=names[0] if names else None,
+        model_aliases=tuple(names[1:]),
         stream_interval=stream_interval,
         vllm_metrics=vllm_metrics,
         otlp_endpoint=otlp_endpoint,
@@ -160,25 +211,23 @@ def run(
         otlp_exporter(otlp_endpoint).shutdown()  # finds errors before the model is loaded
     source = steps.open_source(model, chat_template)
     say = logs.start(log_format, log_level, console.note)
-    sock = claim_socket(host, port)  # before the model is loaded: a port in use is known at once
+    # Before the model is loaded: a port in use is known at once.
+    sock = claim_socket(host, port) if uds is None else UnixSocket(uds)
 
     def load() -> Engine | ProcessHost:
         say(f"loading {source.name}")
         if autotune:
             say("timing how this GPU divides the products of the model: minutes at the first start, then it is known")
         if engine_process:
-            return ProcessHost(source, config)
-        engine = steps.load(source, config, quiet=log_format == "json")
+            return ProcessHost(source, engine_config)
+        engine = steps.load(source, engine_config, quiet=log_format == "json")
         for text in [*engine.memory.lines(), *engine.notes]:
             say(text)
-        if config.cpu_list is not None:
-            say(f"threads: pinned to the CPUs {cpu_ranges(config.cpu_list)}, one each")
+        if engine_config.cpu_list is not None:
+            say(f"threads: pinned to the CPUs {cpu_ranges(engine_config.cpu_list)}, one each")
         return engine
 
     def opened() -> None:
-        address, number = sock.getsockname()[:2]
-        place = f"[{address}]" if ":" in address else address
-        scheme = "http" if tls_cert is None else "https"
-        say(f"serving {served_model_name or source.name} on {scheme}://{place}:{number}/v1")
+        say(f"serving {server.model_name or source.name} on {url_of(sock, server)}")
 
     serve(load, config=server, sock=sock, opened=opened)

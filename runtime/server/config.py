@@ -28,6 +28,7 @@ class ServerConfig:
         cors_origins: web pages of these origins may call from a browser, none by default.
         step_timeout: seconds after which a step of the model counts as stuck and the server ends; 0 waits forever.
         model_name: what the model is called in requests and answers; None takes the engine's name.
+        model_aliases: what else requests may call it.
         drain_timeout: seconds that running requests may still take after a first SIGTERM.
         max_body_bytes: larger request bodies are refused.
         body_timeout: seconds in which a request body must have arrived.
@@ -47,6 +48,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     step_timeout: float = 120.0
     model_name: str | None = None
+    model_aliases: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     max_body_bytes: int = 8 << 20
     body_timeout: float = 30.0
@@ -65,6 +67,9 @@ class ServerConfig:
             raise UsageError("--api-key must be ASCII, not empty, and without spaces around it")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("--tls-cert and --tls-key are given together or not at all")
+        named = [name for name in (self.model_name, *self.model_aliases) if name is not None]
+        if len(set(named)) < len(named) or not all(name and name.isprintable() for name in named):
+            raise UsageError("--served-model-name must be printable, and each name another")
         for name in self.allowed_hosts:
             if not _HOSTNAME.fullmatch(name):
                 raise UsageError(f"--allowed-hosts must be a name like llm.example.org, not {name!r:.100}")

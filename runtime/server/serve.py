@@ -67,6 +67,14 @@ def claim_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+def url_of(sock: socket.socket, config: ServerConfig) -> str:
+    """The address of the API, for a client's ``base_url``; of a Unix socket ``unix:`` and its path."""
+    if isinstance(name := sock.getsockname(), str):
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"{'http' if config.tls_cert is None else 'https'}://{host}:{name[1]}/v1"
+
+
 class _Server(uvicorn.Server):
     """uvicorn with three differences. It answers before there is an engine. The first signal drains it, and the second
     ends what is left at once. It ends by itself when the engine failed or a step is stuck.
@@ -111,8 +119,10 @@ class _Server(uvicorn.Server):
         service.engine.start()
         self._service = service
         self._entrance.app = create_app(service)
-        address, port = self._sock.getsockname()[:2]
-        event(logger, "ready", model=service.model_name, address=address, port=port)
+        if isinstance(name := self._sock.getsockname(), str):
+            event(logger, "ready", model=service.model_name, uds=name)
+        else:
+            event(logger, "ready", model=service.model_name, address=name[0], port=name[1])
 
     def signalled(self) -> None:
         """SIGTERM or Ctrl-C."""
@@ -240,7 +250,10 @@ def _start(server: _Server) -> threading.Thread:
 
 
 class ServerHandle:
-    """A server in a background thread; it owns the engine until ``stop``. A context manager."""
+    """A server in a background thread; it owns the engine until ``stop``. A context manager.
+
+    ``host`` and ``port`` are where it listens, for a Unix socket its path and 0; ``url`` is a client's ``base_url``.
+    """
 
     def __init__(
         self,
@@ -253,16 +266,11 @@ class ServerHandle:
     ) -> None:
         config = config or ServerConfig()
         sock = sock or claim_socket(host, port)
-        self.host, self.port = sock.getsockname()[:2]
+        name: str | tuple[str, int] = sock.getsockname()
+        self.host, self.port = (name, 0) if isinstance(name, str) else (name[0], name[1])
+        self.url = url_of(sock, config)
         self._server = _Server(config, sock)
-        self._scheme = "http" if config.tls_cert is None else "https"
         self.service = Service(ThreadHost(engine), config, self._server.keys)
-
-    @property
-    def url(self) -> str:
-        """The address of the API, for a client's ``base_url``."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self._scheme}://{host}:{self.port}/v1"
 
     def start(self) -> ServerHandle:
         """Return when requests are answered. Raises ``QServeError`` if the server does not come up."""

@@ -51,6 +51,7 @@ class Service:
         self.config = config
         self.keys = KeyRing(config.api_keys, config.api_keys_file) if keys is None else keys
         self.model_name = config.model_name or info.model_name
+        self.model_names = (self.model_name, *config.model_aliases)
         self.max_model_len = info.max_model_len
         self.embedding_size = info.hidden_size
         self.pooling = stated_pooling(source)
@@ -84,11 +85,11 @@ class Service:
     def ready(self) -> bool:
         return self.engine.alive and not self.draining
 
-    def model(self) -> dict[str, Any]:
-        """The model's entry in ``/v1/models``."""
+    def model(self, name: str) -> dict[str, Any]:
+        """The entry of the model in ``/v1/models`` under one of its names."""
         card, spec = self.source.card, self.source.spec
         return {
-            "id": self.model_name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "qserve",
@@ -101,10 +102,10 @@ class Service:
         }
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
+        if name is not None and name not in self.model_names:
             raise APIError(
                 404,
-                f"model {name!r:.200} is not served here; it is {self.model_name!r}",
+                f"model {name!r:.200} is not served here; it is {' or '.join(map(repr, self.model_names))}",
                 param="model",
                 code="model_not_found",
             )

@@ -29,7 +29,7 @@ def test_every_option_and_field_of_the_second_columns_is_there() -> None:
     run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
     options = {option for each in run.params for option in (*each.opts, *each.secondary_opts)}
     fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
-    offline = {*vllm_arguments.FIELDS, *vllm_arguments.FIXED, *inspect.signature(LLM).parameters, *vars(LLM)}
+    offline = {*vllm_arguments.FIELDS, *vllm_arguments.NO_CHOICE, *inspect.signature(LLM).parameters, *vars(LLM)}
     known = {"`qserve run`": options, "field of qserve": fields, "`qserve.LLM`": offline}
     seen = tables(PAGE.read_text(encoding="utf-8"))
     pair = ["`qserve run`", "field of qserve"]

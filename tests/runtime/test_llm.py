@@ -11,7 +11,7 @@ from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.llm import LLM
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.vllm_arguments import FIXED, engine_config
+from qserve.runtime.vllm_arguments import NO_CHOICE, engine_config
 
 SMALL = {"kv_cache_memory": 4 << 20, "threads": 1}
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -53,10 +53,10 @@ def test_the_arguments_of_vllm(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not served: a model runs on one GPU"),
-        ({"tensor_parallel_size": True}, "tensor_parallel_size True is not served"),
-        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size 4"),
-        ({"trust_remote_code": True}, "trust_remote_code True is not served: code that comes with a model is never"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not served: a model runs on one GPU"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True is not served"),
+        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4"),
+        ({"trust_remote_code": True}, "trust_remote_code=True is not served: code that comes with a model is never"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"tokenizer": "other/tokenizer"}, "tokenizer 'other/tokenizer' is not served"),
         ({"quantization": "awq"}, "--quantization awq: .* is not quantized"),
@@ -75,11 +75,11 @@ def test_what_is_not_served_is_refused_by_name(tiny_model: Path, options: dict[s
 
 
 def test_no_argument_has_two_meanings() -> None:
-    assert not FIXED.keys() & EngineConfig.__dataclass_fields__.keys()
-    for name, fixed in FIXED.items():
-        for value in fixed.values:
+    assert not NO_CHOICE.keys() & EngineConfig.__dataclass_fields__.keys()
+    for name, argument in NO_CHOICE.items():
+        for value in argument.values:
             assert engine_config({name: value}) == EngineConfig()
-        assert fixed.why or not fixed.values, f"{name}: what to do instead?"
+        assert argument.why or not argument.values, f"{name}: what to do instead?"
 
 
 def test_a_quantized_checkpoint_by_its_format(tiny_packed: Path) -> None:

@@ -6,6 +6,7 @@ fields are those of ``SamplingParams``. OpenAPI 3.1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -129,8 +130,8 @@ def described(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]
     }
 
 
-def document(routes: list[BaseRoute], model_name: str) -> Json:
-    """The document of an application's routes, where requests call the model ``model_name``."""
+def document(routes: list[BaseRoute], model_names: Sequence[str]) -> Json:
+    """The document of an application's routes, where requests call the model by one of ``model_names``."""
     content: Json = get_openapi(
         title="qserve",
         version=version("qserve-llm"),
@@ -142,12 +143,12 @@ def document(routes: list[BaseRoute], model_name: str) -> Json:
         for operation in methods.values():
             for parameter in operation.get("parameters", ()):
                 if path == "/v1/models/{name}":
-                    parameter["schema"] = {"enum": [model_name]}
+                    parameter["schema"] = {"enum": [*model_names]}
             schemas |= operation.pop(_MODELS, {})
             _complete(path, operation)
     for schema in schemas.values():
         if "model" in schema.get("properties", {}):
-            schema["properties"]["model"] = {"enum": [model_name, None]}
+            schema["properties"]["model"] = {"enum": [*model_names, None]}
     content["components"] = {
         "schemas": schemas,
         "responses": {

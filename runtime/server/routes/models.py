@@ -13,11 +13,11 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [service.model()]})
+        return JSONResponse({"object": "list", "data": [service.model(name) for name in service.model_names]})
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
-        return JSONResponse(service.model())
+        return JSONResponse(service.model(name))
 
     return routes

@@ -17,7 +17,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
         if not made:  # at the first call every route exists
-            made.append(json.dumps(document(request.app.routes, service.model_name)).encode())
+            made.append(json.dumps(document(request.app.routes, service.model_names)).encode())
         return Response(made[0], media_type="application/json")
 
     return routes
