@@ -89,20 +89,14 @@ BLOCKS: Mapping[str, Mapping[str, type[Block]]] = {
 }
 """The types of blocks that a message may hold, by its role."""
 
-_TEXT_OR_BLOCKS = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type"],
-                "properties": {"type": {"enum": sorted({kind for kinds in BLOCKS.values() for kind in kinds})}},
-            },
-        },
-    ]
+_BLOCK = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"enum": sorted({kind for kinds in BLOCKS.values() for kind in kinds})}},
 }
-Content = Annotated[Any, WithJsonSchema(_TEXT_OR_BLOCKS)]
+_TEXT_OR_BLOCKS = [{"type": "string"}, {"type": "array", "items": _BLOCK}]
+Content = Annotated[Any, WithJsonSchema({"anyOf": _TEXT_OR_BLOCKS})]
+OptionalContent = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXT_OR_BLOCKS, {"type": "null"}]})]
 
 
 class InputMessage(Strict):
@@ -111,9 +105,9 @@ class InputMessage(Strict):
 
 
 def read_blocks(content: Any, role: str, where: str) -> list[Block]:
-    """The blocks of a message, or of ``system``. Raises ``APIError`` 400 naming the field at fault."""
-    if isinstance(content, str):
-        return [TextBlock(type="text", text=content)]
+    """The blocks of a message, or of ``system``, at least one. Raises ``APIError`` 400 naming the field at fault."""
+    if isinstance(content, str) or content == []:
+        return [TextBlock(type="text", text=content or "")]
     if not isinstance(content, list):
         raise APIError(400, f"{where}: must be a string or a list of blocks", param=where, code="invalid_value")
     kinds = BLOCKS[role]

@@ -14,7 +14,13 @@ from pydantic_core import PydanticCustomError
 
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.sampling import MAX_STOP_STRINGS, RequestError, SamplingParams
-from qserve.runtime.server.anthropic.blocks import CacheControl, Content, InputMessage, read_blocks, template_messages
+from qserve.runtime.server.anthropic.blocks import (
+    CacheControl,
+    InputMessage,
+    OptionalContent,
+    read_blocks,
+    template_messages,
+)
 from qserve.runtime.server.chat.reasoning import ReasoningTags
 from qserve.runtime.server.chat.template_options import TemplateOptions
 from qserve.runtime.server.chat.tool_use import ToolUse
@@ -98,7 +104,7 @@ class CountTokensRequest(Strict):
 
     model: str | None = None
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    system: Content = None
+    system: OptionalContent = None
     tools: list[MessageTool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -107,7 +113,7 @@ class CountTokensRequest(Strict):
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Raises ``APIError`` naming the block at fault."""
-        turns = [] if self.system is None else [("system", read_blocks(self.system, "system", "system"))]
+        turns = [] if self.system in (None, "", []) else [("system", read_blocks(self.system, "system", "system"))]
         for number, message in enumerate(self.messages):
             turns.append((message.role, read_blocks(message.content, message.role, f"messages[{number}].content")))
         return template_messages(turns)

@@ -23,6 +23,7 @@ from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.http import connection
 from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
 
+from .conftest import Slow
 from .waiting import idle, wait_until
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
@@ -58,6 +59,22 @@ def test_leaving_before_the_first_byte(own: ServerHandle, slow: None, stream: bo
             json=LONG | {"prompt": [5] * 100, "stream": stream, "stop": "z" * 1000},
             timeout=0.03 if stream else 0.3,
         )
+    wait_until(lambda: idle(own), 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/messages", {"max_tokens": 400, "messages": [{"role": "user", "content": "the"}]}),
+        ("/rerank", {"query": "a", "documents": [f"{i} " + "b " * 200 for i in range(30)], "pooling": "last"}),
+    ],
+)
+def test_leaving_other_routes(
+    own: ServerHandle, engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(engine, "runner", Slow(engine.runner, 0.3))  # all of it would take 6 seconds or more
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{own.url}{path}", json=body, timeout=0.2)
     wait_until(lambda: idle(own), 3)
 
 

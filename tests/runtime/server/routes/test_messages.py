@@ -67,6 +67,19 @@ def test_text(start: Start, script: Scripted) -> None:
     assert counted.json() == {"input_tokens": usage["input_tokens"]}
 
 
+def test_empty_content_is_an_empty_text(start: Start, script: Scripted) -> None:
+    client = start(HERMES)
+    script.say("a")
+    inputs = [
+        ask(client, messages=[{"role": "user", "content": empty}], system=system).json()["usage"]
+        for empty in ("", [])
+        for system in (None, "", [])
+    ]
+    assert len({usage["input_tokens"] + usage["cache_read_input_tokens"] for usage in inputs}) == 1
+    gone_on = [*HI, {"role": "assistant", "content": []}, *HI]  # an answer may have been empty
+    assert ask(client, messages=gone_on).status_code == 200
+
+
 def test_why_it_ended(start: Start, script: Scripted) -> None:
     client = start(HERMES)
     script.say("It rains and rains.")

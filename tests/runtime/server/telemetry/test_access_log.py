@@ -193,7 +193,11 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "SECRET"}], "stream": True}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "refuse me"}], "user": "SECRET"}),
     ("/v1/responses", {"input": "SECRET", "instructions": "SECRET"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "SECRET"}], "system": "SECRET", "max_tokens": 8}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "SECRET"}]}], "max_tokens": 8}),
     ("/v1/embeddings", {"input": "SECRET"}),
+    ("/v1/rerank", {"query": "SECRET", "documents": ["SECRET"], "pooling": "last"}),
+    ("/classify", {"input": "SECRET"}),
     ("/tokenize", {"prompt": "SECRET"}),
     ("/v1/SECRET?key=SECRET", {}),
 ]
