@@ -118,8 +118,8 @@ class Choice:
     def _spell(self, token: int, reason: str | None) -> tuple[str, str | None]:
         """The text that a token adds, and the ``reason`` why the choice ends with it, or None."""
         self.num_tokens += 1
-        # A token that ended the request is not part of the answer's text.
-        shown = [token] if reason != "stop" else []
+        # A token that ended the request is part of the answer's text only if asked for.
+        shown = [token] if reason != "stop" or self.sequence.params.include_stop_str_in_output else []
         if self.grammar is not None and reason != "stop":
             self.grammar.consume(token)
             if self.grammar.is_complete:  # even by an ending that the request itself would ignore
@@ -160,6 +160,9 @@ class Choice:
         """Why no token could be chosen, and the field of the request that is at fault, or None."""
         if self.grammar is not None and self.grammar.error is not None:
             return f"the output cannot go on within its constraint: {self.grammar.error}", self.grammar.param
+        if self.sequence.params.allowed_token_ids is not None or self.sequence.bad_words:
+            field = "bad_words" if self.sequence.bad_words else "allowed_token_ids"
+            return f"the output cannot go on: {field} leaves no token, or the model computed NaN", field
         return "the model computed NaN for this request", None
 
     def fail(self, reason: str, error: str, param: str | None = None) -> list[RequestOutput]:
@@ -169,7 +172,10 @@ class Choice:
 
     def _new_detokenizer(self) -> Detokenizer:
         sequence = self.sequence
-        return Detokenizer(self._tokenizer, sequence.prompt_token_ids, visible=sequence.params.visible_tokens)
+        params = sequence.params
+        return Detokenizer(
+            self._tokenizer, sequence.prompt_token_ids, params.skip_special_tokens, visible=params.visible_tokens
+        )
 
     def _output(
         self,

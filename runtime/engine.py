@@ -20,6 +20,7 @@ from torch import Tensor
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels.threads import torch_threads
 from qserve.runtime.backend import Backend
+from qserve.runtime.bad_words import bad_word_tokens
 from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.choice import Choice
@@ -128,6 +129,7 @@ class Engine:
         tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
         if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
             raise RequestError(f"a token id is outside 0..{self.vocab_size - 1}", "prompt")
+        tokens = params.kept(tokens, self.max_model_len)
         self._check_vocabulary(params)
         self._check_pooling(params)
         if any(choice.request_id == request_id for choice in self._choices.values()):
@@ -140,6 +142,7 @@ class Engine:
         if constraint is not None:
             matcher = matcher or self.grammars.matcher(constraint)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
+        bad_words = bad_word_tokens(self.tokenizer, params.bad_words)
         parent: Request | None = None
         now = self._clock()
         for index in range(1 if params.use_beam_search else params.n):
@@ -155,6 +158,7 @@ class Engine:
                 arrival=next(self._arrivals),
                 arrival_time=now,
                 parent=parent,
+                bad_words=bad_words,
             )
             choice = Choice(
                 request_id,
@@ -403,11 +407,16 @@ class Engine:
             raise RequestError("this model has no classification head", "pooling")
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
-        for token, _ in params.biases:
-            if token >= self.vocab_size:
-                raise RequestError(
-                    f"logit_bias holds token {token}, the ids are 0..{self.vocab_size - 1}", "logit_bias"
-                )
+        allowed = params.allowed_token_ids or ()
+        for name, ids in (("logit_bias", [token for token, _ in params.biases]), ("allowed_token_ids", allowed)):
+            if ids and max(ids) >= self.vocab_size:
+                raise RequestError(f"{name} holds token {max(ids)}, the ids are 0..{self.vocab_size - 1}", name)
+        endings = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        if allowed and params.min_tokens and endings.issuperset(allowed):
+            raise RequestError(
+                f"each of allowed_token_ids ends the output, so it cannot have min_tokens {params.min_tokens}",
+                "allowed_token_ids",
+            )
         if params.use_beam_search and params.n + len(self.eos_token_ids) + len(params.stop_token_ids) > self.vocab_size:
             raise RequestError(f"a beam search of width {params.n} needs a larger vocabulary", "n")
 

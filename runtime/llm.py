@@ -146,7 +146,7 @@ class LLM:
         ``use_tqdm`` shows a bar. Raises ``RequestError`` where a prompt can never run.
         """
         batch = [self._read(prompt) for prompt in _listed(prompts)]
-        return self._answer(batch, sampling_params, use_tqdm)
+        return self._answer(batch, _for_each(sampling_params, len(batch)), use_tqdm)
 
     def chat(
         self,
@@ -174,11 +174,13 @@ class LLM:
             "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
         }
         encoder = self._encoder if chat_template is None else _encoder(self.engine, chat_template)
-        batch = []
-        for conversation in messages if several else [messages]:
-            ids = _rendered(encoder, asked | {"messages": list(conversation)})
+        batch, conversations = [], list(messages if several else [messages])
+        each = _for_each(sampling_params, len(conversations))
+        for conversation, params in zip(conversations, each):
+            kept = params.num_prompt_kept(self.engine.max_model_len)
+            ids = _rendered(encoder, asked | {"messages": list(conversation)}, kept)
             batch.append((encoder.decode(ids, skip_special_tokens=False), ids))
-        return self._answer(batch, sampling_params, use_tqdm)
+        return self._answer(batch, each, use_tqdm)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: str | None = None, use_tqdm: bool = False
@@ -216,14 +218,12 @@ class LLM:
 
     def _answer(
         self,
-        batch: Sequence[tuple[str | None, list[int]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        each: list[SamplingParams],
         use_tqdm: bool,
     ) -> list[PromptCompletions]:
-        given = SamplingParams() if sampling_params is None else sampling_params
-        each = [given] * len(batch) if isinstance(given, SamplingParams) else list(given)
-        if len(each) != len(batch):
-            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", "sampling_params")
+        context = self.engine.max_model_len
+        batch = [(text, params.kept(tokens, context)) for (text, tokens), params in zip(prompts, each)]
         now = time.monotonic()
         results = [
             PromptCompletions(str(i), text, tokens, [Completion(k) for k in range(params.n)], RequestMetrics(now))
@@ -282,15 +282,23 @@ def _encoder(engine: Engine, chat_template: str | None = None) -> PromptEncoder:
     return PromptEncoder(tokenizer, engine.max_model_len, engine.vocab_size)
 
 
-def _rendered(encoder: PromptEncoder, asked: dict[str, Any]) -> list[int]:
-    """The prompt of a chat request, with the checks that it has over HTTP."""
+def _for_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    each = [given or SamplingParams()] * count if given is None or isinstance(given, SamplingParams) else list(given)
+    if len(each) != count:
+        raise RequestError(f"{count} prompts but {len(each)} sampling parameters", "sampling_params")
+    return each
+
+
+def _rendered(encoder: PromptEncoder, asked: dict[str, Any], kept: int | None) -> list[int]:
+    """The prompt of a chat request, or ``kept`` tokens at its end, with the checks that it has over HTTP."""
     from qserve.runtime.server.errors import APIError  # with pydantic, for which others need not wait
     from qserve.runtime.server.openai.protocol import ChatRequest, parse
 
     try:
         body = parse(ChatRequest, asked)
         messages = [message.for_template() for message in body.messages]
-        return encoder.chat(messages, [tool.for_template() for tool in body.tool_use().shown], body.template_options())
+        tools = [tool.for_template() for tool in body.tool_use().shown]
+        return encoder.chat(messages, tools, body.template_options(), kept)
     except APIError as error:
         raise RequestError(str(error), error.param) from None
 

@@ -31,6 +31,7 @@ class Request:
         request_id: unique among the live requests of a scheduler.
         prompt_token_ids: at least one token, none negative.
         eos_token_ids: tokens that end the output unless ``params.ignore_eos``.
+        bad_words: sequences of tokens of which none may come.
         max_total_tokens: prompt and output tokens at most; ``Scheduler.add`` lowers it to the context.
         max_output_tokens: outputs at most; a prompt that fills the context still yields one, which is never fed back,
             unless it is for an embedding.
@@ -72,6 +73,7 @@ class Request:
     arrival: int = 0
     arrival_time: float = 0.0
     parent: Request | None = field(default=None, repr=False)
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     max_output_tokens: int = field(default=0, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -174,11 +175,12 @@ def row_sampling(request: Request, seed: int, index: int) -> RowSampling:
 
 
 def _adjusts(request: Request) -> bool:
-    """Whether a bias, a penalty, a cut of its logits or an early ending to mask changes its next row."""
+    """Whether a bias, a penalty, a cut of its logits or a token that may not come changes its next row."""
     params = request.params
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
     cut = params.top_n_sigma and not params.greedy
-    return bool(params.biases or penalties or cut) or len(request.output_token_ids) < params.min_tokens
+    masked = params.allowed_token_ids or request.bad_words or len(request.output_token_ids) < params.min_tokens
+    return bool(params.biases or penalties or cut or masked)
 
 
 def _has_no_token(best: int, allowed: Tensor | None) -> bool:
@@ -199,6 +201,8 @@ def _sample_row(
 ) -> Sampled:
     params = request.params
     adjusted = _adjust(row, request, allowed, outputs)
+    if adjusted is not row and adjusted.max() == -torch.inf:
+        return Sampled(None)
     if params.use_beam_search:
         return Sampled(best, candidates=_candidates(row, adjusted, request))
     if params.greedy:
@@ -209,8 +213,8 @@ def _sample_row(
 
 
 def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list[int]) -> Tensor:
-    """The row with biases, penalties, forbidden endings and tokens, and ``top_n_sigma`` applied, in this order; without
-    any of these the row itself."""
+    """The row with biases, penalties, tokens that may not come, and ``top_n_sigma`` applied, in this order; without any
+    of these the row itself."""
     params = request.params
     if params.biases:
         tokens, biases = zip(*params.biases)
@@ -227,6 +231,11 @@ def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list
         row = row.masked_fill(~_without_endings(allowed, request, len(outputs) < params.min_tokens), -torch.inf)
     elif len(outputs) < params.min_tokens:
         row = row.index_fill(0, _indices(request.endings, len(row)), -torch.inf)
+    if params.allowed_token_ids is not None:
+        kept = _index(tuple(params.allowed_token_ids))
+        row = torch.full_like(row, -torch.inf).index_copy_(0, kept, row[kept])
+    if forbidden := _ends_of(request.bad_words, outputs):
+        row = row.index_fill(0, _indices(forbidden, len(row)), -torch.inf)
     if params.top_n_sigma and not params.greedy:
         sigma = row[row > -torch.inf].double().std(correction=0)  # of the tokens that can come at all
         row = row.masked_fill(row < row.max() - params.top_n_sigma * sigma, -torch.inf)
@@ -254,6 +263,16 @@ def _without_endings(allowed: Tensor, request: Request, early: bool) -> Tensor:
         return allowed
     kept = allowed.index_fill(0, _indices(endings, len(allowed)), False)
     return kept if kept.any() else allowed
+
+
+def _ends_of(words: Iterable[tuple[int, ...]], outputs: list[int]) -> list[int]:
+    """The last tokens of ``words`` whose other tokens are those that came last."""
+    return [word[-1] for word in words if len(word) == 1 or tuple(outputs[1 - len(word) :]) == word[:-1]]
+
+
+@lru_cache(maxsize=256)
+def _index(tokens: tuple[int, ...]) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def _indices(tokens: Iterable[int], vocab_size: int) -> Tensor:

@@ -16,6 +16,9 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_TIMEOUT = 3600.0
@@ -85,8 +88,15 @@ class SamplingParams:
         seed: int64; the same seed and prompt give the same tokens. None draws one.
         stop: strings that end the output, at most 4; given as a sequence or one string, kept as a tuple.
         stop_token_ids: tokens that end the output, at most 128; kept as a tuple.
+        allowed_token_ids: the only tokens that may come, at most 4,096; an end-of-sequence token is among them or never
+            comes. None allows all. Kept as a tuple.
+        bad_words: words that may not come, at most 128 of at most 256 characters: the tokens with which the tokenizer
+            spells them, at the beginning of a text or after a space, never come in this order. Kept as a tuple.
         ignore_eos: the model's end-of-sequence tokens do not end the output.
-        include_stop_str_in_output: the text keeps the stop string that ended it.
+        include_stop_str_in_output: the text keeps the stop string or stop token that ended it.
+        skip_special_tokens: the text leaves out special tokens.
+        truncate_prompt_tokens: only so many tokens at the end of the prompt are kept; -1 keeps as many as the context
+            has room for beside ``max_tokens``. None keeps all.
         logprobs: how many alternatives to report for each output token, 0..20; None reports nothing.
         prompt_logprobs: how many alternatives to report for each prompt token, 0..20; None reports nothing. Such a
             request computes each of its prompt positions and never reads the prefix cache.
@@ -120,8 +130,12 @@ class SamplingParams:
     seed: int | None = _bounded(None, -(2**63), 2**63 - 1)
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = _bounded(None, -1, INT31)
     logprobs: int | None = _bounded(None, 0, MAX_LOGPROBS, request=False)
     prompt_logprobs: int | None = _bounded(None, 0, MAX_LOGPROBS)
     pooling: str | None = field(default=None, metadata=_INTERNAL)
@@ -140,8 +154,10 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", "min_tokens"
             )
         object.__setattr__(self, "top_k", max(self.top_k, 0))
-        self._normalize_stops()
+        self._normalize_lists()
         self._normalize_bias()
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be -1 or at least 1, not 0", "truncate_prompt_tokens")
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
@@ -167,6 +183,20 @@ class SamplingParams:
         """Whether the most likely token is taken, without a draw."""
         return self.temperature < GREEDY_BELOW
 
+    def kept(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """What is kept of a prompt."""
+        count = self.num_prompt_kept(max_model_len)
+        return prompt if count is None else prompt[-count:]
+
+    def num_prompt_kept(self, max_model_len: int) -> int | None:
+        """How many tokens at the end of a prompt are kept in a context of ``max_model_len``; None for all."""
+        asked = self.truncate_prompt_tokens
+        if asked is not None and asked > max_model_len:
+            raise RequestError(
+                f"truncate_prompt_tokens {asked} is more than the context of {max_model_len}", "truncate_prompt_tokens"
+            )
+        return max(1, max_model_len - (self.max_tokens or 1)) if asked == -1 else asked
+
     def _check_number(self, number: Number) -> None:
         name, value = number.name, getattr(self, number.name)
         if value is None and number.optional:
@@ -182,7 +212,8 @@ class SamplingParams:
         """A beam search draws nothing, and its outputs are known only when they are complete."""
         if self.temperature not in (0.0, 1.0):
             raise RequestError("temperature does nothing in a beam search; leave it out", "temperature")
-        for name in ("top_k", "top_p", "min_p", "top_n_sigma", "seed", "stop", "prompt_logprobs", "pooling"):
+        for name in ("top_k", "top_p", "min_p", "top_n_sigma", "seed", "stop", "allowed_token_ids", "bad_words",
+                     "prompt_logprobs", "pooling"):  # fmt: skip
             if getattr(self, name) != getattr(SamplingParams, name):
                 raise RequestError(f"{name} cannot be used with use_beam_search", name)
         if self.constraint is not None:
@@ -209,25 +240,21 @@ class SamplingParams:
             kept[number] = float(bias)
         object.__setattr__(self, "logit_bias", tuple(sorted(kept.items())))
 
-    def _normalize_stops(self) -> None:
-        given = (self.stop,) if isinstance(self.stop, str) else self.stop
-        stop = _tuple_of("stop", given, "strings", MAX_STOP_STRINGS)
-        for text in stop:
-            if not isinstance(text, str):
-                raise RequestError(f"stop must hold strings, not {_shown(text)}", "stop")
-            if not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise RequestError(
-                    f"a stop string must have 1 to {MAX_STOP_LENGTH} characters, not {len(text)}", "stop"
-                )
-        tokens = _tuple_of("stop_token_ids", self.stop_token_ids, "token ids", MAX_STOP_TOKEN_IDS)
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= INT31:
-                raise RequestError(
-                    f"stop_token_ids must hold integers of 0 to {INT31}, not {_shown(token)}",
-                    "stop_token_ids",
-                )
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tokens)
+    def _normalize_lists(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        kept = {
+            "stop": _texts_of("stop", stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+            "stop_token_ids": _tokens_of("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            "bad_words": _texts_of("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+        }
+        if any(not word.strip() for word in kept["bad_words"]):
+            raise RequestError("bad_words holds only white space; logit_bias can forbid its tokens", "bad_words")
+        if self.allowed_token_ids is not None:
+            kept["allowed_token_ids"] = _tokens_of("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not kept["allowed_token_ids"]:
+                raise RequestError("allowed_token_ids is empty, so that nothing may come", "allowed_token_ids")
+        for name, values in kept.items():
+            object.__setattr__(self, name, values)
 
 
 @dataclass(frozen=True)
@@ -253,6 +280,24 @@ NUMBERS = {
     if "bounds" in each.metadata
 }
 SWITCHES = tuple(each.name for each in fields(SamplingParams) if each.type == "bool")
+
+
+def _texts_of(name: str, value: object, limit: int, longest: int) -> tuple[Any, ...]:
+    texts = _tuple_of(name, value, "strings", limit)
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError(f"{name} must hold strings, not {_shown(text)}", name)
+        if not 1 <= len(text) <= longest:
+            raise RequestError(f"a string of {name} must have 1 to {longest} characters, not {len(text)}", name)
+    return texts
+
+
+def _tokens_of(name: str, value: object, limit: int) -> tuple[Any, ...]:
+    tokens = _tuple_of(name, value, "token ids", limit)
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= INT31:
+            raise RequestError(f"{name} must hold integers of 0 to {INT31}, not {_shown(token)}", name)
+    return tokens
 
 
 def _tuple_of(name: str, value: object, what: str, limit: int) -> tuple[object, ...]:

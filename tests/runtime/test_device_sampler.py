@@ -110,6 +110,8 @@ CASES: list[dict[str, Any]] = [
     {"frequency_penalty": 0.4, "logprobs": 0},
     {"logit_bias": {3: 5.0}},
     {"min_tokens": 9, "temperature": 0.0},
+    {"allowed_token_ids": range(0, 900, 7), "temperature": 0.9},
+    {"bad_words": ["a"], "temperature": 0.0},
     {"temperature": 0.0, "use_beam_search": True, "n": 2},
 ]
 
@@ -122,6 +124,8 @@ def test_what_is_sampled_there_is_what_is_sampled_here(seed: int) -> None:
     requests = [Request(str(i), (1, 2, 3), p, eos_token_ids=frozenset({0})) for i, p in enumerate(asked)]
     for request in requests:
         request.output_token_ids += [4, 4, 5]
+        if request.params.bad_words:
+            request.bad_words = tuple((5, token) for token in range(0, 900, 2))
     logits = torch.randn(len(asked), 900) * 3
     logits[4, 7] = torch.nan
     greedy = torch.where(logits.isnan().any(-1), -1, logits.argmax(-1)).int()
@@ -146,4 +150,4 @@ def test_only_the_rows_that_are_read_are_fetched(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "empty", empty)
     nobody, outputs = [None] * len(asked), outputs_before(requests, None)
     sample_on_device(logits, logits.argmax(-1).tolist(), requests, [0] * len(asked), nobody, outputs)
-    assert shapes[0] == (7, 100)
+    assert shapes[0] == (8, 100)

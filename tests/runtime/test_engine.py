@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.kernels import native
 from qserve.runtime.backlog import QueueFullError
+from qserve.runtime.bad_words import bad_word_tokens
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.llm import LLM
@@ -139,8 +140,9 @@ def test_random_company_changes_no_bit(model: Path, alone: torch.Tensor, data: s
 
 
 @needs_native
-def test_seeded_sampling_does_not_depend_on_load(model: Path) -> None:
-    params = SamplingParams(max_tokens=12, seed=5, temperature=0.9, top_p=0.95, ignore_eos=True)
+@pytest.mark.parametrize("more", [{}, {"allowed_token_ids": range(9, 90), "bad_words": ["a", "the fox"]}], ids=str)
+def test_seeded_sampling_does_not_depend_on_load(model: Path, more: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=12, seed=5, temperature=0.9, top_p=0.95, ignore_eos=True, **more)
     engine, _ = make_engine(model)
     engine.submit("mine", prompt(0, 20), params)
     alone = finish(engine)["mine/0"]
@@ -216,6 +218,53 @@ def test_stop_strings_and_lengths(tiny_model: Path) -> None:
     assert len(llm.generate("hello", later)[0].outputs[0].token_ids) > first + 1
 
 
+def test_a_stop_token_is_shown_only_if_asked_for(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20))
+    stop = llm.engine.encode("q")
+    params = SamplingParams(temperature=0.0, logit_bias={stop[0]: 100}, stop_token_ids=stop)
+    for include, text in ((False, ""), (True, "q")):
+        answer = llm.generate("the", replace(params, include_stop_str_in_output=include))[0].outputs[0]
+        assert (answer.text, answer.token_ids, answer.stop_reason) == (text, stop, stop[0])
+
+
+def test_special_tokens_are_shown_if_asked_for(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20))
+    start = llm.engine.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    params = SamplingParams(temperature=0.0, logit_bias={start: 100}, max_tokens=3)
+    assert llm.generate("the", params)[0].outputs[0].text == ""
+    shown = llm.generate("the", replace(params, skip_special_tokens=False, stop=["start|><"]))[0].outputs[0]
+    assert (shown.text, shown.stop_reason) == ("<|im_", "start|><")
+
+
+def test_bad_words_are_those_that_the_tokenizer_spells(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20))
+    spelled = [tuple(llm.engine.encode(text)) for text in ("quick", " quick")]
+    assert bad_word_tokens(llm.engine.tokenizer, ["quick", " quick"]) == tuple(spelled) and len(spelled[0]) > 1
+    likely = {token: 100.0 - place for place, token in enumerate(dict.fromkeys(spelled[0]))}
+    for word, allowed in (("fox", True), ("quick", False)):
+        params = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, temperature=50.0, logit_bias=likely,
+                                allowed_token_ids=sorted(likely), bad_words=[word])  # fmt: skip
+        found = llm.generate(["the"] * 20, [replace(params, seed=seed) for seed in range(20)])
+        texts = "|".join(each.outputs[0].text for each in found)
+        assert ("quick" in texts) == allowed
+    impossible = replace(params, bad_words=["q"], allowed_token_ids=llm.engine.encode("q"))
+    ended = llm.generate("the", impossible)[0].outputs[0]
+    assert ended.finish_reason == "error" and "bad_words leaves no token" in str(ended.error)
+    assert llm.generate("the", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_the_end_of_a_prompt_is_kept(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20, max_model_len=64))
+    long = prompt(0, 500)
+    for asked, kept in ((7, 7), (-1, 64 - 20), (64 - 20, 64 - 20)):
+        answer, same = llm.generate([long, long[-kept:]], [replace(GREEDY, truncate_prompt_tokens=asked), GREEDY])
+        assert answer.prompt_token_ids == same.prompt_token_ids == long[-kept:]
+        assert answer.outputs[0].token_ids == same.outputs[0].token_ids
+    messages = [{"role": "user", "content": "the quick brown fox " * 60}]
+    cut = llm.chat(messages, replace(GREEDY, truncate_prompt_tokens=9))[0]
+    assert cut.prompt is not None and cut.prompt.endswith("<|im_start|>assistant\n") and len(cut.prompt_token_ids) == 9
+
+
 def test_llm_keeps_the_order_and_batches_more_than_fits(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), EngineConfig(kv_cache_memory=4 << 20, max_waiting=4, max_num_seqs=3))
     prompts = [prompt(i, 4 + i) for i in range(11)]
@@ -235,6 +284,9 @@ def test_what_can_never_run_is_refused_by_field(tiny_model: Path) -> None:
         ([10**6], GREEDY, "prompt"),
         (prompt(0, 65), GREEDY, "prompt"),
         (prompt(0, 60), SamplingParams(max_tokens=5), "max_tokens"),
+        (prompt(0, 4), SamplingParams(allowed_token_ids=(3, 10**6)), "allowed_token_ids"),
+        (prompt(0, 4), SamplingParams(allowed_token_ids=[*engine.eos_token_ids], min_tokens=1), "allowed_token_ids"),
+        (prompt(0, 4), SamplingParams(truncate_prompt_tokens=65), "truncate_prompt_tokens"),
     ):
         with pytest.raises(RequestError) as caught:
             engine.submit("r", tokens, params)

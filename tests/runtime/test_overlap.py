@@ -93,7 +93,10 @@ def test_a_step_begins_before_the_tokens_of_the_last_are_known(tiny_model: Path)
     assert runner.asked == [begins[0], *overlapped, waits[-1]]  # and one wait for each
 
 
-@pytest.mark.parametrize("others", [{"logprobs": 1}, {"logit_bias": {5: 1.0}}, {"presence_penalty": 0.5}], ids=str)
+@pytest.mark.parametrize("others", [
+    {"logprobs": 1}, {"logit_bias": {5: 1.0}}, {"presence_penalty": 0.5}, {"allowed_token_ids": (5, 6)},
+    {"bad_words": ("fox",)},
+], ids=str)  # fmt: skip
 def test_more_of_the_logits_than_a_token_is_waited_for(tiny_model: Path, others: dict[str, Any]) -> None:
     engine, runner = engine_of(tiny_model, True)
     engine.submit("a", prompt(1, 5), GREEDY)

@@ -59,10 +59,41 @@ def test_frequencies_are_the_probabilities() -> None:
         ({"min_tokens": 1}, {1, 2, 3, 4}),
         ({"min_tokens": 1, "ignore_eos": True}, {0, 1, 2, 3, 4}),
         ({"min_tokens": 1, "stop_token_ids": (1, 999)}, {2, 3, 4}),
+        ({"allowed_token_ids": (4, 1)}, {1, 4}),
+        ({"allowed_token_ids": (4, 1, 0), "min_tokens": 1}, {1, 4}),
+        ({"allowed_token_ids": (4, 3, 1), "top_k": 2}, {1, 3}),
+        ({"allowed_token_ids": (2,), "temperature": 0.0}, {2}),
+        ({"allowed_token_ids": (3, 4), "logit_bias": {0: 100, 4: -100}}, {3}),
+        ({"allowed_token_ids": (0,), "min_tokens": 1}, {None}),
     ],
 )
 def test_what_can_be_drawn(params: dict[str, Any], expected: set[int]) -> None:
     assert support(**params) == expected
+
+
+def test_words_that_may_not_come() -> None:
+    """A word of one token never comes; one of several not where all but its last have just come, and not elsewhere."""
+
+    def seen(*outputs: int, **params: Any) -> set[int | None]:
+        request = Request("r", (2, 3), SamplingParams(**params), bad_words=((1,), (2, 3, 4), (999,), (0, 998)))
+        request.output_token_ids += outputs
+        row = PROBABILITIES.log()[None]
+        return {sample(row, torch.tensor([0]), [request], [seed])[0].token_id for seed in range(300)}
+
+    assert seen() == seen(3) == seen(2, 3, 0) == seen(3, 2) == {0, 2, 3, 4}  # the prompt (2, 3) does not count
+    assert seen(2, 3) == seen(0, 2, 3) == {0, 2, 3}
+    assert seen(2, 3, temperature=0.0) == {0}
+    assert seen(2, 3, allowed_token_ids=(1, 4)) == {None}
+    row, drafted = PROBABILITIES.log()[None], Request("r", (0,), SamplingParams(allowed_token_ids=(4,)))
+    drafted.bad_words = ((2, 3, 4),)
+    assert sample(row, torch.tensor([0]), [drafted], [0], drafts=[(2, 3)])[0].token_id is None
+
+
+def test_a_mask_and_the_allowed_tokens_hold_together() -> None:
+    row, request = PROBABILITIES.log()[None], Request("r", (0,), SamplingParams(allowed_token_ids=(1, 4)))
+    for mask, expected in (([1, 0, 1, 0, 1], {4}), ([1, 1, 1, 0, 1], {1, 4}), ([1, 0, 1, 0, 0], {None})):
+        allowed = [torch.tensor(mask, dtype=torch.bool)]
+        assert {sample(row, torch.tensor([0]), [request], [s], allowed)[0].token_id for s in range(200)} == expected
 
 
 def test_a_wide_top_p_falls_back_to_the_whole_vocabulary() -> None:

@@ -38,6 +38,10 @@ def test_defaults_are_those_of_the_openai_completions_api() -> None:
         *(("seed", v) for v in (2**63, -(2**63) - 1, 1.0, "0", True)),
         *(("stop", v) for v in (list("abcde"), [""], "", [1], 5, {"a": 1}, b"a", ["x" * 1025])),
         *(("stop_token_ids", v) for v in ([-1], ["a"], [2**31], [True], 3, "3", [10**5000], range(129))),
+        *(("allowed_token_ids", v) for v in ([], [-1], ["a"], [2**31], [True], 3, "3", range(4097))),
+        *(("bad_words", v) for v in (["a"] * 129, [""], [" \n"], [1], "fox", {"a": 1}, ["x" * 257])),
+        *(("truncate_prompt_tokens", v) for v in (0, -2, 2**31, 1.5, "1", True)),
+        *(("skip_special_tokens", v) for v in (0, None, "true")),
         *(("ignore_eos", v) for v in (1, None, "true")),
         ("include_stop_str_in_output", 0),
         *(("logprobs", v) for v in (-1, -2, 21, 10**6, "a", True)),
@@ -87,6 +91,24 @@ def test_values_are_normalized() -> None:
     assert hash(params) == hash(dataclasses.replace(params, stop=["END"]))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
+
+
+def test_how_much_of_a_prompt_is_kept() -> None:
+    def kept(**params: Any) -> int | None:
+        return SamplingParams(**params).num_prompt_kept(100)
+
+    assert (kept(), kept(truncate_prompt_tokens=7), kept(truncate_prompt_tokens=100)) == (None, 7, 100)
+    for max_tokens, room in ((30, 70), (None, 99), (100, 1), (500, 1)):
+        assert kept(truncate_prompt_tokens=-1, max_tokens=max_tokens) == room
+    with pytest.raises(RequestError, match="truncate_prompt_tokens 101 is more than the context of 100"):
+        kept(truncate_prompt_tokens=101)
+
+
+@pytest.mark.parametrize("field", ["allowed_token_ids", "bad_words"])
+def test_a_beam_search_masks_no_tokens(field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(use_beam_search=True, **{field: ["a"] if field == "bad_words" else [1]})
+    assert caught.value.param == field
 
 
 def test_greedy_is_a_temperature_of_practically_zero() -> None:

@@ -41,7 +41,8 @@ def preprocess(
         )
     if params.constraint is not None and use.constrained:
         raise RequestError("an answer cannot be held to response_format and to tool calls at once", "tool_choice")
-    prompt = encoder.chat(messages, [tool.for_template() for tool in use.shown], options)
+    kept = params.num_prompt_kept(encoder.max_model_len)
+    prompt = encoder.chat(messages, [tool.for_template() for tool in use.shown], options, kept)
     # Whatever the prompt says, an answer that is held to a format has no room for reasoning.
     tags = dialect.reasoning if params.constraint is None else None
     opened = tags is not None and (

@@ -17,18 +17,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAIL = 32  # tokens; more than any tag and the white space around it
+_MAX_TRUNCATED = 8  # contexts that a prompt which is to be truncated may fill
 _BATCH = 256  # texts that are encoded in one call; what it returns is converted under the interpreter lock
 
 
 class PromptEncoder:
     """Encodes in any number of threads at once: the tokenizer is a copy whose settings never change.
 
-    A text that must have more tokens than ``max_model_len`` is refused before it is encoded.
+    A text that must have more tokens than ``max_model_len`` is refused before it is encoded. It may have eight times as
+    many where only ``kept`` tokens at the end of the prompt are wanted.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_model_len: int, vocab_size: int) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._longest = max(map(len, self._tokenizer.get_vocab()))
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
@@ -37,15 +39,17 @@ class PromptEncoder:
         self._spelled = dict(zip(special, spelled))  # special tokens as plain text
         self._tokenizer("")  # it sets back what the call before has changed
 
-    def encode(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, prompt: str | list[int], *, add_special_tokens: bool = True, kept: int | None = None
+    ) -> list[int]:
         """Encode a prompt as it is: special tokens in it count as such, and the model's own are put around it."""
         if isinstance(prompt, list):
-            self._check_length(len(prompt), 1)
+            self._check_length(len(prompt), 1, kept)
             if max(prompt) >= self._vocab_size:
                 raise RequestError(f"a token id is outside 0..{self._vocab_size - 1}", "prompt")
-            return prompt
-        self._check_length(len(prompt), self._longest)
-        return self._encode([prompt], add_special_tokens=add_special_tokens)[0]
+            return _end(prompt, kept)
+        self._check_length(len(prompt), self._longest, kept)
+        return _end(self._encode([prompt], add_special_tokens=add_special_tokens)[0], kept)
 
     def pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """Encode pairs of texts as the tokenizer joins two: special tokens as in ``encode``."""
@@ -85,6 +89,7 @@ class PromptEncoder:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         options: TemplateOptions = DEFAULT_OPTIONS,
+        kept: int | None = None,
     ) -> list[int]:
         """Encode the messages by the chat template, up to the beginning of the answer.
 
@@ -92,7 +97,7 @@ class PromptEncoder:
         Raises ``RequestError`` where there is no template, it refuses the messages, it does not tell the model of the
         tools, it has no such variable, or its last message cannot be continued.
         """
-        self._check_length(sum(map(len, _texts([messages, tools, options.variables]))), self._longest)
+        self._check_length(sum(map(len, _texts([messages, tools, options.variables]))), self._longest, kept)
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         self._check_variables(options.variables)
@@ -105,7 +110,7 @@ class PromptEncoder:
             nonlocal num_hidden
             hidden.append(self._spelled[match[0]])
             num_hidden += len(hidden[-1])
-            self._check_length(num_hidden, 1)
+            self._check_length(num_hidden, 1, kept)
             return f"{mark}n{len(hidden) - 1}x"
 
         def safe(node: Any) -> Any:
@@ -128,7 +133,7 @@ class PromptEncoder:
         for place, piece in zip(pieces[1::2], pieces[2::2], strict=True):
             ids += hidden[int(place)]
             ids += encoded[piece]
-        return ids
+        return _end(ids, kept)
 
     def _encode(self, texts: Sequence[str] | Sequence[tuple[str, str]], *, add_special_tokens: bool) -> list[list[int]]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -162,12 +167,18 @@ class PromptEncoder:
         except Exception as error:  # a template is a program, and may fail in any way on what it was not written for
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from None
 
-    def _check_length(self, length: int, per_token: int) -> None:
-        at_least = -(-length // per_token)
-        if at_least > self._max_model_len:
+    def _check_length(self, length: int, per_token: int, kept: int | None = None) -> None:
+        at_least, context = -(-length // per_token), self.max_model_len
+        if kept is not None and at_least > (most := _MAX_TRUNCATED * context):
             raise RequestError(
-                f"the prompt has at least {at_least:,} tokens, the context {self._max_model_len:,}", "prompt"
+                f"the prompt has at least {at_least:,} tokens, and at most {most:,} can be truncated here", "prompt"
             )
+        if kept is None and at_least > context:
+            raise RequestError(f"the prompt has at least {at_least:,} tokens, the context {context:,}", "prompt")
+
+
+def _end(ids: list[int], kept: int | None) -> list[int]:
+    return ids if kept is None else ids[-kept:]
 
 
 def _any_of(words: Iterable[str]) -> str:

@@ -15,7 +15,16 @@ from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
 from qserve.runtime.request import MAX_PRIORITY
-from qserve.runtime.sampling import INT31, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, NUMBERS
+from qserve.runtime.sampling import (
+    INT31,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    NUMBERS,
+)
 from qserve.runtime.server.errors import ANTHROPIC_PATH
 from qserve.runtime.server.http.authentication import OPEN_PATHS
 from qserve.runtime.server.openai.protocol import MAX_PROMPTS
@@ -85,19 +94,25 @@ PROMPT: list[Json] = [
     _TOKENS,
     *({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": item} for item in (_TEXT, _TOKENS)),
 ]
-_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+
+
+def _string(longest: int) -> Json:
+    return {"type": "string", "minLength": 1, "maxLength": longest}
+
+
+def _list(items: Json, least: int, most: int) -> Json:
+    return {"type": "array", "minItems": least, "maxItems": most, "items": items}
+
+
+_STOP = _string(MAX_STOP_LENGTH)
+_TOKEN: Json = {"type": "integer", "minimum": 0, "maximum": INT31}
 # Shapes of the fields that are checked by a validator of the model, whose schema pydantic cannot derive.
 _SHAPES: dict[str, list[Json]] = {
     "prompt": PROMPT,
-    "stop": [_STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}, {"type": "null"}],
-    "stop_token_ids": [
-        {
-            "type": "array",
-            "maxItems": MAX_STOP_TOKEN_IDS,
-            "items": {"type": "integer", "minimum": 0, "maximum": INT31},
-        },
-        {"type": "null"},
-    ],
+    "stop": [_STOP, _list(_STOP, 0, MAX_STOP_STRINGS), {"type": "null"}],
+    "stop_token_ids": [_list(_TOKEN, 0, MAX_STOP_TOKEN_IDS), {"type": "null"}],
+    "allowed_token_ids": [_list(_TOKEN, 1, MAX_ALLOWED_TOKEN_IDS), {"type": "null"}],
+    "bad_words": [_list(_string(MAX_BAD_WORD_LENGTH), 0, MAX_BAD_WORDS), {"type": "null"}],
     "content": [
         {"type": "string"},
         {

@@ -65,6 +65,8 @@ else:
 class _GenerationRequest(_Sampled, StructuredFields):
     """What both kinds of request share. ``user`` and ``safety_identifier`` change nothing."""
 
+    not_done: ClassVar[NotDone] = {"spaces_between_special_tokens": (True,)}
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -74,6 +76,8 @@ class _GenerationRequest(_Sampled, StructuredFields):
 
     stop: Any = None
     stop_token_ids: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
     logit_bias: dict[str, Any] | None = None
 
     def delivery(self) -> Delivery:
@@ -116,7 +120,7 @@ def prompt_list(value: Any) -> Any:
 class CompletionRequest(_GenerationRequest):
     """``prompt`` becomes a list: of texts, or of lists of token ids."""
 
-    not_done: ClassVar[NotDone] = {"suffix": ()}
+    not_done: ClassVar[NotDone] = {**_GenerationRequest.not_done, "suffix": ()}
 
     prompt: Any
     echo: bool | None = None
@@ -163,6 +167,7 @@ class TemplateFields(Strict):
 
 class ChatRequest(_GenerationRequest, TemplateFields, Hints):
     not_done: ClassVar[NotDone] = {
+        **_GenerationRequest.not_done,
         **TemplateFields.not_done,
         "audio": (),
         "function_call": ("none",),

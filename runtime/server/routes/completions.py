@@ -20,15 +20,18 @@ async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     body = parse(CompletionRequest, content)
     service.check_model(body.model)
     params, choices = body.sampling_params(), body.n or 1
-    encoder = service.encoder
-    prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt) for prompt in body.prompt])
+    encoder, kept = service.encoder, params.num_prompt_kept(service.max_model_len)
+    prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt, kept=kept) for prompt in body.prompt])
     if body.max_tokens is None:  # a long prompt shortens the default, never what the caller asked for
         room = max(1, service.max_model_len - max(map(len, prompts)))
         params = replace(params, max_tokens=min(params.max_tokens or room, room))
     echo = None
     if body.echo:
         texts = await asyncio.to_thread(
-            lambda: [prompt if isinstance(prompt, str) else encoder.decode(prompt) for prompt in body.prompt]
+            lambda: [
+                prompt if isinstance(prompt, str) and kept is None else encoder.decode(ids)
+                for prompt, ids in zip(body.prompt, prompts)
+            ]
         )
         firsts = [ids[0] if params.prompt_logprobs is not None else None for ids in prompts]
         echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(choices)]

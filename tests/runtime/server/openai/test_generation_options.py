@@ -69,6 +69,57 @@ def test_a_bias_on_every_token_changes_nothing(server: ServerHandle, engine: Eng
     assert post(server, "/completions", asked | {"logit_bias": everything})["choices"] == plain["choices"]
 
 
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+def test_masks_of_tokens(server: ServerHandle, engine: Engine, path: str) -> None:
+    asked = {"max_tokens": 24} | ({"prompt": "the quick"} if path == "/completions" else {"messages": [USER]})
+
+    def text(**more: Any) -> str:
+        choice = post(server, path, asked | more)["choices"][0]
+        return str(choice.get("text") or choice["message"]["content"])
+
+    encode = server.service.encoder.encode
+    allowed = encode("fox") + encode(" lazy")
+    for seed in range(4):
+        found = text(allowed_token_ids=allowed, seed=seed)
+        assert set(encode(found)) <= set(allowed) and found, found
+    only = encode("q") + encode("x")
+    assert text(allowed_token_ids=only, bad_words=["q"]) == "x" * 24
+    special = engine.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert text(allowed_token_ids=[special], skip_special_tokens=False) == "<|im_start|>" * 24
+    assert text(allowed_token_ids=only, spaces_between_special_tokens=True)
+    for field, value in (("spaces_between_special_tokens", False), ("allowed_token_ids", [engine.vocab_size])):
+        response = httpx.post(f"{server.url}{path}", json=asked | {field: value}, headers=HEADERS, timeout=60)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    response = httpx.post(
+        f"{server.url}{path}", json=asked | {"allowed_token_ids": encode("q"), "bad_words": ["q"]}, headers=HEADERS
+    )
+    assert response.status_code >= 400 and "bad_words leaves no token" in response.json()["error"]["message"]
+
+
+def test_the_end_of_a_prompt_is_kept(server: ServerHandle, engine: Engine) -> None:
+    context = engine.max_model_len
+    text = "the quick brown fox and the lazy dog " * 100
+    ids = engine.tokenizer(text)["input_ids"]
+    assert len(ids) > context
+    for asked, kept in ((9, 9), (-1, context - 12)):
+        cut = GREEDY | {"truncate_prompt_tokens": asked, "logprobs": 0, "echo": True}
+        want = post(server, "/completions", GREEDY | {"prompt": ids[-kept:], "logprobs": 0, "echo": True})
+        for prompt in (text, ids):
+            got = post(server, "/completions", cut | {"prompt": prompt})
+            assert got["choices"] == want["choices"] and got["usage"] == want["usage"]
+    messages = [{"role": "user", "content": text}]
+    chat = post(server, "/chat/completions", GREEDY | {"messages": messages, "truncate_prompt_tokens": -1})
+    assert chat["usage"]["prompt_tokens"] == context - 12
+    for more in ({"truncate_prompt_tokens": context + 1}, {"truncate_prompt_tokens": 0}):
+        body = GREEDY | {"messages": [USER]} | more
+        refused = httpx.post(f"{server.url}/chat/completions", json=body, headers=HEADERS, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    body = GREEDY | {"messages": [{"role": "user", "content": "a" * 200_000}], "truncate_prompt_tokens": 9}
+    refused = httpx.post(f"{server.url}/chat/completions", json=body, headers=HEADERS, timeout=60)
+    if engine.max_model_len <= 512 and engine.vocab_size < 1000:
+        assert refused.status_code == 400 and "can be truncated here" in refused.json()["error"]["message"]
+
+
 def test_best_of_keeps_the_likeliest(server: ServerHandle) -> None:
     asked = {"prompt": ["the quick", "lazy dog"], "max_tokens": 10, "seed": 5, "ignore_eos": True, "temperature": 1.5}
     every = post(server, "/completions", asked | {"n": 6, "logprobs": 0})
