@@ -65,6 +65,7 @@ NO_CHOICE: Mapping[str, NoChoice] = {
     "runner": NoChoice(("auto", "generate", "pooling"), "a model generates and embeds"),
     "task": NoChoice((None, "auto", "generate", "embed"), "a model generates and embeds"),
     "enable_chunked_prefill": NoChoice((True, None), "prompts are always computed in chunks"),
+    "enable_auto_tool_choice": NoChoice((True,), "--tool-format none refuses tools"),
     "enforce_eager": NoChoice(of=bool),
     "swap_space": NoChoice(of=float),
     "max_seq_len_to_capture": NoChoice(of=int),

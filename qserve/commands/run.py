@@ -54,8 +54,13 @@ def run(
             help="TOML file of hashed keys with limits, see qserve key; SIGHUP reads it again.", metavar="FILE"
         ),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM), for HTTPS.", metavar="FILE")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).", metavar="FILE")] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option("--tls-cert", "--ssl-certfile", help="Certificate chain (PEM), for HTTPS.", metavar="FILE"),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", "--ssl-keyfile", help="Its private key (PEM).", metavar="FILE")
+    ] = None,
     allowed_hosts: Annotated[
         list[str] | None,
         typer.Option(
@@ -148,11 +153,21 @@ def run(
     log_level: Annotated[str, typer.Option(help="Least level that is logged: debug, info, warning or error.")] = "info",
     otlp_endpoint: Annotated[
         str | None,
-        typer.Option(help="OpenTelemetry collector that gets the traces; needs the tracing extra.", metavar="URL"),
+        typer.Option(
+            "--otlp-endpoint",
+            "--otlp-traces-endpoint",
+            help="OpenTelemetry collector that gets the traces; needs the tracing extra.",
+            metavar="URL",
+        ),
     ] = None,
     chat_template: ChatTemplate = None,
     tool_format: Annotated[
-        str, typer.Option(help="How the model writes tool calls: auto, none, hermes, llama, mistral or mistral-named.")
+        str,
+        typer.Option(
+            "--tool-format",
+            "--tool-call-parser",
+            help="How the model writes tool calls: auto, none, hermes, llama, mistral or mistral-named.",
+        ),
     ] = "auto",
     reasoning: Annotated[
         str, typer.Option(help="Split reasoning off answers: auto (where the chat template marks it) or none.")

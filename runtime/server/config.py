@@ -12,6 +12,7 @@ from qserve.runtime.server.chat.tool_formats import NAMES
 _HOSTNAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 TOOL_FORMAT_CHOICES = ("auto", "none", *NAMES)
+_PARSERS = {"llama3_json": "llama", "llama4_json": "llama"}  # vLLM's names of a format
 REASONING_CHOICES = ("auto", "none")
 MAX_STREAM_INTERVAL = 1024
 
@@ -59,6 +60,7 @@ class ServerConfig:
     reasoning: str = "auto"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tool_format", _PARSERS.get(self.tool_format, self.tool_format))
         if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
             raise UsageError(
                 f"--stream-interval must be between 1 and {MAX_STREAM_INTERVAL}, not {self.stream_interval}"

@@ -6,11 +6,13 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
 import typer
 
 from qserve.cli import app
 from qserve.runtime import vllm_arguments
 from qserve.runtime.llm import LLM, Completion, PromptCompletions, RequestMetrics
+from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.server.openai.protocol import ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from.md"
@@ -42,6 +44,15 @@ def test_every_option_and_field_of_the_second_columns_is_there() -> None:
 def test_no_option_of_the_second_columns_is_read_from_prose() -> None:
     (table,) = tables("| a | `qserve run` | c |\n|---|---|---|\n| `--x` | `--port`, `--nothing` | `--y` |\n")
     assert table == ("`qserve run`", ["`--port`, `--nothing`"])
+
+
+def test_the_program_in_python_runs(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    small = program.replace('"out", max_model_len=4096', f'"{tiny_model}", max_model_len=256')
+    assert small != program
+    exec(small, {"LLM": LLM, "SamplingParams": SamplingParams})
+    lines = capsys.readouterr().out
+    assert lines.startswith("The capital of France is [(") and "\nNone [(" in lines
 
 
 def test_the_fields_of_an_answer_are_there() -> None:

@@ -49,13 +49,14 @@ def test_an_example_of_vllm(started: Callable[..., Started]) -> None:
         *("--no-enable-prefix-caching", "--enforce-eager", "--swap-space=4", "--disable-log-requests"),
         *("--enable-chunked-prefill", "--no-trust-remote-code", "--block-size", 16, "--cpu-offload-gb", 0),
         *("--served-model-name", "a", "--served-model-name", "b", "--quantization", "gptq"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "llama3_json"),
         name="serve",
     )
     assert engine == EngineConfig(
         gpu_memory_utilization=0.9, max_model_len=256, max_num_seqs=8, kv_cache_dtype="bf16", seed=3,
         enable_prefix_caching=False, quantization="gptq",
     )  # fmt: skip
-    assert (server.model_name, server.model_aliases) == ("a", ("b",))
+    assert server == ServerConfig(model_name="a", model_aliases=("b",), tool_format="llama")
     assert started("--enable-prefix-caching")[0].enable_prefix_caching
     assert started() == (EngineConfig(), ServerConfig())
 
@@ -70,6 +71,8 @@ def test_an_example_of_vllm(started: Callable[..., Started]) -> None:
         (("--trust-remote-code",), "--trust-remote-code is not served: code that comes with a model is never run"),
         (("--no-enable-chunked-prefill",), "--no-enable-chunked-prefill is not served"),
         (("--speculative-config", '{"method": "ngram"}'), "--speculative-config"),
+        (("--tool-call-parser", "qwen3_xml"), "unknown --tool-format 'qwen3_xml'"),
+        (("--ssl-certfile", "cert.pem"), "--tls-cert and --tls-key are given together"),
         (("--dtype", "int3"), "unknown dtype 'int3'"),
         (("--gpu-memory-utilization", 2), "--gpu-memory-utilization must be above 0"),
         (("--served-model-name", "a", "--served-model-name", "a"), "--served-model-name"),
