@@ -24,6 +24,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def named(self) -> dict[str, Any]:
+        """Every argument by its name or, where it has none, its place after the hidden states."""
+        return {f"argument {place}": value for place, value in enumerate(self.args, 2)} | self.kwargs
+
 
 class Skeleton:
     """The module tree of ``source``: parameters on the meta device, buffers computed, experts as linears.
@@ -46,6 +50,7 @@ class Skeleton:
         prefix, modules = _find_blocks(self.model, source.name)
         self.blocks = [f"{prefix}.{index}" for index in range(len(modules))]
         self._modules = list(modules)
+        _refuse_shared(self._modules, source.name)
         self.shapes: dict[str, tuple[int, int]] = {}
         self.routers: list[str] = []
         for name, block in zip(self.blocks, self._modules, strict=True):
@@ -112,7 +117,8 @@ class Skeleton:
     def stem(self, windows: Tensor, short: int, inputs: Activations) -> tuple[list[Call], list[Call]]:
         """Write the first block's input for ``windows`` int64 [samples, length] into ``inputs``.
 
-        Returns every block's call for one sequence of ``length``, and for one of only ``short`` tokens.
+        Returns every block's call for one sequence of ``length``, and for one of only ``short`` tokens. Raises
+        ``UsageError`` where a block is given more of the tokens than hidden states.
         """
         for name, _ in self._stem():
             owner, _, leaf = name.rpartition(".")
@@ -120,7 +126,9 @@ class Skeleton:
             self.model.get_submodule(owner).register_parameter(leaf, value)
         _, calls = self._trace(windows[:1])
         for row in range(len(windows)):
-            inputs.write(row, self._trace(windows[row : row + 1])[0])
+            hidden, own = self._trace(windows[row : row + 1])
+            self._refuse_tokens(calls, own)
+            inputs.write(row, hidden)
         _, short_calls = self._trace(windows[:1, :short])
         for name, parameter in self._stem():
             owner, _, leaf = name.rpartition(".")
@@ -150,10 +158,21 @@ class Skeleton:
             finally:
                 for block in self._modules:
                     del block.forward
-            if len(calls) == len(self._modules) and all(each.shape == inputs[0].shape for each in inputs):
+            like_windows = [*window.shape, inputs[0].shape[-1]] if inputs else []
+            if len(calls) == len(self._modules) and all(list(each.shape) == like_windows for each in inputs):
                 return inputs[0], calls
         kind = type(self.model).__name__
         raise UsageError(f"{self.source.name}: the decoder blocks of {kind} cannot be run one by one")
+
+    def _refuse_tokens(self, first: list[Call], other: list[Call]) -> None:
+        """Every sample goes through a block with the arguments of the first."""
+        for name, one, another in zip(self.blocks, first, other, strict=True):
+            for key, value in one.named().items():
+                if not _alike(value, another.named().get(key)):
+                    raise UsageError(
+                        f"{self.source.name}: {name} is given {key}, which depends on the tokens; calibration does not "
+                        "follow that: use --method rtn --calibration none"
+                    )
 
     def _check(self, name: str, expected: Tensor) -> None:
         module, _, part = name.rpartition(".")
@@ -189,6 +208,25 @@ def is_finite(tensor: Tensor) -> bool:
     """By the extremes of slices rather than a mask as large as the tensor: a NaN makes both extremes NaN."""
     parts = tensor.reshape(-1).split(1 << 22)
     return all(bool(extreme.isfinite()) for part in parts if len(part) for extreme in torch.aminmax(part.float()))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two arguments hold the same tensors."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, tuple | list):
+        return isinstance(other, tuple | list) and len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, dict):
+        return isinstance(other, dict) and all(_alike(value, other.get(key)) for key, value in one.items())
+    return True
+
+
+def _refuse_shared(blocks: list[nn.Module], name: str) -> None:
+    seen: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        for child, parameter in block.named_parameters():
+            if seen.setdefault(id(parameter), index) != index:
+                raise UsageError(f"{name}: blocks {seen[id(parameter)]} and {index} share {child}: not supported")
 
 
 def _recorder(inputs: list[Tensor], calls: list[Call], wrap: Callable[[Tensor], Any]) -> Callable[..., Any]:
@@ -227,11 +265,11 @@ def _build(config: dict[str, Any], name: str) -> Any:
 
 
 def _find_blocks(model: nn.Module, name: str) -> tuple[str, nn.ModuleList]:
-    """The decoder blocks: the list of modules of one class that holds the most parameters."""
+    """The decoder blocks: the list of modules that holds the most parameters; they may be of several classes."""
     candidates = [
         (sum(p.numel() for p in module.parameters()), path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and len({type(child) for child in module}) == 1
+        if isinstance(module, nn.ModuleList) and len(module)
     ]
     if not candidates:
         raise UsageError(f"{name}: no decoder blocks found in {type(model).__name__}")

@@ -18,11 +18,11 @@ from torch import Tensor
 from qserve.checkpoint.card import write_card
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import format_named
-from qserve.checkpoint.formats.format import Format, is_embedding
+from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.loaders import LoaderVerdict, verdicts
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec
 from qserve.checkpoint.writer import CheckpointWriter
 
@@ -74,10 +74,11 @@ def convert(
         raise UsageError(f"{source.name} is in the format {target.name} already")
     spec = source.spec if target.name.startswith("gptq") else replace(source.spec, act_order=False)
     judged = _judge(source, spec, target, loaders)
-    config = target.config_of(spec)
+    kept = dict.fromkeys((*spec.ignored, *dense_linears(source)))  # not every format names them all
+    config = target.config_of(replace(spec, ignored=tuple(kept)))
     source.verify()
     # As other readers will understand the configuration, rather than as it was meant.
-    understood = target.spec_of(config, [*source.linears(), *_dense_linears(source)])
+    understood = target.spec_of(config, [*source.linears(), *dense_linears(source)])
     with CheckpointWriter(out, overwrite=overwrite, expected_bytes=source.stored_bytes(), format=target) as writer:
         _write_rest(source, config, source.config, writer)
         modules, names = source.linears(), source.names()
@@ -106,7 +107,7 @@ def _judge(source: ModelSource, spec: QuantSpec, target: Format, loaders: Iterab
         target = format_named("gptq_v2")
     if limit := target.limit(spec, schemes, shapes):
         raise UsageError(f"{source.name} cannot be written as {target.name}: {limit}")
-    for module in _dense_linears(source):
+    for module in dense_linears(source):
         if spec.scheme_of(module) is None:
             shape = source.shape(f"{module}.weight")
             shapes[module] = (shape[0], shape[1])
@@ -117,11 +118,6 @@ def _judge(source: ModelSource, spec: QuantSpec, target: Format, loaders: Iterab
         if verdict.loader in wanted and not verdict.accepts:
             raise UsageError(f"{verdict.loader} would refuse this checkpoint: {verdict.reason}")
     return judged
-
-
-def _dense_linears(source: ModelSource) -> list[str]:
-    modules = [name.removesuffix(".weight") for name in source.names() if name.endswith(".weight")]
-    return [module for module in modules if len(source.shape(f"{module}.weight")) == 2 and not is_embedding(module)]
 
 
 def _repack(module: str, weight: QuantizedWeight, target: Format, spec: QuantSpec) -> dict[str, Tensor]:

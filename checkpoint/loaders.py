@@ -251,10 +251,19 @@ def _sglang_note(case: _Case) -> str:
 
 def _transformers_note(case: _Case) -> str:
     if case.format.name == "compressed-tensors":
-        return f"needs the package compressed-tensors{_how(case)}"
+        return f"needs the package compressed-tensors{_since(case)}{_how(case)}"
     if case.format.name == "fp8":
         return "needs a GPU with fp8; dequantizes elsewhere"
     return "needs the packages optimum and gptqmodel"
+
+
+def _since(case: _Case) -> str:
+    """Versions before 0.18 left the last bits of a word free where codes do not fill it."""
+    split = sorted({
+        scheme.bits for _, scheme, activations in case.kinds()
+        if layout(scheme, activations) == "pack-quantized" and 32 % scheme.bits
+    })  # fmt: skip
+    return f" from 0.18 on for {' and '.join(map(str, split))} bits" if split else ""
 
 
 def _how(case: _Case) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import fetch_demo
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.formats.format import Format, is_embedding
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.hub import fetch_snapshot, is_hub_id
@@ -104,6 +104,13 @@ class ModelSource(Protocol):
     def verify(self) -> None:
         """Raise ``CheckpointError`` where a file differs from the hashes stored beside it."""
         ...
+
+
+def dense_linears(source: ModelSource) -> list[str]:
+    """The modules whose weight is a matrix in floating point, but for embeddings, which only look up rows. Loaders take
+    them for quantized unless the configuration names them."""
+    modules = [name.removesuffix(".weight") for name in source.names() if name.endswith(".weight")]
+    return [module for module in modules if len(source.shape(f"{module}.weight")) == 2 and not is_embedding(module)]
 
 
 def open_model(

@@ -18,8 +18,8 @@ _GROUP_SIZES = (128, 64, 32, 16, 8)
 class Shapes:
     """(out, in) of every linear inside the blocks, and of the embedding, which the output head shares.
 
-    ``tied``: the head has no weight of its own. ``kept`` are linears that always stay in floating point: routers, and a
-    head with another name than ``lm_head``.
+    ``tied``: the head has no weight of its own. ``kept`` are linears that always stay in floating point: routers, those
+    outside the blocks, and a head with another name than ``lm_head``.
     """
 
     linears: Mapping[str, tuple[int, int]]

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from qserve.calibration.skeleton import Skeleton, is_finite
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import default_format, format_named
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
-from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
 from qserve.quantize.job import QuantizeJob
@@ -121,6 +122,10 @@ def arrange(
             f"no linear can have several schemes in the format {format.name} for {', '.join(job.loaders)}; "
             "choose another --format or --for"
         )
+    few = sorted({each.bits for schemes in choices.values() for each in schemes if each} - {4, 8})
+    if few and not {"vllm", "sglang"} & set(job.loaders):
+        bits = ", ".join(map(str, few))
+        notices += (f"vllm and sglang do not load {bits} bits, which may be chosen: --for vllm leaves them out",)
     expected = forecast(job, skeleton, shapes, spec, format, choices)
     if job.effort == "best" and not expected.distills:
         needed = distillation_bytes(job, skeleton) / 2**20
@@ -161,8 +166,12 @@ def _shapes(skeleton: Skeleton, job: QuantizeJob) -> Shapes:
     if job.head_bits and (head is None or names.get(id(head)) != "lm_head"):
         raise UsageError(f"{skeleton.source.name} has no output layer lm_head that --head could quantize")
     out, inp = embedding.weight.shape
-    other_head = () if head is None or names[id(head)] == "lm_head" else (names[id(head)],)
-    return Shapes(skeleton.shapes, names[id(embedding)], (int(out), int(inp)), tied, (*skeleton.routers, *other_head))
+    lookups = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    others = [name for name in dense_linears(skeleton.source) if name not in skeleton.shapes and name not in lookups]
+    if head is not None:
+        others.append(names[id(head)])
+    kept = dict.fromkeys(name for name in (*skeleton.routers, *others) if name != "lm_head")
+    return Shapes(skeleton.shapes, names[id(embedding)], (int(out), int(inp)), tied, tuple(kept))
 
 
 def _check_rest(source: ModelSource, skeleton: Skeleton, dtype: torch.dtype) -> None:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qserve.calibration.blocks import walk
 from qserve.calibration.experts import Experts
@@ -194,3 +194,38 @@ def test_the_best_effort_tunes_every_family(
     report = pipeline.run(open_model(saved_model(family)), tmp_path / "out", job)
     assert "scales tuned end to end" in report.notices[-1]
     TransformersScorer(open_model(tmp_path / "out"))
+
+
+SMALL = dict(
+    vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+ZAMBA = dict(
+    mamba_d_state=8, mamba_headdim=8, mamba_ngroups=1, num_mem_blocks=1, n_mamba_heads=8, chunk_size=8,
+    attention_head_dim=16, adapter_rank=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("gemma4_text", dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=258, head_dim=8,
+                             layer_types=["full_attention"] * 2, num_kv_shared_layers=0),
+         "model.layers.0 is given .* depends on the tokens"),
+        ("zamba2", dict(ZAMBA, layers_block_type=["mamba", "hybrid"]), "layers.0 is given .* depends on the tokens"),
+        ("zamba2", dict(ZAMBA, num_hidden_layers=3, layers_block_type=["hybrid", "mamba", "hybrid"]),
+         "blocks 0 and 2 share shared_transformer"),
+    ],
+    ids=["per-layer inputs", "embeddings again", "shared blocks"],
+)  # fmt: skip
+def test_blocks_that_see_the_tokens_or_each_other_are_refused(
+    family: str, options: dict[str, Any], words: str, saved_model: Saved, calibration_text: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SMALL, **options})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    open_model(saved_model("llama")).save_tokenizer(tmp_path / "model")
+    job = QuantizeJob(group_size=8, samples=2, sequence_length=16, calibration=calibration_text)
+    with pytest.raises(UsageError, match=words) as refused:
+        pipeline.run(open_model(tmp_path / "model"), tmp_path / "out", job)
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()

@@ -129,6 +129,10 @@ AT_ONCE = "CompressedTensorsConfig(dequantize=True)"
     ("spec", "modules", "accepts", "words"),
     [
         (QuantSpec("rtn", WeightScheme(4, 64)), {}, True, ""),
+        (QuantSpec("rtn", WeightScheme(3, 64)), {}, True, "compressed-tensors from 0.18 on for 3 bits"),
+        (QuantSpec("rtn", WeightScheme(2, 64), overrides={"model.layers.0.mlp.up_proj": WeightScheme(6, 64),
+                                                          "model.layers.0.mlp.down_proj": WeightScheme(3, 64)}),
+         {}, True, "compressed-tensors from 0.18 on for 3 and 6 bits"),
         (QuantSpec("rtn", ASYM), {}, True, AT_ONCE),
         (QuantSpec("rtn", ASYM, kv_cache=KVScheme("fp8")), {}, True, "leaves out the scales of the KV cache"),
         (QuantSpec("rtn", WeightScheme(8, -1, False), INT8), {}, True, ""),
@@ -154,6 +158,7 @@ def test_what_transformers_reads_of_compressed_tensors(spec, modules, accepts, w
     (found,) = verdicts(spec, WIDE | modules, ["transformers"], format=FORMATS["compressed-tensors"])
     assert found.accepts == accepts and words in found.reason
     assert (AT_ONCE in found.reason) == (words in (AT_ONCE, "leaves out the scales of the KV cache"))
+    assert ("0.18" in found.reason) == ("0.18" in words)
 
 
 def test_fallback_per_layer_needs_a_loader_that_reads_dynamic() -> None:

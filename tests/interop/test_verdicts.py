@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd": ("llama", {"hidden_size": 100, "head_dim": 16, "intermediate_size": 132, "tie_word_embeddings": True}),
     "biases": ("qwen2", {"hidden_size": 192}),
     # Every token goes to all experts: a router's choice would make large differences of small ones.
+    "projections": ("opt", {"ffn_dim": 256, "word_embed_proj_dim": 64, "do_layer_norm_before": False}),
     "experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 4}),
 }
 ASYM: dict[str, Any] = {"symmetric": False}
@@ -72,6 +73,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd sizes, asymmetric": ("odd", {"bits": 6, "group_size": -1, **ASYM}),
     "smaller groups": ("biases", {"group_size": 128}),
     "smaller groups, asymmetric": ("biases", {"group_size": 128, **ASYM}),
+    "linears outside the blocks": ("projections", {}),
     "experts": ("experts", {}),
     "experts, 3 bits per channel": ("experts", {"bits": 3, "group_size": -1}),
     "experts, asymmetric": ("experts", ASYM),

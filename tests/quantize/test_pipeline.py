@@ -21,6 +21,7 @@ from qserve.calibration.text import load_text
 from qserve.calibration.visit import Gather, Replacement
 from qserve.calibration.windows import evaluation_windows
 from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.convert import convert
 from qserve.checkpoint.errors import CapacityError, CheckpointError, DataError, GateFailed, UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import key_center
@@ -493,6 +494,41 @@ def test_a_family_without_a_native_decoder_is_quantized_and_the_verdict_says_so(
     source = HFDirectory(tmp_path / "opt")
     report = pipeline.run(source, tmp_path / "out", QuantizeJob(**SMALL))
     assert "does not serve it" in {v.loader: v.reason for v in report.verdicts}["qserve"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, dict(format="compressed-tensors"), dict(format="awq", symmetric=False), dict(scheme="w8a8"),
+        dict(scheme="fp8-static", format="fp8"), dict(format="compressed-tensors", target_bits=5.0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_linears_outside_the_blocks_are_named_as_kept(llama, tmp_path, options):
+    """Other loaders take every linear for quantized that the configuration does not name."""
+    config = OPTConfig(
+        vocab_size=258, hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, word_embed_proj_dim=32, do_layer_norm_before=False,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(llama / name, tmp_path / "opt" / name)
+    pipeline.run(HFDirectory(tmp_path / "opt"), tmp_path / "out", QuantizeJob(**{**SMALL, **options}))
+    kept = {"model.decoder.project_in", "model.decoder.project_out"}
+
+    def named(path):
+        found = json.loads((path / "config.json").read_text())["quantization_config"]
+        names = [found.get(key) or [] for key in ("ignore", "modules_to_not_convert", "ignored_layers", "dynamic")]
+        return {name for each in names for name in each}, found["quant_method"]
+
+    names, method = named(tmp_path / "out")
+    if method == "gptq":
+        assert names == {f"-:{re.escape(name)}$" for name in kept}
+        convert(HFDirectory(tmp_path / "out"), tmp_path / "converted", "compressed-tensors")
+        names, _ = named(tmp_path / "converted")
+    read = HFDirectory(tmp_path / "out")
+    assert len(read.linears()) == 12 and all(read.has(f"{name}.weight") for name in kept)
+    assert kept <= names and not names & {*read.linears()}
 
 
 @pytest.mark.parametrize(
