@@ -125,7 +125,11 @@ def run_batch(
 
     Raises ``QServeError`` where the engine cannot go on; the answers so far are kept.
     """
-    return asyncio.run(_Run(engine, lines_path, out, model_name, update).run())
+    run = _Run(engine, lines_path, out, model_name, update)
+    try:
+        return asyncio.run(run.run())
+    finally:
+        run.service.close()
 
 
 class _Run:
@@ -139,8 +143,8 @@ class _Run:
         model_name: str | None,
         update: Callable[[int, int], None],
     ) -> None:
-        self._service = Service(ThreadHost(engine), ServerConfig(model_name=model_name))
-        self._app = create_app(self._service)
+        self.service = Service(ThreadHost(engine), ServerConfig(model_name=model_name))
+        self._app = create_app(self.service)
         self._path = path
         self._out = out
         self._update = update
@@ -151,16 +155,14 @@ class _Run:
 
     async def run(self) -> BatchReport:
         began = time.perf_counter()
-        self._service.engine.start()
+        self.service.engine.start()
         try:
-            workers = min(self._service.max_waiting, self._report.lines)
+            workers = min(self.service.max_waiting, self._report.lines)
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
                     group.create_task(self._work())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:
-            await asyncio.to_thread(self._service.engine.stop)
         self._report.seconds = time.perf_counter() - began
         return self._report
 
@@ -186,7 +188,7 @@ class _Run:
                 status, content = await post(self._app, line.url, line.body)
             finally:
                 self._in_flight -= 1
-            if not self._service.engine.alive:
+            if not self.service.engine.alive:
                 raise QServeError("the engine has stopped; its log says why. Run this again to go on")
             if status not in (429, 503) or not self._in_flight:
                 break

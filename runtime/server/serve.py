@@ -166,10 +166,7 @@ class _Server(uvicorn.Server):
             self.run(sockets=[self._sock])
         finally:
             if self._service is not None:
-                self._service.engine.stop(0.0 if self.stuck else 10.0)
-                self._service.constraints.close()
-                if self._service.tracer is not None:
-                    self._service.tracer.close()
+                self._service.close(0.0 if self.stuck else 10.0)
             self._sock.close()
             event(logger, "ended")
 

@@ -85,6 +85,13 @@ class Service:
     def ready(self) -> bool:
         return self.engine.alive and not self.draining
 
+    def close(self, timeout: float = 10.0) -> None:
+        """End the engine, which gets ``timeout`` seconds for its step, and the process that tries constraints."""
+        self.constraints.close()
+        self.engine.stop(timeout)
+        if self.tracer is not None:
+            self.tracer.close()
+
     def model(self, name: str) -> dict[str, Any]:
         """The entry of the model in ``/v1/models`` under one of its names."""
         card, spec = self.source.card, self.source.spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from qserve.answer_file import AnswerFile
@@ -187,6 +189,53 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(engine: Engine, tiny_model
     run(engine, lines, whole)
     for custom_id, answer in answers(whole).items():
         assert found[custom_id]["response"]["body"]["choices"] == answer["response"]["body"]["choices"]
+
+
+def grammar_workers(pid: int) -> list[psutil.Process]:
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if "qserve.runtime.grammar_worker" in child.cmdline()]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_worker_for_constraints_ends_with_the_run(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    append, seen = AnswerFile.append, []
+
+    def appended(file: AnswerFile, answer: Json) -> None:
+        seen.extend(grammar_workers(os.getpid()))
+        append(file, answer)
+        if fails:
+            raise DataError("the disk is full")
+
+    monkeypatch.setattr(AnswerFile, "append", appended)
+    lines = write(tmp_path / "in.jsonl", [request("a", prompt="x", guided_choice=["yes", "no"], ignore_eos=False)])
+    if fails:
+        with pytest.raises(DataError, match="full"):
+            run(engine, lines, tmp_path / "out.jsonl")
+    else:
+        assert run(engine, lines, tmp_path / "out.jsonl").failed == 0
+    assert seen and not grammar_workers(os.getpid())
+    engine.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_no_process_behind(tiny_model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    slow = [{"type": "integer", "multipleOf": 999_983, "title": f"{i}"} for i in range(20)]  # a second to compile
+    texts = [request(f"n{i}", prompt="x", guided_json=schema) for i, schema in enumerate(slow)]
+    command = ["batch", str(write(tmp_path / "in.jsonl", texts)), str(tmp_path / "out.jsonl"), "--threads", "1"]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "qserve", *command, "--model", str(tiny_model)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while len(workers := grammar_workers(process.pid)) < 2:  # it, and the child that compiles
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        process.wait(30)
+    finally:
+        process.kill()
+    assert not psutil.wait_procs(workers, 10)[1]
 
 
 @pytest.mark.slow
