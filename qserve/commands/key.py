@@ -15,9 +15,12 @@ def key(
     file: Annotated[Path, typer.Option(help="Where its hash goes, for run --api-keys.", metavar="FILE")] = Path(
         "keys.toml"
     ),
+    admin: Annotated[
+        bool, typer.Option("--admin", help="It may read /metrics and /v1/engine, which show what all callers do.")
+    ] = False,
 ) -> None:
     """Make an API key: its hash is added to FILE, the key itself is printed once and kept nowhere."""
     from qserve.runtime.server.limits.keys import add_key
 
-    console.line(add_key(name, file))
+    console.line(add_key(name, file, admin=admin))
     console.note(f"{file} lets it in with 'qserve run --api-keys {file}'; limits are lines of its entry")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,7 +47,12 @@ def run(
         Path | None, typer.Option(help="Listen on a Unix socket, in place of host and port.", metavar="PATH")
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="A key that callers must show; may be given several times.", metavar="KEY")
+        list[str] | None,
+        typer.Option(
+            help="A key that callers must show; may be given several times. Other users of the machine see it in ps: "
+            "set QSERVE_API_KEY in the environment instead, or use --api-keys.",
+            metavar="KEY",
+        ),
     ] = None,
     api_keys: Annotated[
         Path | None,
@@ -207,7 +213,7 @@ def run(
 
     names = served_model_name or []
     server = ServerConfig(
-        api_keys=tuple(api_key or ()),
+        api_keys=values.api_keys(api_key, os.environ),
         api_keys_file=api_keys,
         tls_cert=tls_cert,
         tls_key=tls_key,

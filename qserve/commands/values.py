@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from qserve.checkpoint.errors import UsageError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from qserve.evals.gate import Gate
     from qserve.evals.quality import EvalJob
 
+API_KEY_VARIABLES = ("QSERVE_API_KEY", "VLLM_API_KEY")  # the second as in vLLM
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -64,6 +66,13 @@ def cpu_list(text: str | None) -> tuple[int, ...] | None:
             raise UsageError(f"--cpu-list must be CPUs and ranges of them, as 0,2-3, not {text!r}")
         cpus += range(ends[0], ends[-1] + 1)
     return tuple(cpus)
+
+
+def api_keys(given: Sequence[str] | None, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Those of the command line; where there are none, the one of the environment. An empty one is left for the server
+    to refuse: it must not be open to all by mistake."""
+    found = [environ[name] for name in API_KEY_VARIABLES if name in environ]
+    return tuple(given or found[:1])
 
 
 def names(text: str) -> tuple[str, ...]:

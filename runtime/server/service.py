@@ -238,6 +238,17 @@ class Service:
                 self.engine.abort(reply.generation)
 
 
+def require_admin(request: Request) -> None:
+    """Raise ``APIError`` 403 where a key may not see what other keys do. Without keys everybody is an admin."""
+    key: ApiKey | None = request.scope["qserve.key"]
+    if key is not None and not key.admin:
+        raise APIError(
+            403,
+            "this shows what all callers do; in the file of API keys, 'admin = true' lets a key see it",
+            code="admin_only",
+        )
+
+
 def call_of(request: Request) -> Call:
     return Call(request.scope["qserve.key"], request.scope["qserve.record"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from qserve.checkpoint.card import read_card
 from qserve.checkpoint.source import open_model
+from qserve.commands.values import api_keys
 
 Cli = Callable[..., Any]
 RTN = ("--method", "rtn", "--group-size", "32", "--calibration", "none")
@@ -158,9 +160,23 @@ def test_version_and_debug(cli: Cli, tmp_path: Path) -> None:
         cli("--debug", "inspect", tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("value", ["", " k"])
+def test_an_empty_key_opens_no_server(cli: Cli, tiny_packed: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("QSERVE_API_KEY", value)
+    cli("run", tiny_packed, "--port", "0").refused(2, "API key")
+
+
+def test_where_keys_come_from() -> None:
+    vllm, ours = {"VLLM_API_KEY": "theirs"}, {"QSERVE_API_KEY": "ours"}
+    assert api_keys(["a", "b"], vllm | ours) == ("a", "b")
+    assert api_keys(None, vllm | ours) == ("ours",) and api_keys(None, vllm) == ("theirs",)
+    assert api_keys(None, {}) == ()
+
+
 def test_run_serves_drains_and_exits_0(tiny_packed: Path) -> None:
     command = [sys.executable, "-m", "qserve", "run", str(tiny_packed), "--port", "0", "--served-model-name", "fox"]
-    with subprocess.Popen([*command, "--api-key", "k"], stderr=subprocess.PIPE, text=True) as process:
+    environment = os.environ | {"QSERVE_API_KEY": "k"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             lines = iter(process.stderr.readline, "")

@@ -3,7 +3,7 @@
 Keys are kept as hashes only: a key itself is never stored, shown or logged.
 
 The file is TOML with one ``[[key]]`` table for each key: ``name`` and ``sha256`` (of the key, in hex), and optional
-limits: ``max_requests``, ``max_tokens_per_minute``, ``priority``, ``weight``.
+limits: ``max_requests``, ``max_tokens_per_minute``, ``priority``, ``weight``. ``admin = true`` shows it what others do.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class ApiKey:
         priority: the best (lowest) that its requests may ask for, None for 0. Those that ask for none have it, if it
             is above 0.
         weight: its share of the server where others wait too; 2 gets twice the tokens of 1.
+        admin: it may see what all callers do: the metrics, and the requests in the engine.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ApiKey:
     max_tokens_per_minute: int | None = None
     priority: int | None = None
     weight: float = 1.0
+    admin: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens_per_minute"):
@@ -58,17 +60,21 @@ class ApiKey:
             raise UsageError(f"priority must be an integer of -{MAX_PRIORITY} to {MAX_PRIORITY}")
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0.01 <= self.weight <= 100:
             raise UsageError(f"weight must be a number of 0.01 to 100, not {self.weight!r:.40}")
+        if not isinstance(self.admin, bool):
+            raise UsageError(f"admin must be true or false, not {self.admin!r:.40}")
 
 
 class KeyRing:
     """The keys that are valid now: those given as text and those of the file, which can be read again.
+
+    Those given as text are whoever started the server, and so admins.
 
     Raises ``UsageError`` for a malformed file and ``OSError`` for one that cannot be read.
     """
 
     def __init__(self, texts: Sequence[str] = (), path: Path | None = None) -> None:
         digests = [sha256(text.encode()).digest() for text in texts]
-        self._given = [ApiKey(digest.hex(), digest) for digest in digests]
+        self._given = [ApiKey(digest.hex(), digest, admin=True) for digest in digests]
         self._path = path
         self._keys = self._given + (read_keys(path) if path else [])
 
@@ -121,7 +127,7 @@ def _read(path: Path) -> list[ApiKey]:
     return keys
 
 
-def add_key(name: str, path: Path) -> str:
+def add_key(name: str, path: Path, *, admin: bool = False) -> str:
     """Make a new key, add its hash to the file and return the key, which cannot be read from anywhere later.
 
     A new file can be read by its owner alone; a file that exists, even an empty one, keeps its permissions.
@@ -131,7 +137,7 @@ def add_key(name: str, path: Path) -> str:
     key = f"qs-{secrets.token_urlsafe(32)}"
     entry = {"name": name, "sha256": sha256(key.encode()).hexdigest()}
     _key(entry)
-    lines = ["[[key]]", *(f'{field} = "{value}"' for field, value in entry.items())]
+    lines = ["[[key]]", *(f'{field} = "{value}"' for field, value in entry.items()), *["admin = true"] * admin]
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
         separate = "\n" if file.tell() else ""
         file.write(separate + "\n".join(lines) + "\n")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from qserve.runtime.server.http.streaming import EventStream
-from qserve.runtime.server.service import Service
+from qserve.runtime.server.service import Service, require_admin
 from qserve.runtime.server.telemetry.engine_view import EngineView
 
 
@@ -18,11 +18,13 @@ def router(service: Service) -> APIRouter:
     watch = EngineView(service.engine)
 
     @routes.get("/v1/engine")
-    async def engine() -> Response:
+    async def engine(request: Request) -> Response:
+        require_admin(request)
         return JSONResponse(await watch.picture())
 
     @routes.get("/v1/engine/events", include_in_schema=False)  # it has no end
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
+        require_admin(request)
         watch.enter()
         return EventStream(_until_drained(service, watch), watch.leave)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from qserve.runtime.server.service import Service
+from qserve.runtime.server.service import Service, require_admin
 
 
 def router(service: Service) -> APIRouter:
@@ -22,7 +22,8 @@ def router(service: Service) -> APIRouter:
         return JSONResponse({"status": state}, 200 if service.ready else 503)
 
     @routes.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        require_admin(request)
         engine = service.engine
         content = service.metrics.render(
             engine.stats, up=engine.alive, ready=service.ready, step_age=engine.step_seconds()

@@ -7,7 +7,7 @@ const field = document.getElementById("key");
 const why = document.getElementById("key-why");
 let asking = null;
 
-// The user was asked for a key and gave none: trying again is of no use.
+// The user was asked for a key and gave none, or the key may not do this: trying again is of no use.
 export class NoKey extends Error {}
 
 // The response, if it is one of success; asks for a key as often as the server wants one.
@@ -17,6 +17,7 @@ export async function call(path, options = {}) {
     const headers = key === null ? options.headers : { ...options.headers, Authorization: `Bearer ${key}` };
     const response = await fetch(path, { ...options, headers });
     if (response.ok) return response;
+    if (response.status === 403) throw new NoKey(await reason(response));
     if (response.status !== 401) throw new Error(await reason(response));
     // Another call may have got a new key meanwhile.
     if (sessionStorage.getItem(KEY) === key) await askForKey(key !== null);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ LIMITS = {
     "bob": "max_tokens_per_minute = 40",
     "batch": "priority = 5\nweight = 0.5",
     "vip": "priority = -5",
+    "watcher": "admin = true",
 }
 
 
@@ -47,6 +49,8 @@ def test_a_new_key_is_stored_as_its_hash_alone(tmp_path: Path) -> None:
         add_key("bob", path)
     with pytest.raises(UsageError, match="name must have"):
         add_key('b"ob', path)
+    add_key("prometheus", path, admin=True)
+    assert [key.admin for key in read_keys(path)] == [False, False, True]
 
 
 def test_every_key_is_compared_in_constant_time_and_as_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +193,22 @@ def keyed(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         keys[name] = add_key(name, path)
         with path.open("a") as file:
             file.write(f"{limits}\n")
-    with ServerHandle(engine, config=ServerConfig(api_keys_file=path)) as server:
-        yield server, keys
+    with ServerHandle(engine, config=ServerConfig(api_keys=("first-key",), api_keys_file=path)) as server:
+        yield server, keys | {"given": "first-key"}
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/engine", "/v1/engine/events"])
+def test_what_all_callers_do_is_shown_to_admins(keyed: tuple[ServerHandle, dict[str, str]], path: str) -> None:
+    server, keys = keyed
+
+    def status(name: str) -> int:
+        headers = {"Authorization": f"Bearer {keys[name]}"}
+        with httpx.stream("GET", server.url.removesuffix("/v1") + path, headers=headers, timeout=20) as response:
+            if response.status_code == 403:
+                assert json.loads(response.read())["error"]["code"] == "admin_only"
+            return response.status_code
+
+    assert {name: status(name) for name in keys} == dict.fromkeys(LIMITS, 403) | {"watcher": 200, "given": 200}
 
 
 def post(keyed: tuple[ServerHandle, dict[str, str]], name: str, **body: Any) -> httpx.Response:
