@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qserve.runtime.sampler import TokenLogprobs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """One step's addition to one choice: ``text`` and ``token_ids`` hold the new part only.
 

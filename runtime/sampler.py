@@ -23,7 +23,7 @@ from qserve.runtime.sampling import SamplingParams
 _CANDIDATES = 512  # enough for nearly every top-p; sorting a whole vocabulary costs ten times as much
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """``logprob`` in nats, under the model before any bias, penalty or temperature; ``rank`` 1 is the most likely."""
 
@@ -32,7 +32,7 @@ class TokenLogprob:
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """The chosen token, and the most likely tokens in order."""
 

@@ -10,7 +10,6 @@ from math import ceil
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.client.engine_client import SHUTTING_DOWN, EngineClient
@@ -25,6 +24,7 @@ from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.http.body import read_json
+from qserve.runtime.server.http.json_writer import JsonWriter
 from qserve.runtime.server.http.streaming import EventStream, after_first, while_connected
 from qserve.runtime.server.limits.constraints import ConstraintChecker
 from qserve.runtime.server.limits.keys import ApiKey, KeyRing
@@ -75,6 +75,7 @@ class Service:
         self.constraints = ConstraintChecker(partial(Vocabulary.of, tokenizer, info.vocab_size, info.eos_token_ids))
         self.encoder = PromptEncoder(tokenizer, info.max_model_len, info.vocab_size)
         self.texts = TokenTexts(tokenizer)
+        self.writer = JsonWriter()
         self.dialect = Dialect(tokenizer, config.tool_format, config.reasoning)
 
     @cached_property
@@ -224,7 +225,7 @@ class Service:
         streaming = False
         try:
             if not reply.streamed:
-                return JSONResponse(await while_connected(request, reply.whole()))
+                return await self.writer.response(await while_connected(request, reply.whole()))
             response = EventStream(
                 await while_connected(request, after_first(reply.chunks())),
                 lambda: self.engine.abort(reply.generation),

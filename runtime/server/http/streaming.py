@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from qserve.runtime.server.errors import ClientGone, as_api_error
+from qserve.runtime.server.http.json_writer import compact_json
 
 HEARTBEAT_SECONDS = 10.0  # most proxies wait for 60; a silence lasts at most twice as long
 
@@ -80,8 +80,7 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], named: bool, path: str)
 
 def _event(content: dict[str, Any], named: bool) -> bytes:
     name = f"event: {content['type']}\n" if named and "type" in content else ""
-    data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"{name}data: {data}\n\n".encode()
+    return f"{name}data: {compact_json(content)}\n\n".encode()
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qserve.runtime.server.openai.chat_parts import chat_delta, chat_message
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 Outputs = AsyncIterator[tuple[int, "RequestOutput"]]
+_ROWS = 32  # tokens with log-probabilities in a chunk
 
 
 @dataclass
@@ -57,7 +60,7 @@ class _Whole:
 
 @dataclass(kw_only=True)
 class Answer(ABC):
-    """One response. ``whole`` gathers it, ``chunks`` gives it out as it comes.
+    """One response. ``whole`` gathers it, ``chunks`` gives it out as it comes. Long lists in it are iterators.
 
     ``logprobs``: whether it tells those of the answer. ``prompt_logprobs``: whether it tells those of the prompt, in a
     field of their own.
@@ -86,7 +89,7 @@ class Answer(ABC):
             choice = choices[index]
             choice.text += output.text
             if self.prompt_logprobs:  # they get a field of their own
-                choice.prompt_logprobs += output.prompt_logprobs or []
+                choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
                 output = replace(output, prompt_logprobs=None)
             choice.logprobs += _logprobs(output)
             if output.finish_reason is not None:
@@ -127,11 +130,16 @@ class Answer(ABC):
                 opened.add(index)
                 for first in self._first(index):
                     yield self._chunk(index, first) | usage
-            logprobs = self._logprobs_json(index, _logprobs(output)) if output.logprobs else None
+            told = _logprobs(output) if output.logprobs else []
+            rows = [told[start : start + _ROWS] for start in range(0, len(told), _ROWS)]
             deltas = self._deltas(index, output.text, last=output.finish_reason is not None)
-            for delta in deltas or ([self._delta("")] if logprobs else []):
-                yield self._chunk(index, delta, logprobs) | usage
-                logprobs = None
+            for delta, new in zip_longest(deltas, rows):
+                logprobs = self._logprobs_json(index, new) if new else None
+                yield self._chunk(index, self._delta("") if delta is None else delta, logprobs) | usage
+                if new:
+                    self._passed(index, new)
+                if len(rows) > 1:  # those of an echoed prompt
+                    await asyncio.sleep(0)
             if output.finish_reason is not None:
                 reason = self._finish_reason(index, output.finish_reason)
                 ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
@@ -154,7 +162,11 @@ class Answer(ABC):
         return reason
 
     @abstractmethod
-    def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
+    def _passed(self, index: int, new: Sequence[TokenLogprobs]) -> None:
+        """A chunk has told these."""
+
+    @abstractmethod
+    def _add_prompt_logprobs(self, answer: Json, scored: list[Iterator[Json | None]]) -> None:
         """Put ``scored``, a list for each choice, where vLLM has it."""
 
     @abstractmethod
@@ -183,7 +195,7 @@ class ChatAnswer(Answer):
         super().__post_init__()
         self._parsers = [self.parser() for _ in range(self.choices)] if self.parser else None
 
-    def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
+    def _add_prompt_logprobs(self, answer: Json, scored: list[Iterator[Json | None]]) -> None:
         answer["prompt_logprobs"] = scored[0]
 
     def _content(self, index: int, text: str) -> Json:
@@ -211,6 +223,9 @@ class ChatAnswer(Answer):
     def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json:
         return chat_logprobs(self.texts, new)
 
+    def _passed(self, index: int, new: Sequence[TokenLogprobs]) -> None:
+        """Nothing in a chunk depends on those before it."""
+
 
 @dataclass(frozen=True)
 class Echo:
@@ -232,7 +247,7 @@ class CompletionAnswer(Answer):
         super().__post_init__()
         self._offsets: dict[int, int] = {}  # by choice, characters of the answer so far
 
-    def _add_prompt_logprobs(self, answer: Json, scored: list[list[Json | None]]) -> None:
+    def _add_prompt_logprobs(self, answer: Json, scored: list[Iterator[Json | None]]) -> None:
         for choice, own in zip(answer["choices"], scored, strict=True):
             choice["prompt_logprobs"] = own
 
@@ -246,16 +261,20 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def _logprobs_json(self, index: int, new: Sequence[TokenLogprobs]) -> Json:
-        opening = index not in self._offsets
-        first = self.echo[index].first_token if self.echo and opening else None
-        ids = [*([] if first is None else [first]), *(token.chosen.token_id for token in new)]
-        # An echoed prompt comes first in the answer, so offsets count from its beginning.
-        offset = 0 if opening and first is not None else self._offsets.get(index, self._echo_length(index))
-        self._offsets[index] = offset + sum(map(self.texts.characters, ids))
+        offset, first = self._offset(index)
         return completion_logprobs(self.texts, new, offset, first)
 
-    def _echo_length(self, index: int) -> int:
-        return len(self.echo[index].text) if self.echo else 0
+    def _passed(self, index: int, new: Sequence[TokenLogprobs]) -> None:
+        offset, first = self._offset(index)
+        ids = [*([] if first is None else [first]), *(token.chosen.token_id for token in new)]
+        self._offsets[index] = offset + sum(map(self.texts.characters, ids))
+
+    def _offset(self, index: int) -> tuple[int, int | None]:
+        """Where the next log-probabilities of a choice begin, and the first token of an echoed prompt before them."""
+        if index in self._offsets:
+            return self._offsets[index], None
+        echo = self.echo[index] if self.echo else Echo("")
+        return (len(echo.text), None) if echo.first_token is None else (0, echo.first_token)
 
 
 def _logprobs(output: RequestOutput) -> list[TokenLogprobs]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ class BestOfAnswer(CompletionAnswer):
             choices = [prompts[first][index] for index in sorted(prompts[first])]
             ranked = sorted(choices, key=_mean_logprob, reverse=True)
             for rank, choice in enumerate(ranked[:kept]):
+                await asyncio.sleep(0)  # a choice may have many outputs
                 for output in choice:
                     yield place * kept + rank, output
             for choice in ranked[kept:]:

@@ -1,10 +1,12 @@
-"""``TokenTexts`` and the two shapes in which OpenAI's API reports log-probabilities."""
+"""``TokenTexts`` and the shapes in which log-probabilities are told. Their lists are iterators, read once: what is told
+of a long answer is made when it is written."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from qserve.runtime.detokenizer import REPLACEMENT, decode, special_ids
@@ -61,28 +63,23 @@ def completion_logprobs(
 
     ``first``: the first token of an echoed prompt. Nothing predicts it, so it has nulls.
     """
-    tokens: list[str] = []
-    offsets: list[int] = []
-    values: list[float | None] = []
-    top: list[dict[str, float] | None] = []
-    if first is not None:
-        tokens.append(texts.name(first))
-        offsets.append(offset)
-        offset += texts.characters(first)
-        values.append(None)
-        top.append(None)
-    for token in new:
-        tokens.append(texts.name(token.chosen.token_id))
-        offsets.append(offset)
-        offset += texts.characters(token.chosen.token_id)
-        values.append(_finite(token.chosen.logprob))
-        top.append(_by_name(texts, token))
+    opening, unknown = ([], []) if first is None else ([first], [None])
+
+    def ids() -> Iterator[int]:
+        return chain(opening, (token.chosen.token_id for token in new))
+
     return {
-        "tokens": tokens,
-        "token_logprobs": values,
-        "top_logprobs": top,
-        "text_offset": offsets,
+        "tokens": map(texts.name, ids()),
+        "token_logprobs": chain(unknown, (_finite(token.chosen.logprob) for token in new)),
+        "top_logprobs": chain(unknown, (_by_name(texts, token) for token in new)),
+        "text_offset": _offsets(texts, ids(), offset),
     }
+
+
+def _offsets(texts: TokenTexts, token_ids: Iterator[int], offset: int) -> Iterator[int]:
+    for token_id in token_ids:
+        yield offset
+        offset += texts.characters(token_id)
 
 
 def _by_name(texts: TokenTexts, token: TokenLogprobs) -> dict[str, float]:
@@ -103,11 +100,11 @@ def chat_logprobs(texts: TokenTexts, new: Sequence[TokenLogprobs]) -> dict[str, 
             "bytes": list(texts.bytes(token.token_id)),
         }
 
-    content = [entry(token.chosen) | {"top_logprobs": [entry(t) for t in token.top]} for token in new]
+    content = (entry(token.chosen) | {"top_logprobs": [entry(t) for t in token.top]} for token in new)
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(texts: TokenTexts, following: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(texts: TokenTexts, following: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any] | None]:
     """``prompt_logprobs`` as vLLM has it: by token id, one entry for each prompt token; nothing predicts the first."""
 
     def entry(token: TokenLogprob) -> dict[str, Any]:
@@ -117,7 +114,7 @@ def prompt_logprobs(texts: TokenTexts, following: Sequence[TokenLogprobs]) -> li
             "decoded_token": texts.name(token.token_id),
         }
 
-    return [None, *({str(t.token_id): entry(t) for t in (token.chosen, *token.top)} for token in following)]
+    return chain([None], ({str(t.token_id): entry(t) for t in (token.chosen, *token.top)} for token in following))
 
 
 def _finite(logprob: float) -> float:

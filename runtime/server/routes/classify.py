@@ -7,7 +7,6 @@ import secrets
 import time
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.openai.openapi import described
@@ -36,7 +35,7 @@ def router(service: Service) -> APIRouter:
         except RequestError as error:
             param = "input" if error.param in ("prompt", "n") else error.param
             raise RequestError(str(error), param) from None
-        data = [
+        data = (
             {
                 "index": index,
                 "label": classes.labels[max(range(len(each)), key=lambda number: each[number])],
@@ -44,8 +43,8 @@ def router(service: Service) -> APIRouter:
                 "num_classes": len(each),
             }
             for index, each in enumerate(logits)
-        ]
-        return JSONResponse(
+        )
+        return await service.writer.response(
             {
                 "id": f"classify-{secrets.token_hex(16)}",
                 "object": "list",

@@ -12,7 +12,6 @@ import struct
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import Field, WithJsonSchema, field_validator
 
 from qserve.runtime.sampling import RequestError, SamplingParams
@@ -59,9 +58,10 @@ def router(service: Service) -> APIRouter:
             param = "input" if error.param in ("prompt", "n") else error.param
             raise RequestError(str(error), param) from None
         shaped = (_shape(vector, body.dimensions, body.encoding_format == "base64") for vector in vectors)
-        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(shaped)]
+        data = ({"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(shaped))
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": usage})
+        answer = {"object": "list", "data": data, "model": service.model_name, "usage": usage}
+        return await service.writer.response(answer)
 
     return routes
 

@@ -58,9 +58,12 @@ def router(service: Service) -> APIRouter:
         service.check_model(body.model)
         tokens = await asyncio.to_thread(encode, body)
         pieces = await asyncio.to_thread(service.encoder.pieces, tokens) if body.return_token_strs else None
-        return JSONResponse(
-            {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": pieces}
-        )
+        return await service.writer.response({
+            "count": len(tokens),
+            "max_model_len": service.max_model_len,
+            "tokens": iter(tokens),
+            "token_strs": None if pieces is None else iter(pieces),
+        })
 
     @routes.post("/detokenize", **described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:

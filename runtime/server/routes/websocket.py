@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -17,6 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from qserve.runtime.server.errors import as_api_error
 from qserve.runtime.server.http.authentication import authenticate
 from qserve.runtime.server.http.body import parse_object
+from qserve.runtime.server.http.json_writer import compact_json
 from qserve.runtime.server.reply import Call, Reply
 from qserve.runtime.server.routes import chat, completions
 from qserve.runtime.server.service import Begin, Service
@@ -110,25 +109,24 @@ class _Session:
             except Exception as error:  # only this request fails; the connection goes on
                 refused = as_api_error(error)
                 record.status = record.status or refused.status
-                await self._send(refused.body())
+                await self._send(compact_json(refused.body()))
 
     async def _send_all(self, record: RequestRecord, reply: Reply) -> None:
         if reply.streamed:
             async for chunk in reply.chunks():
                 record.status = 200
-                await self._send(chunk)
+                await self._send(compact_json(chunk))
         else:
             whole = await reply.whole()
             record.status = 200
-            await self._send(whole)
-        await self._send({"done": True})
+            await self._send(await self._service.writer.text(whole))
+        await self._send(compact_json({"done": True}))
 
     async def _close(self, code: int, reason: str) -> None:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             await self._websocket.close(code, reason)
 
-    async def _send(self, content: dict[str, Any]) -> None:
+    async def _send(self, text: str) -> None:
         if not self._gone.is_set():
-            text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # gone meanwhile, as ``_read`` will see
                 await self._websocket.send_text(text)
