@@ -42,9 +42,9 @@ def test_others_have_their_turn_between_two_pieces() -> None:
         items = [{"token": str(number), "logprob": -number / 7} for number in range(20_000)]
         writing = [asyncio.create_task(writer.text({"content": iter(items)})) for _ in range(8)]
         while not all(task.done() for task in writing):
-            began = time.perf_counter()
+            began = time.thread_time()
             await asyncio.sleep(0)
-            longest = max(longest, time.perf_counter() - began)
+            longest = max(longest, time.thread_time() - began)
         assert len({task.result() for task in writing}) == 1
         return longest
 
