@@ -822,7 +822,7 @@ def test_a_rounded_head_and_embedding_are_not_rounded_again(wide, tmp_path, monk
     source, job = HFDirectory(wide), QuantizeJob(**SMALL, **options)
     whole = pipeline.run(source, tmp_path / "whole", job)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(HFDirectory, "save_tokenizer", interrupted)
+        patch.setattr(HFDirectory, "stored_bytes", interrupted)
         pipeline.run(source, tmp_path / "out", job)
     monkeypatch.setattr("qserve.quantize.rest._round", lambda *_: pytest.fail("it was rounded again"))
     report = pipeline.run(source, tmp_path / "out", job)
