@@ -107,6 +107,27 @@ class PromptEmbedding:
     finished: bool = True
 
 
+@dataclass(frozen=True)
+class Classification:
+    """``probs``: one for each class, in the order of the model's labels."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True)
+class PromptClassification:
+    """A prompt with the probabilities of its classes."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: Classification
+    finished: bool = True
+
+
 class LLM:
     """A model and the engine that serves it, in this process.
 
@@ -190,15 +211,38 @@ class LLM:
 
         Raises ``RequestError`` where a prompt can never run, or its hidden states are not finite.
         """
-        batch = [tokens for _, tokens in map(self._read, _listed(prompts))]
         pooling = pooling or stated_pooling(self.engine.source) or "mean"
+        if pooling not in ("mean", "last"):
+            raise RequestError(f"pooling must be mean or last, not {pooling!r:.80}", "pooling")
+        found = self._pool(prompts, pooling, use_tqdm)
+        return [PromptEmbedding(str(i), tokens, Embedding(vector)) for i, (tokens, vector) in enumerate(found)]
+
+    def classify(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = False) -> list[PromptClassification]:
+        """The probability of each class for each prompt. The order is kept.
+
+        Raises ``RequestError`` where the model has no classification head or a prompt can never run.
+        """
+        if self.engine.classifier is None:
+            raise RequestError("this model has no classification head, so it classifies nothing", "model")
+        probabilities = self.engine.classifier.classes.probabilities
+        found = self._pool(prompts, "classify", use_tqdm)
+        return [
+            PromptClassification(str(i), tokens, Classification(probabilities(logits)))
+            for i, (tokens, logits) in enumerate(found)
+        ]
+
+    def _pool(
+        self, prompts: Prompt | Sequence[Prompt], pooling: str, use_tqdm: bool
+    ) -> list[tuple[list[int], list[float]]]:
+        """(token ids, pooled vector) of each prompt."""
+        batch = [tokens for _, tokens in map(self._read, _listed(prompts))]
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
         vectors: dict[int, list[float]] = {}
         for output in self._run(batch, [params] * len(batch), use_tqdm):
             if output.embedding is None:
                 raise RequestError(f"prompt {output.request_id}: {output.error}", "prompt")
             vectors[int(output.request_id)] = output.embedding
-        return [PromptEmbedding(str(i), tokens, Embedding(vectors[i])) for i, tokens in enumerate(batch)]
+        return [(tokens, vectors[i]) for i, tokens in enumerate(batch)]
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
@@ -254,7 +298,7 @@ class LLM:
         """Add what a step made to the prompt's answers."""
         now, metrics = time.monotonic(), result.metrics
         result.num_cached_tokens = max(result.num_cached_tokens, output.cached_tokens)
-        if result.prompt_logprobs is not None and output.index == 0:  # each of the answers has them
+        if result.prompt_logprobs is not None:
             result.prompt_logprobs += map(self._by_token, output.prompt_logprobs or ())
         answer = result.outputs[output.index]
         answer.text += output.text

@@ -33,7 +33,9 @@ from qserve.quantize import rtn
 from qserve.runtime.classifier import Classifier, read_classifier
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.llm import LLM
 from qserve.runtime.models.config import decoder_config
+from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
 from tests.tiny_model import save_tiny_model
@@ -302,3 +304,18 @@ def test_where_a_head_comes_from(tmp_path: Path) -> None:
         read(model)
     with pytest.raises(UsageError, match="reranker"):
         EngineConfig(reranker="bge")
+
+
+def test_offline_classes_are_the_same(served: Callable[..., Post]) -> None:
+    post: Any = served("classes")
+    llm = LLM(str(post.path), kv_cache_dtype="fp32", kv_cache_memory=8 << 20, threads=1)
+    ids = llm.get_tokenizer()(QUERY)["input_ids"]
+    text, tokens = llm.classify([QUERY, {"prompt_token_ids": ids}])
+    assert text.outputs.probs == tokens.outputs.probs == post("/classify", input=QUERY).json()["data"][0]["probs"]
+    assert (text.prompt_token_ids, text.outputs.num_classes) == (ids, 3)
+    for answer in (llm.generate, llm.chat):
+        with pytest.raises(RequestError, match="generates no text"):
+            answer([{"role": "user", "content": QUERY}] if answer == llm.chat else QUERY)
+    embedder: Any = served("embedding")
+    with pytest.raises(RequestError, match="no classification head"):
+        LLM(str(embedder.path), kv_cache_memory=8 << 20, threads=1).classify(QUERY)
