@@ -127,6 +127,8 @@ class _TritonProgram:
             self._last = op
 
     def run(self, step: Step) -> None:
+        if not self._launches:  # the head of a classifier
+            return
         tokens = step.tokens if "tokens" in self._rows else 0
         logits = step.logits if "logits" in self._rows else 0
         if self._has_fallbacks:

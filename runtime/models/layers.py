@@ -76,7 +76,7 @@ class Buffers:
             activated=activations(tokens, inner),
             last=torch.empty(rows, hidden, device=device),
             states=activations(rows, hidden),
-            logits=torch.empty(rows, config.vocab_size, device=device),
+            logits=torch.zeros(rows, config.vocab_size, device=device),  # a classifier leaves them so
             greedy=torch.empty(rows, dtype=torch.int32, device=device),
             cosine=cosine,
             sine=sine,

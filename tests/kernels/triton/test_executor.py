@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, LlamaForSequenceClassification
 
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.source import open_model
@@ -107,6 +109,20 @@ def test_an_engine_answers_alike(tiny_model: Path) -> None:
     ]
     got, want = ([generation.outputs[0].token_ids for generation in answer] for answer in answers)
     assert got == want
+
+
+def test_a_classifier_answers_alike_and_its_missing_output_layer_is_warmed_up(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(tiny_model, num_labels=3)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    warmup.run(decoder_of(tmp_path, "triton"), num_blocks=8)
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48, "kv_cache_dtype": "fp32"}
+    got, want = (
+        LLM(str(tmp_path), EngineConfig(kernels=kernels, **small)).embed(["the fox", "a"], pooling="classify")
+        for kernels in ("triton", "reference")
+    )
+    for one, other in zip(got, want, strict=True):
+        assert one.outputs.embedding == pytest.approx(other.outputs.embedding, abs=1e-4)
 
 
 def test_the_heaviest_steps_run_in_few_blocks_and_the_cache_grows(tiny_model: Path) -> None:
