@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from qserve.commands.options import ENGINE
 from qserve.commands.values import command_line, integers, numbers
 from qserve.evals import throughput
 from qserve.evals.bench import batching
+from qserve.evals.bench import engine_time as engine_speed
 from qserve.evals.bench import kernels as linear_speed
 from qserve.evals.bench.client import Client
 from qserve.evals.bench.job import Job, run
@@ -124,6 +126,22 @@ def static(
     with console.progress("bench") as update:
         found = batching.compare(loaded, throughput.text_tokens(source), tokens, lengths, update)
     return batching.batching_report(found, f"Static and continuous batching of {source.name}", command_line())
+
+
+def engine_time(model: str, concurrency: str, prompt: str, output: str, repeats: int) -> Report:
+    """The engine's own part of a step, by part, on a model that computes nothing. MODEL gives the tokenizer."""
+    loads = list(product(integers(concurrency, "--concurrency"), integers(prompt, "--prompt")))
+    outputs = integers(output, "--output")
+    if len(outputs) > 1 or repeats < 1:
+        raise UsageError("--without-model takes one --output, and --repeats of at least 1")
+    source = steps.open_source(model)
+    found = []
+    with console.progress("bench") as update:
+        for i, (level, context) in enumerate(loads):
+            update(i, len(loads))
+            found.append(engine_speed.measure(source, level, context, outputs[0], repeats))
+        update(len(loads), len(loads))
+    return engine_speed.report(source.name, found, command_line())
 
 
 def batches(

@@ -126,6 +126,8 @@ class StopChecker:
 
     def append(self, text: str) -> str:
         """Take new text; return what may be passed on. Nothing is passed on after a match."""
+        if not self._stops:
+            return text
         if self.matched is not None:
             return ""
         text = self._held + text

@@ -100,6 +100,7 @@ class Engine:
         self._clock = clock
         self._arrivals = count()
         self._choices: dict[str, Choice] = {}  # by the id of the scheduler's request
+        self._choices_of: dict[str, dict[str, Choice]] = {}  # the same, by the id of their own request first
         self._next_deadline = math.inf  # no choice is late before this time
         self._flights: deque[StepInFlight] = deque()  # oldest first; a second one where steps overlap
         self._ended: list[RequestOutput] = []  # while a step was run, to be output by it
@@ -127,12 +128,13 @@ class Engine:
         may be sent again later. Either all of its n choices are queued or none.
         """
         tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
-        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in tokens):
+        # Three passes in C: a long prompt must not hold up the next step.
+        if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= self.vocab_size):
             raise RequestError(f"a token id is outside 0..{self.vocab_size - 1}", "prompt")
         tokens = params.kept(tokens, self.max_model_len)
         self._check_vocabulary(params)
         self._check_pooling(params)
-        if any(choice.request_id == request_id for choice in self._choices.values()):
+        if request_id in self._choices_of:
             raise RequestError(f"request id {request_id} is in use", "request_id")
         if params.n > self.config.max_waiting:
             raise RequestError(
@@ -174,14 +176,14 @@ class Engine:
             self.scheduler.add(request)  # the first is refused if any would be
             if params.use_beam_search:
                 choice.begin_search()
-            self._choices[request.request_id] = choice
+            self._hold(choice)
             self._next_deadline = min(self._next_deadline, choice.deadline)
             parent = parent or request
         return len(tokens)
 
     def abort(self, request_id: str) -> None:
         """End every choice of a request at once; its blocks are free. Nothing is output for it any more."""
-        for key in [key for key, choice in self._choices.items() if choice.request_id == request_id]:
+        for key in list(self._choices_of.get(request_id, ())):
             self._end(key, "abort")
 
     def abort_all(self) -> None:
@@ -339,6 +341,9 @@ class Engine:
         self.scheduler.check()
         assert all(not choice.sequence.is_finished for choice in self._choices.values())
         assert self._choices.keys() == self.scheduler.request_ids(), "a request has no text, or a text no request"
+        of_requests = {key: choice for choices in self._choices_of.values() for key, choice in choices.items()}
+        assert self._choices == of_requests and all(self._choices_of.values())
+        assert all(each.request_id == name for name, held in self._choices_of.items() for each in held.values())
 
     def _advance(
         self, choice: Choice, update: RequestUpdate, runs: Mapping[str, list[Sampled]]
@@ -366,7 +371,7 @@ class Engine:
         key = f"{choice.request_id}#beam{next(self._arrivals)}"
         sequence = self.scheduler.fork(parent, key, beam.token_ids[-1])
         search.beams[key] = beam
-        self._choices[key] = choice.fork(sequence)
+        self._hold(choice.fork(sequence))
 
     def _end_late(self, now: float) -> list[RequestOutput]:
         """End choices that are past their deadline, waiting or running."""
@@ -389,16 +394,23 @@ class Engine:
 
     def _fail(self, choice: Choice, reason: str, error: str, param: str | None = None) -> list[RequestOutput]:
         """End a choice, or a whole beam search, without a further token."""
-        search = choice.search
-        beams = [key for key, each in self._choices.items() if search and each.search is search]
-        for key in beams or [choice.sequence.request_id]:
+        for key in list(self._choices_of.get(choice.request_id, ())) if choice.search else [choice.sequence.request_id]:
             self._end(key, reason)
         return choice.fail(reason, error, param)
+
+    def _hold(self, choice: Choice) -> None:
+        key = choice.sequence.request_id
+        self._choices[key] = self._choices_of.setdefault(choice.request_id, {})[key] = choice
 
     def _end(self, key: str, reason: str, stop_reason: str | int | None = None) -> None:
         """Drop all of a sequence, which may have ended by its own rules already."""
         self.scheduler.finish(key, reason, stop_reason)
-        self._choices.pop(key, None)
+        choice = self._choices.pop(key, None)
+        if choice is not None:
+            others = self._choices_of[choice.request_id]
+            del others[key]
+            if not others:
+                del self._choices_of[choice.request_id]
 
     def _check_pooling(self, params: SamplingParams) -> None:
         if params.pooling is None and not self._generates:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qserve.runtime.sampler import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # a frozen one takes five times as long to make, and a step makes one for each request
 class RequestOutput:
     """One step's addition to one choice: ``text`` and ``token_ids`` hold the new part only.
 

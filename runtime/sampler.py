@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ class BeamCandidate:
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """``token_id`` is None where the logits held a NaN or no token is allowed: there is nothing to choose.
     ``candidates``: for a beam, the likeliest tokens in order, as many as its search is wide plus one for each token
     that may end it. ``defect``: there is no token because choosing one failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -35,24 +35,25 @@ class StepArrays:
         columns: Any = zip(*plan.sequences)
         request_ids, runs, starts, tables, num_sampled, *_ = columns
         rows = self._tables.place(request_ids, tables)
-        lengths, sampled = np.array([*map(len, runs)]), np.array(num_sampled)
-        ends, sampled_ends = lengths.cumsum(), sampled.cumsum()
-        tokens, logits = int(ends[-1]), int(sampled_ends[-1])
+        lengths = [*map(len, runs)]
+        tokens, logits, sequences = sum(lengths), sum(num_sampled), len(runs)
         widest = max([len(table) for held in tables for table in held])
-        steps, arrays = self._arrays(tokens, len(rows), logits, widest, len(self._tables.arrays))
+        steps, arrays = self._arrays(tokens, sequences, logits, widest, len(self._tables.arrays))
         token_ids, positions, _, seq_start, _, logit_rows = arrays[0]
-        token_ids[:] = np.fromiter(chain.from_iterable(runs), np.int32, tokens)
-        if token_ids.min() == PLACEHOLDER:
-            token_ids[ends - 1] = [
-                -1 - newest[request_id] if run[-1] == PLACEHOLDER else run[-1]
-                for request_id, run in zip(request_ids, runs)
-            ]
-        seq_start[0] = 0
-        seq_start[1:] = ends
-        positions[:] = np.arange(tokens) + np.repeat(np.array(starts) - ends + lengths, lengths)
-        logit_rows[:] = np.arange(logits) + np.repeat(ends - sampled_ends, sampled)
-        row_of_token = np.repeat(rows, lengths)
-        blocks, offsets = np.divmod(positions, BLOCK_SIZE)
+        ids, ends = [*chain.from_iterable(runs)], [*accumulate(lengths)]
+        if PLACEHOLDER in ids:
+            for request_id, end in zip(request_ids, ends):
+                if ids[end - 1] == PLACEHOLDER:
+                    ids[end - 1] = -1 - newest[request_id]
+        token_ids[:] = ids
+        seq_start[0], seq_start[1:] = 0, ends
+        if tokens == logits == sequences:  # decodes alone
+            positions[:], logit_rows[:], row_of_token = starts, range(tokens), rows
+        else:
+            positions[:] = np.arange(tokens) + np.repeat(np.array(starts) - seq_start[:-1], lengths)
+            logit_rows[:] = np.arange(logits) + np.repeat(seq_start[1:] - np.cumsum(num_sampled), num_sampled)
+            row_of_token = np.repeat(rows, lengths)
+        blocks, offsets = positions // BLOCK_SIZE, positions % BLOCK_SIZE
         for source, (_, _, slots, _, block_tables, _) in zip(self._tables.arrays, arrays):
             block_tables[:] = source[rows, :widest]
             slots[:] = source[row_of_token, blocks] * BLOCK_SIZE + offsets

@@ -97,6 +97,10 @@ def bench(
         bool,
         typer.Option("--static", help="Compare with static batching: a batch starts when all of the last has ended."),
     ] = False,
+    without_model: Annotated[
+        bool,
+        typer.Option("--without-model", help="Time the engine's own part of a step, on a model that computes nothing."),
+    ] = False,
     repeats: Annotated[int, typer.Option(help="Without a server: runs of each batch; the median counts.")] = 3,
     against: Annotated[
         str | None,
@@ -128,7 +132,8 @@ def bench(
 ) -> None:
     """Measure speed: of MODEL in this process, or of a server under load.
 
-    A MODEL runs closed batches, if asked beside transformers or beside static batching. A URL, or a MODEL with any
+    A MODEL runs closed batches, if asked beside transformers or beside static batching; with --without-model only the
+    engine's own part of each step is timed: schedule, arrays, sample, commit and text. A URL, or a MODEL with any
     option of a load (--serve, --rate, --requests, --slo ...), is asked over HTTP: by so many users at once or at a
     rate, and a list of either is a sweep that finds where the objective breaks. The word kernels times the linear
     products of the CPU beside what this machine does at most; with --device cuda the products and the attention of
@@ -148,16 +153,23 @@ def bench(
     }  # fmt: skip
     given = [option for option, value in load.items() if value is not None]
     engine = EngineConfig(kernels=kernels, threads=threads, cpu_list=values.cpu_list(cpu_list))
-    if "://" in model and (serve or static or against is not None or engine != ENGINE):
+    if "://" in model and (serve or static or without_model or against is not None or engine != ENGINE):
         raise UsageError(
-            "--serve, --static, --against, --kernels, --threads and --cpu-list are for a MODEL, not for a URL"
+            "--serve, --static, --without-model, --against, --kernels, --threads and --cpu-list are for a MODEL, "
+            "not for a URL"
         )
     if model == "kernels":
-        if given or serve or static or against is not None or concurrency is not None or output is not None:
+        here = serve or static or without_model or against is not None
+        if given or here or concurrency is not None or output is not None:
             raise UsageError("kernels takes no load: leave out what describes one")
         report = benching.kernels(engine, repeats, device, tune, limit, json_path)
     elif device != "cpu" or tune is not None or limit is not None:
         raise UsageError("--device, --tune and --limit are for the word kernels: a MODEL runs where --kernels says")
+    elif without_model:
+        others = [*given, *["--serve"] * serve, *["--static"] * static, *["--against"] * (against is not None)]
+        if others := [*others, *["--kernels, --threads and --cpu-list"] * (engine != ENGINE)]:
+            raise UsageError(f"--without-model times the engine in this process: leave out {others[0]}")
+        report = benching.engine_time(model, concurrency or "64", prompt, output or "64", repeats)
     elif static:
         others = [*given, *["--serve"] * serve, *["--against"] * (against is not None)]
         if others := [option for option in others if option not in ("--requests", "--seed")]:

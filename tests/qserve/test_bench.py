@@ -96,6 +96,23 @@ def test_what_is_for_a_model_and_what_is_for_a_server(cli: Cli, tiny_packed: Pat
     cli("bench", "nowhere/at-all", "--serve").refused(1, "nowhere")
 
 
+def test_the_engine_without_its_model(cli: Cli, tiny_packed: Path, tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    options = ("--without-model", "--concurrency", "1,3", "--prompt", "20,70", "--output", 2, "--repeats", 1)
+    done = cli("bench", tiny_packed, *options, "--json", report)
+    assert done.code == 0, done.err
+    data = json.loads(report.read_text())
+    loads = data["data"]["loads"]
+    assert [(each["requests"], each["context"]) for each in loads] == [(1, 20), (1, 70), (3, 20), (3, 70)]
+    for each in loads:
+        assert min(each["parts"].values()) > 0 and sum(each["parts"].values()) == pytest.approx(each["step"])
+        assert each["step"] <= each["slowest"]
+    cli("bench", tiny_packed, "--without-model", "--rate", "1").refused(2, "--without-model", "--rate")
+    cli("bench", tiny_packed, "--without-model", "--threads", "1").refused(2, "--without-model", "--threads")
+    cli("bench", tiny_packed, "--without-model", "--output", "5,6").refused(2, "one --output")
+    cli("bench", "kernels", "--without-model").refused(2, "kernels takes no load")
+
+
 def test_static_batching_beside_continuous(cli: Cli, tiny_packed: Path, tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     options = ("--static", "--concurrency", 4, "--prompt", 8, "--output", "1/2/3/10", "--requests", 24)

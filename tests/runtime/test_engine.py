@@ -282,6 +282,8 @@ def test_what_can_never_run_is_refused_by_field(tiny_model: Path) -> None:
     for tokens, params, field in (
         ([], GREEDY, "prompt"),
         ([10**6], GREEDY, "prompt"),
+        ([3, -1], GREEDY, "prompt"),
+        ([3, 4.0], GREEDY, "prompt"),
         (prompt(0, 65), GREEDY, "prompt"),
         (prompt(0, 60), SamplingParams(max_tokens=5), "max_tokens"),
         (prompt(0, 4), SamplingParams(allowed_token_ids=(3, 10**6)), "allowed_token_ids"),
@@ -324,10 +326,15 @@ def test_nan_logits_fail_the_request_and_not_the_engine(tiny_model: Path) -> Non
 def test_abort_frees_everything_at_once(tiny_model: Path) -> None:
     engine, _ = make_engine(tiny_model)
     engine.submit("a", prompt(0, 40), SamplingParams(n=3, max_tokens=50))
+    engine.submit("b", prompt(1, 40), SamplingParams(n=2, max_tokens=50))
     for _ in range(3):
         engine.step()
     assert engine.stats().kv_blocks_used > 0
     engine.abort("a")
+    engine.check()
+    assert engine.scheduler.request_ids() == {"b#0", "b#1"}
+    engine.abort("nobody")
+    engine.abort("b")
     engine.check()
     assert not engine.has_work() and engine.stats().kv_blocks_used == 0 and engine.step() == []
 
