@@ -170,6 +170,7 @@ def with_model(
     from qserve.runtime.server.serve import ServerHandle
 
     engine = steps.load(steps.open_source(model, chat_template), config)
+    options = {"temperature": engine.generation_config.defaults.get("temperature", 0.7)} | options
     key = secrets.token_hex()
     with (
         ServerHandle(engine, config=ServerConfig(api_keys=(key,))) as server,

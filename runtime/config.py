@@ -43,6 +43,8 @@ class EngineConfig:
         kernels: which executor, see ``registry.names``.
         threads: of the native kernels; None takes the cores of this process.
         cpu_list: the CPUs that they are pinned to, one each; None leaves them to the system.
+        generation_config: where sampling defaults come from: auto (the model's generation_config.json), vllm (nowhere),
+            or the path of another such file.
         autotune: time the configurations of the products on the GPU before anything is served, where the user's cache
             does not hold them.
         reranker: qwen3 judges pairs of texts as Qwen3-Reranker does: in its template, by "yes" over "no". auto does so
@@ -67,6 +69,7 @@ class EngineConfig:
     cpu_list: tuple[int, ...] | None = None
     head: str = "auto"
     reranker: str = "auto"
+    generation_config: str = "auto"
     autotune: bool = False
 
     @property

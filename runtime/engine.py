@@ -25,6 +25,7 @@ from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.choice import Choice
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.generation_config import GenerationConfig
 from qserve.runtime.grammar import GrammarCompiler, Vocabulary
 from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
@@ -73,6 +74,7 @@ class Engine:
         self.source = source = open_model(model) if isinstance(model, str) else model
         self.model_name = source.name
         self.tokenizer = source.tokenizer()
+        self.generation_config = GenerationConfig.of(source, config.generation_config)
         loaded = (backend or NativeBackend()).load(source, config, progress, planned)
         self.runner: ModelRunner = loaded.runner
         self.classifier, self._generates = loaded.classifier, loaded.generates
@@ -93,7 +95,7 @@ class Engine:
             ),
         )
         self.journal = Journal()
-        self.eos_token_ids = _eos_token_ids(source)
+        self.eos_token_ids = self.generation_config.eos_token_ids
         self.grammars = GrammarCompiler(partial(Vocabulary.of, self.tokenizer, self.vocab_size, self.eos_token_ids))
         self._seeds = SystemRandom() if config.seed is None else Random(config.seed)
         self._masks = MaskPool(self.vocab_size)
@@ -435,15 +437,3 @@ class Engine:
 
 def _key(request_id: str, index: int) -> str:
     return f"{request_id}#{index}"
-
-
-def _eos_token_ids(source: ModelSource) -> frozenset[int]:
-    """Token ids from the generation configuration, the model's, and the tokenizer: any of them ends an answer."""
-    found: set[int] = set()
-    for value in (
-        source.generation_config().get("eos_token_id"),
-        source.config.get("eos_token_id"),
-        source.tokenizer().eos_token_id,
-    ):
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)

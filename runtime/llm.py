@@ -156,6 +156,11 @@ class LLM:
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a call that gives none: what the model's ``generation_config.json`` says, as ``generation_config``
+        asks for."""
+        return SamplingParams(**self.engine.generation_config.defaults)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -167,7 +172,7 @@ class LLM:
         ``use_tqdm`` shows a bar. Raises ``RequestError`` where a prompt can never run.
         """
         batch = [self._read(prompt) for prompt in _listed(prompts)]
-        return self._answer(batch, _for_each(sampling_params, len(batch)), use_tqdm)
+        return self._answer(batch, self._for_each(sampling_params, len(batch)), use_tqdm)
 
     def chat(
         self,
@@ -196,7 +201,7 @@ class LLM:
         }
         encoder = self._encoder if chat_template is None else _encoder(self.engine, chat_template)
         batch, conversations = [], list(messages if several else [messages])
-        each = _for_each(sampling_params, len(conversations))
+        each = self._for_each(sampling_params, len(conversations))
         for conversation, params in zip(conversations, each):
             kept = params.num_prompt_kept(self.engine.max_model_len)
             ids = _rendered(encoder, asked | {"messages": list(conversation)}, kept)
@@ -259,6 +264,15 @@ class LLM:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
             prompt = str(prompt["prompt"])
         return (prompt, self.engine.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+
+    def _for_each(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        given = self.get_default_sampling_params() if given is None else given
+        each = [given] * count if isinstance(given, SamplingParams) else list(given)
+        if len(each) != count:
+            raise RequestError(f"{count} prompts but {len(each)} sampling parameters", "sampling_params")
+        return each
 
     def _answer(
         self,
@@ -324,13 +338,6 @@ def _encoder(engine: Engine, chat_template: str | None = None) -> PromptEncoder:
         tokenizer = copy(tokenizer)
         tokenizer.chat_template = chat_template
     return PromptEncoder(tokenizer, engine.max_model_len, engine.vocab_size)
-
-
-def _for_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    each = [given or SamplingParams()] * count if given is None or isinstance(given, SamplingParams) else list(given)
-    if len(each) != count:
-        raise RequestError(f"{count} prompts but {len(each)} sampling parameters", "sampling_params")
-    return each
 
 
 def _rendered(encoder: PromptEncoder, asked: dict[str, Any], kept: int | None) -> list[int]:

@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qserve.runtime.constraint import Constraint
@@ -25,6 +25,10 @@ MAX_TIMEOUT = 3600.0
 INT31 = 2**31 - 1
 POOLINGS = ("mean", "last", "classify")
 GREEDY_BELOW = 1e-5
+Defaults = Mapping[str, Any]
+"""Values of fields, for requests that do not say."""
+OF_DRAWS = ("temperature", "top_k", "top_p", "min_p")
+"""Fields that a beam search, which draws nothing, has no use for; a model may have defaults for them."""
 
 
 class RequestError(ValueError):
@@ -182,6 +186,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is taken, without a draw."""
         return self.temperature < GREEDY_BELOW
+
+    def within(self, num_prompt: int, max_model_len: int) -> SamplingParams:
+        """With ``max_tokens`` lowered to the room that a context has beside a prompt: for one that is a default."""
+        if self.max_tokens is None:
+            return self
+        return replace(self, max_tokens=max(1, min(self.max_tokens, max_model_len - num_prompt)))
 
     def kept(self, prompt: list[int], max_model_len: int) -> list[int]:
         """What is kept of a prompt."""

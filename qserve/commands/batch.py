@@ -12,6 +12,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.commands.options import (
     ENGINE,
     ChatTemplate,
+    GenerationConfigOf,
     Kernels,
     KvCacheMemory,
     MaxModelLen,
@@ -37,6 +38,7 @@ def batch(
     ] = ENGINE.max_waiting,
     kv_cache_memory: KvCacheMemory = None,
     chat_template: ChatTemplate = None,
+    generation_config: GenerationConfigOf = ENGINE.generation_config,
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
 ) -> None:
@@ -53,6 +55,7 @@ def batch(
         kv_cache_memory=byte_count(kv_cache_memory),
         kernels=kernels,
         threads=threads,
+        generation_config=generation_config,
     )
     if out.exists() and lines.exists() and out.samefile(lines):
         raise UsageError("IN and OUT are the same file")

@@ -33,7 +33,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely tokens. [default: 0.7; a server's own]")
+        float | None, typer.Option(help="0 takes the likeliest tokens. [default: the model's, or 0.7; a server's own]")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from this share of the probability.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most.")] = None,
@@ -64,4 +64,4 @@ def chat(
         if name is not None:
             raise UsageError("--model is for a server that has several")
         engine = EngineConfig(max_model_len=max_model_len, max_num_seqs=1, kernels=kernels, threads=threads)
-        conversation.with_model(model, chat_template, engine, system, {"temperature": 0.7} | options)
+        conversation.with_model(model, chat_template, engine, system, options)

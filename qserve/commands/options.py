@@ -71,6 +71,15 @@ ServedModelName = Annotated[str | None, typer.Option(help="What requests call th
 ChatTemplate = Annotated[
     Path | None, typer.Option(help="A Jinja chat template instead of the model's own.", metavar="FILE")
 ]
+GenerationConfigOf = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        help="Sampling defaults, for requests that do not say: auto (the model's generation_config.json), vllm (none), "
+        "or another such file.",
+        metavar="auto|vllm|PATH",
+    ),
+]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Tokens of prompt and output. [default: what model and memory allow]")
 ]

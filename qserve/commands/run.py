@@ -15,6 +15,7 @@ from qserve.commands.options import (
     ENGINE,
     ChatTemplate,
     CpuList,
+    GenerationConfigOf,
     Kernels,
     KvCacheMemory,
     MaxModelLen,
@@ -167,6 +168,7 @@ def run(
         ),
     ] = None,
     chat_template: ChatTemplate = None,
+    generation_config: GenerationConfigOf = ENGINE.generation_config,
     tool_format: Annotated[
         str,
         typer.Option(
@@ -201,10 +203,12 @@ def run(
         head=head,
         reranker=reranker,
         autotune=autotune,
+        generation_config=generation_config,
     )
     from qserve import steps
     from qserve.kernels.threads import cpu_ranges
     from qserve.runtime.client.process_host import ProcessHost
+    from qserve.runtime.generation_config import GenerationConfig
     from qserve.runtime.server.config import ServerConfig
     from qserve.runtime.server.serve import claim_socket, serve, url_of
     from qserve.runtime.server.telemetry import logs
@@ -237,6 +241,8 @@ def run(
 
     def load() -> Engine | ProcessHost:
         say(f"loading {source.name}")
+        if defaults := GenerationConfig.of(source, generation_config).line():
+            say(defaults)
         if autotune:
             say("timing how this GPU divides the products of the model: minutes at the first start, then it is known")
         if engine_process:

@@ -27,7 +27,7 @@ RefusalKind = Literal["request", "queue_full", "failure"]
 @dataclass(frozen=True)
 class EngineInfo:
     """Facts that do not change while an engine runs. ``kernels``: the name of its executor. ``classes``: what its
-    classifier tells apart, None without one."""
+    classifier tells apart, None without one. ``sampling_defaults``: for requests that do not say."""
 
     model_name: str
     max_model_len: int
@@ -38,6 +38,7 @@ class EngineInfo:
     max_waiting_tokens: int
     kernels: str
     stats: EngineStats  # before the first request
+    sampling_defaults: dict[str, int | float]
     classes: Classes | None = None
 
     @classmethod
@@ -52,6 +53,7 @@ class EngineInfo:
             max_waiting_tokens=engine.scheduler.backlog.max_tokens,
             kernels=engine.kernels,
             stats=engine.stats(),
+            sampling_defaults=dict(engine.generation_config.defaults),
             classes=engine.classifier.classes if engine.classifier else None,
         )
 

@@ -55,6 +55,7 @@ class Service:
         self.max_model_len = info.max_model_len
         self.embedding_size = info.hidden_size
         self.pooling = stated_pooling(source)
+        self.sampling_defaults = info.sampling_defaults
         self.max_waiting = info.max_waiting
         self.max_commas = MORE_COMMAS + 2 * info.max_waiting_tokens  # as many tokens as may ever wait
         self.source = source
@@ -105,6 +106,7 @@ class Service:
             "qserve": {
                 "quantized": spec is not None,
                 "stored_bytes": self.stored_bytes,
+                "sampling_defaults": self.sampling_defaults,
                 "quality_card": None if card is None else card.to_json(),
             },
         }

@@ -89,6 +89,7 @@ OPTIONS = [
     ("run", ("--max-num-seqs", "0"), 2, ("--max-num-seqs",)),
     ("run", ("--max-num-seqs", "64", "--max-num-batched-tokens", "8"), 2, ("--max-num-batched-tokens",)),
     ("run", ("--kernels", "fast"), 2, ("fast", "reference")),
+    ("run", ("--generation-config", "nowhere", "--kv-cache-memory", "1"), 2, ("auto, vllm or a file", "nowhere")),
     ("run", ("--autotune", "--kernels", "reference"), 2, ("--autotune", "no configurations")),
     ("bench", ("--limit", "9"), 2, ("--limit", "word kernels")),
     ("run", ("--cpu-list", "one"), 2, ("--cpu-list", "0,2-3", "one")),

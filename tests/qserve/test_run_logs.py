@@ -16,9 +16,12 @@ import pytest
 Cli = Callable[..., Any]
 
 
-def test_every_line_is_json_from_loading_to_the_end(tiny_model: Path) -> None:
+def test_every_line_is_json_from_loading_to_the_end(tiny_model: Path, tmp_path: Path) -> None:
+    defaults = tmp_path / "defaults.json"
+    defaults.write_text('{"top_k": 20}')
     command = [sys.executable, "-m", "qserve", "run", str(tiny_model), "--port", "0", "--log-format", "json"]
-    with subprocess.Popen([*command, "--kv-cache-memory", "8MiB"], stderr=subprocess.PIPE, text=True) as process:
+    command += ["--kv-cache-memory", "8MiB", "--generation-config", str(defaults)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             lines: list[dict[str, Any]] = []
@@ -34,6 +37,7 @@ def test_every_line_is_json_from_loading_to_the_end(tiny_model: Path) -> None:
     told = [line["message"] for line in lines]
     assert [word for word in told if word in ("ready", "draining", "ended")] == ["ready", "draining", "ended"]
     assert told.index(f"loading {tiny_model.name}") < told.index("ready")
+    assert f"sampling defaults of {defaults}: top_k 20; --generation-config vllm leaves them out" in told
     (request,) = [line for line in lines if line["message"] == "request"]
     assert request["request_id"] == "mine"
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)

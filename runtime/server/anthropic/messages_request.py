@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from qserve.runtime.constraint import Constraint
-from qserve.runtime.sampling import MAX_STOP_STRINGS, RequestError, SamplingParams
+from qserve.runtime.sampling import MAX_STOP_STRINGS, Defaults, RequestError, SamplingParams
 from qserve.runtime.server.anthropic.blocks import (
     CacheControl,
     InputMessage,
@@ -133,7 +133,7 @@ class CountTokensRequest(Strict):
         parallel = choice is None or not choice.disable_parallel_tool_use
         return tool_use(self.tools or (), choice.choice() if choice else None, parallel)
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
         return SamplingParams(constraint=self.constraint())
 
     def constraint(self) -> Constraint | None:
@@ -165,12 +165,11 @@ class MessageRequest(CountTokensRequest):
     top_k: int | None = None
     top_p: float | None = None
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
         names = ("temperature", "top_k", "top_p")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(
-            max_tokens=self.max_tokens, stop=self.stop_sequences or (), constraint=self.constraint(), **given
-        )
+        given |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences or (), "constraint": self.constraint()}
+        return SamplingParams(**dict(defaults) | given)
 
     def delivery(self) -> Delivery:
         return {"stream": bool(self.stream), "include_usage": True, "continuous_usage": False}

@@ -14,8 +14,10 @@ from pydantic_core import PydanticCustomError
 from qserve.runtime.sampling import (
     MAX_CHOICES,
     NUMBERS,
+    OF_DRAWS,
     REQUEST_FIELDS,
     SWITCHES,
+    Defaults,
     RequestError,
     SamplingParams,
 )
@@ -86,14 +88,15 @@ class _GenerationRequest(_Sampled, StructuredFields):
         continuous = usage and bool(options.continuous_usage_stats)  # as in other servers, it needs include_usage too
         return {"stream": bool(self.stream), "include_usage": usage, "continuous_usage": continuous}
 
-    def _params(self, **more: Any) -> SamplingParams:
+    def _params(self, defaults: Defaults, **more: Any) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for requests with stream true", "stream_options")
         for name in ("use_beam_search", "prompt_logprobs"):
             if self.stream and getattr(self, name) not in (None, False):
                 raise RequestError(f"{name} is for requests without stream", name)
         given = {name: value for name in REQUEST_FIELDS if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{"constraint": self.constraint()} | given | more)
+        usual = {name: value for name, value in defaults.items() if not (self.use_beam_search and name in OF_DRAWS)}
+        return SamplingParams(**{"constraint": self.constraint()} | usual | given | more)
 
 
 def prompt_list(value: Any) -> Any:
@@ -129,7 +132,7 @@ class CompletionRequest(_GenerationRequest):
 
     _prompts = field_validator("prompt")(prompt_list)
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """Where ``best_of`` is more than ``n``, so many choices are generated, with logprobs to choose by."""
         logprobs = self.logprobs
         more: dict[str, Any] = {}
@@ -141,7 +144,7 @@ class CompletionRequest(_GenerationRequest):
             if self.best_of < (self.n or 1) or self.stream or self.use_beam_search:
                 raise RequestError("best_of must be at least n, without stream and use_beam_search", "best_of")
             logprobs, more["n"] = logprobs or 0, self.best_of
-        return self._params(logprobs=logprobs, **more)
+        return self._params(defaults, logprobs=logprobs, **more)
 
 
 class TemplateFields(Strict):
@@ -194,13 +197,18 @@ class ChatRequest(_GenerationRequest, TemplateFields, Hints):
     def tool_use(self) -> ToolUse:
         return tool_use([tool.function for tool in self.tools or ()], self.tool_choice, self.parallel_tool_calls)
 
-    def sampling_params(self) -> SamplingParams:
+    @property
+    def limit(self) -> int | None:
+        """Output tokens at most, None where it does not say."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise RequestError("max_tokens and max_completion_tokens differ; give one", "max_tokens")
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        limit = defaults.get("max_tokens") if self.limit is None else self.limit
+        return self._params(defaults, max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
     def name_of(self, param: str | None) -> str | None:
         """The name in this request of the field that is ``param`` elsewhere."""

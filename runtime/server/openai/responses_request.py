@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from qserve.runtime.constraint import Constraint
-from qserve.runtime.sampling import SamplingParams
+from qserve.runtime.sampling import Defaults, SamplingParams
 from qserve.runtime.server.chat.tool_use import ToolUse
 from qserve.runtime.server.openai.hints import Hints, ReasoningEffort, Verbosity
 from qserve.runtime.server.openai.protocol import MAX_MESSAGES, Delivery, parse
@@ -148,11 +148,13 @@ class ResponseRequest(Hints):
         named = Named(choice["name"], "tool_choice.name") if isinstance(choice, dict) else None
         return tool_use(self.tools or (), named or choice, self.parallel_tool_calls)
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
         given = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
         format = self.text.format if self.text else None
         constraint = format.constraint() if format else None
-        return SamplingParams(max_tokens=self.max_output_tokens, constraint=constraint, **given)
+        if self.max_output_tokens is not None:
+            given["max_tokens"] = self.max_output_tokens
+        return SamplingParams(**{"max_tokens": None, "constraint": constraint} | dict(defaults) | given)
 
     def delivery(self) -> Delivery:
         return {"stream": bool(self.stream), "include_usage": True, "continuous_usage": False}
@@ -161,7 +163,7 @@ class ResponseRequest(Hints):
         """The name in this request of the field that is ``param`` elsewhere."""
         return {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}.get(param or "", param)
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self, params: SamplingParams) -> dict[str, Any]:
         """The fields that a response repeats from its request."""
         format = self.text.format if self.text else None
         return {
@@ -169,10 +171,10 @@ class ResponseRequest(Hints):
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": params.temperature,
             "text": {"format": (format or TextFormat()).model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": self.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in self.tools or ()],
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": params.top_p,
             "user": self.user,
         }

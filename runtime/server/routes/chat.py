@@ -21,11 +21,13 @@ async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     service.check_model(body.model)
     try:
         messages = [message.for_template() for message in body.messages]
-        params, use, options = body.sampling_params(), body.tool_use(), body.template_options()
+        params, use, options = body.sampling_params(service.sampling_defaults), body.tool_use(), body.template_options()
         inputs = await asyncio.to_thread(
             preprocess, service.encoder, service.dialect, messages, params, use, options
         )
         params = inputs.params
+        if body.limit is None:
+            params = params.within(len(inputs.prompt), service.max_model_len)
         generation = await service.submit(call, [inputs.prompt], params, body.priority)
     except RequestError as error:
         raise RequestError(str(error), body.name_of(error.param)) from None

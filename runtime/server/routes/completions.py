@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -19,12 +18,11 @@ from qserve.runtime.server.service import Service
 async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     body = parse(CompletionRequest, content)
     service.check_model(body.model)
-    params, choices = body.sampling_params(), body.n or 1
+    params, choices = body.sampling_params(service.sampling_defaults), body.n or 1
     encoder, kept = service.encoder, params.num_prompt_kept(service.max_model_len)
     prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt, kept=kept) for prompt in body.prompt])
     if body.max_tokens is None:  # a long prompt shortens the default, never what the caller asked for
-        room = max(1, service.max_model_len - max(map(len, prompts)))
-        params = replace(params, max_tokens=min(params.max_tokens or room, room))
+        params = params.within(max(map(len, prompts)), service.max_model_len)
     echo = None
     if body.echo:
         texts = await asyncio.to_thread(

@@ -25,7 +25,7 @@ async def _inputs(service: Service, body: CountTokensRequest) -> ChatInputs:
         service.encoder,
         service.dialect,
         body.template_messages(),
-        body.sampling_params(),
+        body.sampling_params(service.sampling_defaults),
         body.tool_use(),
         body.template_options(service.dialect.reasoning, service.encoder.variables),
     )

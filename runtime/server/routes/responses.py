@@ -23,15 +23,17 @@ async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     service.check_model(body.model)
     messages = body.messages()
     try:
-        inputs = await asyncio.to_thread(
-            preprocess, service.encoder, service.dialect, messages, body.sampling_params(), body.tool_use()
-        )
-        generation = await service.submit(call, [inputs.prompt], inputs.params, None)
+        asked, use = body.sampling_params(service.sampling_defaults), body.tool_use()
+        inputs = await asyncio.to_thread(preprocess, service.encoder, service.dialect, messages, asked, use)
+        params = inputs.params
+        if body.max_output_tokens is None:
+            params = params.within(len(inputs.prompt), service.max_model_len)
+        generation = await service.submit(call, [inputs.prompt], params, None)
     except RequestError as error:
         raise RequestError(str(error), body.name_of(error.param)) from None
     answer = ResponseAnswer(
         service.model_name,
-        body.shown(),
+        body.shown(params),
         Usage(generation.prompt_tokens),
         inputs.parser() if inputs.parser else None,
     )

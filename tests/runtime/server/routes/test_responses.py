@@ -188,7 +188,7 @@ def test_items_become_messages() -> None:
 def test_text_format_becomes_a_constraint() -> None:
     def constraint(**format: Any) -> Any:
         body = {"input": "a", "text": {"format": format}}
-        return ResponseRequest.model_validate(body).sampling_params().constraint
+        return ResponseRequest.model_validate(body).sampling_params({}).constraint
 
     assert constraint(type="text") is None
     assert json.loads(constraint(type="json_object").text) == {"type": "object"}
