@@ -1,7 +1,7 @@
 """The requests of ``/v1/completions`` and ``/v1/chat/completions``, as pydantic models.
 
-Sampling fields and their bounds are those of ``SamplingParams``. A field that OpenAI has and this server does not
-support is refused by name, unless its value asks for nothing.
+Sampling fields and their bounds are those of ``SamplingParams``. A field that OpenAI or vLLM has and this server does
+not support is refused by name, unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,13 @@ else:
 class _GenerationRequest(_Sampled, StructuredFields):
     """What both kinds of request share. ``user`` and ``safety_identifier`` change nothing."""
 
-    not_done: ClassVar[NotDone] = {"spaces_between_special_tokens": (True,)}
+    not_done: ClassVar[NotDone] = {
+        "kv_transfer_params": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "spaces_between_special_tokens": (True,),
+        "vllm_xargs": ({},),
+    }
 
     model: str | None = None
     stream: bool | None = None
@@ -123,7 +129,7 @@ def prompt_list(value: Any) -> Any:
 class CompletionRequest(_GenerationRequest):
     """``prompt`` becomes a list: of texts, or of lists of token ids."""
 
-    not_done: ClassVar[NotDone] = {**_GenerationRequest.not_done, "suffix": ()}
+    not_done: ClassVar[NotDone] = {**_GenerationRequest.not_done, "add_special_tokens": (True,), "suffix": ()}
 
     prompt: Any
     echo: bool | None = None
@@ -172,9 +178,14 @@ class ChatRequest(_GenerationRequest, TemplateFields, Hints):
     not_done: ClassVar[NotDone] = {
         **_GenerationRequest.not_done,
         **TemplateFields.not_done,
+        "add_special_tokens": (False,),
         "audio": (),
+        "documents": ([],),
+        "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
+        "include_reasoning": (True,),
+        "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),

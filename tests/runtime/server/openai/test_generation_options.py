@@ -96,6 +96,35 @@ def test_masks_of_tokens(server: ServerHandle, engine: Engine, path: str) -> Non
     assert response.status_code >= 400 and "bad_words leaves no token" in response.json()["error"]["message"]
 
 
+IDLE: dict[str, dict[str, tuple[Any, Any]]] = {
+    "/completions": {"add_special_tokens": (True, False)},
+    "/chat/completions": {
+        "add_special_tokens": (False, True),
+        "documents": ([], [{"title": "a", "text": "b"}]),
+        "echo": (False, True),
+        "include_reasoning": (True, False),
+        "mm_processor_kwargs": ({}, {"a": 1}),
+    },
+}
+
+
+@pytest.mark.parametrize("path", IDLE)
+def test_fields_of_vllm_that_ask_for_nothing_are_taken(server: ServerHandle, path: str) -> None:
+    both = {
+        "kv_transfer_params": (None, {"a": 1}),
+        "return_token_ids": (False, True),
+        "return_tokens_as_token_ids": (False, True),
+        "vllm_xargs": ({}, {"a": 1}),
+    }
+    asked = {"max_tokens": 2} | ({"prompt": "the quick"} if path == "/completions" else {"messages": [USER]})
+    fields = both | IDLE[path]
+    post(server, path, asked | {name: idle for name, (idle, _) in fields.items()})
+    for name, (_, value) in fields.items():
+        response = httpx.post(f"{server.url}{path}", json=asked | {name: value}, headers=HEADERS, timeout=60)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, name) and "not supported" in error["message"]
+
+
 def test_the_end_of_a_prompt_is_kept(server: ServerHandle, engine: Engine) -> None:
     context = engine.max_model_len
     text = "the quick brown fox and the lazy dog " * 100
