@@ -213,7 +213,99 @@ class LogSoftmax:
         return self.x.shape[1]
 
 
-Op = Embed | RMSNorm | Linear | RopeKV | Attention | SiluMul | Gather | Argmax | LogSoftmax
+@dataclass(frozen=True)
+class Route:
+    """Chooses ``top_k`` experts for each token, best first.
+
+    The scores of a token are softmax(logits[r]), or sigmoid(logits[r]) where ``sigmoid``. The experts with the highest
+    score + bias are chosen (bias float32 [experts], DeepSeek-V3), and of equal ones those with the lowest index.
+    experts[r] (int32 [tokens, top_k]) holds their indices. weights[r] (float32, same shape) holds their scores without
+    the bias, divided by their sum where ``renormalize``, times ``scale``.
+
+    ``groups`` > 1: the experts form that many equal groups, and all choices come from the ``top_groups`` best ones. A
+    group is as good as the sum of its ``group_best`` highest values of score + bias.
+
+    A row of logits with a NaN still gets indices of different experts, and a NaN among its weights.
+    """
+
+    logits: Tensor
+    experts: Tensor
+    weights: Tensor
+    bias: Tensor | None = None
+    sigmoid: bool = False
+    renormalize: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    scale: float = 1.0
+
+    @property
+    def count(self) -> int:
+        return self.logits.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        return self.experts.shape[1]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """out[r] = sum over j of weights[r, j] * y_j, or added to ``out[r]`` where ``accumulate``. For the expert
+    e = experts[r, j]: gate_up[e] x[r] is a gate and a factor, and y_j = down[e] (silu(gate) * factor).
+
+    experts int32 and weights float32 [tokens, top_k], as ``Route`` fills them: a token's experts differ. gate_up
+    [2 * inner, width] and down [out width, inner]: one weight for each expert, all dense in one dtype, or all packed by
+    one scheme with the same rounding of inputs (``Linear`` says how an input is rounded). An order of inputs and a
+    static input scale are each expert's own.
+
+    The terms are summed in the order of j, then added to ``out``: what a row gets does not depend on the others.
+
+    gate_up_out [tokens * top_k, 2 * inner], activated [tokens * top_k, inner] and parts [tokens * top_k, out width]
+    are memory for the intermediate values. Their contents are undefined afterwards.
+    """
+
+    x: Tensor
+    gate_up: tuple[Tensor | QuantizedWeight, ...]
+    down: tuple[Tensor | QuantizedWeight, ...]
+    experts: Tensor
+    weights: Tensor
+    gate_up_out: Tensor
+    activated: Tensor
+    parts: Tensor
+    out: Tensor
+    accumulate: bool = False
+
+
+@dataclass(frozen=True)
+class SigmoidMul:
+    """out[r] *= sigmoid(gate[r]); gate [tokens, 1] or as wide as ``out``."""
+
+    gate: Tensor
+    out: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.out.shape[1]
+
+    @property
+    def gates(self) -> int:
+        return self.gate.shape[1]
+
+
+Op = (
+    Embed
+    | RMSNorm
+    | Linear
+    | RopeKV
+    | Attention
+    | SiluMul
+    | Gather
+    | Argmax
+    | LogSoftmax
+    | Route
+    | Experts
+    | SigmoidMul
+)
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,16 @@ from qserve.kernels.ops import (
     Argmax,
     Attention,
     Embed,
+    Experts,
     Gather,
     Linear,
     LogSoftmax,
     Op,
     RMSNorm,
     RopeKV,
+    Route,
     Rows,
+    SigmoidMul,
     SiluMul,
     Step,
 )
@@ -39,6 +42,7 @@ from qserve.kernels.ops import (
 INT8_MAX = 127.0
 _NAN_CODE = -128  # of an int8 cache, whose numbers end at -127
 _SMALLEST = 1e-30  # below it, 1 / scale would overflow
+_SMALLEST_SUM = 1e-20  # of scores that are divided by it
 
 
 def round_e4m3(x: Tensor) -> Tensor:
@@ -171,6 +175,50 @@ def _embed(op: Embed, ids: Tensor) -> Tensor:
     return replace(table, codes=table.codes[ids], scales=table.scales[ids], zeros=zeros).dequantize()
 
 
+def _route(op: Route, rows: slice) -> None:
+    logits = op.logits[rows].float()
+    scores = logits.sigmoid() if op.sigmoid else logits.softmax(-1)
+    choice = scores if op.bias is None else scores + op.bias
+    if op.groups > 1:
+        grouped = choice.unflatten(-1, (op.groups, -1))
+        best = _highest(grouped.topk(op.group_best, -1).values.sum(-1), op.top_groups)
+        kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter(-1, best, True)
+        choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    experts = _highest(choice, op.top_k)
+    weights = scores.gather(-1, experts)
+    if op.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(_SMALLEST_SUM)
+    op.experts[rows] = experts.int()
+    op.weights[rows] = weights * op.scale
+
+
+def _highest(values: Tensor, count: int) -> Tensor:
+    """int64 [..., count]: the indices of the highest values, NaN above all; of equal ones the lowest first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _product(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight.float())
+    if weight.activations is not None:
+        x = round_input(x, weight.activations, weight.input_scale)
+    return F.linear(x, weight.dequantize())
+
+
+def _experts(op: Experts, rows: slice) -> None:
+    x, chosen = op.x[rows].float(), op.experts[rows]
+    parts = torch.empty(*chosen.shape, op.out.shape[1], device=x.device)
+    for e in chosen.unique().tolist():
+        token, j = (chosen == e).nonzero(as_tuple=True)
+        gate, up = _product(x[token], op.gate_up[e]).chunk(2, -1)
+        parts[token, j] = _product(F.silu(gate) * up, op.down[e])
+    # One term after the other: a sum over a dimension may have another order.
+    total = torch.zeros_like(parts[:, 0])
+    for j in range(chosen.shape[1]):
+        total = total + op.weights[rows, j, None] * parts[:, j]
+    op.out[rows] = op.out[rows] + total if op.accumulate else total
+
+
 @dataclass(frozen=True)
 class _Product:
     """A linear whose weight is dequantized once, at load."""
@@ -220,6 +268,12 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
         case Argmax():
             bad = op.x[rows].isnan().any(-1)
             op.out[rows] = torch.where(bad, -1, op.x[rows].argmax(-1)).int()
+        case Route():
+            _route(op, rows)
+        case Experts():
+            _experts(op, rows)
+        case SigmoidMul():
+            op.out[rows] = (op.out[rows].float() * op.gate[rows].float().sigmoid()).to(op.out.dtype)
         case LogSoftmax():
             op.x[rows] = op.x[rows].log_softmax(-1)
         case _:
@@ -238,14 +292,19 @@ class _ReferenceProgram:
             compute(op, step, slice(0, step.count(op)))
 
 
-D = TypeVar("D", bound="Op | _Product | Step")
+D = TypeVar("D", bound="Op | _Product | Step | QuantizedWeight")
 
 
 def on_device(declared: D, device: torch.device) -> D:
     """``declared`` with all of its tensors on ``device``; those that are there already are not copied."""
     found = {field.name: getattr(declared, field.name) for field in fields(declared)}
     moved: Any = {name: x.to(device) for name, x in found.items() if isinstance(x, Tensor)}
+    moved |= {name: tuple(_moved(each, device) for each in x) for name, x in found.items() if isinstance(x, tuple)}
     return replace(declared, **moved)
+
+
+def _moved(weight: Tensor | QuantizedWeight, device: torch.device) -> Tensor | QuantizedWeight:
+    return weight.to(device) if isinstance(weight, Tensor) else on_device(weight, device)
 
 
 class Fallback:

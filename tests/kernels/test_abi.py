@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,7 +17,10 @@ from qserve.kernels.tiled import TiledEmbed, TiledLinear
 
 CSRC = Path(__file__).parents[2] / "kernels" / "csrc"
 TILED = {"embed": TiledEmbed, "linear": TiledLinear}
-OPERATIONS = {name: TILED.get(name, op) for op in get_args(Op) for name in [abi.name_of(op)]}
+WITH_KERNELS = set(re.findall(r"^ *QS_([A-Z_0-9]+) = \d+,$", (CSRC / "qserve.h").read_text(), re.MULTILINE))
+OPERATIONS = {
+    name: TILED.get(name, op) for op in get_args(Op) for name in [abi.name_of(op)] if name.upper() in WITH_KERNELS
+}
 STRUCTURES: dict[str, type[C.Structure]] = {
     **{name: abi.structure(op) for name, op in OPERATIONS.items()},
     "step": abi.structure(Step),
