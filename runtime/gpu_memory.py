@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class GpuUse:
-    """What a process holds of a GPU, in bytes: ``allocated`` by tensors, ``reserved`` by torch for them and others to
-    come. ``uuid`` names the device, as NVML does without its prefix."""
-
-    uuid: str
-    allocated: int
-    reserved: int
+from qserve.runtime.stats import GpuUse
 
 
 class GpuMemory:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qserve.runtime.gpu_memory import GpuUse
 from qserve.runtime.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """What a process holds of a GPU, in bytes: ``allocated`` by tensors, ``reserved`` by torch for them and others to
+    come. ``uuid`` names the device, as NVML does without its prefix."""
+
+    uuid: str
+    allocated: int
+    reserved: int
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class ServerConfig:
                 f"--stream-interval must be between 1 and {MAX_STREAM_INTERVAL}, not {self.stream_interval}"
             )
         if any(not key or key != key.strip() or not key.isascii() for key in self.api_keys):
-            raise UsageError("an API key must be ASCII, not empty, and without spaces around it")
+            raise UsageError("an API key (--api-key) must be ASCII, not empty, and without spaces around it")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("--tls-cert and --tls-key are given together or not at all")
         named = [name for name in (self.model_name, *self.model_aliases) if name is not None]

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from qserve.cli import app
+from qserve.commands.values import API_KEY_VARIABLES
 from qserve.runtime import vllm_arguments
 from qserve.runtime.llm import LLM, Completion, PromptCompletions, RequestMetrics
 from qserve.runtime.sampling import SamplingParams
@@ -32,7 +33,7 @@ def test_every_option_and_field_of_the_second_columns_is_there() -> None:
     options = {option for each in run.params for option in (*each.opts, *each.secondary_opts)}
     fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     offline = {*vllm_arguments.FIELDS, *vllm_arguments.NO_CHOICE, *inspect.signature(LLM).parameters, *vars(LLM)}
-    known = {"`qserve run`": options, "field of qserve": fields, "`qserve.LLM`": offline}
+    known = {"`qserve run`": {*options, *API_KEY_VARIABLES}, "field of qserve": fields, "`qserve.LLM`": offline}
     seen = tables(PAGE.read_text(encoding="utf-8"))
     pair = ["`qserve run`", "field of qserve"]
     assert [heading for heading, _ in seen] == [*pair, "`qserve.LLM`", *pair, *pair]

@@ -130,7 +130,7 @@ def generate(engine: Engine, params: list[SamplingParams], prompt: str = "hello"
         answer = answers.setdefault((output.request_id, output.index), Completion(output.index))
         answer.text += output.text
         answer.token_ids += output.token_ids
-        answer.logprobs += output.logprobs or []
+        answer.logprobs = [*(answer.logprobs or []), *(output.logprobs or [])]
         answer.finish_reason, answer.error = output.finish_reason, output.error
     engine.check()
     assert engine.stats().kv_blocks_used == 0

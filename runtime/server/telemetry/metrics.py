@@ -14,10 +14,9 @@ from qserve.runtime.server.telemetry import gpu
 
 if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard
-    from qserve.runtime.gpu_memory import GpuUse
     from qserve.runtime.journal import StepRecord
     from qserve.runtime.output import RequestOutput
-    from qserve.runtime.stats import EngineStats
+    from qserve.runtime.stats import EngineStats, GpuUse
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)

@@ -118,11 +118,11 @@ def test_a_classifier_answers_alike_and_its_missing_output_layer_is_warmed_up(ti
     warmup.run(decoder_of(tmp_path, "triton"), num_blocks=8)
     small = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48, "kv_cache_dtype": "fp32"}
     got, want = (
-        LLM(str(tmp_path), EngineConfig(kernels=kernels, **small)).embed(["the fox", "a"], pooling="classify")
+        LLM(str(tmp_path), EngineConfig(kernels=kernels, **small)).classify(["the fox", "a"])
         for kernels in ("triton", "reference")
     )
     for one, other in zip(got, want, strict=True):
-        assert one.outputs.embedding == pytest.approx(other.outputs.embedding, abs=1e-4)
+        assert one.outputs.probs == pytest.approx(other.outputs.probs, abs=1e-4)
 
 
 def test_the_heaviest_steps_run_in_few_blocks_and_the_cache_grows(tiny_model: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_conversation_becomes_the_messages_of_the_template(
     script.say("done")
     second = ask(client, tools=TOOLS, messages=messages, system="fox", tool_choice={"type": "none"})
     assert second.json()["content"] == [{"type": "text", "text": "done"}], second.text
-    given, tools, options = seen[-1]
+    given, tools, options, *_ = seen[-1]
     assert options == TemplateOptions(variables={"enable_thinking": False})
     assert tools == []  # it is not told of what it may not call
     function = {"name": "f", "arguments": json.loads(ARGUMENTS)}

@@ -146,7 +146,7 @@ def test_every_refusal_has_an_id_a_line_and_a_count(logged: ServerHandle, log: L
 def test_a_defect_is_an_error_object_with_an_id_and_a_traceback_in_the_log(
     logged: ServerHandle, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logged.service, "model", lambda: 1 / 0)
+    monkeypatch.setattr(logged.service, "model", lambda name: 1 / 0)
     response = httpx.get(f"{logged.url}/models", headers=HEADERS)
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error"

@@ -11,11 +11,11 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from qserve.runtime.blocks import BlockManager
-from qserve.runtime.gpu_memory import GpuMemory, GpuUse
+from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.scheduler import Scheduler, SchedulerConfig
 from qserve.runtime.server.telemetry import gpu
 from qserve.runtime.server.telemetry.metrics import Metrics
-from qserve.runtime.stats import EngineStats
+from qserve.runtime.stats import EngineStats, GpuUse
 
 USE = GpuUse("0000-1", allocated=3 << 30, reserved=5 << 30)
 NO_GPU = EngineStats.of(Scheduler(SchedulerConfig(max_model_len=8), BlockManager(4, 16)))
