@@ -6,13 +6,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from qserve.checkpoint.errors import DataError
+from qserve.checkpoint.tokenizer import leading_tokens, plain_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Split = Literal["calibrate", "evaluate"]
 
@@ -26,17 +30,49 @@ _DRAWING = re.compile(r"^[\s*=\-~^#.+|_]*$")
 @dataclass(frozen=True)
 class Text:
     """``sha256`` is the hash of exactly ``text``, in UTF-8, so a card can say what was read. ``documents`` are its
-    parts, where the source has parts: the lines of a JSONL file, the rows of a dataset."""
+    parts, where the source has parts: the lines of a JSONL file, the rows of a dataset. ``conversations`` are their
+    messages, where they are that."""
 
     name: str
     text: str
     sha256: str
     documents: tuple[str, ...] = ()
+    conversations: tuple[list[dict[str, Any]], ...] = field(default=(), repr=False)
+
+    def tokens(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Tokens of the whole text; of conversations as the model's chat template writes them, one after the other.
+
+        Raises ``DataError`` where a conversation cannot be rendered.
+        """
+        if not self.conversations:
+            return plain_tokens(tokenizer, self.text)
+        return [token for document in self.document_tokens(tokenizer) for token in document]
+
+    def document_tokens(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+        """Tokens of each document, without those that ``leading_tokens`` puts before it. Raises as ``tokens`` does."""
+        leading = leading_tokens(tokenizer)
+        for number, document in enumerate(self.documents):
+            if self.conversations:
+                document = self._rendered(number, tokenizer)
+            tokens = plain_tokens(tokenizer, document)
+            begun = bool(self.conversations and leading) and tokens[: len(leading)] == leading  # by the template
+            yield tokens[len(leading) :] if begun else tokens
+
+    def _rendered(self, number: int, tokenizer: PreTrainedTokenizerBase) -> str:
+        if not tokenizer.chat_template:
+            raise DataError(f"{self.name} holds conversations, and the model has no chat template; give plain text")
+        try:
+            return str(tokenizer.apply_chat_template(self.conversations[number], tokenize=False))
+        except Exception as error:  # a template is a program, and may fail in any way
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"{self.name}: the model's chat template cannot render conversation {number + 1} ({reason})"
+            ) from None
 
 
 def load_text(source: str, split: Split = "calibrate") -> Text:
-    """The text of ``source``: ``builtin``, a text file, a JSONL file with a "text" field, ``wikitext2``,
-    or ``dataset[:config][:split]`` through ``datasets``.
+    """The text of ``source``: ``builtin``, a text file, a JSONL file whose lines have a "text" or "messages" (of a
+    chat), ``wikitext2``, or ``dataset[:config][:split]`` through ``datasets``.
 
     ``builtin`` gives its first 80 % to calibration and the rest to evaluation; a file is used whole for
     either; a dataset uses its train split for calibration and test (else validation) for evaluation, unless
@@ -44,12 +80,13 @@ def load_text(source: str, split: Split = "calibrate") -> Text:
     """
     path = Path(os.path.expanduser(source))
     documents: list[str] = []
+    conversations: list[list[dict[str, Any]]] = []
     if source == "builtin":
         name, text = f"builtin ({split})", _builtin(split)
     elif path.is_file():
         name, text = path.name, _file(path)
         if path.suffix.lower() in (".jsonl", ".json"):
-            documents = _jsonl(path, text)
+            documents, conversations = _jsonl(path, text)
             text = "\n\n".join(documents)
     elif path.suffix.lower() in _FILE_SUFFIXES or path.is_dir():
         problem = "is a directory" if path.is_dir() else "does not exist"
@@ -60,7 +97,7 @@ def load_text(source: str, split: Split = "calibrate") -> Text:
     if not text.strip():
         raise DataError(f"{source} holds no text")
     try:
-        return Text(name, text, hashlib.sha256(text.encode()).hexdigest(), tuple(documents))
+        return Text(name, text, hashlib.sha256(text.encode()).hexdigest(), tuple(documents), tuple(conversations))
     except UnicodeEncodeError:
         raise DataError(f"{source} holds half of a surrogate pair, which is not text") from None
 
@@ -79,8 +116,10 @@ def _file(path: Path) -> str:
     return text
 
 
-def _jsonl(path: Path, text: str) -> list[str]:
-    documents = []
+def _jsonl(path: Path, text: str) -> tuple[list[str], list[list[dict[str, Any]]]]:
+    """The lines' texts; and, where they are conversations, their messages, whose contents are the texts."""
+    documents: list[str] = []
+    conversations: list[list[dict[str, Any]]] = []
     # Only "\n" ends a JSONL record: splitlines() would also cut at separators that JSON strings may hold.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -89,10 +128,28 @@ def _jsonl(path: Path, text: str) -> list[str]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             raise DataError(f"{path}, line {number}: not valid JSON; every line must be one object") from None
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise DataError(f'{path}, line {number}: expected an object with a string field "text"')
-        documents.append(row["text"])
-    return documents
+        if isinstance(row, dict) and _is_chat(row.get("messages")):
+            conversations.append(row["messages"])
+            documents.append("\n\n".join(message["content"] for message in row["messages"]))
+        elif isinstance(row, dict) and isinstance(row.get("text"), str):
+            documents.append(row["text"])
+        else:
+            raise DataError(
+                f'{path}, line {number}: expected an object with a string "text", or with "messages" that have a '
+                '"role" and a "content", both strings'
+            )
+        if conversations and len(conversations) < len(documents):
+            raise DataError(f'{path}, line {number}: some lines have "text" and others "messages"; make them alike')
+    return documents, conversations
+
+
+def _is_chat(messages: object) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(each, dict) for each in messages)
+        and all(isinstance(each.get(key), str) for each in messages for key in ("role", "content"))
+    )
 
 
 def _dataset(source: str, split: Split) -> tuple[str, list[str]]:

@@ -13,6 +13,7 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import read_json, write_atomically
 
 CARD_FILE = "quality_card.json"
+_OPTIONAL = ("versions", "bos", "scope", "intervals")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class QualityCard:
 
     base_name, base_sha256    the base model, and its ``ModelSource.sha256()``
     data_name, data_sha256    the evaluation text, and the hash of the part that was read
-    tokens, window            tokens scored, and tokens per window
+    tokens, window, bos       tokens scored, tokens per window, and whether each window begins with BOS, as requests do
     perplexity_base, perplexity    exp of the mean negative log-likelihood (nats) of the scored tokens
     kl_mean, kl_median, kl_p90     KL(base || quantized) of the next-token distributions, in nats
     top1_agreement            share of tokens, 0 to 1, where both models rank the same token first
@@ -47,6 +48,7 @@ class QualityCard:
     kernel_path: str
     created: str
     versions: dict[str, str] = field(default_factory=dict)
+    bos: bool = False
     scope: str = ""
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -61,6 +63,8 @@ class QualityCard:
                 raise CheckpointError(f"quality card: {item.name} must be a positive integer, not {value!r}")
             elif item.type == "str" and not isinstance(value, str):
                 raise CheckpointError(f"quality card: {item.name} must be a string, not {value!r}")
+            elif item.type == "bool" and not isinstance(value, bool):
+                raise CheckpointError(f"quality card: {item.name} must be true or false, not {value!r}")
         if not isinstance(self.versions, dict) or not all(
             isinstance(text, str) for pair in self.versions.items() for text in pair
         ):
@@ -95,7 +99,7 @@ class QualityCard:
         unknown = sorted(set(content) - set(fields))
         if unknown:
             raise CheckpointError(f"{where}: unknown field {unknown[0]!r}; was it written by a newer qserve?")
-        missing = [name for name in fields if name not in content and name not in ("versions", "scope", "intervals")]
+        missing = [name for name in fields if name not in content and name not in _OPTIONAL]
         if missing:
             raise CheckpointError(f"{where}: field {missing[0]!r} is missing")
         return cls(**content)
@@ -106,6 +110,7 @@ class QualityCard:
             f"base            {self.base_name} (sha256 {self.base_sha256[:12]})",
             f"text            {self.data_name} (sha256 {self.data_sha256[:12]}), "
             f"{self.tokens:,} tokens scored in windows of {self.window:,}"
+            + (" that begin with BOS" if self.bos else "")
             + (", 95 % intervals in brackets" if self.intervals else ""),
             f"perplexity      {self.perplexity:.3f}, base {self.perplexity_base:.3f} "
             f"({self._with_interval('perplexity_increase', '+.2%')})",

@@ -55,6 +55,18 @@ def load_tokenizer(directory: Path, *, vocab_size: Any = None,
     return tokenizer
 
 
+def plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokens of ``text``, however long, with nothing added. Special tokens in it count as such."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that stand before the text of every request: the BOS of a tokenizer that adds it, else none."""
+    text = plain_tokens(tokenizer, "a")
+    request = list(tokenizer("a")["input_ids"])
+    return request[: next((at for at in range(len(request)) if request[at : at + len(text)] == text), 0)]
+
+
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     """Replace its chat template by the one in ``file``. Raises ``UsageError`` for one that cannot render a message."""
     try:

@@ -15,6 +15,7 @@ import torch
 
 from qserve.checkpoint.errors import DataError, UsageError
 from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.tokenizer import leading_tokens, plain_tokens
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.models.config import decoder_config
@@ -114,15 +115,13 @@ def _ask(engine: Engine, text: Sequence[int], length: int, needle: int, depth: f
     place, number = _PLACES[needle], random.Random(f"needle {needle}").randrange(10_000, 100_000)
     begin, answer = f"The secret number of {place} is", f" {number}"
 
-    def plain(part: str) -> list[int]:
-        return list(engine.tokenizer(part, add_special_tokens=False)["input_ids"])
-
-    question = plain(f"\n\n{begin}")
-    end = plain(f"\n\n{begin}{answer}")
-    sentence = [] if depth is None else plain(f" {begin}{answer}. ")
-    hay = list(text[: length - len(sentence) - len(end)])
+    leading = leading_tokens(engine.tokenizer)
+    question = plain_tokens(engine.tokenizer, f"\n\n{begin}")
+    end = plain_tokens(engine.tokenizer, f"\n\n{begin}{answer}")
+    sentence = [] if depth is None else plain_tokens(engine.tokenizer, f" {begin}{answer}. ")
+    hay = list(text[: length - len(leading) - len(sentence) - len(end)])
     at = 0 if depth is None else round(depth * len(hay))
-    tokens = [*hay[:at], *sentence, *hay[at:], *end]
+    tokens = [*leading, *hay[:at], *sentence, *hay[at:], *end]
     start = length - len(end) + len(question)
     total, exact, ids = 0.0, True, torch.tensor(tokens)
     for position, rows in engine.score(tokens):

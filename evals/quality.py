@@ -24,6 +24,7 @@ from qserve.calibration.windows import evaluation_windows
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError, DataError, UsageError
 from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.tokenizer import leading_tokens
 from qserve.evals.divergence import Divergence, Progress, Scorer, compare
 from qserve.evals.partial import Partial
 from qserve.evals.pieces import Piece, of_documents, of_windows, sliding
@@ -52,8 +53,9 @@ class EvalJob:
 
     def setting(self, base: ModelSource) -> Setting:
         return Setting(
-            base.name, base.sha256(), self.text.name, self.text.sha256, self.by, self.window, self.stride or self.window
-        )
+            base.name, base.sha256(), self.text.name, self.text.sha256, self.by, self.window,
+            self.stride or self.window, bool(leading_tokens(base.tokenizer())),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,27 +131,27 @@ def _context(model: ModelSource) -> float:
 
 
 def pieces_of(job: EvalJob, base: ModelSource) -> list[Piece]:
-    """The pieces to score. Raises ``DataError`` where the text is too short or has no documents."""
+    """The pieces to score, which begin as requests do. Raises ``DataError`` where the text is too short or has no
+    documents."""
     tokenizer = base.tokenizer()
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
+    leading = leading_tokens(tokenizer)
+    if job.window <= len(leading):
+        raise UsageError(f"--window must be above {len(leading)}: so many tokens stand before every text")
     if job.by == "window":
-        ids = encode(job.text.text)
+        ids = job.text.tokens(tokenizer)
         if job.stride is None:
-            return of_windows(evaluation_windows(ids, job.tokens, job.window))
-        return sliding(ids, job.tokens, job.window, job.stride)
+            return of_windows(evaluation_windows(ids, job.tokens, job.window, leading), len(leading))
+        return sliding(ids, job.tokens, job.window, job.stride, leading)
     if not job.text.documents:
         raise DataError(
             f"--by document: {job.text.name} is one text; give a JSONL file with a document in each line, or a dataset"
         )
     encoded: list[list[int]] = []
-    for document in job.text.documents:
-        encoded.append(encode(document))
+    for document in job.text.document_tokens(tokenizer):
+        encoded.append(document)
         if sum(map(len, encoded)) >= job.tokens:
             break
-    return of_documents(encoded, job.tokens, job.window)
+    return of_documents(encoded, job.tokens, job.window, leading)
 
 
 def check(job: EvalJob, base: ModelSource) -> None:
@@ -199,6 +201,7 @@ def card_of(found: Divergence, setting: Setting, kernels: str, remark: str = "")
         data_sha256=setting.data_sha256,
         tokens=found.tokens,
         window=setting.window,
+        bos=setting.bos,
         perplexity_base=math.exp(float(found.base_nll.mean())),
         perplexity=math.exp(float(found.nll.mean())),
         kl_mean=float(found.kl.mean()),

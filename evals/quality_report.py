@@ -60,6 +60,7 @@ def quality_report(
     if not known:
         header, rows = header[:3], [row[:3] for row in rows]  # type: ignore[misc]
     pieces = "documents" if setting is not None and setting.by == "document" else f"windows of {card.window:,}"
+    pieces += ", each after BOS" if card.bos else ""
     title = f"{card.tokens:,} tokens of {card.data_name}, {pieces}; {card.kernel_path}"
     sections = [Section(title, header, tuple(rows))]
     plots: tuple[Plot, ...] = ()

@@ -46,6 +46,7 @@ class Setting:
     by: str
     window: int
     stride: int
+    bos: bool = False  # each window or document begins with it
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import DataError, QServeError, UsageError
+from qserve.checkpoint.tokenizer import leading_tokens, plain_tokens
 from qserve.evals.bootstrap import standard_error
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
@@ -42,13 +43,13 @@ class Answers:
         whole = engine.encode(context + continuation)
         start = len(engine.encode(stripped))
         if not context:
-            whole, start = [self._start(), *self._plain(continuation)], 1
+            whole, start = [self._start(), *plain_tokens(engine.tokenizer, continuation)], 1
         if start >= len(whole):
             raise DataError(f"the continuation {continuation!r} has no token of its own after {context[-40:]!r}")
         cut = max(0, len(whole) - self._context)
         if cut >= start:
             raise DataError(f"a continuation of {len(whole) - start:,} tokens does not fit {self._context:,}")
-        whole, start = whole[cut:], start - cut
+        whole, start = self._cut(whole, cut), start - cut
         total, greedy = self._score(whole, start)
         self._tell()
         return total, greedy
@@ -56,12 +57,12 @@ class Answers:
     def rolling(self, text: str) -> float:
         """The log-likelihood of a whole text, each token once, in parts where it is longer than the model's context.
         Parts after the first begin half a context before the first token that they score."""
-        tokens = [self._start(), *self._plain(text)]
+        tokens = [self._start(), *plain_tokens(self._engine.tokenizer, text)]
         total, done = 0.0, 1
         while done < len(tokens):
             begin = 0 if done == 1 else max(0, done - self._context // 2)
             end = min(len(tokens), begin + self._context)
-            total += self._score(tokens[begin:end], done - begin)[0]
+            total += self._score(self._cut(tokens[:end], begin), done - begin)[0]
             done = end
         self._tell()
         return total
@@ -71,7 +72,8 @@ class Answers:
         params = [_params(each) for each in settings]
         room = [self._engine.max_model_len - (each.max_tokens or 0) for each in params]
         encoded: list[str | list[int]] = [
-            self._engine.encode(prompt)[-max(1, limit) :] for prompt, limit in zip(prompts, room)
+            self._cut(tokens, max(0, len(tokens) - max(1, limit)))
+            for tokens, limit in zip(map(self._engine.encode, prompts), room)
         ]
         texts = [""] * len(prompts)
         for output in self._engine.generate(encoded, params):
@@ -80,8 +82,10 @@ class Answers:
                 self._tell()
         return [_until(text, _stops(each)) for text, each in zip(texts, settings)]
 
-    def _plain(self, text: str) -> list[int]:
-        return list(self._engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _cut(self, tokens: list[int], count: int) -> list[int]:
+        """Without ``count`` tokens at its left. It still begins as requests do."""
+        leading = leading_tokens(self._engine.tokenizer) if count else []
+        return [*leading, *tokens[count + len(leading) :]]
 
     def _start(self) -> int:
         """The token that stands before a text without context."""

@@ -58,7 +58,7 @@ def prompts_of(engine_tokens: Sequence[int], count: int, length: int) -> list[li
 
 def text_tokens(source: ModelSource) -> list[int]:
     """Tokens for prompts: ordinary English, so that the work per token is ordinary too."""
-    return list(source.tokenizer()(load_text("builtin", "calibrate").text, add_special_tokens=False)["input_ids"])
+    return load_text("builtin", "calibrate").tokens(source.tokenizer())
 
 
 def measure(engine: Engine, tokens: Sequence[int], concurrency: int, load: Load, repeats: int = 3) -> Speed:

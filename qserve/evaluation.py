@@ -128,7 +128,7 @@ def measure_needles(
     command: str, gates: Sequence[Gate], written: tuple[Path | None, Path | None, Path | None],
 ) -> list[GateReport]:  # fmt: skip
     source = steps.open_source(checkpoint)
-    tokens = source.tokenizer()(text.text, add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = text.tokens(source.tokenizer())
     with console.progress("needle") as update:
         found = search(source, tokens, haystack, kv_cache_dtypes, update, kernels=kernels, threads=threads)
     reports = _judge(gates, needle_metrics(found), len(found), f"KV {', '.join(kv_cache_dtypes)}")

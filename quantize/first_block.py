@@ -11,6 +11,7 @@ from qserve.calibration.blocks import walk
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.tokenizer import leading_tokens
 from qserve.quantize.block import BlockQuantizer
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.prepare import arrange
@@ -19,7 +20,8 @@ from qserve.quantize.prepare import arrange
 def expected_seconds(source: ModelSource, job: QuantizeJob, token_ids: Sequence[int]) -> float:
     """Quantize the first block of ``source`` and assume that the others take as long. ``token_ids``: those of the
     calibration text. The result is thrown away."""
-    windows = calibration_windows(token_ids, job.samples, job.sequence_length, job.seed)
+    leading = leading_tokens(source.tokenizer())
+    windows = calibration_windows(token_ids, job.samples, job.sequence_length, job.seed, leading)
     prepared = arrange(Skeleton(source), job, torch.float16)
     quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype)
     at_once = prepared.forecast.samples_at_once

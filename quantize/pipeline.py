@@ -32,6 +32,7 @@ from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import KVScheme
+from qserve.checkpoint.tokenizer import leading_tokens
 from qserve.checkpoint.writer import CheckpointWriter, check_out
 from qserve.kernels import native
 from qserve.quantize import distill, signround
@@ -351,9 +352,10 @@ def _kv_numbers(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[s
 def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str | None]:
     if job.text is None:
         return None, None
-    text = load_text(job.text, "calibrate")
-    token_ids = source.tokenizer()(text.text, add_special_tokens=False, verbose=False)["input_ids"]
-    return calibration_windows(token_ids, job.samples, job.sequence_length, job.seed), text.sha256
+    text, tokenizer = load_text(job.text, "calibrate"), source.tokenizer()
+    leading = leading_tokens(tokenizer)
+    windows = calibration_windows(text.tokens(tokenizer), job.samples, job.sequence_length, job.seed, leading)
+    return windows, text.sha256
 
 
 def _facts(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 # As templates do that want their roles to alternate, it refuses a conversation: one that holds "refuse me".
@@ -21,12 +21,13 @@ TEMPLATE = (
 
 
 def save_tiny_model(
-    out: Path, more_special: Sequence[str] = (), context: int = 512, *, width: int = 64, layers: int = 2
-) -> Path:
+    out: Path, more_special: Sequence[str] = (), context: int = 512, *, width: int = 64, layers: int = 2,
+    bos: bool = False,
+) -> Path:  # fmt: skip
     """Random llama layers and a byte-level BPE tokenizer of about 320 tokens, in the directory ``out``.
 
     ``more_special``: special tokens besides those of the chat template; ``context``: tokens; ``width``: of four heads
-    together.
+    together; ``bos``: the tokenizer puts <|endoftext|> before every text.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,8 +39,13 @@ def save_tiny_model(
             vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special
         ),
     )
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", backend.token_to_id("<|endoftext|>"))]
+        )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=[*special[:2], *more_special]
+        tokenizer_object=backend, eos_token="<|im_end|>", bos_token=special[0] if bos else None,
+        additional_special_tokens=[*special[:2], *more_special]
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(out)

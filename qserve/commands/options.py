@@ -48,7 +48,9 @@ MinTop1 = Annotated[
 Data = Annotated[
     str,
     typer.Option(
-        help="Evaluation text: builtin, a text or JSONL file, wikitext2, or another dataset name.", metavar="SOURCE"
+        help="Evaluation text: builtin, a text or JSONL file (lines with text or messages), wikitext2, or another "
+        "dataset name.",
+        metavar="SOURCE",
     ),
 ]
 Tokens = Annotated[int, typer.Option(help="Tokens to evaluate, rounded down to whole windows.")]

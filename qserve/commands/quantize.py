@@ -137,7 +137,12 @@ def quantize(
     ] = _JOB.format,
     loaders: Loaders = _LOADERS,
     calibration: Annotated[
-        str, typer.Option(help="Calibration text: builtin, a file, a dataset, or none (rtn).", metavar="SOURCE")
+        str,
+        typer.Option(
+            help="Calibration text: builtin, a text or JSONL file (lines with text or messages), a dataset, or none "
+            "(rtn).",
+            metavar="SOURCE",
+        ),
     ] = _JOB.calibration or "none",
     samples: Annotated[int, typer.Option(help="Calibration samples.")] = _JOB.samples,
     sequence_length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = _JOB.sequence_length,

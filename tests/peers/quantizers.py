@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--beside", metavar="OPTIONS", help="of qserve quantize, such as '--effort fast'")
     arguments = parser.parse_args()
-    token_ids = open_model("demo").tokenizer()(load_text(arguments.text).text, add_special_tokens=False)["input_ids"]
+    token_ids = load_text(arguments.text).tokens(open_model("demo").tokenizer())
     # GPTQMODEL_CPU_WORKERS: it does not start with fewer processors than it expects.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": THREADS, "GPTQMODEL_CPU_WORKERS": THREADS}
     with tempfile.TemporaryDirectory() as work:
