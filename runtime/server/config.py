@@ -32,6 +32,9 @@ class ServerConfig:
         model_aliases: what else requests may call it.
         drain_timeout: seconds that running requests may still take after a first SIGTERM.
         max_body_bytes: larger request bodies are refused.
+        max_message_bytes: larger messages of a WebSocket end it.
+        max_upload_bytes: of all bodies that are arriving, with a message for each open WebSocket; a tenant has half at
+            most.
         body_timeout: seconds in which a request body must have arrived.
         stream_interval: tokens that are gathered for one event of a stream; the first token goes out at once.
         tool_format: how the model writes tool calls, a name of ``tool_formats.TOOL_FORMATS``; auto goes by its chat
@@ -52,6 +55,8 @@ class ServerConfig:
     model_aliases: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     max_body_bytes: int = 8 << 20
+    max_message_bytes: int = 1 << 20
+    max_upload_bytes: int = 256 << 20
     body_timeout: float = 30.0
     stream_interval: int = 1
     vllm_metrics: bool = False

@@ -87,7 +87,7 @@ class _Server(uvicorn.Server):
                 self._entrance,
                 http=Connection,
                 ws="websockets-sansio",
-                ws_max_size=config.max_body_bytes,
+                ws_max_size=config.max_message_bytes,
                 ws_per_message_deflate=False,
                 lifespan="off",
                 log_config=None,

@@ -29,6 +29,7 @@ from qserve.runtime.server.http.streaming import EventStream, after_first, while
 from qserve.runtime.server.limits.constraints import ConstraintChecker
 from qserve.runtime.server.limits.keys import ApiKey, KeyRing
 from qserve.runtime.server.limits.quota import QuotaError
+from qserve.runtime.server.limits.shared_pool import SharedPool
 from qserve.runtime.server.openai.logprobs import TokenTexts
 from qserve.runtime.server.reply import Call, Reply
 from qserve.runtime.server.telemetry.access_log import AccessLog
@@ -36,6 +37,7 @@ from qserve.runtime.server.telemetry.metrics import Metrics
 from qserve.runtime.server.telemetry.tracing import Tracer, otlp_exporter
 
 MORE_COMMAS = 20_000  # in a body, besides those between tokens
+MAX_COMMAS = 400_000  # so many stop every stream for a tenth of a second; a context that is longer may have more
 MAX_RETRY_AFTER = 120  # seconds; clients give up on longer ones
 
 
@@ -57,7 +59,8 @@ class Service:
         self.pooling = stated_pooling(source)
         self.sampling_defaults = info.sampling_defaults
         self.max_waiting = info.max_waiting
-        self.max_commas = MORE_COMMAS + 2 * info.max_waiting_tokens  # as many tokens as may ever wait
+        self.max_commas = most_commas(info.max_model_len, info.max_waiting_tokens)
+        self.uploads = SharedPool(config.max_upload_bytes)
         self.source = source
         self.stored_bytes = source.stored_bytes()
         self.created = int(time.time())
@@ -123,7 +126,11 @@ class Service:
     async def body(self, request: Request) -> dict[str, Any]:
         config = self.config
         return await read_json(
-            request, max_bytes=config.max_body_bytes, max_commas=self.max_commas, timeout=config.body_timeout
+            request,
+            self.uploads,
+            max_bytes=config.max_body_bytes,
+            max_commas=self.max_commas,
+            timeout=config.body_timeout,
         )
 
     async def submit(
@@ -239,6 +246,11 @@ class Service:
         finally:
             if not streaming:
                 self.engine.abort(reply.generation)
+
+
+def most_commas(max_model_len: int, max_waiting_tokens: int) -> int:
+    """Commas that a body may hold: as many tokens as may ever wait, where to parse them stops no stream for long."""
+    return MORE_COMMAS + max(max_model_len, min(MAX_COMMAS, 2 * max_waiting_tokens))
 
 
 def require_admin(request: Request) -> None:

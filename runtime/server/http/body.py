@@ -6,11 +6,13 @@ import asyncio
 import json
 import re
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
 from qserve.runtime.server.errors import APIError, ClientGone
+from qserve.runtime.server.limits.shared_pool import SharedPool
 
 MAX_OBJECTS = 50_000
 MAX_DEPTH = 64
@@ -23,15 +25,34 @@ _BAD_ESCAPE = re.compile(
 )
 
 
-async def read_json(request: Request, *, max_bytes: int, max_commas: int, timeout: float) -> dict[str, Any]:
-    """The body as a JSON object. Raises ``APIError`` 400, 408 (not here in ``timeout`` seconds), 413 or 415."""
+async def read_json(
+    request: Request, uploads: SharedPool, *, max_bytes: int, max_commas: int, timeout: float
+) -> dict[str, Any]:
+    """The body as a JSON object. ``uploads`` are the bytes of all bodies that are arriving.
+
+    Raises ``APIError`` 400, 408 (not here in ``timeout`` seconds), 413, 415 or 503.
+    """
     _require_json(request.headers.get("content-type", ""))
+    body = bytearray()
+    tenant: str = request.scope["qserve.tenant"]
     try:
         async with asyncio.timeout(timeout):
-            body = await _read(request, max_bytes)
+            async for chunk in _chunks(request, max_bytes):
+                if not uploads.take(tenant, len(chunk)):
+                    raise too_many_uploads()
+                body += chunk
+        return parse_object(bytes(body), max_commas)
     except TimeoutError:
         raise APIError(408, f"the request body did not arrive within {timeout:g} seconds") from None
-    return parse_object(body, max_commas)
+    finally:
+        uploads.give_back(tenant, len(body))
+
+
+def too_many_uploads() -> APIError:
+    return APIError(
+        503, "too many request bodies are arriving at once; send it again", code="uploads_full",
+        headers={"Retry-After": "1"},
+    )  # fmt: skip
 
 
 def _require_json(content_type: str) -> None:
@@ -41,20 +62,20 @@ def _require_json(content_type: str) -> None:
         raise APIError(415, "the request body must be sent as 'Content-Type: application/json'", code="not_json")
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _chunks(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
     too_large = APIError(413, f"the request body has more than {max_bytes:,} bytes", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise too_large
-    body = bytearray()
+    arrived = 0
     try:
         async for chunk in request.stream():
-            body += chunk
-            if len(body) > max_bytes:
+            arrived += len(chunk)
+            if arrived > max_bytes:
                 raise too_large
+            yield chunk
     except ClientDisconnect:
         raise ClientGone from None
-    return bytes(body)
 
 
 def parse_object(body: bytes, max_commas: int | None = None) -> dict[str, Any]:
@@ -94,7 +115,8 @@ def parse_object(body: bytes, max_commas: int | None = None) -> dict[str, Any]:
         raise _refuse(f"is not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise _refuse("must be a JSON object")
-    _check_depth(content)
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # to look at a million tokens takes long
+        _check_depth(content)
     return content
 
 

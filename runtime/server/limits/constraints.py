@@ -27,6 +27,7 @@ from qserve.runtime.constraint import Constraint
 from qserve.runtime.grammar import Vocabulary
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.limits.fair_lock import FairLock
+from qserve.runtime.server.limits.shared_pool import SharedPool
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ LOOK_SECONDS = 0.01  # between two checks whether others wait
 GRACE_SECONDS = 0.15  # for the worker to say that its seconds are over; if it does not, it is killed
 NICENESS = 5  # the model goes first
 START_SECONDS = 60.0  # for a new worker, on a machine that has other things to do
-MAX_TRIALS = 32  # different constraints that wait for the worker
+MAX_TRIALS = 64  # different constraints that wait for the worker; one tenant has half of them at most
 LATE = {"late": ""}  # no verdict: the time went to the turns of others
 MAX_VERDICTS = 256  # remembered, so that the same constraint costs no second trial
 REMEMBER_SECONDS = 60.0  # for a refusal, which may be due to a busy moment
@@ -61,6 +62,7 @@ class ConstraintChecker:
         self._worker = Worker(vocabulary)
         self._verdicts: OrderedDict[_Key, _Verdict] = OrderedDict()
         self._trials: dict[_Key, asyncio.Task[_Verdict | None]] = {}
+        self._waiting = SharedPool(MAX_TRIALS)
         self._turns = FairLock()
         self._starting: asyncio.Future[None] | None = None
         self._trying = ThreadPoolExecutor(1, "qserve-constraints")
@@ -100,8 +102,8 @@ class ConstraintChecker:
             self._verdicts.move_to_end(key)
             return verdict
         if key not in self._trials:
-            if len(self._trials) >= MAX_TRIALS:
-                raise QueueFullError(f"{MAX_TRIALS} constraints wait to be tried out, the limit; try again later")
+            if not self._waiting.take(tenant):
+                raise QueueFullError("too many constraints wait to be tried out; try again later")
             self._trials[key] = asyncio.create_task(self._try(key, constraint, tenant))
         verdict = await asyncio.shield(self._trials[key])  # others may be waiting for it too
         if verdict is None:
@@ -113,6 +115,7 @@ class ConstraintChecker:
             answer = await self._ask(constraint, tenant)
         finally:
             del self._trials[key]
+            self._waiting.give_back(tenant)
         if answer == LATE:
             return None
         if "grammar" in answer:

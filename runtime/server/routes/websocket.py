@@ -14,15 +14,16 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from qserve.runtime.server.errors import as_api_error
 from qserve.runtime.server.http.authentication import authenticate
-from qserve.runtime.server.http.body import parse_object
+from qserve.runtime.server.http.body import parse_object, too_many_uploads
 from qserve.runtime.server.http.json_writer import compact_json
+from qserve.runtime.server.http.refusal import refuse
 from qserve.runtime.server.reply import Call, Reply
 from qserve.runtime.server.routes import chat, completions
 from qserve.runtime.server.service import Begin, Service
 from qserve.runtime.server.telemetry.request_record import RequestRecord
 
 MAX_PENDING = 4  # messages that may wait for the answer before them
-GOING_AWAY, UNSUPPORTED, POLICY = 1001, 1003, 1008  # RFC 6455, 7.4.1
+GOING_AWAY, UNSUPPORTED, POLICY, TRY_AGAIN_LATER = 1001, 1003, 1008, 1013  # the registry of RFC 6455, 11.7
 
 
 def router(service: Service) -> APIRouter:
@@ -50,12 +51,31 @@ class _Session:
         self._begin = begin
         self._inbox: asyncio.Queue[str | None] = asyncio.Queue()  # None: there will be no more
         self._gone = asyncio.Event()
+        self._held = 0  # bytes of messages that wait, and of the one that may be arriving
+        self._tenant: str = websocket.scope["qserve.tenant"]
 
     async def run(self) -> None:
+        if not self._take(self._service.config.max_message_bytes):
+            scope = self._websocket.scope
+            await refuse(too_many_uploads(), scope, self._websocket.receive, self._websocket.send)
+            return
+        try:
+            await self._run()
+        finally:
+            self._service.uploads.give_back(self._tenant, self._held)
+
+    def _take(self, count: int) -> bool:
+        taken = self._service.uploads.take(self._tenant, count)
+        self._held += count * taken
+        return taken
+
+    async def _run(self) -> None:
         await self._websocket.accept()
         reader, ender = asyncio.create_task(self._read()), asyncio.create_task(self._end_with_server())
         try:
             while not self._gone.is_set() and (text := await self._inbox.get()) is not None:
+                self._service.uploads.give_back(self._tenant, len(text))
+                self._held -= len(text)
                 await self._answer(text)
             if not self._gone.is_set():
                 await self._close(GOING_AWAY, "the server is shutting down")
@@ -70,6 +90,8 @@ class _Session:
                 await self._close(UNSUPPORTED, "a request is a text message")
             elif self._inbox.qsize() >= MAX_PENDING:
                 await self._close(POLICY, f"more than {MAX_PENDING} requests wait for an answer")
+            elif not self._take(len(message["text"])):
+                await self._close(TRY_AGAIN_LATER, "too many requests are arriving at once")
             else:
                 self._inbox.put_nowait(message["text"])
                 continue

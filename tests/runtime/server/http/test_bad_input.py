@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from qserve.runtime.server.http.body import parse_object
 from qserve.runtime.server.serve import ServerHandle
+from qserve.runtime.server.service import MORE_COMMAS, most_commas
 
 HEADERS = {"Authorization": "Bearer second-key", "Content-Type": "application/json"}
 USER = {"role": "user", "content": "hi"}
@@ -272,6 +274,15 @@ def test_more_values_than_could_ever_be_served(server: ServerHandle) -> None:
         error = response.json()["error"]
         assert response.status_code == 400 and "values" in error["message"] and error["code"] == "too_many_values"
         assert error["type"] == "invalid_request_error"
+
+
+def test_a_body_of_the_most_values_stops_nobody_for_long() -> None:
+    """A server of contexts of a million tokens, 32 of which may wait."""
+    assert most_commas(8192, 32 * 8192) == 420_000 and most_commas(1 << 20, 32 << 20) == MORE_COMMAS + (1 << 20)
+    body = b'{"prompt": [' + b"12345," * most_commas(131_072, 32 * 131_072) + b"1]}"
+    began = time.thread_time()
+    parse_object(body, most_commas(131_072, 32 * 131_072))
+    assert time.thread_time() - began < 0.25
 
 
 def test_infinite_number_names_its_field(server: ServerHandle) -> None:

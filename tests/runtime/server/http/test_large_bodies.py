@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -15,7 +16,10 @@ import httpx
 import pytest
 
 from qserve.runtime.server.http import lingering_close
+from qserve.runtime.server.limits.shared_pool import SharedPool
 from qserve.runtime.server.serve import ServerHandle
+
+from ..waiting import wait_until
 
 KEY = {"Authorization": "Bearer first-key", "Content-Type": "application/json"}
 CHUNK = b"a" * (1 << 16)
@@ -89,6 +93,24 @@ def test_a_body_that_never_comes_is_not_waited_for(server: ServerHandle, monkeyp
     with start(server, "Connection: close") as sock:
         assert answer(sock)[0] == 413
         assert sock.recv(1) == b"", "the server has closed it"
+
+
+def test_slow_uploads_of_one_key_leave_room_for_others(server: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service, "uploads", uploads := SharedPool(5_000_000))
+    with contextlib.ExitStack() as stack:
+        for arrived in (1_000_000, 2_000_000):
+            sock = stack.enter_context(start(server, size=8 << 20))
+            sock.sendall(b"a" * 1_000_000)
+            wait_until(lambda arrived=arrived: uploads.size - uploads.free == arrived)
+        body = {"prompt": "the", "max_tokens": 3, "pad": "a" * 700_000}
+        answers = [
+            httpx.post(f"{server.url}/completions", json=body, headers=KEY | {"Authorization": f"Bearer {key}-key"})
+            for key in ("first", "second")
+        ]
+        # The second is refused for its unknown field, so it has been read.
+        assert [each.status_code for each in answers] == [503, 400] and answers[0].headers["retry-after"] == "1"
+        assert answers[0].json()["error"]["code"] == "uploads_full"
+    wait_until(lambda: uploads.free == uploads.size)
 
 
 def test_a_body_that_is_taken_is_not_touched(server: ServerHandle) -> None:

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.limits.constraints import Worker
+from qserve.runtime.server.limits.shared_pool import SharedPool
 from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
 
 from ..waiting import wait_until
@@ -245,8 +246,24 @@ def test_the_worker_ends_with_the_server(engine: Engine) -> None:
         os.kill(pid, 0)
 
 
+def test_the_trials_of_one_key_leave_room_for_others(server: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraints = server.service.constraints
+    monkeypatch.setattr(constraints, "_waiting", SharedPool(3))
+    waiting = threading.Thread(target=lambda: post(server, guided_json=ENDLESS_SCHEMA))
+    waiting.start()
+    wait_until(lambda: constraints._trials)
+    assert post(server, guided_regex="one too many").status_code == 503
+    body = {"prompt": "hi", "max_tokens": 9, "guided_regex": "another"}
+    other = httpx.post(
+        f"{server.url}/completions", json=body, headers={"Authorization": "Bearer second-key"}, timeout=60
+    )
+    assert other.status_code == 200, other.text
+    waiting.join()
+    assert constraints._waiting.free == 3
+
+
 def test_too_many_at_once(own: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qserve.runtime.server.limits.constraints.MAX_TRIALS", 0)
+    monkeypatch.setattr(own.service.constraints, "_waiting", SharedPool(1))
     response = post(own, guided_regex="one too many")
     assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
     assert response.json()["error"]["code"] == "queue_full"

@@ -17,6 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.limits.shared_pool import SharedPool
 from qserve.runtime.server.serve import ServerHandle
 
 from ..waiting import idle, wait_until
@@ -106,7 +107,7 @@ def test_it_wants_a_key(server: ServerHandle, headers: dict[str, str]) -> None:
 
 @pytest.fixture
 def own(engine: Engine) -> Iterator[ServerHandle]:
-    with ServerHandle(engine, config=ServerConfig(max_body_bytes=100_000)) as handle:
+    with ServerHandle(engine, config=ServerConfig(max_message_bytes=100_000)) as handle:
         yield handle
     engine.check()
     assert engine.stats().kv_blocks_used == 0
@@ -138,6 +139,21 @@ def test_what_ends_a_connection(own: ServerHandle, slow: None, messages: list[An
             connection.recv(timeout=30)
     assert caught.value.rcvd is not None and caught.value.rcvd.code == code
     wait_until(lambda: idle(own))
+
+
+def test_open_sockets_leave_room_for_others(server: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service, "uploads", SharedPool(11 << 19))
+    with ExitStack() as stack:
+        first, _ = (stack.enter_context(dial(server, "/completions")) for _ in range(2))
+        with pytest.raises(InvalidStatus) as caught:
+            dial(server, "/completions")
+        assert caught.value.response.status_code == 503
+        other = stack.enter_context(
+            dial(server, "/completions", additional_headers={"Authorization": "Bearer second-key"})
+        )
+        for connection in (first, other):
+            assert ask(connection, COMPLETION)[-1] == {"done": True}
+    wait_until(lambda: server.service.uploads.free == 11 << 19)
 
 
 def test_a_client_that_never_reads_holds_nobody_up(own: ServerHandle) -> None:
