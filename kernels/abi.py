@@ -16,6 +16,8 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from qserve.kernels.ops import Function
+
 U8, U4, F8, I8 = 3, 4, 5, 6
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPES = {**FLOATS, torch.uint8: U8, torch.float8_e4m3fn: F8, torch.int8: I8}
@@ -24,6 +26,7 @@ _C_TYPES: dict[Any, Any] = {
     Tensor: C.c_void_p, int: C.c_int32, bool: C.c_int32, torch.dtype: C.c_int32, float: C.c_float,
 }  # fmt: skip
 _ORDER = (C.c_void_p, C.c_int32, C.c_float)
+_NUMBERS = {function: i for i, function in enumerate(get_args(Function))}
 
 
 def name_of(operation: type) -> str:
@@ -46,6 +49,8 @@ def structure(declared: type) -> type[C.Structure]:
 
 
 def _c_type(hint: Any) -> Any:
+    if hint == Function:
+        return C.c_int32
     (kind,) = {arg for arg in get_args(hint) or (hint,) if arg is not type(None)}
     return _C_TYPES[kind]
 
@@ -67,6 +72,8 @@ def describe(declared: object, address: Callable[[Tensor], int]) -> C.Structure:
             value = address(value)
         elif isinstance(value, torch.dtype):
             value = DTYPES[value]
+        elif isinstance(value, str):
+            value = _NUMBERS[value]
         setattr(made, name, value)
     return made
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from qserve.kernels.ops import Linear, Op, RMSNorm, SiluMul
+from qserve.kernels.ops import Activation, Linear, Op, RMSNorm
 from qserve.kernels.prepack import LANES
 
 
@@ -22,7 +22,7 @@ class FusedLinear:
 
     linear: Linear
     norm: RMSNorm | None = None
-    silu: SiluMul | None = None
+    silu: Activation | None = None
 
 
 def fuse(ops: Sequence[Op], has_kernel: Callable[[Op], bool] = lambda op: True) -> list[Op | FusedLinear]:
@@ -33,11 +33,11 @@ def fuse(ops: Sequence[Op], has_kernel: Callable[[Op], bool] = lambda op: True) 
         previous = fused[-1] if fused else None
         if not has_kernel(op):
             fused.append(op)
-        elif isinstance(op, RMSNorm) and _is_for_products(op, ops[i + 1 :], has_kernel):
+        elif isinstance(op, RMSNorm) and not op.accumulate and _is_for_products(op, ops[i + 1 :], has_kernel):
             norm = op
         elif isinstance(op, Linear):
             fused.append(FusedLinear(op, norm if norm and norm.out is op.x else None))
-        elif isinstance(op, SiluMul) and isinstance(previous, FusedLinear) and _joins(op, previous.linear):
+        elif isinstance(op, Activation) and isinstance(previous, FusedLinear) and _joins(op, previous.linear):
             fused[-1] = replace(previous, linear=_alternating(previous.linear), silu=op)
         else:
             fused.append(op)
@@ -59,8 +59,9 @@ def _is_for_products(norm: RMSNorm, behind: Sequence[Op], has_kernel: Callable[[
     return bool(products)
 
 
-def _joins(silu: SiluMul, linear: Linear) -> bool:
-    return silu.gate_up is linear.out and not linear.accumulate and silu.out.shape[1] % LANES == 0
+def _joins(op: Activation, linear: Linear) -> bool:
+    is_silu = op.function == "silu" and op.gated
+    return is_silu and op.x is linear.out and not linear.accumulate and op.width % LANES == 0
 
 
 def _alternating(linear: Linear) -> Linear:

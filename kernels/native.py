@@ -21,7 +21,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear, fuse
-from qserve.kernels.ops import HOST, SCALED_KV, Attention, Embed, Linear, Op, RMSNorm, RopeKV, Step
+from qserve.kernels.ops import HOST, SCALED_KV, Activation, Attention, Embed, Linear, Op, RMSNorm, RopeKV, Step
 from qserve.kernels.pages import Arena
 from qserve.kernels.prepack import is_expanded, tile_bytes
 from qserve.kernels.reference import Fallback
@@ -288,6 +288,16 @@ class NativeExecutor:
             return f"{abi.name_of(type(op))} has no C kernel"
         if isinstance(op, Attention) and (op.head_dim % 16 or op.head_dim > 256):
             return f"head_dim {op.head_dim} is not a multiple of 16 up to 256"
+        if isinstance(op, Activation) and not (op.function == "silu" and op.gated):
+            return f"{op.function}{' that is gated' * op.gated} has no C kernel"
+        if isinstance(op, RMSNorm) and op.accumulate:
+            return "a norm that accumulates has no C kernel"
+        if isinstance(op, RopeKV) and op.norm_over_heads:
+            return "a norm over all heads has no C kernel"
+        if isinstance(op, RopeKV) and op.q_scale is not None:
+            return "a scale of queries has no C kernel"
+        if isinstance(op, Attention) and op.softcap:
+            return "a cap of scores has no C kernel"
         if isinstance(op, Embed):
             if isinstance(op.table, QuantizedWeight):
                 if op.table.scheme.grid not in (INTEGERS, E4M3):

@@ -26,6 +26,8 @@ SCALED_KV = (torch.int8, torch.float8_e4m3fn)
 """The KV caches that need scales."""
 
 Rows = Literal["tokens", "logits"]
+Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""x * sigmoid(x), GELU by erf and by tanh, max(x, 0) and its square. C numbers them in this order."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,61 @@ class Embed:
 
 
 @dataclass(frozen=True)
+class PositionEmbed:
+    """out[r] += table[positions[r] + offset]; table [positions, width] in float32, float16 or bfloat16."""
+
+    table: Tensor
+    out: Tensor
+    offset: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.out.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.table.dtype
+
+
+@dataclass(frozen=True)
 class RMSNorm:
-    """out[r] = x[r] / sqrt(mean(x[r] ** 2) + eps) * weight (Zhang and Sennrich, 2019)."""
+    """out[r] = x[r] / sqrt(mean(x[r] ** 2) + eps) * weight (Zhang and Sennrich, 2019), or added to ``out[r]`` where
+    ``accumulate`` (a norm behind a sublayer; ``out`` is then the residual stream)."""
 
     x: Tensor
     weight: Tensor
     out: Tensor
     eps: float
     rows: Rows = "tokens"
+    accumulate: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.x.shape[1]
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """out[r] = (x[r] - mean(x[r])) / sqrt(variance(x[r]) + eps) * weight + bias (Ba et al., 2016)."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    out: Tensor
+    eps: float
+    rows: Rows = "tokens"
+
+    @property
+    def width(self) -> int:
+        return self.x.shape[1]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """out[r] = x[r] in the dtype of ``out``: the residual stream as the input of products, where no norm is between."""
+
+    x: Tensor
+    out: Tensor
 
     @property
     def width(self) -> int:
@@ -104,7 +153,8 @@ class RopeKV:
     """Rotates q and k inside ``qkv`` [tokens, (heads + 2 kv_heads) * head_dim] and stores k and v in the cache.
 
     The rotation pairs element j with j + rotary_dim / 2; cosine, sine [positions, rotary_dim / 2]. A rotary_dim of 0
-    rotates nothing. q_norm and k_norm [head_dim] normalize each head first (Qwen3).
+    rotates nothing. q_norm and k_norm [head_dim] normalize each head first (Qwen3), or [heads * head_dim] and
+    [kv_heads * head_dim] all heads together (OLMo 2). q_scale, float32 [positions], multiplies the rotated queries.
 
     Caches: k [blocks, kv_heads, head_dim, 16], v [blocks, kv_heads, 16, head_dim], float32, float16, bfloat16, int8 or
     float8_e4m3fn. The last two hold k / k_scale and v / v_scale (scales float32 [kv_heads]), rounded to nearest, ties
@@ -129,10 +179,16 @@ class RopeKV:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     k_center: Tensor | None = None
+    q_scale: Tensor | None = None
 
     @property
     def rotary_dim(self) -> int:
         return 2 * self.cosine.shape[1]
+
+    @property
+    def norm_over_heads(self) -> bool:
+        """Whether the norms are of all heads together."""
+        return any(norm is not None and len(norm) != self.head_dim for norm in (self.q_norm, self.k_norm))
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -142,6 +198,8 @@ class RopeKV:
 @dataclass(frozen=True)
 class Attention:
     """Causal attention of the step's queries over the paged cache; ``window`` > 0 keeps the last that many keys.
+
+    A score is query times key times ``scale``; where ``softcap`` > 0, it becomes softcap * tanh(score / softcap).
 
     Caches and their scales are those of ``RopeKV``.
     """
@@ -157,6 +215,7 @@ class Attention:
     window: int = 0
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    softcap: float = 0.0
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -164,11 +223,14 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class SiluMul:
-    """out = silu(gate) * up, where gate_up [tokens, 2 * width] holds both."""
+class Activation:
+    """out = function(gate) * up where ``gated``: x [tokens, 2 * width] holds both. Otherwise out = function(x), and
+    ``out`` may be ``x``."""
 
-    gate_up: Tensor
+    x: Tensor
     out: Tensor
+    function: Function
+    gated: bool
 
     @property
     def width(self) -> int:
@@ -181,6 +243,19 @@ class Gather:
 
     x: Tensor
     out: Tensor
+    rows: Rows = "logits"
+
+    @property
+    def width(self) -> int:
+        return self.x.shape[1]
+
+
+@dataclass(frozen=True)
+class SoftCap:
+    """In place: x = cap * tanh(x / cap)."""
+
+    x: Tensor
+    cap: float
     rows: Rows = "logits"
 
     @property
@@ -294,12 +369,16 @@ class SigmoidMul:
 
 Op = (
     Embed
+    | PositionEmbed
     | RMSNorm
+    | LayerNorm
+    | Cast
     | Linear
     | RopeKV
     | Attention
-    | SiluMul
+    | Activation
     | Gather
+    | SoftCap
     | Argmax
     | LogSoftmax
     | Route

@@ -6,8 +6,9 @@ also measures what the kernels' own rounding costs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar, assert_never
 
@@ -22,20 +23,25 @@ from qserve.kernels.ops import (
     BLOCK_SIZE,
     HOST,
     SCALED_KV,
+    Activation,
     Argmax,
     Attention,
+    Cast,
     Embed,
     Experts,
+    Function,
     Gather,
+    LayerNorm,
     Linear,
     LogSoftmax,
     Op,
+    PositionEmbed,
     RMSNorm,
     RopeKV,
     Route,
     Rows,
     SigmoidMul,
-    SiluMul,
+    SoftCap,
     Step,
 )
 
@@ -43,6 +49,13 @@ INT8_MAX = 127.0
 _NAN_CODE = -128  # of an int8 cache, whose numbers end at -127
 _SMALLEST = 1e-30  # below it, 1 / scale would overflow
 _SMALLEST_SUM = 1e-20  # of scores that are divided by it
+_FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def round_e4m3(x: Tensor) -> Tensor:
@@ -108,19 +121,27 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([first * c - second * s, second * c + first * s, rest], -1)
 
 
+def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [tokens, heads, head_dim]; weight of one head, or of all together."""
+    return rms_norm(x, weight, eps) if len(weight) == x.shape[-1] else rms_norm(x.flatten(1), weight, eps).view_as(x)
+
+
 def _rope_kv(op: RopeKV, step: Step, rows: slice) -> None:
     qkv = op.qkv[rows]
     row = qkv.view(len(qkv), op.heads + 2 * op.kv_heads, op.head_dim)
     q, k, v = row.float().split([op.heads, op.kv_heads, op.kv_heads], 1)
     if op.q_norm is not None:
-        q = rms_norm(q, op.q_norm, op.eps)
+        q = _norm_heads(q, op.q_norm, op.eps)
     if op.k_norm is not None:
-        k = rms_norm(k, op.k_norm, op.eps)
+        k = _norm_heads(k, op.k_norm, op.eps)
     positions, slots = step.positions[rows].long(), step.slots[rows].long()
     k = rotate(k, op.cosine[positions], op.sine[positions])
     if op.k_center is not None:
         k = k - op.k_center
-    row[:, : op.heads] = rotate(q, op.cosine[positions], op.sine[positions])
+    q = rotate(q, op.cosine[positions], op.sine[positions])
+    if op.q_scale is not None:
+        q = q * op.q_scale[positions, None, None]
+    row[:, : op.heads] = q
     row[:, op.heads : op.heads + op.kv_heads] = k
     block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     if op.k_cache.dtype in SCALED_KV:
@@ -160,6 +181,8 @@ def _attention(op: Attention, step: Step, rows: slice) -> None:
         if op.window > 0:
             seen &= keys > positions[:, None] - op.window
         scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * op.scale
+        if op.softcap > 0:
+            scores = op.softcap * (scores / op.softcap).tanh()
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out = weights @ v.repeat_interleave(group, 0)
         op.out[begin:end] = out.transpose(0, 1).reshape(end - begin, -1)
@@ -255,16 +278,27 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
         case Embed():
             op.out[rows] = _embed(op, step.token_ids[rows].long()) * op.scale
         case RMSNorm():
-            op.out[rows] = rms_norm(op.x[rows], op.weight, op.eps).to(op.out.dtype)
+            y = rms_norm(op.x[rows], op.weight, op.eps)
+            op.out[rows] = op.out[rows] + y if op.accumulate else y.to(op.out.dtype)
+        case LayerNorm():
+            bias = None if op.bias is None else op.bias.float()
+            op.out[rows] = F.layer_norm(op.x[rows].float(), (op.width,), op.weight.float(), bias, op.eps)
+        case PositionEmbed():
+            op.out[rows] += op.table[step.positions[rows].long() + op.offset]
+        case Cast():
+            op.out[rows] = op.x[rows]
         case RopeKV():
             _rope_kv(op, step, rows)
         case Attention():
             _attention(op, step, rows)
-        case SiluMul():
-            gate, up = op.gate_up[rows].float().chunk(2, -1)
-            op.out[rows] = (F.silu(gate) * up).to(op.out.dtype)
+        case Activation():
+            x, function = op.x[rows].float(), _FUNCTIONS[op.function]
+            gate, up = x.chunk(2, -1) if op.gated else (x, 1.0)
+            op.out[rows] = (function(gate) * up).to(op.out.dtype)
         case Gather():
             op.out[rows] = op.x[step.logit_rows[rows].long()]
+        case SoftCap():
+            op.x[rows] = op.cap * (op.x[rows] / op.cap).tanh()
         case Argmax():
             bad = op.x[rows].isnan().any(-1)
             op.out[rows] = torch.where(bad, -1, op.x[rows].argmax(-1)).int()

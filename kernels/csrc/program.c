@@ -359,10 +359,10 @@ static void run_row(const struct job *job, const qs_op *op, int64_t r)
             kernels->rope_kv(&op->rope_kv, op->rope_kv.qkv + r * width, step->positions[r], step->slots[r], head);
         break;
     }
-    case QS_SILU_MUL: {
-        const float *gate = op->silu_mul.gate_up + 2 * r * op->silu_mul.width;
-        kernels->silu_mul(gate, gate + op->silu_mul.width, op->silu_mul.out + r * op->silu_mul.width,
-                          op->silu_mul.width);
+    case QS_ACTIVATION: {
+        const float *gate = op->activation.x + 2 * r * op->activation.width;
+        kernels->silu_mul(gate, gate + op->activation.width, op->activation.out + r * op->activation.width,
+                          op->activation.width);
         break;
     }
     case QS_GATHER:
@@ -473,7 +473,7 @@ const char *qs_op_name(int32_t kind)
 {
     static const char *const names[] = {
         [QS_EMBED] = "embed",         [QS_RMS_NORM] = "rms_norm", [QS_LINEAR] = "linear",
-        [QS_ROPE_KV] = "rope_kv",     [QS_ATTENTION] = "attention", [QS_SILU_MUL] = "silu_mul",
+        [QS_ROPE_KV] = "rope_kv",     [QS_ATTENTION] = "attention", [QS_ACTIVATION] = "activation",
         [QS_GATHER] = "gather",       [QS_ARGMAX] = "argmax",     [QS_LOG_SOFTMAX] = "log_softmax",
     };
     return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;

@@ -27,7 +27,7 @@ enum qs_op_kind {
     QS_LINEAR = 2,
     QS_ROPE_KV = 3,
     QS_ATTENTION = 4,
-    QS_SILU_MUL = 5,
+    QS_ACTIVATION = 5,
     QS_GATHER = 6,
     QS_ARGMAX = 7,
     QS_LOG_SOFTMAX = 8,
@@ -37,6 +37,7 @@ enum qs_op_kind {
 enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6 };
 /* QS_AVX512 has VNNI, QS_NEON the dot product of Armv8.2. QS_AVXVNNI is QS_AVX2 with VNNI for its vectors. */
 enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3, QS_AVXVNNI = 4 };
+enum qs_function { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2, QS_RELU = 3, QS_RELU2 = 4 };
 enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
 
 /* out[r, :] = table[token_ids[r], :] * scale;  out f32; table [vocab, width] of dtype f32, f16 or bf16, or quantized:
@@ -51,8 +52,8 @@ typedef struct {
     float scale;
 } qs_embed;
 
-/* out[r, :] = x[r, :] / sqrt(mean(x[r]^2) + eps) * weight;  x, out f32 [rows, width]. */
-typedef struct { const float *x, *weight; float *out; int32_t width; float eps; } qs_rms_norm;
+/* out[r, :] = x[r, :] / sqrt(mean(x[r]^2) + eps) * weight;  x, out f32 [rows, width]. `accumulate` has no kernel. */
+typedef struct { const float *x, *weight; float *out; int32_t accumulate, width; float eps; } qs_rms_norm;
 
 /* out[r, n] = sum_k x[r, k] W[n, k] + bias[n], or added to out where `accumulate` is set.
  *
@@ -101,31 +102,32 @@ typedef struct {
  * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32, f16, bf16, i8 or
  * f8. i8 and f8 hold k / k_scale and v / v_scale, scales f32 [kv_heads]: i8 rounded half to even and saturated at
  * -127 .. 127, f8 rounded to the nearest, ties to even, and saturated at 448. Values that are not finite become NaN,
- * which i8 writes as -128. k_center f32 [kv_heads, head_dim], or NULL, is subtracted from each rotated key. */
+ * which i8 writes as -128. k_center f32 [kv_heads, head_dim], or NULL, is subtracted from each rotated key.
+ * q_scale and norm_over_heads have no kernel. */
 typedef struct {
     float *qkv;
     const float *cosine, *sine;
     void *k_cache, *v_cache;
-    const float *q_norm, *k_norm, *k_scale, *v_scale, *k_center;
-    int32_t heads, kv_heads, head_dim, rotary_dim, kv_dtype;
+    const float *q_norm, *k_norm, *k_scale, *v_scale, *k_center, *q_scale;
+    int32_t heads, kv_heads, head_dim, rotary_dim, norm_over_heads, kv_dtype;
     float eps;
 } qs_rope_kv;
 
 /* Causal attention of each query over the cached keys of its sequence, block after block with a running
  * softmax. window > 0 limits a query to the last `window` positions. out f32 [tokens, heads * head_dim].
  * Caches and their scales are those of qs_rope_kv; scales are NULL for f32, f16 and bf16.
- * head_dim is a multiple of 16 and at most 256. */
+ * head_dim is a multiple of 16 and at most 256. softcap has no kernel. */
 typedef struct {
     const float *qkv;
     float *out;
     const void *k_cache, *v_cache;
     const float *k_scale, *v_scale;
     int32_t heads, kv_heads, head_dim, window, kv_dtype;
-    float scale;
+    float scale, softcap;
 } qs_attention;
 
-/* out[r, j] = silu(gate_up[r, j]) * gate_up[r, width + j] */
-typedef struct { const float *gate_up; float *out; int32_t width; } qs_silu_mul;
+/* out[r, j] = silu(x[r, j]) * x[r, width + j]. Only the gated QS_SILU has a kernel. */
+typedef struct { const float *x; float *out; int32_t function, gated, width; } qs_activation;
 
 /* out[i, :] = x[logit_rows[i], :] */
 typedef struct { const float *x; float *out; int32_t width; } qs_gather;
@@ -144,7 +146,7 @@ typedef struct {
         qs_linear linear;
         qs_rope_kv rope_kv;
         qs_attention attention;
-        qs_silu_mul silu_mul;
+        qs_activation activation;
         qs_gather gather;
         qs_argmax argmax;
         qs_log_softmax log_softmax;

@@ -19,6 +19,7 @@ from torch import Tensor
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.ops import (
+    Activation,
     Argmax,
     Attention,
     Embed,
@@ -29,7 +30,6 @@ from qserve.kernels.ops import (
     Placement,
     RMSNorm,
     RopeKV,
-    SiluMul,
     Step,
 )
 from qserve.kernels.reference import Fallback, on_device
@@ -183,7 +183,7 @@ class _TritonProgram:
         match op:
             case Embed():
                 return self._embed(op) if op.sampled is None else partial(self._fill, op.sampled, self._embed(op))
-            case RMSNorm() | SiluMul():
+            case RMSNorm() | Activation():
                 return self._row_by_row(op)
             case Linear():
                 product = linear.prepare(op, self._executor.memory, self._executor.batch_invariant)
@@ -214,16 +214,16 @@ class _TritonProgram:
         fallback = Fallback(op, invariant=self._executor.batch_invariant, device=self._executor.placement.device)
         return lambda batch: fallback.run(self._step)
 
-    def _row_by_row(self, op: RMSNorm | SiluMul, into: Rounded | None = None) -> Launch:
-        if isinstance(op, SiluMul):
-            return lambda batch: silu_mul(op.gate_up, op.out, batch.tokens, into)
+    def _row_by_row(self, op: RMSNorm | Activation, into: Rounded | None = None) -> Launch:
+        if isinstance(op, Activation):
+            return lambda batch: silu_mul(op.x, op.out, batch.tokens, into)
         weight = self._hold(op.weight.float())
         return lambda batch: rms_norm(op.x, weight, op.out, op.eps, _count(batch, op.rows), into)
 
     def _round_at_once(self, op: Linear, product: linear.Product) -> None:
         """If the last operation makes the input of ``op``, have it round that input to the 8 bits of ``product``."""
         maker = self._last
-        if not isinstance(product, EightBit) or not isinstance(maker, RMSNorm | SiluMul) or maker.out is not op.x:
+        if not isinstance(product, EightBit) or not isinstance(maker, RMSNorm | Activation) or maker.out is not op.x:
             return
         if op.rows == getattr(maker, "rows", "tokens") and (into := product.take_rounded()) is not None:
             self._launches[-1] = self._row_by_row(maker, into)

@@ -12,6 +12,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.abi import name_of
 from qserve.kernels.ops import (
     SCALED_KV,
+    Activation,
     Argmax,
     Attention,
     Embed,
@@ -21,7 +22,6 @@ from qserve.kernels.ops import (
     Op,
     RMSNorm,
     RopeKV,
-    SiluMul,
 )
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.target import NEEDED, Feature, Target
@@ -40,7 +40,7 @@ class Kernel:
     needs: Feature | None = None
 
 
-COMPUTED = (Embed, RMSNorm, Linear, RopeKV, Attention, SiluMul, Gather, Argmax, LogSoftmax)
+COMPUTED = (Embed, RMSNorm, Linear, RopeKV, Attention, Activation, Gather, Argmax, LogSoftmax)
 """The operations that have a kernel at all."""
 KERNELS = (
     Kernel("embed", "packed embeddings, dequantized as they are looked up"),
@@ -78,12 +78,22 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
             return f"embeddings in {table.dtype} have no Triton kernel"
         case RMSNorm() if op.x.shape[1] > _WIDEST_ROW:
             return f"a norm over {op.x.shape[1]} values has no Triton kernel: at most {_WIDEST_ROW}"
+        case RMSNorm(accumulate=True):
+            return "a norm that accumulates has no Triton kernel"
+        case Activation() if not (op.function == "silu" and op.gated):
+            return f"{op.function}{' that is gated' * op.gated} has no Triton kernel"
         case Linear():
             return linear.supports(op.weight, gpu)
         case RopeKV() if 2 * op.cosine.shape[1] != op.head_dim:
             return "a rotation of a part of each head has no Triton kernel"
         case RopeKV() if (op.q_norm is None) != (op.k_norm is None):
             return "a norm of queries without one of keys has no Triton kernel"
+        case RopeKV() if op.norm_over_heads:
+            return "a norm over all heads has no Triton kernel"
+        case RopeKV() if op.q_scale is not None:
+            return "a scale of queries has no Triton kernel"
+        case Attention() if op.softcap:
+            return "a cap of scores has no Triton kernel"
         case RopeKV() | Attention():
             return _cache(op, gpu, compiled)
     return None

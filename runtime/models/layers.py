@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
 from qserve.kernels.ops import (
+    Activation,
     Argmax,
     Attention,
     Embed,
@@ -21,7 +22,6 @@ from qserve.kernels.ops import (
     Placement,
     RMSNorm,
     RopeKV,
-    SiluMul,
 )
 from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig, is_classifier
@@ -183,7 +183,7 @@ class LayerBuilder:
         sizes = {"gate_up_proj": 2 * inner} if self._config.family.fused else {"gate_proj": inner, "up_proj": inner}
         return [
             *self._joined(module, sizes, buffers.normed, buffers.gate_up),
-            SiluMul(buffers.gate_up, buffers.activated),
+            Activation(buffers.gate_up, buffers.activated, "silu", gated=True),
             self._to_stream(f"{module}.down_proj", buffers.activated),
         ]
 

@@ -209,8 +209,8 @@ static void row_wise(void)
     for (int32_t kind = 0; kind < 2; kind++) {
         for (int32_t both = 0; both < 2; both++) {
             float *out = both ? second : first;
-            qs_op norm = {.kind = QS_RMS_NORM, .rms_norm = {x, weight, out, width, 1e-5f}};
-            qs_op silu = {.kind = QS_SILU_MUL, .silu_mul = {x, out, width}};
+            qs_op norm = {.kind = QS_RMS_NORM, .rms_norm = {x, weight, out, .width = width, .eps = 1e-5f}};
+            qs_op silu = {.kind = QS_ACTIVATION, .activation = {x, out, QS_SILU, 1, width}};
             run(kind ? &silu : &norm, 1, &step, both ? QS_SCALAR : isa);
         }
         agree(kind ? "silu_mul" : "rmsnorm", first, second, (int64_t)rows * width, 1e-30f);

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
+from torch import Tensor
 
 from qserve.kernels import abi
-from qserve.kernels.ops import Op, Step
+from qserve.kernels.ops import Activation, Function, Op, Step
 from qserve.kernels.tiled import TiledEmbed, TiledLinear
 
 CSRC = Path(__file__).parents[2] / "kernels" / "csrc"
@@ -66,6 +68,13 @@ def test_offsets_and_sizes_are_those_of_the_compiler(tmp_path: Path) -> None:
 def test_every_operation_has_its_number(tmp_path: Path) -> None:
     lines = [f'printf("{name} %d\\n", QS_{name.upper()});' for name in OPERATIONS]
     assert compiled(lines, tmp_path) == {name: kind for kind, name in enumerate(OPERATIONS)}
+
+
+def test_functions_have_their_numbers(tmp_path: Path) -> None:
+    numbers = compiled([f'printf("{name} %d\\n", QS_{name.upper()});' for name in get_args(Function)], tmp_path)
+    for name, number in numbers.items():
+        x = torch.zeros(1, 1)
+        assert abi.describe(Activation(x, x, name, False), Tensor.data_ptr).function == number
 
 
 def test_dtypes_have_their_numbers(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qserve.kernels import native, registry
-from qserve.kernels.ops import Attention, Executor, Linear, Op, RMSNorm, RopeKV, SiluMul, Step
+from qserve.kernels.ops import Activation, Attention, Executor, Linear, Op, RMSNorm, RopeKV, Step
 from qserve.kernels.reference import ReferenceExecutor
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -42,7 +42,7 @@ def layer(x: Tensor) -> tuple[list[Op], Tensor]:
         Linear(attended, 0.1 * torch.randn(WIDTH, HEADS * DIM), x, accumulate=True),
         RMSNorm(x, torch.rand(WIDTH), normed, 1e-5),
         Linear(normed, 0.1 * torch.randn(64, WIDTH), gate_up),
-        SiluMul(gate_up, activated),
+        Activation(gate_up, activated, "silu", gated=True),
         Linear(activated, 0.1 * torch.randn(WIDTH, 32), x, accumulate=True),
     ], x
 
@@ -65,7 +65,7 @@ def run(executor: Executor, start: Tensor, chunks: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "missing", [(), (RMSNorm,), (Linear,), (SiluMul,), (RopeKV, Linear), (RMSNorm, SiluMul, RopeKV)]
+    "missing", [(), (RMSNorm,), (Linear,), (Activation,), (RopeKV, Linear), (RMSNorm, Activation, RopeKV)]
 )
 def test_a_program_without_some_kernels_computes_the_same(missing: tuple[type, ...]) -> None:
     executor, start = WithoutKernels(*missing), torch.randn(37, WIDTH)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.fusion import FusedLinear, fuse
-from qserve.kernels.ops import Attention, Gather, Linear, Op, RMSNorm, RopeKV, SiluMul, Step
+from qserve.kernels.ops import Activation, Attention, Gather, Linear, Op, RMSNorm, RopeKV, Step
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 HEADS, KV_HEADS, DIM = 6, 2, 32
@@ -77,7 +79,8 @@ def test_a_norm_and_silu_around_a_product(isa: native.Isa, name: str, rows: int)
     outs = []
     for apart in (True, False):
         out = torch.empty(rows, width)
-        ops = [RMSNorm(x, scale, normed, 1e-5), Linear(normed, weight, gate_up, bias), SiluMul(gate_up, out)]
+        silu = Activation(gate_up, out, "silu", gated=True)
+        ops = [RMSNorm(x, scale, normed, 1e-5), Linear(normed, weight, gate_up, bias), silu]
         run(ops, step_of([rows], [0]), isa, apart=apart)
         outs.append(out)
     assert torch.equal(*outs)
@@ -106,7 +109,7 @@ def test_a_rotation_before_attention(isa: native.Isa, dtype: torch.dtype, length
 def test_only_what_nothing_else_reads_is_fused() -> None:
     x, normed, out, last = torch.randn(2, 32), torch.empty(2, 32), torch.empty(2, 64), torch.empty(2, 32)
     norm, product = RMSNorm(x, torch.ones(32), normed, 1e-5), Linear(normed, torch.randn(64, 32), out)
-    silu, residual = SiluMul(out, last), Linear(normed, torch.randn(32, 32), x, accumulate=True)
+    silu, residual = Activation(out, last, "silu", True), Linear(normed, torch.randn(32, 32), x, accumulate=True)
     both = fuse([norm, product, silu])
     assert len(both) == 1 and isinstance(both[0], FusedLinear) and both[0].norm is norm and both[0].silu is silu
     assert [type(op) for op in fuse([norm, product, product])] == [FusedLinear] * 2
@@ -114,4 +117,9 @@ def test_only_what_nothing_else_reads_is_fused() -> None:
     assert fuse([norm, residual, product])[0] is norm  # the second product would see another x
     assert fuse([norm])[0] is norm
     odd = torch.empty(2, 24), torch.empty(2, 12)
-    assert isinstance(fuse([Linear(x, torch.randn(24, 32), odd[0]), SiluMul(*odd)])[1], SiluMul)  # not 16 and 16
+    narrow = Activation(*odd, "silu", True)
+    assert fuse([Linear(x, torch.randn(24, 32), odd[0]), narrow])[1] is narrow  # not 16 and 16
+    for other in (replace(silu, function="gelu"), replace(silu, out=torch.empty(2, 64), gated=False)):
+        assert fuse([product, other])[1] is other
+    behind = replace(norm, accumulate=True)
+    assert fuse([behind, product])[0] is behind  # it adds to what was there

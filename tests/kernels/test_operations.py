@@ -24,6 +24,7 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.ops import (
     SCALED_KV,
+    Activation,
     Argmax,
     Attention,
     Embed,
@@ -34,7 +35,6 @@ from qserve.kernels.ops import (
     Op,
     RMSNorm,
     RopeKV,
-    SiluMul,
     Step,
 )
 from qserve.kernels.prepack import int_tiles
@@ -238,12 +238,12 @@ def test_rms_norm(x: Tensor) -> None:
 
 
 @holds(rows_of())
-def test_silu_mul(x: Tensor) -> None:
+def test_gated_silu(x: Tensor) -> None:
     gate, up = x, x.flip(0)
     both, want = torch.cat([gate, up], -1), silu(gate) * up
     results = {isa: torch.empty(want.shape) for isa in native.available()}
     for isa, got in results.items():
-        run(executor(isa), [SiluMul(both, got)], make_step(len(x)))
+        run(executor(isa), [Activation(both, got, "silu", True)], make_step(len(x)))
     for isa, got in results.items():
         for other in (want, results["scalar"]):
             real = gate.isfinite() & up.isfinite()

@@ -13,6 +13,7 @@ import torch
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.ops import (
+    Activation,
     Argmax,
     Attention,
     Embed,
@@ -22,7 +23,6 @@ from qserve.kernels.ops import (
     Op,
     RMSNorm,
     RopeKV,
-    SiluMul,
     Step,
 )
 from qserve.kernels.reference import ReferenceExecutor
@@ -74,7 +74,7 @@ def test_silu_mul_gather_and_dense_embeddings() -> None:
     torch.manual_seed(0)
     gate_up, got, want = torch.randn(3, 2 * 1100) * 6, torch.empty(3, 1100), torch.empty(3, 1100)
     for executor, out in ((triton_executor(), got), (ReferenceExecutor(), want)):
-        run_on(executor, [SiluMul(gate_up, out)], make_step(3))
+        run_on(executor, [Activation(gate_up, out, "silu", True)], make_step(3))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     step = replace(make_step(3, [8, 0, 8]), logit_rows=ints([2, 0]))
     table = torch.randn(9, 1100).half()
@@ -281,7 +281,8 @@ def test_kernels_that_are_only_compiled_write_nothing() -> None:
     rotated = qkv.clone()
     program = triton_executor().program(6)
     program.add([
-        RMSNorm(x, torch.ones(64), out, 1e-5), rope, attention, SiluMul(torch.randn(6, 128), out), Gather(x, out),
+        RMSNorm(x, torch.ones(64), out, 1e-5), rope, attention,
+        Activation(torch.randn(6, 128), out, "silu", True), Gather(x, out),
         Argmax(logits, chosen), LogSoftmax(logits), Embed(torch.randn(9, 64), out),
     ])  # fmt: skip
     step = sequences((0, 5, [1]), (299, 300, list(range(30))))

@@ -229,7 +229,7 @@ def test_what_is_done_row_by_row(width: int, dtype: torch.dtype) -> None:
         program = executor.program(rows)
         program.add([
             ops.Embed(table.to(kind), x), ops.Embed(codes, read), ops.RMSNorm(x, weight, made[0], 1e-5),
-            ops.SiluMul(gate_up.to(dtype).to(device, kind), made[1]), ops.Gather(x, made[2]),
+            ops.Activation(gate_up.to(dtype).to(device, kind), made[1], "silu", True), ops.Gather(x, made[2]),
             ops.Argmax(scores, chosen), ops.LogSoftmax(scores),
         ])  # fmt: skip
         program.run(step)

@@ -9,7 +9,7 @@ import torch
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
-from qserve.kernels.ops import Linear, Op, RMSNorm, SiluMul, Step
+from qserve.kernels.ops import Activation, Linear, Op, RMSNorm, Step
 from qserve.kernels.triton import eight_bit, target
 from qserve.kernels.triton.executor import TritonExecutor
 
@@ -34,13 +34,13 @@ def weight(inp: int, activations: ActivationScheme, group: int = -1, *, shuffled
     return QuantizedWeight(scheme, codes, scales, None, g_idx, activations=activations, input_scale=scale)
 
 
-def makers(width: int) -> list[RMSNorm | SiluMul]:
+def makers(width: int) -> list[RMSNorm | Activation]:
     """Each with an input whose second row is not finite, third zero and fourth large; the output is in float16."""
     x = torch.randn(CAPACITY, 2 * width, device=DEVICE)
     x[1, width // 2], x[2], x[3] = torch.inf, 0.0, x[3] * 20
     out = torch.empty(CAPACITY, width, dtype=torch.float16, device=DEVICE)
     norm = RMSNorm(x[:, :width].contiguous(), torch.randn(width), out, 1e-5)
-    return [norm, SiluMul(x.half(), torch.empty_like(out))]
+    return [norm, Activation(x.half(), torch.empty_like(out), "silu", True)]
 
 
 def run(*programs: list[Op]) -> None:
