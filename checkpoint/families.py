@@ -5,9 +5,12 @@ The native decoder, the GGUF reader and the planner read the same row. A family 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from qserve.checkpoint import keys, modules
+from qserve.checkpoint.modules import LLAMA, Modules
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,15 @@ class Family:
         latent: attention goes through one latent vector for each token (DeepSeek).
         sinks: each head has a score that belongs to no key.
         experts: None where the feed-forward is one.
-        fused: ``qkv_proj`` and ``gate_up_proj`` are stored as one matrix each.
+        layer_norm: norms subtract the mean (LayerNorm); else they are RMS norms.
+        norm_bias: these norms have biases.
+        gated: the feed-forward has a gate.
+        parallel: attention and feed-forward read the same residual stream; None where the configuration says
+            (``use_parallel_residual``).
+        head_bias: the output layer has a bias.
+        modules: the names of its modules, from the configuration in Llama's keys.
+        keys: what its configuration says in Llama's keys, where it has others.
+        served: the values that the native decoder needs at keys of the configuration.
         multipliers: from the configuration, as transformers reads it.
         gguf: None where the GGUF reader does not know it.
     """
@@ -104,7 +115,14 @@ class Family:
     latent: bool = False
     sinks: bool = False
     experts: Experts | None = None
-    fused: bool = False
+    layer_norm: bool = False
+    norm_bias: bool = False
+    gated: bool = True
+    parallel: bool | None = False
+    head_bias: bool = False
+    modules: Callable[[Mapping[str, Any]], Modules] = lambda config: LLAMA
+    keys: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    served: Mapping[str, Any] = field(default_factory=dict)
     multipliers: Callable[[Any], Multipliers] = lambda config: Multipliers()
     gguf: Gguf | None = None
 
@@ -115,6 +133,35 @@ def _granite(config: Any) -> Multipliers:
     )
 
 
+def _cohere(config: Any) -> Multipliers:
+    return Multipliers(logits=config.logit_scale)
+
+
+def _gpt2(config: Any) -> Multipliers:
+    return Multipliers(attention=None if config.scale_attn_weights else 1.0)
+
+
+def _falcon(config: Mapping[str, Any]) -> Modules:
+    if not config.get("use_parallel_residual", True):
+        return modules.FALCON
+    if config.get("num_ln_in_parallel_attn") == 2:
+        return replace(modules.FALCON, attention_norm="ln_attn", mlp_norm="ln_mlp")
+    return replace(modules.FALCON, mlp_norm=None)
+
+
+def _stablelm(config: Mapping[str, Any]) -> Modules:
+    return replace(LLAMA, mlp_norm=None) if config.get("use_parallel_residual") else LLAMA
+
+
+_COHERE = Family(
+    layer_norm=True, parallel=True, qkv_bias=None, out_bias=None, tied=True,
+    modules=lambda config: modules.COHERE, keys=keys.cohere, multipliers=_cohere,
+)  # fmt: skip
+_GPT2 = Family(
+    layer_norm=True, norm_bias=True, gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
+    modules=lambda config: modules.GPT2, keys=keys.gpt2, multipliers=_gpt2,
+    served={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+)  # fmt: skip
 _DEEPSEEK = Experts(("n_routed_experts",), shared_count="n_shared_experts", dense_layers="first_k_dense_replace")
 
 FAMILIES = {
@@ -130,11 +177,52 @@ FAMILIES = {
         native=True, qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True,
         gguf=Gguf("qwen3", "Qwen3ForCausalLM"),
     ),
-    "phi3": Family(native=True, sliding=1, partial_rotary=True, fused=True),
+    "phi3": Family(native=True, sliding=1, partial_rotary=True, modules=lambda config: modules.PHI3),
     "granite": Family(native=True, qkv_bias=None, out_bias=None, mlp_bias=None, multipliers=_granite),
     "smollm3": Family(
         native=True, qkv_bias=None, out_bias=None, mlp_bias=None, tied=True, sliding=1, window_asked=True,
         rotated="no_rope_layers",
+    ),
+    "cohere": replace(_COHERE, served={"use_qk_norm": False}),
+    "cohere2": replace(_COHERE, sliding=4),
+    "starcoder2": Family(
+        layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
+        tied=True, sliding=1, modules=lambda config: modules.STARCODER2, keys=keys.starcoder2,
+    ),
+    "falcon": Family(
+        layer_norm=True, norm_bias=True, gated=False, parallel=None, qkv_bias=None, out_bias=None,
+        mlp_bias=None, tied=True, modules=_falcon, keys=keys.falcon, served={"alibi": False},
+    ),
+    "gpt_neox": Family(
+        layer_norm=True, norm_bias=True, gated=False, parallel=None, qkv_bias=None, out_bias=None,
+        mlp_bias=True, partial_rotary=True, modules=lambda config: modules.GPT_NEOX, keys=keys.gpt_neox,
+    ),
+    "phi": Family(
+        layer_norm=True, norm_bias=True, gated=False, parallel=True, qkv_bias=True, out_bias=True,
+        mlp_bias=True, head_bias=True, partial_rotary=True, modules=lambda config: modules.PHI, keys=keys.phi,
+        served={"qk_layernorm": False},
+    ),
+    "stablelm": Family(
+        layer_norm=True, norm_bias=True, parallel=None, qkv_bias=None, partial_rotary=True,
+        modules=_stablelm, keys=keys.stablelm, served={"qk_layernorm": False},
+    ),
+    "nemotron": Family(
+        layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
+        partial_rotary=True, modules=lambda config: modules.NEMOTRON, keys=keys.nemotron,
+    ),
+    "opt": Family(
+        layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
+        tied=True, modules=lambda config: modules.OPT, keys=keys.opt,
+        served={
+            "do_layer_norm_before": True, "project_in": False, "layer_norm_elementwise_affine": True,
+            "_remove_final_layer_norm": False,
+        },
+    ),
+    "gpt2": _GPT2,
+    "gpt_bigcode": replace(_GPT2, modules=lambda config: modules.GPT_BIGCODE, keys=keys.gpt_bigcode),
+    "gptj": Family(
+        layer_norm=True, norm_bias=True, gated=False, parallel=True, mlp_bias=True, head_bias=True,
+        partial_rotary=True, modules=lambda config: modules.GPTJ, keys=keys.gptj,
     ),
     "gemma": Family(tied=True),
     "gemma2": Family(norms=4, tied=True, sliding=2),

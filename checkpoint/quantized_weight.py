@@ -115,8 +115,8 @@ def concat_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
             part.g_idx is None or first.g_idx is None or torch.equal(part.g_idx, first.g_idx)
         )
         same_inputs = part.activations == first.activations and part.input_scale == first.input_scale
-        same_rows = part.scheme == first.scheme and part.in_features == first.in_features
-        if not (same_rows and same_groups and same_inputs):
+        same_scheme = replace(part.scheme, rows=1) == replace(first.scheme, rows=1)
+        if not (same_scheme and part.in_features == first.in_features and same_groups and same_inputs):
             raise ValueError("these weights cannot be fused: their schemes differ")
     bias = None
     if any(part.bias is not None for part in parts):
@@ -134,4 +134,16 @@ def concat_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
         bias=bias,
         activations=first.activations,
         input_scale=first.input_scale,
+    )
+
+
+def take_rows(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
+    """The outputs ``rows`` (int64) of ``weight``, in their order."""
+    return replace(
+        weight,
+        scheme=replace(weight.scheme, rows=1),  # the rows that shared a scale may no longer form whole blocks
+        codes=weight.codes[rows],
+        scales=weight.scales[rows],
+        zeros=None if weight.zeros is None else weight.zeros[rows],
+        bias=None if weight.bias is None else weight.bias[rows],
     )

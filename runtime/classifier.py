@@ -91,8 +91,8 @@ def _difference(weights: Weights, config: DecoderConfig, tokens: Sequence[str]) 
     if len(tokens) != 2 or not all(token in vocabulary for token in tokens):
         raise CheckpointError(f"{source.name} cannot judge by {tokens}: they must be two tokens of its vocabulary")
     rows = torch.tensor([vocabulary[token] for token in tokens])
-    tied = config.tie_word_embeddings and not weights.is_quantized("lm_head")
-    module = "model.embed_tokens" if tied else "lm_head"
+    tied = config.tie_word_embeddings and not weights.is_quantized(config.modules.head)
+    module = config.modules.embedding if tied else config.modules.head
     weight, _ = weights.linear(module, config.vocab_size, config.hidden_size)
     if isinstance(weight, QuantizedWeight):
         zeros = None if weight.zeros is None else weight.zeros[rows]

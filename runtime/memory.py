@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from qserve.checkpoint.errors import CapacityError
+from qserve.checkpoint.modules import Modules
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.ops import BLOCK_SIZE, Executor
@@ -55,9 +56,9 @@ class MemoryPlan:
         ]
 
 
-def weight_bytes(source: ModelSource, executor: Executor, *, int8_head: bool) -> int:
+def weight_bytes(source: ModelSource, modules: Modules, executor: Executor, *, int8_head: bool) -> int:
     """Bytes of the weights as ``executor`` holds them."""
-    packed, embedding = set(source.linears()), "model.embed_tokens"
+    packed, embedding, output = set(source.linears()), modules.embedding, modules.head
 
     def product(module: str) -> int:
         assert source.spec is not None
@@ -71,17 +72,17 @@ def weight_bytes(source: ModelSource, executor: Executor, *, int8_head: bool) ->
 
     looked_up = f"{embedding}.weight"  # rows that are looked up keep their form
     total = source.nbytes(looked_up) if source.has(looked_up) else 0
-    total += sum(dense(name) for name in source.names() if name not in ("lm_head.weight", looked_up))
+    total += sum(dense(name) for name in source.names() if name not in (f"{output}.weight", looked_up))
     total += sum(product(module) for module in packed - {embedding})
     if embedding in packed:  # one byte for every code
         scheme, (vocab, width) = _scheme(source, embedding), source.shape(embedding)
         total += vocab * width + vocab * scheme.groups(width) * (4 if scheme.symmetric else 5)
-    if "lm_head" in packed or is_classifier(source.config):
+    if output in packed or is_classifier(source.config):
         return total
-    if embedding in packed and not source.has("lm_head.weight"):
+    if embedding in packed and not source.has(f"{output}.weight"):
         return total + product(embedding)
     # A tied head is laid out a second time, for the product.
-    head = "lm_head.weight" if source.has("lm_head.weight") else looked_up
+    head = f"{output}.weight" if source.has(f"{output}.weight") else looked_up
     if not int8_head:
         return total + dense(head)
     vocab, width = source.shape(head)

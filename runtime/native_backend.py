@@ -85,7 +85,7 @@ def _load(
     limits = DecoderLimits(config.step_tokens(on_gpu), config.max_num_seqs, 0, 0)
     memory = plan_memory(
         model_config.cache_layout,
-        weights=weight_bytes(source, executor, int8_head=int8_head),
+        weights=weight_bytes(source, model_config.modules, executor, int8_head=int8_head),
         workspace=limits.workspace_bytes(model_config, executor.placement.activations),
         kv_dtype=kv_dtype,
         context=context_limit(model_config),

@@ -25,8 +25,6 @@ _UNSAID: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What a nested configuration leaves out where it is as the family has it."""
-GPT = ("gpt2", "gpt_bigcode")
-"""The older form: LayerNorms and biases everywhere, learned positions, a plain feed-forward of 4 hidden sizes."""
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -39,13 +37,12 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     kind, text = config.get("model_type"), config.get("text_config")
     if kind not in _KNOWN and isinstance(text, Mapping):
         return replace(shape_of(_text_part(config, text), name), part_of=str(kind))
-    keys = _Keys(config, name)
-    if kind in GPT:
-        return _gpt(keys, kind)
     if kind not in _KNOWN:
-        known = ", ".join([*_KNOWN, *GPT])
-        raise CheckpointError(f"{name} is of type {kind!r}, whose arithmetic is not known; known are {known}")
-    return _decoder(keys, kind, _KNOWN[kind])
+        raise CheckpointError(
+            f"{name} is of type {kind!r}, whose arithmetic is not known; known are {', '.join(_KNOWN)}"
+        )
+    family = _KNOWN[kind]
+    return _decoder(_Keys({**config, **family.keys(config)}, name), kind, family)
 
 
 def _text_part(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,40 +79,18 @@ class _Keys:
         return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, Mapping) else None
 
 
-def _gpt(keys: _Keys, kind: str) -> ModelShape:
-    hidden, layers = keys.get("n_embd"), keys.get("n_layer")
-    heads, positions = keys.get("n_head"), keys.get("n_positions", 1024)
-    vocab, inner = keys.get("vocab_size"), keys.get("n_inner", 4 * hidden)
-    kv_heads = 1 if kind == "gpt_bigcode" and keys.flag("multi_query", True) else heads
-    head_dim = _divided(keys, hidden, heads)
-    qkv = hidden + 2 * kv_heads * head_dim
-    linears = (
-        Linear("attention", qkv, hidden, layers),
-        Linear("attention", hidden, hidden, layers),
-        Linear("mlp", inner, hidden, layers),
-        Linear("mlp", hidden, inner, layers),
-        Linear("head", vocab, hidden, 1),
-    )
-    biases = qkv + hidden + inner + hidden
-    return ModelShape(
-        name=keys.name, family=kind, attention=_kind(heads, kv_heads), hidden_size=hidden, vocab_size=vocab,
-        num_layers=layers, num_heads=heads, kv_heads=kv_heads, kv_width=2 * kv_heads * head_dim,
-        windows=(0,) * layers, score_width=head_dim, value_width=head_dim, latent_score_width=head_dim,
-        latent_value_width=head_dim, linears=linears, embedding=(vocab + positions) * hidden,
-        other=layers * (biases + 4 * hidden) + 2 * hidden, tied=keys.flag("tie_word_embeddings", True),
-        context=positions, stored_as=keys.stored_as(),
-    )
-
-
 def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     hidden, layers, vocab = keys.get("hidden_size"), keys.get("num_hidden_layers"), keys.get("vocab_size")
     heads = keys.get("num_attention_heads")
     head = Linear("head", vocab, hidden, 1)
     llama_4 = kind == LLAMA_4
     mlp, mlp_other = (_interleaved(keys, hidden, layers), 0) if llama_4 else _feed_forward(keys, family, hidden, layers)
-    norms = layers * family.norms * hidden + hidden
+    modules = family.modules(keys.config)
+    norm = hidden * (1 + family.norm_bias)
+    norms = norm * (layers * (family.norms if modules.mlp_norm else 1) + 1)
     tied = keys.flag("tie_word_embeddings", family.tied)
     context = keys.get("max_position_embeddings", _MOST)
+    learned = (context + modules.position_offset) * hidden if modules.positions else 0
     if family.latent:
         nope, rope = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
         value, rank, q_rank = keys.get("v_head_dim"), keys.get("kv_lora_rank"), keys.get("q_lora_rank", 0)
@@ -154,17 +129,18 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
         windows=_chunks(keys, layers) if llama_4 else _windows(keys, family, layers),
         score_width=head_dim, value_width=head_dim,
         latent_score_width=head_dim, latent_value_width=head_dim, linears=(*attention, *mlp, head),
-        embedding=vocab * hidden, other=norms + mlp_other + layers * biases, tied=tied, context=context,
-        stored_as=keys.stored_as(),
+        embedding=vocab * hidden + learned, other=norms + mlp_other + layers * biases + vocab * family.head_bias,
+        tied=tied, context=context, stored_as=keys.stored_as(),
     )
 
 
 def _feed_forward(keys: _Keys, family: Family, hidden: int, layers: int) -> tuple[list[Linear], int]:
-    """The gated feed-forward, dense or of experts, and its parameters that are no matrices."""
+    """The feed-forward, dense or of experts, and its parameters that are no matrices."""
     if (experts := family.experts) is None:
         inner = keys.get("intermediate_size")
         biased = keys.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
-        return _dense("mlp", hidden, inner, layers), layers * (2 * inner + hidden) * biased
+        ups = 2 if family.gated else 1
+        return _dense("mlp", hidden, inner, layers, ups), layers * (ups * inner + hidden) * biased
     if keys.config.get("decoder_sparse_step", 1) != 1 or keys.config.get("mlp_only_layers"):
         raise CheckpointError(f"{keys.name}: experts in some layers only are not known of this family")
     plain = min(keys.get(experts.dense_layers, 0), layers) if experts.dense_layers else 0
@@ -209,8 +185,9 @@ def _chunks(keys: _Keys, layers: int) -> tuple[int, ...]:
     return tuple(chunk if (i + 1) % every else 0 for i in range(layers))
 
 
-def _dense(kind: Any, hidden: int, inner: int, layers: int) -> list[Linear]:
-    return [Linear(kind, 2 * inner, hidden, layers), Linear(kind, hidden, inner, layers)]
+def _dense(kind: Any, hidden: int, inner: int, layers: int, ups: int = 2) -> list[Linear]:
+    """``ups``: 2 with a gate, 1 without."""
+    return [Linear(kind, ups * inner, hidden, layers), Linear(kind, hidden, inner, layers)]
 
 
 def _experts(keys: _Keys, hidden: int, inner: int, layers: int, experts: int) -> list[Linear]:

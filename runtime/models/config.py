@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_families
+from qserve.checkpoint.modules import Modules
 from qserve.runtime.cache import CacheLayout, CacheSpec
 
 
@@ -22,6 +23,7 @@ class DecoderConfig:
 
     model_type: str
     family: Family
+    modules: Modules
     multipliers: Multipliers
     vocab_size: int
     hidden_size: int
@@ -72,6 +74,8 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         hf = AutoConfig.for_model(kind, **plain)
     except Exception as error:  # transformers validates with several kinds of exception
         raise CheckpointError(f"{name}: config.json is not a valid {kind} configuration: {error}") from None
+    for key, value in family.keys(hf.to_dict()).items():
+        setattr(hf, key, value)
     if hf.hidden_act != "silu":
         raise CheckpointError(f"{name} uses the activation {hf.hidden_act!r}; only silu is served")
     heads = hf.num_attention_heads
@@ -81,6 +85,7 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
     return DecoderConfig(
         model_type=kind,
         family=family,
+        modules=family.modules(hf.to_dict()),
         multipliers=family.multipliers(hf),
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,

@@ -5,6 +5,7 @@ Weights are read when their operations are built, so that one layer at a time is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,17 +100,17 @@ class LayerBuilder:
 
     def embed(self) -> Embed:
         config, buffers = self._config, self._buffers
-        self._table, _ = self._weights.linear("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._table, _ = self._weights.linear(config.modules.embedding, config.vocab_size, config.hidden_size)
         scale = config.multipliers.embedding / config.multipliers.residual
         return Embed(self._table, buffers.x, buffers.greedy, scale)
 
     def layer(self, i: int, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
-        prefix = f"model.layers.{i}"
+        modules, layer = self._config.modules, f"{self._config.modules.layers}.{i}"
         return [
-            self._norm(f"{prefix}.input_layernorm"),
-            *self._attention(i, f"{prefix}.self_attn", k_cache, v_cache),
-            self._norm(f"{prefix}.post_attention_layernorm"),
-            *self._mlp(f"{prefix}.mlp"),
+            self._norm(f"{layer}.{modules.attention_norm}"),
+            *self._attention(i, layer, k_cache, v_cache),
+            self._norm(f"{layer}.{modules.mlp_norm}"),
+            *self._mlp(layer),
         ]
 
     def final_norm(self) -> list[Op]:
@@ -124,8 +125,9 @@ class LayerBuilder:
         config, buffers = self._config, self._buffers
         multiplier = config.multipliers.logits
         weight, bias = self._table, None
-        if self._weights.is_quantized("lm_head") or not config.tie_word_embeddings:
-            weight, bias = self._weights.linear("lm_head", config.vocab_size, config.hidden_size)
+        output = config.modules.head
+        if self._weights.is_quantized(output) or not config.tie_word_embeddings:
+            weight, bias = self._weights.linear(output, config.vocab_size, config.hidden_size)
         assert weight is not None
         if int8 and isinstance(weight, Tensor):
             weight = round_to_int8(weight)
@@ -139,7 +141,7 @@ class LayerBuilder:
 
     def _last_norm(self, multiplier: float) -> list[Op]:
         buffers = self._buffers
-        weight = self._weights.tensor("model.norm.weight", self._config.hidden_size)
+        weight = self._weights.tensor(f"{self._config.modules.norm}.weight", self._config.hidden_size)
         if multiplier != 1.0:
             weight = weight.float() * multiplier
         return [
@@ -151,9 +153,10 @@ class LayerBuilder:
         weight = self._weights.tensor(f"{module}.weight", self._config.hidden_size)
         return RMSNorm(self._buffers.x, weight, self._buffers.normed, self._eps)
 
-    def _attention(self, i: int, module: str, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
+    def _attention(self, i: int, layer: str, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
         config, buffers, weights = self._config, self._buffers, self._weights
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        module = f"{layer}.{config.modules.attention}"
         q_norm = k_norm = None
         if config.family.qk_norm:
             q_norm, k_norm = (weights.tensor(f"{module}.{name}.weight", dim) for name in ("q_norm", "k_norm"))
@@ -162,11 +165,11 @@ class LayerBuilder:
             cosine = sine = cosine.new_empty(len(cosine), 0)
         k_scale, v_scale = cache_scales(weights.source, module, kv_heads, self._kv_dtype)
         k_center = cache_center(weights.source, module, kv_heads, dim, self._kv_dtype)
-        sizes = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-        if config.family.fused:
-            sizes = {"qkv_proj": sum(sizes.values())}
+        sizes = [config.q_size, config.kv_size, config.kv_size]
+        if len(config.modules.qkv) == 1:
+            sizes = [sum(sizes)]
         return [
-            *self._joined(module, sizes, buffers.normed, buffers.qkv),
+            *self._joined(layer, config.modules.qkv, sizes, buffers.normed, buffers.qkv),
             RopeKV(
                 buffers.qkv, cosine, sine, k_cache, v_cache, heads, kv_heads, dim,
                 q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale, k_center,
@@ -175,26 +178,26 @@ class LayerBuilder:
                 buffers.qkv, buffers.attended, k_cache, v_cache, heads, kv_heads, dim, config.attention_scale,
                 config.windows[i], k_scale, v_scale,
             ),
-            self._to_stream(f"{module}.o_proj", buffers.attended),
+            self._to_stream(f"{layer}.{config.modules.out}", buffers.attended),
         ]  # fmt: skip
 
-    def _mlp(self, module: str) -> list[Op]:
-        buffers, inner = self._buffers, self._config.intermediate_size
-        sizes = {"gate_up_proj": 2 * inner} if self._config.family.fused else {"gate_proj": inner, "up_proj": inner}
+    def _mlp(self, layer: str) -> list[Op]:
+        buffers, modules = self._buffers, self._config.modules
+        sizes = [buffers.gate_up.shape[1] // len(modules.up)] * len(modules.up)
         return [
-            *self._joined(module, sizes, buffers.normed, buffers.gate_up),
+            *self._joined(layer, modules.up, sizes, buffers.normed, buffers.gate_up),
             Activation(buffers.gate_up, buffers.activated, "silu", gated=True),
-            self._to_stream(f"{module}.down_proj", buffers.activated),
+            self._to_stream(f"{layer}.{modules.down}", buffers.activated),
         ]
 
     def _to_stream(self, module: str, x: Tensor) -> Linear:
         weight, bias = self._weights.linear(module, self._config.hidden_size, x.shape[1])
         return Linear(x, weight, self._buffers.x, bias, accumulate=True)
 
-    def _joined(self, module: str, sizes: dict[str, int], x: Tensor, out: Tensor) -> list[Op]:
-        """One product for the linears of ``module`` (name -> outputs) that share an input, or one product for each
-        where their schemes differ."""
-        loaded = [(*self._weights.linear(f"{module}.{name}", n, x.shape[1]), n) for name, n in sizes.items()]
+    def _joined(self, layer: str, names: Sequence[str], sizes: Sequence[int], x: Tensor, out: Tensor) -> list[Op]:
+        """One product for the linears ``names`` of ``layer`` (with ``sizes`` outputs) that share an input, or one
+        product for each where their schemes differ."""
+        loaded = [(*self._weights.linear(f"{layer}.{name}", n, x.shape[1]), n) for name, n in zip(names, sizes)]
         dense = [w for w, _, _ in loaded if isinstance(w, Tensor)]
         packed = [w for w, _, _ in loaded if isinstance(w, QuantizedWeight)]
         bias = None

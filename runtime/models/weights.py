@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight, take_rows
 from qserve.checkpoint.source import ModelSource
 
 Weight = Tensor | QuantizedWeight
@@ -28,8 +28,11 @@ class Weights:
     def is_quantized(self, module: str) -> bool:
         return module in self._quantized
 
-    def linear(self, module: str, out: int, inp: int) -> tuple[Weight, Tensor | None]:
-        """The weight [out, in] of a linear without its bias, and the bias [out]."""
+    def linear(
+        self, module: str, out: int, inp: int, *, rows: Tensor | None = None, transposed: bool = False
+    ) -> tuple[Weight, Tensor | None]:
+        """The weight [out, in] of a linear without its bias, and the bias [out]. ``rows`` int64 [out] puts the outputs
+        in another order; ``transposed``: a dense weight is stored [in, out]."""
         if module in self._quantized:
             packed = self._read_linear(module)
             if (packed.out_features, packed.in_features) != (out, inp):
@@ -37,9 +40,15 @@ class Weights:
                     f"{self.source.name}: {module} is {packed.out_features}x{packed.in_features}, "
                     f"the configuration says {out}x{inp}"
                 )
+            packed = packed if rows is None else take_rows(packed, rows)
             return replace(packed, bias=None), packed.bias
-        weight = self.tensor(f"{module}.weight", out, inp)
+        shape = (inp, out) if transposed else (out, inp)
+        weight = self.tensor(f"{module}.weight", *shape)
+        if transposed:
+            weight = weight.T.contiguous()
         bias = self.tensor(f"{module}.bias", out) if self.source.has(f"{module}.bias") else None
+        if rows is not None:
+            weight, bias = weight[rows], None if bias is None else bias[rows]
         return weight, bias
 
     def tensor(self, name: str, *shape: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from qserve.checkpoint.demo import demo_path
 from qserve.checkpoint.errors import CapacityError
+from qserve.checkpoint.modules import LLAMA
 from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
 from qserve.runtime.config import EngineConfig
@@ -32,7 +33,7 @@ def test_the_plan_counts_what_is_allocated(tiny_model: Path, tiny_packed: Path, 
         pytest.skip("only the native kernels keep their weights in one place")
     # Tiles of weights have three or four axes, norms one; of the matrices only the embedding is a weight.
     weights = sum(t.nbytes for t in kept.values() if t.dim() != 2 or t.shape == (engine.vocab_size, 64))
-    assert weight_bytes(source, registry.make(), int8_head=packed) == pytest.approx(weights, rel=0.05)
+    assert weight_bytes(source, LLAMA, registry.make(), int8_head=packed) == pytest.approx(weights, rel=0.05)
 
 
 def test_refusals_carry_the_arithmetic(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.modules import LLAMA
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import open_model
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
@@ -327,7 +328,7 @@ def test_the_plan_counts_what_is_allocated(checkpoints: dict[str, Path], name: s
         if t.untyped_storage().data_ptr() not in buffers
         and not (t.dim() == 2 and t.shape == (decoder.limits.max_logits, 64))
     )
-    assert weight_bytes(source, registry.make(), int8_head=True) == pytest.approx(held, rel=0.05)
+    assert weight_bytes(source, LLAMA, registry.make(), int8_head=True) == pytest.approx(held, rel=0.05)
 
 
 def test_the_configuration_is_read_back(checkpoints: dict[str, Path]) -> None:

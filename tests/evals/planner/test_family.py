@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES
 from qserve.evals.planner import catalog
-from qserve.evals.planner.family import GPT, shape_of
+from qserve.evals.planner.family import shape_of
 
 TINY: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -25,7 +25,6 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 12, "moe_intermediate_size": 48, "n_routed_experts": 6, "n_shared_experts": 2,
     "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }
-GPT_TINY = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
 OTHERS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "granite": {"attention_bias": True, "mlp_bias": True},
@@ -35,6 +34,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 32, "num_key_value_heads": 1},
     "gemma2": {"head_dim": 32, "sliding_window": 32},
     "gemma3_text": {"head_dim": 32, "sliding_window": 32, "num_hidden_layers": 7},
+    "cohere2": {"sliding_window": 32, "num_hidden_layers": 9},
+    "starcoder2": {"sliding_window": 32, "use_bias": False},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80, "bias": True},
+    "gpt_neox": {"attention_bias": False},
+    "stablelm": {"use_qkv_bias": True},
+    "nemotron": {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    "opt": {"ffn_dim": 80},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 56},
     "qwen3_moe": {**EXPERTS, "head_dim": 32},
@@ -45,9 +51,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", [*FAMILIES, *GPT])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_module(family: str, tied: bool) -> None:
-    keys = GPT_TINY if family in GPT else {**TINY, **OTHERS.get(family, {})}
+    keys = {**TINY, **OTHERS.get(family, {})}
     config = AutoConfig.for_model(family, **keys, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

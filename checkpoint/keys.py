@@ -1,0 +1,93 @@
+"""Configurations in the keys of Llama's: what a family writes under keys of its own, and what it leaves unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+"""The content of a config.json, with or without what transformers would add."""
+
+
+def cohere(config: Config) -> dict[str, Any]:
+    return _renamed(config, rms_norm_eps="layer_norm_eps")
+
+
+def starcoder2(config: Config) -> dict[str, Any]:
+    biases = config.get("use_bias", True)
+    return {**_renamed(config, rms_norm_eps="norm_epsilon"), "attention_bias": biases, "mlp_bias": biases}
+
+
+def nemotron(config: Config) -> dict[str, Any]:
+    return _renamed(config, rms_norm_eps="norm_eps")
+
+
+def stablelm(config: Config) -> dict[str, Any]:
+    return _renamed(config, rms_norm_eps="layer_norm_eps", attention_bias="use_qkv_bias")
+
+
+def phi(config: Config) -> dict[str, Any]:
+    return _renamed(config, rms_norm_eps="layer_norm_eps")
+
+
+def gpt_neox(config: Config) -> dict[str, Any]:
+    said = {"attention_bias": True, "use_parallel_residual": True, **config}
+    said["num_key_value_heads"] = config.get("num_attention_heads")
+    return {key: said[key] for key in ("attention_bias", "use_parallel_residual", "num_key_value_heads")} | phi(config)
+
+
+def falcon(config: Config) -> dict[str, Any]:
+    """One key head with ``multi_query``; ``num_kv_heads`` counts only in the new architecture."""
+    new = bool(config.get("new_decoder_architecture", False))
+    keys = _renamed(
+        config, rms_norm_eps="layer_norm_epsilon", hidden_act="activation", num_key_value_heads="num_kv_heads",
+        attention_bias="bias", mlp_bias="bias", intermediate_size="ffn_hidden_size",
+    )  # fmt: skip
+    if not new:
+        multi_query = config.get("multi_query", True)
+        keys["num_key_value_heads"] = 1 if multi_query else config.get("num_attention_heads")
+    norms = config.get("num_ln_in_parallel_attn")
+    keys["num_ln_in_parallel_attn"] = (2 if norms is None else norms) if new else 1
+    keys["use_parallel_residual"] = new or bool(config.get("parallel_attn", True))
+    return _inner(config, keys)
+
+
+def opt(config: Config) -> dict[str, Any]:
+    biases = config.get("enable_bias", True)
+    keys = _renamed(config, intermediate_size="ffn_dim", hidden_act="activation_function")
+    projected = config.get("word_embed_proj_dim") not in (None, config.get("hidden_size"))
+    return {
+        **keys, "num_key_value_heads": config.get("num_attention_heads"), "rms_norm_eps": 1e-5,
+        "attention_bias": biases, "mlp_bias": biases, "project_in": projected,
+    }  # fmt: skip
+
+
+def gpt2(config: Config) -> dict[str, Any]:
+    keys = _renamed(
+        config, hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
+        max_position_embeddings="n_positions", intermediate_size="n_inner", rms_norm_eps="layer_norm_epsilon",
+        hidden_act="activation_function",
+    )  # fmt: skip
+    return _inner(config, {**keys, "num_key_value_heads": keys.get("num_attention_heads")})
+
+
+def gpt_bigcode(config: Config) -> dict[str, Any]:
+    keys = gpt2(config)
+    return {**keys, "num_key_value_heads": 1} if config.get("multi_query", True) else keys
+
+
+def gptj(config: Config) -> dict[str, Any]:
+    """``rotary_dim`` counts elements of a head; None rotates all of it."""
+    return gpt2(config)
+
+
+def _inner(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
+    """A feed-forward of four hidden sizes where none is said."""
+    hidden = keys.get("hidden_size", config.get("hidden_size"))
+    if keys.get("intermediate_size") is None and isinstance(hidden, int):
+        keys["intermediate_size"] = 4 * hidden
+    return keys
+
+
+def _renamed(config: Config, **keys: str) -> dict[str, Any]:
+    return {name: config[own] for name, own in keys.items() if own in config}

@@ -1,0 +1,77 @@
+"""``Modules``: the names of a decoder's parts in the checkpoints of a family, and how their weights lie there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Names of modules. Those below a layer are relative to it.
+
+    Attributes:
+        layers, embedding, norm, head: of the model; ``norm`` is the last norm.
+        positions: the table of learned positions; None where there is none.
+        position_offset: the row of position 0 in that table.
+        attention: the module to which the scales of the KV cache belong.
+        attention_norm: the norm of the attention's input.
+        mlp_norm: the norm of the feed-forward's input; None where a parallel block has one norm for both.
+        qkv: the linears of queries, keys and values, or one that joins them.
+        out: the linear behind the attention.
+        up: the linears that read the feed-forward's input: gate and up, one that joins them, or one without a gate.
+        down: the linear that writes the feed-forward's output.
+        grouped: the joined linear holds for each key head its queries, then its key, then its value.
+        interleaved: rotations pair neighbouring rows of queries and keys, not those half a head apart.
+        transposed: dense weights of a layer's linears lie [in, out] (``Conv1D``).
+    """
+
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    positions: str | None = None
+    position_offset: int = 0
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    attention: str = "self_attn"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    grouped: bool = False
+    interleaved: bool = False
+    transposed: bool = False
+
+
+LLAMA = Modules()
+PHI3 = Modules(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+COHERE = Modules(mlp_norm=None, interleaved=True)
+NEMOTRON = Modules(up=("mlp.up_proj",))
+STARCODER2 = Modules(up=("mlp.c_fc",), down="mlp.c_proj")
+PHI = Modules(
+    norm="model.final_layernorm", mlp_norm=None, out="self_attn.dense", up=("mlp.fc1",), down="mlp.fc2"
+)  # fmt: skip
+GPT_NEOX = Modules(
+    layers="gpt_neox.layers", embedding="gpt_neox.embed_in", norm="gpt_neox.final_layer_norm", attention="attention",
+    qkv=("attention.query_key_value",), out="attention.dense", up=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h",
+    grouped=True,
+)  # fmt: skip
+FALCON = replace(
+    GPT_NEOX, layers="transformer.h", embedding="transformer.word_embeddings", norm="transformer.ln_f",
+    attention="self_attention", qkv=("self_attention.query_key_value",), out="self_attention.dense",
+)  # fmt: skip
+OPT = Modules(
+    layers="model.decoder.layers", embedding="model.decoder.embed_tokens", norm="model.decoder.final_layer_norm",
+    positions="model.decoder.embed_positions", position_offset=2, attention_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm", out="self_attn.out_proj", up=("fc1",), down="fc2",
+)  # fmt: skip
+GPT2 = Modules(
+    layers="transformer.h", embedding="transformer.wte", norm="transformer.ln_f", positions="transformer.wpe",
+    attention="attn", attention_norm="ln_1", mlp_norm="ln_2", qkv=("attn.c_attn",), out="attn.c_proj",
+    up=("mlp.c_fc",), down="mlp.c_proj", transposed=True,
+)  # fmt: skip
+GPT_BIGCODE = replace(GPT2, grouped=True, transposed=False)
+GPTJ = replace(
+    GPT2, positions=None, mlp_norm=None, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"), out="attn.out_proj",
+    up=("mlp.fc_in",), down="mlp.fc_out", interleaved=True, transposed=False,
+)  # fmt: skip
