@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes as C
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -37,14 +37,14 @@ def name_of(operation: type) -> str:
 
 @cache
 def structure(declared: type) -> type[C.Structure]:
-    """The C structure of a dataclass: its fields, then its properties, by name. Pointers come first, then integers,
-    then floats, each in the order of declaration. ``rows`` is left out: ``qs_op`` has it."""
+    """The C structure of a dataclass: its fields, then its properties, by name. Structures come first, then pointers,
+    integers and floats, each in the order of declaration. ``rows`` is left out: ``qs_op`` has it."""
     hints = get_type_hints(declared)
     properties = [name for name, value in vars(declared).items() if isinstance(value, property)]
     hints |= {name: get_type_hints(vars(declared)[name].fget)["return"] for name in properties}
     names = [field.name for field in fields(declared) if field.name != "rows"] + properties
     typed = [(name, _c_type(hints[name])) for name in names]
-    typed.sort(key=lambda field: _ORDER.index(field[1]))
+    typed.sort(key=lambda field: _ORDER.index(field[1]) if field[1] in _ORDER else -1)
     return type(name_of(declared), (C.Structure,), {"_fields_": typed})
 
 
@@ -52,6 +52,8 @@ def _c_type(hint: Any) -> Any:
     if hint == Function:
         return C.c_int32
     (kind,) = {arg for arg in get_args(hint) or (hint,) if arg is not type(None)}
+    if isinstance(kind, type) and is_dataclass(kind):
+        return structure(kind)
     return _C_TYPES[kind]
 
 
@@ -74,6 +76,8 @@ def describe(declared: object, address: Callable[[Tensor], int]) -> C.Structure:
             value = DTYPES[value]
         elif isinstance(value, str):
             value = _NUMBERS[value]
+        elif is_dataclass(value):
+            value = describe(value, address)
         setattr(made, name, value)
     return made
 

@@ -11,6 +11,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.ops import Activation, Linear, Op, RMSNorm
 from qserve.kernels.prepack import LANES
 
@@ -65,13 +66,19 @@ def _joins(op: Activation, linear: Linear) -> bool:
 
 
 def _alternating(linear: Linear) -> Linear:
-    width = linear.out.shape[1] // 2
-    order = torch.arange(2 * width).view(2, width // LANES, LANES).transpose(0, 1).flatten()
+    order = _alternation(linear.out.shape[1])
     bias = None if linear.bias is None else linear.bias[order]
-    weight = linear.weight
+    return replace(linear, weight=alternating(linear.weight), bias=bias)
+
+
+def alternating(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+    """``weight`` of gates, then their factors, with the order of rows that ``FusedLinear.silu`` needs."""
     if isinstance(weight, Tensor):
-        return replace(linear, weight=weight[order], bias=bias)
+        return weight[_alternation(len(weight))]
+    order = _alternation(weight.out_features)
     zeros = None if weight.zeros is None else weight.zeros[order]
-    return replace(
-        linear, weight=replace(weight, codes=weight.codes[order], scales=weight.scales[order], zeros=zeros), bias=bias
-    )
+    return replace(weight, codes=weight.codes[order], scales=weight.scales[order], zeros=zeros)
+
+
+def _alternation(rows: int) -> Tensor:
+    return torch.arange(rows).view(2, rows // 2 // LANES, LANES).transpose(0, 1).flatten()

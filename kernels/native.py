@@ -21,18 +21,32 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear, fuse
-from qserve.kernels.ops import HOST, SCALED_KV, Activation, Attention, Embed, Linear, Op, RMSNorm, RopeKV, Step
+from qserve.kernels.ops import (
+    HOST,
+    SCALED_KV,
+    Activation,
+    Attention,
+    Embed,
+    Experts,
+    Linear,
+    Op,
+    RMSNorm,
+    RopeKV,
+    Route,
+    Step,
+)
 from qserve.kernels.pages import Arena
-from qserve.kernels.prepack import is_expanded, tile_bytes
+from qserve.kernels.prepack import LANES, is_expanded, tile_bytes
 from qserve.kernels.reference import Fallback
 from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus, share
-from qserve.kernels.tiled import TiledEmbed, TiledLinear, tile_embed, tile_linear
+from qserve.kernels.tiled import TiledEmbed, TiledExperts, TiledLinear, tile_embed, tile_experts, tile_linear
 
 Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
 
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
-_DECLARED = {abi.name_of(op): op for op in (*get_args(Op), TiledEmbed, TiledLinear)}  # the tiled ones come last
+_TILED = (TiledEmbed, TiledLinear, TiledExperts)
+_DECLARED = {abi.name_of(op): op for op in (*get_args(Op), *_TILED)}  # the tiled ones come last
 
 
 def library_path() -> Path | None:
@@ -233,6 +247,10 @@ class _NativeProgram:
                 return tile_linear(op, self._pool.arena.keep)
             case Embed():
                 return tile_embed(op)
+            case Experts():
+                return tile_experts(op, self._pool.arena.keep)
+            case Route() if op.bias is not None:
+                return replace(op, bias=op.bias.float().contiguous())
             case RMSNorm():
                 return replace(op, weight=op.weight.float().contiguous())
             case RopeKV():
@@ -241,8 +259,10 @@ class _NativeProgram:
         return op
 
 
-def _unsupported(weight: QuantizedWeight) -> str | None:
+def _unsupported(weight: Tensor | QuantizedWeight) -> str | None:
     """Why no kernel multiplies ``weight``, or None."""
+    if isinstance(weight, Tensor):
+        return None if weight.dtype in abi.FLOATS else f"weights in {weight.dtype} have no C kernel"
     scheme, activations = weight.scheme, weight.activations
     if scheme.grid not in (INTEGERS, E4M3):
         return f"{scheme} weights have no C kernel"
@@ -273,9 +293,7 @@ class NativeExecutor:
     warm_sizes: Sequence[int] = ()
     placement = HOST
 
-    def __init__(
-        self, threads: int | None = None, isa: Isa | None = None, cpus: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, threads: int | None = None, isa: Isa | None = None, cpus: Sequence[int] | None = None) -> None:
         if cpus is not None:
             require_cpus(cpus)
         self.threads = len(cpus) if cpus is not None else threads or default_threads()
@@ -305,9 +323,11 @@ class NativeExecutor:
                 return "embeddings with groups out of order have no C kernel" if op.table.g_idx is not None else None
             return None if op.table.dtype in abi.FLOATS else f"embeddings in {op.table.dtype} have no C kernel"
         if isinstance(op, Linear):
-            if isinstance(op.weight, QuantizedWeight):
-                return _unsupported(op.weight)
-            return None if op.weight.dtype in abi.FLOATS else f"weights in {op.weight.dtype} have no C kernel"
+            return _unsupported(op.weight)
+        if isinstance(op, Experts):
+            if op.activated.shape[1] % LANES:
+                return f"experts of {op.activated.shape[1]} numbers have no C kernel: it takes multiples of {LANES}"
+            return next((reason for weight in (*op.gate_up, *op.down) if (reason := _unsupported(weight))), None)
         if isinstance(op, RopeKV | Attention):
             if op.k_cache.dtype not in abi.DTYPES:
                 return f"a KV cache in {op.k_cache.dtype} has no C kernel"

@@ -5,18 +5,21 @@ The fields are those of ``qs_linear`` and ``qs_embed`` in ``csrc/qserve.h``, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import abi
-from qserve.kernels.fusion import FusedLinear
-from qserve.kernels.ops import Embed
+from qserve.kernels.fusion import FusedLinear, alternating
+from qserve.kernels.ops import Embed, Experts
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
+
+_OF_ONE = {"input_scale", "permutation"}  # not the same for all experts
 
 Keep = Callable[[Tensor], Tensor]
 """Moves tiles to the place where they stay."""
@@ -47,6 +50,22 @@ class TiledLinear:
     silu: bool = False
     input_scale: float = 0.0
     eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class TiledExperts:
+    """``gate_up`` and ``down`` describe the first expert; their tensors hold all of them."""
+
+    gate_up: TiledLinear
+    down: TiledLinear
+    experts: Tensor
+    weights: Tensor
+    out: Tensor
+    gate_up_scales: Tensor | None
+    down_scales: Tensor | None
+    count: int
+    top_k: int
+    accumulate: bool
 
 
 @dataclass(frozen=True)
@@ -119,6 +138,60 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
     codes, scales = (keep(each) for each in float8_tiles(weight))
     group = scheme.group_width(inp)
     return {"weight": codes, "scales": scales, "k": inp, "dtype": abi.F8, "group": group, **inputs}
+
+
+def tile_experts(op: Experts, keep: Keep) -> TiledExperts:
+    """Raises ``ValueError`` where the weights do not map ``x`` to ``out``, or are not all of one kind."""
+    inner = op.activated.shape[1]
+    _require_shape(op.gate_up, 2 * inner, op.x.shape[1])
+    _require_shape(op.down, op.out.shape[1], inner)
+    gate_up, gate_up_scales = _stacked([alternating(weight) for weight in op.gate_up], keep)
+    down, down_scales = _stacked(op.down, keep)
+    return TiledExperts(
+        gate_up=TiledLinear(
+            x=op.x, out=op.activated, n=2 * inner, x_width=op.x.shape[1], out_stride=inner, silu=True, **gate_up
+        ),
+        down=TiledLinear(
+            x=op.activated, out=op.parts, n=op.out.shape[1], x_width=inner, out_stride=op.out.shape[1], **down
+        ),
+        experts=op.experts,
+        weights=op.weights,
+        out=op.out,
+        gate_up_scales=gate_up_scales,
+        down_scales=down_scales,
+        count=len(op.gate_up),
+        top_k=op.experts.shape[1],
+        accumulate=op.accumulate,
+    )
+
+
+def _require_shape(weights: Sequence[Tensor | QuantizedWeight], out: int, inp: int) -> None:
+    for weight in weights:
+        packed = isinstance(weight, QuantizedWeight)
+        shape = (weight.out_features, weight.in_features) if packed else tuple(weight.shape)  # type: ignore[union-attr]
+        if shape != (out, inp):
+            raise ValueError(f"a weight of {shape} does not map {inp} inputs to {out} outputs")
+
+
+def _stacked(weights: Sequence[Tensor | QuantizedWeight], keep: Keep) -> tuple[dict[str, Any], Tensor | None]:
+    """The fields of the first of ``weights``, whose tensors hold all of them, one behind the other; and their input
+    scales [weights], where they have static ones."""
+    tiled = [_tiles(weight, lambda tensor: tensor) for weight in weights]
+    first = dict(tiled[0])
+    if len({each.get("scale_dtype") for each in tiled}) > 1:  # float16 holds the scales of some only
+        tiled = [{**each, "scales": each["scales"].float(), "scale_dtype": 0} for each in tiled]
+        first["scale_dtype"] = 0
+    if any(each.get("permutation") is not None for each in tiled):
+        in_order = torch.arange(first["k"], dtype=torch.int32)
+        tiled = [{**each, "permutation": in_order if each["permutation"] is None else each["permutation"]}
+                 for each in tiled]  # fmt: skip
+    tensors = {name for name, value in tiled[0].items() if isinstance(value, Tensor)}
+    for each in tiled[1:]:
+        if any(each[name] != value for name, value in first.items() if name not in tensors | _OF_ONE):
+            raise ValueError("the weights of the experts differ in their schemes")
+    first |= {name: keep(torch.stack([each[name] for each in tiled])) for name in tiled[0] if name in tensors}
+    scales = torch.tensor([each.get("input_scale", 0.0) for each in tiled])
+    return first, scales if scales.any() else None
 
 
 def tile_embed(op: Embed) -> TiledEmbed:

@@ -29,6 +29,11 @@ typedef struct {
     void (*silu_mul)(const float *gate, const float *up, float *out, int32_t width);
     void (*log_softmax)(float *x, int32_t width);
     int32_t (*argmax)(const float *x, int32_t width);
+    /* One token; `memory` has 14 bytes for each expert. */
+    void (*route)(const qs_route *op, const float *logits, int32_t *experts, float *weights, float *memory);
+    void (*combine)(const float *parts, const int32_t *rows, const float *weights, int32_t top_k, float *out,
+                    int32_t width, int32_t accumulate);
+    void (*sigmoid_mul)(const float *gate, float *out, int32_t width, int32_t gates);
     /* Rounds one row of the input: to codes for an integer product, to f32 [k] for a float product. */
     void (*quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums);
     void (*round_input)(const qs_linear *op, const float *x, float *rounded);

@@ -141,6 +141,9 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .attend = attend, \
         .search_scale = QS_NAME(search_scale), \
         .sweep = QS_NAME(sweep), \
+        .route = QS_NAME(route), \
+        .combine = QS_NAME(combine), \
+        .sigmoid_mul = QS_NAME(sigmoid_mul), \
     }
 
 const qs_kernels qs_kernels_avx2 = KERNELS(linear_int);

@@ -113,6 +113,9 @@ const qs_kernels qs_kernels_neon = {
     .rope_kv = rope_kv,
     .attend = attend,
     .search_scale = QS_NAME(search_scale),
+    .route = QS_NAME(route),
+    .combine = QS_NAME(combine),
+    .sigmoid_mul = QS_NAME(sigmoid_mul),
     .sweep = QS_NAME(sweep),
 };
 #ifdef __clang__

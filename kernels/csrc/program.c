@@ -21,9 +21,12 @@
 #define PART 12       /* a product is cut into parts of a multiple of so many rows: whole blocks of the kernels */
 #define SHARE 8       /* pieces for each thread: with so many, waiting for the last one is short */
 
-/* One piece-wise part of an operation: the next piece to take, and how many are done. */
+#define PHASES 6      /* the most of an operation */
+
+/* One piece-wise part of an operation: the next piece to take, and how many are done. `parts`: what an earlier phase
+ * found out about the size of this one. */
 struct phase {
-    atomic_int next, done;
+    atomic_int next, done, parts;
 };
 
 /* Threads help, they do not meet: a thread without a piece holds up nobody, however late the system lets it run. A
@@ -37,7 +40,7 @@ struct qs_pool {
     int32_t threads, capacity;
     int32_t cpu; /* of the caller, or -1 */
     pthread_t *workers;
-    struct phase *phases; /* two for each operation; `capacity` operations */
+    struct phase *phases; /* PHASES for each operation; `capacity` operations */
     const struct job *job;
 };
 
@@ -122,6 +125,11 @@ static void settle(qs_pool *pool, struct phase *phase, int32_t pieces, int32_t m
         wait_change(pool, &phase->done, done);
 }
 
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
 static int64_t align64(int64_t bytes)
 {
     return (bytes + 63) & ~(int64_t)63;
@@ -156,45 +164,17 @@ static qs_acts acts_at(uint8_t *memory, const qs_linear *op, int64_t rows)
     return acts;
 }
 
-static int64_t larger(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
 
 static int64_t thread_bytes(const struct layout *layout)
 {
     return layout->row + layout->normed + layout->unpacked;
 }
 
-static struct layout plan_scratch(const qs_op *ops, int32_t count, int32_t rows)
-{
-    struct layout layout = {0, 0, 0, 0};
-    for (int32_t i = 0; i < count; i++) {
-        if (ops[i].kind != QS_LINEAR)
-            continue;
-        const qs_linear *op = &ops[i].linear;
-        int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_U4 ? 1 : op->dtype == QS_F8 ? 4 : 0);
-        layout.row = larger(layout.row, input_bytes(op, 1));
-        layout.normed = larger(layout.normed, op->norm ? align64((int64_t)op->x_width * 4) : 0);
-        layout.unpacked = larger(layout.unpacked, align64(tiles));
-        layout.shared = larger(layout.shared, input_bytes(op, rows));
-    }
-    return layout;
-}
-
-int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int32_t threads)
-{
-    struct layout layout = plan_scratch(ops, count, max_rows);
-    return thread_bytes(&layout) * threads + layout.shared;
-}
-
-/* Row r of the input as the product reads it, to `memory`, which has room for `rows`. `normed` has room for a row of
- * x. */
-static void prepare_row(const struct job *job, const qs_linear *op, uint8_t *memory, float *normed, int64_t rows,
-                        int64_t r)
+/* The input x as the product reads it, to row r of `memory`, which has room for `rows`. `normed` has room for x. */
+static void prepare_row(const struct job *job, const qs_linear *op, const float *x, uint8_t *memory, float *normed,
+                        int64_t rows, int64_t r)
 {
     const qs_kernels *kernels = job->kernels;
-    const float *x = op->x + r * op->x_width;
     if (op->norm) {
         kernels->rmsnorm(x, op->norm, normed, op->x_width, op->eps);
         x = normed;
@@ -230,12 +210,12 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
         /* Every thread prepares the row for itself, which is cheaper than waiting. If the others have gone on and the
          * row has changed, no piece is left for this thread. */
         if (atomic_load_explicit(&phase[1].next, memory_order_relaxed) < pieces)
-            prepare_row(job, op, memory, normed, 1, 0);
+            prepare_row(job, op, op->x, memory, normed, 1, 0);
     } else if (is_prepared(op)) {
         for (int32_t ticket, pieces = row_pieces(rows); (ticket = take(phase)) < pieces; mine++) {
             int32_t piece = spread(ticket, pieces, pool->threads);
             for (int64_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
-                prepare_row(job, op, memory, normed, rows, r);
+                prepare_row(job, op, op->x + r * op->x_width, memory, normed, rows, r);
         }
         settle(pool, phase, row_pieces(rows), mine);
     }
@@ -252,6 +232,48 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
                                        some, (float *)unpacked);
     }
     settle(pool, phase + 1, pieces, mine);
+}
+
+#include "experts.h"
+
+/* Makes room for what each thread needs for a product. */
+static void add_product(struct layout *layout, const qs_linear *op)
+{
+    int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_U4 ? 1 : op->dtype == QS_F8 ? 4 : 0);
+    layout->row = larger(layout->row, input_bytes(op, 1));
+    layout->normed = larger(layout->normed, op->norm ? align64((int64_t)op->x_width * 4) : 0);
+    layout->unpacked = larger(layout->unpacked, align64(tiles));
+}
+
+static int64_t route_bytes(const qs_route *op)
+{
+    return align64((int64_t)op->count * 14);
+}
+
+static struct layout plan_scratch(const qs_op *ops, int32_t count, int32_t rows)
+{
+    struct layout layout = {0, 0, 0, 0};
+    for (int32_t i = 0; i < count; i++) {
+        const qs_op *op = ops + i;
+        if (op->kind == QS_ROUTE)
+            layout.row = larger(layout.row, route_bytes(&op->route));
+        if (op->kind == QS_LINEAR) {
+            add_product(&layout, &op->linear);
+            layout.shared = larger(layout.shared, input_bytes(&op->linear, rows));
+        }
+        if (op->kind == QS_EXPERTS) {
+            add_product(&layout, &op->experts.gate_up);
+            add_product(&layout, &op->experts.down);
+            layout.shared = larger(layout.shared, experts_bytes(&op->experts, rows));
+        }
+    }
+    return layout;
+}
+
+int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int32_t threads)
+{
+    struct layout layout = plan_scratch(ops, count, max_rows);
+    return thread_bytes(&layout) * threads + layout.shared;
 }
 
 /* Whether operation i is a rotation that the attention behind it can do itself. It can if every sequence has one token,
@@ -341,7 +363,7 @@ static void embed_row(const qs_embed *op, int32_t token, float *out)
             out[j] *= op->scale;
 }
 
-static void run_row(const struct job *job, const qs_op *op, int64_t r)
+static void run_row(const struct job *job, int32_t thread, const qs_op *op, int64_t r)
 {
     const qs_kernels *kernels = job->kernels;
     const qs_step *step = job->step;
@@ -373,6 +395,16 @@ static void run_row(const struct job *job, const qs_op *op, int64_t r)
     case QS_ARGMAX:
         op->argmax.out[r] = kernels->argmax(op->argmax.x + r * op->argmax.width, op->argmax.width);
         break;
+    case QS_SIGMOID_MUL:
+        kernels->sigmoid_mul(op->sigmoid_mul.gate + r * op->sigmoid_mul.gates,
+                             op->sigmoid_mul.out + r * op->sigmoid_mul.width, op->sigmoid_mul.width,
+                             op->sigmoid_mul.gates);
+        break;
+    case QS_ROUTE:
+        kernels->route(&op->route, op->route.logits + r * op->route.count, op->route.experts + r * op->route.top_k,
+                       op->route.weights + r * op->route.top_k,
+                       (float *)(job->scratch + thread_bytes(&job->layout) * thread));
+        break;
     case QS_LOG_SOFTMAX:
         kernels->log_softmax(op->log_softmax.x + r * op->log_softmax.width, op->log_softmax.width);
         break;
@@ -384,12 +416,14 @@ static void run_job(qs_pool *pool, int32_t thread)
     const struct job *job = pool->job;
     for (int32_t i = 0; i < job->count; i++) {
         const qs_op *op = job->ops + i;
-        struct phase *phase = pool->phases + 2 * i;
+        struct phase *phase = pool->phases + PHASES * i;
         int32_t rows = op->rows == QS_ROWS_LOGITS ? job->step->logits : job->step->tokens, mine = 0;
         if (rows == 0 || is_joined(job, i))
             continue;
         if (op->kind == QS_LINEAR)
             run_linear(job, pool, thread, phase, &op->linear, rows);
+        else if (op->kind == QS_EXPERTS)
+            run_experts(job, pool, thread, phase, &op->experts, rows);
         else if (op->kind == QS_ATTENTION)
             run_attention(job, pool, phase, &op->attention,
                           i && is_joined(job, i - 1) ? &op[-1].rope_kv : NULL);
@@ -397,7 +431,7 @@ static void run_job(qs_pool *pool, int32_t thread)
             for (int32_t ticket, pieces = row_pieces(rows); (ticket = take(phase)) < pieces; mine++) {
                 int32_t piece = spread(ticket, pieces, pool->threads);
                 for (int32_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
-                    run_row(job, op, r);
+                    run_row(job, thread, op, r);
             }
             settle(pool, phase, row_pieces(rows), mine);
         }
@@ -475,6 +509,7 @@ const char *qs_op_name(int32_t kind)
         [QS_EMBED] = "embed",         [QS_RMS_NORM] = "rms_norm", [QS_LINEAR] = "linear",
         [QS_ROPE_KV] = "rope_kv",     [QS_ATTENTION] = "attention", [QS_ACTIVATION] = "activation",
         [QS_GATHER] = "gather",       [QS_ARGMAX] = "argmax",     [QS_LOG_SOFTMAX] = "log_softmax",
+        [QS_ROUTE] = "route",         [QS_EXPERTS] = "experts",   [QS_SIGMOID_MUL] = "sigmoid_mul",
     };
     return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;
 }
@@ -565,13 +600,13 @@ int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *po
         return -1;
     qs_cpus before;
     if (count > pool->capacity) {
-        struct phase *phases = realloc(pool->phases, sizeof(*phases) * 2 * (size_t)count);
+        struct phase *phases = realloc(pool->phases, sizeof(*phases) * PHASES * (size_t)count);
         if (!phases)
             return -2;
         pool->phases = phases;
         pool->capacity = count;
     }
-    memset(pool->phases, 0, sizeof(*pool->phases) * 2 * (size_t)count);
+    memset(pool->phases, 0, sizeof(*pool->phases) * PHASES * (size_t)count);
     int pinned = pool->cpu >= 0 && qs_pin(pthread_self(), pool->cpu, &before) == 0;
     pool->job = &job;
     atomic_store(&pool->open, 1);

@@ -31,6 +31,9 @@ enum qs_op_kind {
     QS_GATHER = 6,
     QS_ARGMAX = 7,
     QS_LOG_SOFTMAX = 8,
+    QS_ROUTE = 9,
+    QS_EXPERTS = 10,
+    QS_SIGMOID_MUL = 11,
 };
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
@@ -138,6 +141,37 @@ typedef struct { const float *x; int32_t *out; int32_t width; } qs_argmax;
 /* In place: x[r, :] -= log(sum(exp(x[r, :]))) */
 typedef struct { float *x; int32_t width; } qs_log_softmax;
 
+/* Chooses top_k of `count` experts for each row of logits f32 [tokens, count], best first: experts i32 and weights f32
+ * [tokens, top_k]. Scores are the softmax of a row, or its sigmoid; the highest score + bias (f32 [count], or NULL) is
+ * the best, and of equal ones the first. groups > 1: all come from the top_groups groups with the highest sum of their
+ * group_best best. A weight is the score, divided by the sum of the chosen where `renormalize` is set, times scale.
+ * Where scores are NaN, experts still differ. */
+typedef struct {
+    const float *logits;
+    int32_t *experts;
+    float *weights;
+    const float *bias;
+    int32_t sigmoid, renormalize, groups, top_groups, group_best, count, top_k;
+    float scale;
+} qs_route;
+
+/* out[r, :] = sum over j of weights[r, j] * down_e(gate_up_e(x[r])), e = experts[r, j], in the order of j, or added to
+ * out where `accumulate` is set. gate_up has `silu` and no norm, down reads what it writes and writes parts; both have
+ * room for tokens * top_k rows. Their structures are those of expert 0; in weight, scales, zeros and permutation the
+ * `count` experts follow each other. They have no bias. gate_up_scales and down_scales f32 [count], or NULL: static
+ * input scales. experts i32 and weights f32 [tokens, top_k]; the experts of a token differ. */
+typedef struct {
+    qs_linear gate_up, down;
+    const int32_t *experts;
+    const float *weights;
+    float *out;
+    const float *gate_up_scales, *down_scales;
+    int32_t count, top_k, accumulate;
+} qs_experts;
+
+/* out[r, j] *= sigmoid(gate[r, j]), or sigmoid(gate[r, 0]) where gates is 1;  gate f32 [rows, gates]. */
+typedef struct { const float *gate; float *out; int32_t width, gates; } qs_sigmoid_mul;
+
 typedef struct {
     int32_t kind, rows;
     union {
@@ -150,6 +184,9 @@ typedef struct {
         qs_gather gather;
         qs_argmax argmax;
         qs_log_softmax log_softmax;
+        qs_route route;
+        qs_experts experts;
+        qs_sigmoid_mul sigmoid_mul;
     };
 } qs_op;
 

@@ -12,14 +12,20 @@ from transformers import AutoConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts, Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
-from qserve.kernels.ops import Executor, Experts, Op, Route, SigmoidMul, Step
+from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels import native
+from qserve.kernels.ops import Activation, Executor, Experts, Linear, Op, Route, SigmoidMul, Step
 from qserve.kernels.reference import ReferenceExecutor
+from tests.kernels.quantized_weights import make_weight
 
 WIDTH, INNER, COUNT = 48, 40, 6
 
 
 def run(ops: list[Op], rows: int, executor: Executor | None = None) -> None:
-    program = (executor or ReferenceExecutor()).program(rows)
+    executor = executor or ReferenceExecutor()
+    assert all(executor.supports(op) is None for op in ops)
+    program = executor.program(rows)
     program.add(ops)
     ids = torch.arange(rows, dtype=torch.int32)
     starts = torch.tensor([0, rows], dtype=torch.int32)
@@ -122,3 +128,128 @@ def test_a_gate_scales_a_row_or_each_of_its_numbers() -> None:
         got = out.clone()
         run([SigmoidMul(gate, got)], 5)
         torch.testing.assert_close(got, out * torch.sigmoid(gate))
+
+
+def executors() -> list[native.NativeExecutor]:
+    return [native.NativeExecutor(2, isa) for isa in native.available()]
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize(("count", "groups", "top_k"), [(5, 1, 1), (128, 1, 8), (60, 4, 6), (21, 3, 3)])
+def test_the_kernels_route_as_the_reference_does(count: int, groups: int, top_k: int, sigmoid: bool) -> None:
+    torch.manual_seed(count)
+    logits, bias = torch.randn(23, count), 0.1 * torch.randn(count)
+    logits[3] = 0.25  # of equal experts the first
+    rest: dict[str, Any] = {"sigmoid": sigmoid, "groups": groups, "top_groups": max(1, groups - 1)}
+    for renormalize in (False, True):
+        for given in (None, bias):
+            want = route(logits, top_k, bias=given, renormalize=renormalize, scale=1.5, **rest)
+            run([want], 23)
+            for executor in executors():
+                got = replace(want, experts=torch.empty_like(want.experts), weights=torch.empty_like(want.weights))
+                run([got], 23, executor)
+                assert torch.equal(got.experts, want.experts)
+                torch.testing.assert_close(got.weights, want.weights, rtol=2e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_a_row_without_numbers_still_has_experts_and_harms_no_other(sigmoid: bool) -> None:
+    logits = torch.randn(3, 12)
+    logits[1, 4] = torch.nan
+    for executor in [ReferenceExecutor(), *executors()]:
+        op = route(logits, 4, sigmoid=sigmoid, renormalize=True, groups=3, top_groups=2)
+        run([op], 3, executor)
+        assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 12 for row in op.experts.tolist())
+        assert op.weights[1].isnan().any() and op.weights[::2].isfinite().all()
+
+
+def test_the_kernels_apply_gates_as_the_reference_does() -> None:
+    out = torch.randn(9, 33)
+    for gate in (torch.randn(9, 1), torch.randn(9, 33)):
+        for executor in executors():
+            got = out.clone()
+            run([SigmoidMul(gate, got)], 9, executor)
+            torch.testing.assert_close(got, out * torch.sigmoid(gate), rtol=2e-6, atol=1e-8)
+
+
+INT8 = ActivationScheme("int8", "tensor", dynamic=False)
+SCHEMES: dict[str, tuple[WeightScheme, ActivationScheme | None, bool]] = {
+    "4-bit": (WeightScheme(4, 16), None, False),
+    "4-bit-asymmetric": (WeightScheme(4, 16, symmetric=False), None, False),
+    "4-bit-in-any-order": (WeightScheme(4, 16), None, True),
+    "8-bit": (WeightScheme(8, -1), ActivationScheme("int8"), False),
+    "8-bit-static": (WeightScheme(8, -1), INT8, False),
+    "fp8": (WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8"), False),
+    "fp8-blocks": (
+        WeightScheme(8, 128, dtype="fp8", rows=128),
+        ActivationScheme("fp8", "group", group_size=128),
+        False,
+    ),
+    "fp8-weights": (WeightScheme(8, -1, dtype="fp8"), None, False),
+}
+
+
+def random_weights(kind: str, out: int, inp: int) -> tuple[Tensor | QuantizedWeight, ...]:
+    """A weight for each expert, each with its own scales, order of inputs and input scale."""
+    if kind in ("float32", "bfloat16"):
+        return tuple((0.2 * torch.randn(COUNT, out, inp)).to(getattr(torch, kind)))
+    scheme, activations, shuffled = SCHEMES[kind]
+    made = []
+    for e in range(COUNT):
+        weight = make_weight(out, inp, scheme, activations, shuffled=shuffled)
+        order = torch.randperm(out)
+        zeros, g_idx = weight.zeros, weight.g_idx
+        scales = weight.scales if scheme.rows != 1 else weight.scales[order]
+        made.append(replace(
+            weight, codes=weight.codes[order], scales=scales.half().float() if e else scales,
+            zeros=None if zeros is None else zeros[order], g_idx=None if g_idx is None else g_idx.roll(e),
+            input_scale=None if weight.input_scale is None else 0.01 + 0.003 * e,
+        ))  # fmt: skip
+    return tuple(made)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", *SCHEMES])
+def test_each_expert_is_computed_as_a_product_of_its_own(kind: str) -> None:
+    """Bit for bit, whatever the other tokens and however many threads."""
+    torch.manual_seed(0)
+    rows, top_k, inner = 45, 3, 48
+    gate_up, down = random_weights(kind, 2 * inner, WIDTH), random_weights(kind, WIDTH, inner)
+    x, weights, start = torch.randn(rows, WIDTH), torch.rand(rows, top_k), torch.randn(rows, WIDTH)
+    # Nobody takes the last; the first gets many rows, one gets a single row.
+    experts = torch.stack([torch.randperm(COUNT - 2)[:top_k] for _ in range(rows)]).int()
+    experts[7, 0] = COUNT - 2
+    for executor in executors():
+        parts = torch.empty(COUNT, rows, WIDTH)
+        for e in range(COUNT):
+            both, activated = torch.empty(rows, 2 * inner), torch.empty(rows, inner)
+            run(
+                [
+                    Linear(x, gate_up[e], both),
+                    Activation(both, activated, "silu", gated=True),
+                    Linear(activated, down[e], parts[e]),
+                ],
+                rows,
+                executor,
+            )
+        want = torch.zeros(rows, WIDTH)
+        for j in range(top_k):
+            want += weights[:, j, None] * parts[experts[:, j].long(), torch.arange(rows)]
+        op = experts_op(x, gate_up, down, experts, weights, start.clone(), accumulate=True)
+        run([op], rows, executor)
+        assert torch.equal(op.out, start + want)
+        run([replace(op, accumulate=False)], rows, executor)
+        assert torch.equal(op.out, want)
+        few = experts_op(x[7:8], gate_up, down, experts[7:8], weights[7:8], torch.empty(1, WIDTH))
+        run([few], 1, native.NativeExecutor(1, executor.isa))
+        assert torch.equal(few.out[0], want[7])
+
+
+def test_experts_without_a_kernel_are_named() -> None:
+    executor, out = native.NativeExecutor(1), torch.empty(1, WIDTH)
+    chosen, weights = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
+    op = experts_op(out, torch.randn(2, 80, WIDTH), torch.randn(2, WIDTH, 40), chosen, weights, out)
+    assert executor.supports(op) == "experts of 40 numbers have no C kernel: it takes multiples of 16"
+    mixed = (make_weight(64, WIDTH, WeightScheme(4, 16)), make_weight(64, WIDTH, WeightScheme(8, 16)))
+    op = experts_op(out, mixed, torch.randn(2, WIDTH, 32), chosen, weights, out)
+    with pytest.raises(ValueError, match="differ in their schemes"):
+        executor.program(1).add([op])
