@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from qserve.checkpoint.calibration_record import ngram_hashes
 from qserve.checkpoint.errors import DataError
 from qserve.checkpoint.tokenizer import leading_tokens, plain_tokens
 
@@ -74,7 +75,7 @@ def load_text(source: str, split: Split = "calibrate") -> Text:
     """The text of ``source``: ``builtin``, a text file, a JSONL file whose lines have a "text" or "messages" (of a
     chat), ``wikitext2``, or ``dataset[:config][:split]`` through ``datasets``.
 
-    ``builtin`` gives its first 80 % to calibration and the rest to evaluation; a file is used whole for
+    ``builtin`` gives most topics to calibration and the rest, about 20 %, to evaluation; a file is used whole for
     either; a dataset uses its train split for calibration and test (else validation) for evaluation, unless
     the source names one. Raises ``DataError`` for what is missing, unreadable, binary or empty.
     """
@@ -198,28 +199,29 @@ def _texts(source: str, rows: Iterable[dict[str, Any]]) -> list[str]:
 @lru_cache(maxsize=2)
 def _builtin(split: Split) -> str:
     """The language reference that every CPython carries, as paragraphs. The hard-wrapped lines of a paragraph become
-    one line; underlines and tables are removed. Evaluation takes the last paragraphs, each once. Calibration takes no
-    copy of them (some topics repeat each other).
+    one line; underlines and tables are removed. Evaluation takes the last topics, each paragraph once. Calibration
+    takes the others, but no paragraph that shares a run of eight words with them: some topics repeat each other.
     """
     from pydoc_data.topics import topics
 
-    paragraphs = []
-    for topic in sorted(topics):
-        for block in re.split(r"\n\s*\n", topics[topic]):
-            lines = [line for line in block.splitlines() if not _DRAWING.match(line)]
-            if lines and not lines[0].lstrip().startswith("|"):
-                paragraphs.append(" ".join(map(str.strip, lines)) if _is_prose(lines) else "\n".join(lines))
-    wanted = (1 - BUILTIN_CALIBRATION_SHARE) * sum(map(len, paragraphs))
+    paragraphs = {topic: list(_paragraphs(topics[topic])) for topic in sorted(topics)}
+    wanted = (1 - BUILTIN_CALIBRATION_SHARE) * sum(len(each) for topic in paragraphs.values() for each in topic)
     evaluate: list[str] = []
-    for paragraph in reversed(list(dict.fromkeys(paragraphs))):
-        if wanted <= 0:
-            break
-        evaluate.append(paragraph)
-        wanted -= len(paragraph)
+    while sum(map(len, evaluate)) < wanted:
+        evaluate = paragraphs.popitem()[1] + evaluate
+    evaluate = list(dict.fromkeys(evaluate))
     if split == "evaluate":
-        return "\n\n".join(reversed(evaluate))
-    held_out = set(evaluate)
-    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph not in held_out)
+        return "\n\n".join(evaluate)
+    held_out, known = ngram_hashes(evaluate), set(evaluate)
+    others = (each for topic in paragraphs.values() for each in topic if each not in known)
+    return "\n\n".join(each for each in others if held_out.isdisjoint(ngram_hashes([each])))
+
+
+def _paragraphs(topic: str) -> Iterator[str]:
+    for block in re.split(r"\n\s*\n", topic):
+        lines = [line for line in block.splitlines() if not _DRAWING.match(line)]
+        if lines and not lines[0].lstrip().startswith("|"):
+            yield " ".join(map(str.strip, lines)) if _is_prose(lines) else "\n".join(lines)
 
 
 def _is_prose(lines: list[str]) -> bool:

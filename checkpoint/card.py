@@ -13,7 +13,6 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import read_json, write_atomically
 
 CARD_FILE = "quality_card.json"
-_OPTIONAL = ("versions", "bos", "scope", "intervals")
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,9 @@ class QualityCard:
     kl_mean, kl_median, kl_p90     KL(base || quantized) of the next-token distributions, in nats
     top1_agreement            share of tokens, 0 to 1, where both models rank the same token first
     kernel_path               which kernels computed it
+    model_sha256              ``ModelSource.sha256()`` of the checkpoint that was measured: a copied card is seen
+    calibration_name, calibration_sha256   the calibration text and its hash, empty where there was none
+    calibration_overlap       share of the evaluated text's runs of eight words, 0 to 1, that were calibrated on
     versions                  package name -> version
     created                   ISO 8601 date
     scope                     what the numbers cover and what they do not
@@ -49,6 +51,10 @@ class QualityCard:
     created: str
     versions: dict[str, str] = field(default_factory=dict)
     bos: bool = False
+    model_sha256: str = ""
+    calibration_name: str = ""
+    calibration_sha256: str = ""
+    calibration_overlap: float = 0.0
     scope: str = ""
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -99,7 +105,8 @@ class QualityCard:
         unknown = sorted(set(content) - set(fields))
         if unknown:
             raise CheckpointError(f"{where}: unknown field {unknown[0]!r}; was it written by a newer qserve?")
-        missing = [name for name in fields if name not in content and name not in _OPTIONAL]
+        optional = {name for name, item in fields.items() if item.default is not item.default_factory}
+        missing = [name for name in fields if name not in content and name not in optional]
         if missing:
             raise CheckpointError(f"{where}: field {missing[0]!r} is missing")
         return cls(**content)
@@ -112,6 +119,7 @@ class QualityCard:
             f"{self.tokens:,} tokens scored in windows of {self.window:,}"
             + (" that begin with BOS" if self.bos else "")
             + (", 95 % intervals in brackets" if self.intervals else ""),
+            *self._calibration(),
             f"perplexity      {self.perplexity:.3f}, base {self.perplexity_base:.3f} "
             f"({self._with_interval('perplexity_increase', '+.2%')})",
             f"KL divergence   mean {self._with_interval('kl_mean', '.4f')}, median {self.kl_median:.4f}, "
@@ -122,6 +130,14 @@ class QualityCard:
             + "".join(f", {package} {version}" for package, version in sorted(self.versions.items())),
         ]
         return lines + ([f"scope           {self.scope}"] if self.scope else [])
+
+    def _calibration(self) -> list[str]:
+        if not self.calibration_sha256:
+            return []
+        return [
+            f"calibrated on   {self.calibration_name} (sha256 {self.calibration_sha256[:12]}), "
+            f"{self.calibration_overlap:.1%} of the text's runs of eight words among it"
+        ]
 
     def _with_interval(self, figure: str, form: str) -> str:
         text = f"{float(getattr(self, figure)):{form}}"

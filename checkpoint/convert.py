@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.calibration_record import CALIBRATION_FILE
 from qserve.checkpoint.card import write_card
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.loaders import LoaderVerdict, verdicts
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -89,10 +91,13 @@ def convert(
         for done, name in enumerate(names, len(modules)):
             writer.put(name, source.tensor(name))
             tell(done + 1, len(modules) + len(names))
+        if source.calibration is not None:
+            writer.put_json(CALIBRATION_FILE, source.calibration.to_json())
         staged = writer.seal()
-        if source.card is not None:
+        if source.card is not None and HFDirectory(source.path).card_problem() is None:
             origin = f"measured on the {source.format.name} files that these were rewritten from, bit for bit"
-            write_card(staged, replace(source.card, scope="; ".join(filter(None, (source.card.scope, origin)))))
+            scope = "; ".join(filter(None, (source.card.scope, origin)))
+            write_card(staged, replace(source.card, scope=scope, model_sha256=HFDirectory(staged).sha256()))
         writer.finish()
     return ConvertReport(target.name, len(modules), tuple(judged), ())
 

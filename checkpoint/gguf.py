@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
+from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES
@@ -62,6 +63,7 @@ class GGUFFile:
     spec: QuantSpec | None = None
     format: Format | None = None
     card: QualityCard | None = None
+    calibration: CalibrationRecord | None = None
 
     def __init__(self, path: str | Path, *, name: str | None = None) -> None:
         self.path = Path(path)

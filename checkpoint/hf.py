@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.calibration_record import CalibrationRecord, read_calibration
 from qserve.checkpoint.card import QualityCard, read_card
 from qserve.checkpoint.container import DTYPES
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import file_sha256, read_json_object
 from qserve.checkpoint.formats import FORMATS, format_of
 from qserve.checkpoint.formats.format import Format
-from qserve.checkpoint.manifest import verify_manifest
+from qserve.checkpoint.manifest import FileEntry, read_manifest, verify_manifest
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor, read_index
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
@@ -61,6 +62,7 @@ class HFDirectory:
         self._dense = [name for name in self._tensors if name not in packed]
         self.spec = self._read_spec(quantization, where)
         self.card: QualityCard | None = read_card(self.path)
+        self.calibration: CalibrationRecord | None = read_calibration(self.path)
 
     def _read_format(self) -> tuple[Format | None, dict[str, Any], Path]:
         """The format, its ``quantization_config`` (None and {} for a dense model), and the file that holds it."""
@@ -219,10 +221,26 @@ class HFDirectory:
     @cached_property
     def _sha256(self) -> str:
         """The hash of config.json and the weight files as they are, whatever a manifest says."""
+        return self._digest({})
+
+    def _digest(self, known: dict[str, FileEntry]) -> str:
         digest = hashlib.sha256()
         for file in [self.path / "config.json", *self._weight_files()]:
-            digest.update(f"{file.name} {file_sha256(file)}\n".encode())
+            sha256 = known[file.name].sha256 if file.name in known else file_sha256(file)
+            digest.update(f"{file.name} {sha256}\n".encode())
         return digest.hexdigest()
+
+    def card_problem(self) -> str | None:
+        """Why the quality card is not of these weights, or None. Files are hashed only if the manifest does not."""
+        if self.card is None or not self.card.model_sha256:
+            return None
+        found = self._digest(read_manifest(self.path) or {})
+        if found == self.card.model_sha256:
+            return None
+        return (
+            f"{self.path}: the quality card belongs to other weights (sha256 {self.card.model_sha256[:12]}, these have "
+            f"{found[:12]}); measure these with qserve eval"
+        )
 
     def verify(self) -> None:
         """Compare every file with the manifest; without a manifest do nothing."""

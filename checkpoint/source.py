@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import fetch_demo
 from qserve.checkpoint.errors import CheckpointError
@@ -44,6 +45,8 @@ class ModelSource(Protocol):
     def format(self) -> Format | None: ...
     @property
     def card(self) -> QualityCard | None: ...
+    @property
+    def calibration(self) -> CalibrationRecord | None: ...
 
     def names(self) -> list[str]:
         """Names of all dense tensors; the parts of packed linears are not among them."""

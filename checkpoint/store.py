@@ -15,6 +15,7 @@ from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import demo_path
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.gguf import GGUFFile
+from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.source import open_model
 from qserve.checkpoint.summary import summarize
 
@@ -25,7 +26,8 @@ DEPTH = 2
 class StoredModel:
     """``name`` is the MODEL argument of other commands, ``modified`` in seconds since 1970, ``bytes`` those on disk.
 
-    ``problem`` says why a checkpoint cannot be read; then format, bits and card are unknown.
+    ``problem`` says why a checkpoint cannot be read; then format, bits and card are unknown. Or it says that the card
+    is of other weights; then the card is left out.
     """
 
     name: str
@@ -103,7 +105,7 @@ def _cached_models() -> Iterator[StoredModel]:
             for path in paths:
                 # If there are several GGUF files, each is named by its path.
                 found = _describe(path, f"{repo.repo_id}{suffix}" if len(paths) == 1 else str(path))
-                if found.problem is None:
+                if found.format:
                     yield found
 
 
@@ -118,4 +120,6 @@ def _describe(path: Path, name: str) -> StoredModel:
     except CheckpointError as error:
         return StoredModel(name, path, size, modified, problem=str(error))
     format = "gguf" if isinstance(source, GGUFFile) else summary.format or "hf"
-    return StoredModel(name, path, size, modified, format, summary.bits_per_weight, source.card)
+    problem = source.card_problem() if isinstance(source, HFDirectory) else None
+    card = source.card if problem is None else None
+    return StoredModel(name, path, size, modified, format, summary.bits_per_weight, card, problem)

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from qserve.calibration.text import Text
 from qserve.calibration.windows import evaluation_windows
+from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError, DataError, UsageError
 from qserve.checkpoint.source import ModelSource
@@ -37,19 +38,22 @@ from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.runner import DecoderRunner
 
+MOST_OVERLAP = 0.1
 _SCOPE = "next-token distributions on one English text; says nothing of other languages or of long contexts"
 
 
 @dataclass(frozen=True)
 class EvalJob:
     """What to score: the first ``tokens`` tokens of ``text``. Either in windows of ``window`` tokens, one every
-    ``stride`` (None: consecutive), or document by document, those longer than ``window`` in parts."""
+    ``stride`` (None: consecutive), or document by document, those longer than ``window`` in parts. The text may be the
+    one that a model was calibrated on only if ``allow_calibration_text``."""
 
     text: Text
     tokens: int = 16384
     window: int = 1024
     by: Literal["window", "document"] = "window"
     stride: int | None = None
+    allow_calibration_text: bool = False
 
     def setting(self, base: ModelSource) -> Setting:
         return Setting(
@@ -154,6 +158,22 @@ def pieces_of(job: EvalJob, base: ModelSource) -> list[Piece]:
     return of_documents(encoded, job.tokens, job.window, leading)
 
 
+def overlap(
+    record: CalibrationRecord | None, setting: Setting, pieces: Sequence[Piece], tokenizer: Any, *, allowed: bool
+) -> float:
+    """The share of the text to score, 0 to 1, that was calibrated on. Raises ``DataError`` where that is the same text,
+    unless ``allowed``: such figures say nothing of other text."""
+    if record is None:
+        return 0.0
+    share = record.share(tokenizer.batch_decode([piece.tokens for piece in pieces], skip_special_tokens=True))
+    if not allowed and (share > MOST_OVERLAP or record.data_sha256 == setting.data_sha256):
+        raise DataError(
+            f"{setting.data_name} is calibration text: {share:.1%} of its runs of eight words are in what was read of "
+            f"{record.data_name}; evaluate on other text, or insist with --allow-calibration-text"
+        )
+    return share
+
+
 def check(job: EvalJob, base: ModelSource) -> None:
     """Refuse now what ``measure`` would refuse only after the model to be measured has been made."""
     eval_config(job.window, (base,))
@@ -184,15 +204,20 @@ def measure(
     on from there. Raises ``DataError`` where the text is too short."""
     require_one_vocabulary(base, model)
     setting, pieces = job.setting(base.source), pieces_of(job, base.source)
+    seen = overlap(
+        model.source.calibration, setting, pieces, base.tokenizer, allowed=job.allow_calibration_text
+    )  # fmt: skip
     partial = None
     if unfinished is not None:
         partial = Partial(unfinished, measurement_key(setting, model, pieces), replaces=True)
     found = compare(base, model, pieces, progress, partial)
-    return Measurement(card_of(found, setting, kernel_path(model)), found, pieces)
+    return Measurement(card_of(found, setting, model, seen), found, pieces)
 
 
-def card_of(found: Divergence, setting: Setting, kernels: str, remark: str = "") -> QualityCard:
-    """The card of a measurement. ``remark`` is added to its statement of scope."""
+def card_of(found: Divergence, setting: Setting, model: Scorer, seen: float = 0.0, remark: str = "") -> QualityCard:
+    """The card of a measurement of ``model``. ``seen``: the ``overlap`` with its calibration text. ``remark`` is added
+    to its statement of scope."""
+    record = model.source.calibration
     quantiles = found.kl.quantile(torch.tensor([0.5, 0.9], dtype=torch.float64))
     return QualityCard(
         base_name=setting.base_name,
@@ -202,13 +227,17 @@ def card_of(found: Divergence, setting: Setting, kernels: str, remark: str = "")
         tokens=found.tokens,
         window=setting.window,
         bos=setting.bos,
+        model_sha256=model.source.sha256(),
+        calibration_name="" if record is None else record.data_name,
+        calibration_sha256="" if record is None else record.data_sha256,
+        calibration_overlap=seen,
         perplexity_base=math.exp(float(found.base_nll.mean())),
         perplexity=math.exp(float(found.nll.mean())),
         kl_mean=float(found.kl.mean()),
         kl_median=float(quantiles[0]),
         kl_p90=float(quantiles[1]),
         top1_agreement=float(found.agree.mean()),
-        kernel_path=kernels,
+        kernel_path=kernel_path(model),
         created=datetime.now(UTC).date().isoformat(),
         versions=_versions(),
         scope="; ".join(filter(None, (_SCOPE, _cut(setting), remark))),

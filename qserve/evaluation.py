@@ -35,7 +35,7 @@ from qserve.runtime.engine import Engine
 
 def measure_quality(
     checkpoint: str, against: str, job: quality.EvalJob | None, kernels: str, threads: int | None, command: str,
-    gates: Sequence[Gate], *, resume: Path | None, noise_floor: bool, card: bool,
+    gates: Sequence[Gate], *, resume: Path | None, noise_floor: bool, card: bool, allow_calibration_text: bool,
     written: tuple[Path | None, Path | None, Path | None],
 ) -> list[GateReport]:  # fmt: skip
     """Against a base model, or, if ``job`` is None, against the reference file ``against``."""
@@ -56,6 +56,9 @@ def measure_quality(
         base, scorer = quality.scorers(source, model, job.window, kernels=kernels, threads=threads)
         setting, pieces, remark = job.setting(source), quality.pieces_of(job, source), ""
     quality.require_one_vocabulary(base, scorer)
+    seen = quality.overlap(
+        model.calibration, setting, pieces, scorer.tokenizer, allowed=allow_calibration_text
+    )  # fmt: skip
     partial = None if resume is None else Partial(resume, quality.measurement_key(setting, scorer, pieces))
     with console.progress("evaluate") as update:
         try:
@@ -68,7 +71,7 @@ def measure_quality(
     if noise_floor:
         assert not isinstance(base, Reference)
         floor = _noise_floor(base, setting.window, pieces, kernels, threads)
-    result = quality.card_of(found, setting, quality.kernel_path(scorer), remark)
+    result = quality.card_of(found, setting, scorer, seen, remark)
     known = quality_metrics(found, setting, floor)
     reports = _judge(gates, known, found.tokens, result.kernel_path, {"perplexity_increase": result.perplexity_base})
     steps.show_card(result, reports)  # shown first, so that a file that cannot be written does not lose the measurement

@@ -10,6 +10,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from qserve import console
 from qserve.checkpoint import convert as conversion
+from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import demo_path
 from qserve.checkpoint.errors import CheckpointError, QServeError
@@ -68,6 +69,7 @@ def quantize(
     job: QuantizeJob,
     measure: Callable[[Path, Path], QualityCard | None] | None = None,
     accept: Callable[[QualityCard], None] | None = None,
+    permit: Callable[[CalibrationRecord | None], None] | None = None,
 ) -> QuantizeReport:
     """Run the pipeline with a bar for each phase; a measurement shows its own."""
     from qserve.quantize import pipeline  # imports much of transformers, which others need not wait for
@@ -88,7 +90,7 @@ def quantize(
             if event.phase in ("sensitivity", "quantize", "distill"):
                 update(event.done, event.total)
 
-        return pipeline.run(source, out, job, progress=tell, measure=measure, accept=accept)
+        return pipeline.run(source, out, job, progress=tell, measure=measure, accept=accept, permit=permit)
 
 
 def convert(source: ModelSource, out: Path, format: str, loaders: Sequence[str], *, overwrite: bool) -> list[str]:

@@ -24,6 +24,7 @@ from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import load_text
 from qserve.calibration.visit import Visit
 from qserve.calibration.windows import calibration_windows
+from qserve.checkpoint.calibration_record import CALIBRATION_FILE, CalibrationRecord
 from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import GateFailed, UsageError
 from qserve.checkpoint.files import file_sha256
@@ -50,6 +51,7 @@ from qserve.runtime import heap
 Progress = Callable[[ProgressEvent], None]
 Measure = Callable[[Path, Path], QualityCard | None]
 Accept = Callable[[QualityCard], None]
+Permit = Callable[[CalibrationRecord | None], None]
 
 _PLAN, _SCALES, _LAST = "plan", "scales", "last attempt"
 
@@ -62,21 +64,25 @@ def run(
     progress: Progress | None = None,
     measure: Measure | None = None,
     accept: Accept | None = None,
+    permit: Permit | None = None,
 ) -> QuantizeReport:
     """Quantize ``source`` into a checkpoint directory ``out``, which appears complete or not at all.
 
     ``measure`` gets the finished checkpoint before it is moved to ``out``, and a path where it may keep its state for
     the same call in a run that resumes. A card that it returns is stored in the checkpoint. ``accept`` may refuse that
-    card (``GateFailed``); then nothing is published. Everything that can be refused is refused before calibration, see
-    ``prepare``; bad text raises ``DataError``. The work of a run that was killed, interrupted or refused is kept beside
-    ``out``, and the same call goes on from there with the same result: at most about one block's work is lost.
+    card (``GateFailed``); then nothing is published. ``permit`` may refuse the text that will be calibrated on.
+    Everything that can be refused is refused before calibration, see ``prepare``; bad text raises ``DataError``. The
+    work of a run that was killed, interrupted or refused is kept beside ``out``, and the same call goes on from there
+    with the same result: at most about one block's work is lost.
     """
     started = time.perf_counter()
     heap.one_arena()
     tell = progress or (lambda event: None)
     if job.max_kl is not None and measure is None:
         raise UsageError("the smallest checkpoint within a divergence needs a measurement of it")
-    prepared, windows, text_hash = _prepare(source, out, job)
+    prepared, windows, record = _prepare(source, out, job)
+    if permit is not None:
+        permit(record)
     if windows is not None:  # without text the blocks are read at once, and little work is lost before the damage
         check_blocks(prepared.skeleton)
     expected = prepared.forecast
@@ -88,14 +94,14 @@ def run(
         expected_bytes=expected.checkpoint_bytes,
         kept_bytes=expected.kept_bytes,
         format=prepared.format,
-        facts=_facts(source, job, windows, text_hash),
+        facts=_facts(source, job, windows, record),
     ) as writer:
         for other in writer.others():
             tell(ProgressEvent("prepare", 0, 1, message=f"note            {other}"))
         while True:
             if mixed is not None:
                 prepared = arrange(prepared.skeleton, job, prepared.dtype, _assignment(mixed, writer).schemes)
-            made = _write(prepared, windows, writer, tell)
+            made = _write(prepared, windows, record, writer, tell)
             card = None if measure is None else _measure(measure, made, writer, tell)
             refusal = None if card is None or accept is None else _refusal(card, accept)
             if card is None or mixed is None or not _another(mixed, card, refusal is None, writer):
@@ -116,7 +122,7 @@ def run(
         checkpoint_bytes=made.stored_bytes,
         seconds=time.perf_counter() - started,
         peak_bytes=peak_bytes(),
-        calibration_sha256=text_hash,
+        calibration_sha256=None if record is None else record.data_sha256,
         card=card,
         tried=mixed.tried if mixed else (),
     )
@@ -133,12 +139,14 @@ def check(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
     return prepared
 
 
-def _prepare(source: ModelSource, out: Path, job: QuantizeJob) -> tuple[Preparation, Tensor | None, str | None]:
-    """The preparation, the calibration windows and the hash of their text."""
+def _prepare(
+    source: ModelSource, out: Path, job: QuantizeJob
+) -> tuple[Preparation, Tensor | None, CalibrationRecord | None]:
+    """The preparation, the calibration windows and what they are."""
     prepared = prepare(source, out, job)
-    windows, text_hash = _windows(source, job)
+    windows, record = _windows(source, job)
     require_memory(prepared.forecast, job)
-    return prepared, windows, text_hash
+    return prepared, windows, record
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,13 @@ class _Written:
     stored_bytes: int
 
 
-def _write(prepared: Preparation, windows: Tensor | None, writer: CheckpointWriter, tell: Progress) -> _Written:
+def _write(
+    prepared: Preparation,
+    windows: Tensor | None,
+    record: CalibrationRecord | None,
+    writer: CheckpointWriter,
+    tell: Progress,
+) -> _Written:
     """Write the blocks, then the tuned scales of all where the job wants that, then the tensors outside the blocks."""
     _announce(prepared, writer, tell)
     layers, written, distills = _quantize(prepared, windows, writer, tell)
@@ -162,6 +176,8 @@ def _write(prepared: Preparation, windows: Tensor | None, writer: CheckpointWrit
         heap.release()
     tell(ProgressEvent("write", 0, 1))
     layers += write_rest(prepared, written, writer)
+    if record is not None:
+        writer.put_json(CALIBRATION_FILE, record.to_json())
     staged = writer.seal()
     stored_bytes = HFDirectory(staged).stored_bytes()
     tell(ProgressEvent("write", 1, 1))
@@ -349,17 +365,18 @@ def _kv_numbers(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[s
     return found
 
 
-def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, str | None]:
+def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, CalibrationRecord | None]:
     if job.text is None:
         return None, None
     text, tokenizer = load_text(job.text, "calibrate"), source.tokenizer()
     leading = leading_tokens(tokenizer)
     windows = calibration_windows(text.tokens(tokenizer), job.samples, job.sequence_length, job.seed, leading)
-    return windows, text.sha256
+    read = tokenizer.batch_decode(windows, skip_special_tokens=True)
+    return windows, CalibrationRecord.of(text.name, text.sha256, job.tokens, read)
 
 
 def _facts(
-    source: ModelSource, job: QuantizeJob, windows: Tensor | None, text_hash: str | None
+    source: ModelSource, job: QuantizeJob, windows: Tensor | None, record: CalibrationRecord | None
 ) -> dict[str, str]:
     """Everything that the numbers of the result depend on. Loaders can only refuse a uniform scheme, but they decide
     what mixed precision chooses from, and the format. A run with another limit goes on from the last attempt."""
@@ -373,7 +390,7 @@ def _facts(
     return facts | {
         "model": source.sha256(),
         "tokenizer": _tokenizer_hash(source),
-        "text": str(text_hash),
+        "text": str(record and record.data_sha256),
         "calibration tokens": "" if windows is None else hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
         "kernels": native.missing() or native.best_isa(),
         "threads": str(torch.get_num_threads()),

@@ -10,6 +10,7 @@ import typer
 from qserve.checkpoint.errors import UsageError
 from qserve.commands.options import (
     ENGINE,
+    AllowCalibrationText,
     Data,
     GateFile,
     HtmlOut,
@@ -27,6 +28,7 @@ from qserve.commands.values import command_line, eval_job, gates, integers, name
 
 _ALWAYS = {"checkpoint", "kernels", "threads"}
 _WRITTEN = {"json_path", "markdown_path", "html_path", "gate"}
+_JUDGED = {"against", "max_kl", "max_ppl_increase", "min_top1", "card", "allow_calibration_text", "resume"}
 _TEXT = {"data", "tokens", "window", "by", "stride"}
 # The options that belong to each measurement; one that is given but means nothing is refused.
 _KINDS = {
@@ -35,10 +37,8 @@ _KINDS = {
     "--needle": _ALWAYS | _WRITTEN | {
         "data", "needle", "needle_lengths", "needle_depths", "needle_samples", "kv_cache_dtypes"
     },
-    "a reference": _ALWAYS | _WRITTEN | {"against", "max_kl", "max_ppl_increase", "min_top1", "card", "resume"},
-    "--against": _ALWAYS | _WRITTEN | _TEXT | {
-        "against", "max_kl", "max_ppl_increase", "min_top1", "card", "resume", "noise_floor"
-    },
+    "a reference": _ALWAYS | _WRITTEN | _JUDGED,
+    "--against": _ALWAYS | _WRITTEN | _TEXT | _JUDGED | {"noise_floor"},
 }  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def evaluate(
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
     card: Annotated[bool, typer.Option("--card/--no-card", help="Store the result inside CKPT.")] = True,
+    allow_calibration_text: AllowCalibrationText = False,
     noise_floor: Annotated[
         bool, typer.Option("--noise-floor", help="Measure too what the rounding of the base's own KV cache costs.")
     ] = False,
@@ -146,10 +147,12 @@ def evaluate(
         )  # fmt: skip
     else:
         assert against is not None
-        measured = None if kind == "a reference" else eval_job(data, tokens, window, by, stride)
+        measured = None
+        if kind == "--against":
+            measured = eval_job(data, tokens, window, by, stride, allow_calibration_text=allow_calibration_text)
         reports = evaluation.measure_quality(
             checkpoint, against, measured, kernels, threads, command_line(), wanted, resume=resume,
-            noise_floor=noise_floor, card=card, written=written,
+            noise_floor=noise_floor, card=card, allow_calibration_text=allow_calibration_text, written=written,
         )  # fmt: skip
     enforce(reports)
 

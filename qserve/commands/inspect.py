@@ -17,6 +17,7 @@ def inspect(
 ) -> None:
     """Show what a model is made of: layers, bits, size, and its quality card."""
     from qserve import steps
+    from qserve.checkpoint.hf import HFDirectory
     from qserve.checkpoint.summary import summarize
 
     source = steps.open_source(model)
@@ -30,5 +31,7 @@ def inspect(
         console.table("", ("linear", "out", "in", "bits", "group"), summary.layer_rows())
     if source.card is not None:
         steps.show_card(source.card, [])
+        if isinstance(source, HFDirectory) and (problem := source.card_problem()):
+            console.line(f"NOT THIS MODEL  {problem}")
     if verify:
         console.line("every file matches its hash")

@@ -53,6 +53,13 @@ Data = Annotated[
         metavar="SOURCE",
     ),
 ]
+AllowCalibrationText = Annotated[
+    bool,
+    typer.Option(
+        "--allow-calibration-text",
+        help="Evaluate on text that the checkpoint was calibrated on, too. Such figures say nothing of other text.",
+    ),
+]
 Tokens = Annotated[int, typer.Option(help="Tokens to evaluate, rounded down to whole windows.")]
 Window = Annotated[int, typer.Option(help="Tokens per evaluation window.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", metavar="PATH")]

@@ -10,6 +10,7 @@ import typer
 from qserve import console
 from qserve.checkpoint.errors import GateFailed, UsageError
 from qserve.commands.options import (
+    AllowCalibrationText,
     Data,
     Loaders,
     MaxKl,
@@ -27,6 +28,7 @@ from qserve.quantize.job import QuantizeJob
 from qserve.quantize.methods import METHODS
 
 if TYPE_CHECKING:
+    from qserve.checkpoint.calibration_record import CalibrationRecord
     from qserve.checkpoint.card import QualityCard
     from qserve.checkpoint.source import ModelSource
     from qserve.evals.gate import Gate, GateReport
@@ -171,6 +173,7 @@ def quantize(
     data: Data = "builtin",
     tokens: Tokens = 8192,
     window: Window = 512,
+    allow_calibration_text: AllowCalibrationText = False,
 ) -> None:
     """Compress MODEL into a checkpoint at OUT; with gates, publish it only if it passes them.
 
@@ -214,7 +217,9 @@ def quantize(
         for text in steps.plan(source, out, job):
             console.line(text)
         return
-    evaluation = eval_job(data, tokens, window) if wanted or report_dir else None
+    evaluation = None
+    if wanted or report_dir:
+        evaluation = eval_job(data, tokens, window, allow_calibration_text=allow_calibration_text)
     _publish(source, out, job, evaluation, wanted, report_dir)
 
 
@@ -242,12 +247,18 @@ def _publish(
         measured.append(steps.measure(steps.open_source(str(staged)), source, evaluation, unfinished=unfinished))
         return measured[-1].card
 
+    def permit(record: CalibrationRecord | None) -> None:
+        if evaluation is not None:
+            setting, pieces = evaluation.setting(source), quality.pieces_of(evaluation, source)
+            allowed = evaluation.allow_calibration_text
+            quality.overlap(record, setting, pieces, source.tokenizer(), allowed=allowed)
+
     def accept(card: QualityCard) -> None:
         verdicts[:] = judge(wanted, card)
         enforce(verdicts)
 
     try:
-        report = steps.quantize(source, out, job, measure if evaluation else None, accept)
+        report = steps.quantize(source, out, job, measure if evaluation else None, accept, permit)
     except GateFailed as failed:
         failed.add_note("the same command with looser gates publishes it, without making it again; or delete it")
         raise

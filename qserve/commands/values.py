@@ -89,7 +89,10 @@ def gates(max_kl: float | None, max_ppl_increase: str | None, min_top1: str | No
     return quality_gates(max_kl=max_kl, max_ppl_increase=max_ppl_increase, min_top1=min_top1)
 
 
-def eval_job(data: str, tokens: int, window: int, by: str = "window", stride: int | None = None) -> EvalJob:
+def eval_job(
+    data: str, tokens: int, window: int, by: str = "window", stride: int | None = None, *,
+    allow_calibration_text: bool = False,
+) -> EvalJob:  # fmt: skip
     """``tokens`` of the text named ``data``, in windows of ``window`` tokens, or by document."""
     from qserve.calibration.text import load_text
     from qserve.evals.quality import EvalJob
@@ -102,7 +105,10 @@ def eval_job(data: str, tokens: int, window: int, by: str = "window", stride: in
         raise UsageError(f"--by knows window and document, not {by!r}")
     if stride is not None and not (1 <= stride <= window and by == "window"):
         raise UsageError(f"--stride must be 1..{window}, the --window, and goes with --by window alone")
-    return EvalJob(load_text(data, "evaluate"), tokens, window, "window" if by == "window" else "document", stride)
+    return EvalJob(
+        load_text(data, "evaluate"), tokens, window, "window" if by == "window" else "document", stride,
+        allow_calibration_text,
+    )  # fmt: skip
 
 
 def command_line() -> str:

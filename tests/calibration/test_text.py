@@ -5,6 +5,7 @@ import datasets
 import pytest
 
 from qserve.calibration.text import load_text
+from qserve.checkpoint.calibration_record import ngram_hashes
 from qserve.checkpoint.errors import DataError
 
 
@@ -23,6 +24,9 @@ def test_builtin_evaluation_was_not_calibrated_on():
     held_out = load_text("builtin", "evaluate").text.split("\n\n")
     assert len(held_out) > 100
     assert not seen.intersection(held_out)
+    parts = [ngram_hashes([load_text("builtin", split).text]) for split in ("calibrate", "evaluate")]
+    # The same eight words in a row; runs of tokens, punctuation among them, are shared by less than a hundredth.
+    assert len(parts[1]) > 10_000 and len(parts[0] & parts[1]) < 0.001 * len(parts[1])
     assert len(set(held_out)) == len(held_out)
 
 

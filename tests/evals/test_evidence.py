@@ -179,9 +179,11 @@ def test_a_bootstrap_interval_is_as_wide_as_theory_says() -> None:
     assert mean_interval(samples.tolist()) == (low, high), "the same on every call"
 
 
-def test_the_report_holds_intervals_plots_and_the_floor(base: Engine, found: Divergence, job: quality.EvalJob) -> None:
+def test_the_report_holds_intervals_plots_and_the_floor(
+    base: Engine, model: Engine, found: Divergence, job: quality.EvalJob
+) -> None:
     setting = job.setting(base.source)
-    card = quality.card_of(found, setting, "k")
+    card = quality.card_of(found, setting, model)
     report = quality_report(card, "w4", "c", (), found, setting, found)
     known = {metric.name: metric for metric in report.metrics}
     assert known["kl_mean"].value == card.kl_mean and known["perplexity"].value == card.perplexity

@@ -39,7 +39,8 @@ def test_quantize_eval_inspect_and_bench(
 
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/qserve", "eval", "a b"])
     written = ("--json", report, "--markdown", markdown)
-    done = cli("eval", out, "--against", tiny_model, "--data", text_file, *SCORED, *written)
+    done = cli("eval", out, "--against", tiny_model, "--data", text_file, *SCORED, *written,
+               "--allow-calibration-text")  # fmt: skip
     assert done.code == 0, done.err
     content = json.loads(report.read_text())
     card = read_card(out)
@@ -214,7 +215,7 @@ def test_dry_run_report_and_convert(cli: Cli, tiny_model: Path, text_file: Path,
     cli("quantize", tiny_model, out, "--dry-run", "--calibration", "missing.txt").refused(1, "missing.txt")
     cli("quantize", tiny_model, text_file.parent, "--dry-run", *options).refused(1, "not empty")
 
-    scored = ("--data", text_file, *SCORED)
+    scored = ("--data", text_file, *SCORED, "--allow-calibration-text")
     mixed = ("--target-bits", 5, "--format", "gptq")
     done = cli("quantize", tiny_model, out, *options, *mixed, "--report", pages, *scored)
     assert done.code == 0, done.err
