@@ -5,9 +5,9 @@ The native decoder, the GGUF reader and the planner read the same row. A family 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from qserve.checkpoint import keys, modules
 from qserve.checkpoint.modules import LLAMA, Modules
@@ -74,8 +74,8 @@ class Family:
 
     Attributes:
         native: the native decoder serves it.
-        norms: normalization weights per layer, in multiples of the hidden size.
-        qk_norm: queries and keys are normalized per head.
+        one_plus: norms multiply by 1 + their weight (Gemma).
+        qk_norm: queries and keys are normalized: each ``head``, or ``all`` heads together. None where they are not.
         qkv_bias, out_bias: biases of the attention's linears; None where the configuration says (``attention_bias``).
         mlp_bias: biases of the feed-forward; None where the configuration says (``mlp_bias``).
         tied: whether the output layer is the embedding where the configuration does not say.
@@ -83,8 +83,10 @@ class Family:
             0 where there is none.
         window_asked: the window holds only with ``use_sliding_window``.
         partial_rotary: the first ``partial_rotary_factor`` of each head is rotated; elsewhere all of it is.
-        rotated: the key of the configuration that says for each layer whether queries and keys are rotated; None where
-            all are.
+        rotated: from the configuration, as transformers reads it: for each layer whether queries and keys are rotated;
+            None where all are.
+        scaled_queries: queries grow with the logarithm of their position (``llama_4_scaling_beta``).
+        capped_scores, capped_logits: by ``attn_logit_softcapping`` and ``final_logit_softcapping``.
         latent: attention goes through one latent vector for each token (DeepSeek).
         sinks: each head has a score that belongs to no key.
         experts: None where the feed-forward is one.
@@ -102,8 +104,8 @@ class Family:
     """
 
     native: bool = False
-    norms: int = 2
-    qk_norm: bool = False
+    one_plus: bool = False
+    qk_norm: Literal["head", "all"] | None = None
     qkv_bias: bool | None = False
     out_bias: bool | None = False
     mlp_bias: bool | None = False
@@ -111,7 +113,10 @@ class Family:
     sliding: int = 0
     window_asked: bool = False
     partial_rotary: bool = False
-    rotated: str | None = None
+    rotated: Callable[[Any], Sequence[Any]] | None = None
+    scaled_queries: bool = False
+    capped_scores: bool = False
+    capped_logits: bool = False
     latent: bool = False
     sinks: bool = False
     experts: Experts | None = None
@@ -131,6 +136,14 @@ def _granite(config: Any) -> Multipliers:
     return Multipliers(
         config.embedding_multiplier, config.residual_multiplier, config.attention_multiplier, 1 / config.logits_scaling
     )
+
+
+def _gemma(config: Any) -> Multipliers:
+    return Multipliers(config.hidden_size**0.5)
+
+
+def _gemma2(config: Any) -> Multipliers:
+    return Multipliers(config.hidden_size**0.5, attention=config.query_pre_attn_scalar**-0.5)
 
 
 def _cohere(config: Any) -> Multipliers:
@@ -153,6 +166,14 @@ def _stablelm(config: Mapping[str, Any]) -> Modules:
     return replace(LLAMA, mlp_norm=None) if config.get("use_parallel_residual") else LLAMA
 
 
+_GEMMA = Family(
+    native=True, one_plus=True, qkv_bias=None, out_bias=None, tied=True, multipliers=_gemma,
+    served={"use_bidirectional_attention": False},
+)  # fmt: skip
+_GEMMA2 = replace(
+    _GEMMA, sliding=2, capped_scores=True, capped_logits=True, modules=lambda config: modules.GEMMA2, keys=keys.gemma2,
+    multipliers=_gemma2,
+)  # fmt: skip
 _COHERE = Family(
     layer_norm=True, parallel=True, qkv_bias=None, out_bias=None, tied=True,
     modules=lambda config: modules.COHERE, keys=keys.cohere, multipliers=_cohere,
@@ -174,14 +195,14 @@ FAMILIES = {
         native=True, qkv_bias=True, sliding=1, window_asked=True, gguf=Gguf("qwen2", "Qwen2ForCausalLM")
     ),
     "qwen3": Family(
-        native=True, qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True,
+        native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True,
         gguf=Gguf("qwen3", "Qwen3ForCausalLM"),
     ),
     "phi3": Family(native=True, sliding=1, partial_rotary=True, modules=lambda config: modules.PHI3),
     "granite": Family(native=True, qkv_bias=None, out_bias=None, mlp_bias=None, multipliers=_granite),
     "smollm3": Family(
         native=True, qkv_bias=None, out_bias=None, mlp_bias=None, tied=True, sliding=1, window_asked=True,
-        rotated="no_rope_layers",
+        rotated=lambda config: config.no_rope_layers,
     ),
     "cohere": replace(_COHERE, served={"use_qk_norm": False}),
     "cohere2": replace(_COHERE, sliding=4),
@@ -224,15 +245,15 @@ FAMILIES = {
         layer_norm=True, norm_bias=True, gated=False, parallel=True, mlp_bias=True, head_bias=True,
         partial_rotary=True, modules=lambda config: modules.GPTJ, keys=keys.gptj,
     ),
-    "gemma": Family(tied=True),
-    "gemma2": Family(norms=4, tied=True, sliding=2),
-    "gemma3_text": Family(norms=4, qk_norm=True, tied=True, sliding=6),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, qk_norm="head", capped_scores=False, sliding=6),
     "mixtral": Family(sliding=1, experts=Experts(("num_local_experts",), "intermediate_size")),
     "qwen2_moe": Family(
         qkv_bias=True, sliding=1, window_asked=True, experts=Experts(shared_inner="shared_expert_intermediate_size")
     ),
     "qwen3_moe": Family(
-        qk_norm=True, qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=Experts()
+        qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=Experts()
     ),
     "gpt_oss": Family(
         qkv_bias=True, out_bias=True, sliding=2, sinks=True,

@@ -9,6 +9,10 @@ Config = Mapping[str, Any]
 """The content of a config.json, with or without what transformers would add."""
 
 
+def gemma2(config: Config) -> dict[str, Any]:
+    return _renamed(config, hidden_act="hidden_activation")
+
+
 def cohere(config: Config) -> dict[str, Any]:
     return _renamed(config, rms_norm_eps="layer_norm_eps")
 

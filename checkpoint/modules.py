@@ -14,8 +14,12 @@ class Modules:
         positions: the table of learned positions; None where there is none.
         position_offset: the row of position 0 in that table.
         attention: the module to which the scales of the KV cache belong.
-        attention_norm: the norm of the attention's input.
-        mlp_norm: the norm of the feed-forward's input; None where a parallel block has one norm for both.
+        attention_norm: the norm of the attention's input; None where it is the residual stream itself.
+        attention_out_norm: the norm of the attention's output, before it is added to the stream; None without.
+        mlp_norm: the norm of the feed-forward's input; None where it is the residual stream itself, or where a parallel
+            block has one norm for both.
+        mlp_out_norm: the norm of the feed-forward's output; None without.
+        q_norm, k_norm: the norms of queries and keys, in families that have them.
         qkv: the linears of queries, keys and values, or one that joins them.
         out: the linear behind the attention.
         up: the linears that read the feed-forward's input: gate and up, one that joins them, or one without a gate.
@@ -32,8 +36,12 @@ class Modules:
     norm: str = "model.norm"
     head: str = "lm_head"
     attention: str = "self_attn"
-    attention_norm: str = "input_layernorm"
+    attention_norm: str | None = "input_layernorm"
+    attention_out_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
+    mlp_out_norm: str | None = None
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -42,9 +50,19 @@ class Modules:
     interleaved: bool = False
     transposed: bool = False
 
+    @property
+    def norms(self) -> int:
+        """Norms of the stream or of what is added to it, per layer."""
+        norms = (self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
+        return sum(norm is not None for norm in norms)
+
 
 LLAMA = Modules()
 PHI3 = Modules(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+GEMMA2 = Modules(
+    attention_out_norm="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)  # fmt: skip
 COHERE = Modules(mlp_norm=None, interleaved=True)
 NEMOTRON = Modules(up=("mlp.up_proj",))
 STARCODER2 = Modules(up=("mlp.c_fc",), down="mlp.c_proj")

@@ -87,6 +87,8 @@ def _score(weights: Weights, config: DecoderConfig) -> Tensor:
 def _difference(weights: Weights, config: DecoderConfig, tokens: Sequence[str]) -> Tensor:
     """The row of the second of two tokens in the output layer, less that of the first."""
     source = weights.source
+    if config.logit_cap:
+        raise CheckpointError(f"{source.name} caps its logits; two of them are no score")
     vocabulary = source.tokenizer().get_vocab()
     if len(tokens) != 2 or not all(token in vocabulary for token in tokens):
         raise CheckpointError(f"{source.name} cannot judge by {tokens}: they must be two tokens of its vocabulary")

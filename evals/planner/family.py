@@ -87,7 +87,7 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     mlp, mlp_other = (_interleaved(keys, hidden, layers), 0) if llama_4 else _feed_forward(keys, family, hidden, layers)
     modules = family.modules(keys.config)
     norm = hidden * (1 + family.norm_bias)
-    norms = norm * (layers * (family.norms if modules.mlp_norm else 1) + 1)
+    norms = norm * (layers * modules.norms + 1)
     tied = keys.flag("tie_word_embeddings", family.tied)
     context = keys.get("max_position_embeddings", _MOST)
     learned = (context + modules.position_offset) * hidden if modules.positions else 0
@@ -122,7 +122,7 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     asked = keys.flag("attention_bias", False)
     biases = (q_size + 2 * kv_size) * (asked if family.qkv_bias is None else family.qkv_bias)
     biases += hidden * (asked if family.out_bias is None else family.out_bias)
-    biases += 2 * head_dim * family.qk_norm + heads * family.sinks
+    biases += {"head": 2 * head_dim, "all": q_size + kv_size, None: 0}[family.qk_norm] + heads * family.sinks
     return ModelShape(
         name=keys.name, family=kind, attention=_kind(heads, kv_heads), hidden_size=hidden, vocab_size=vocab,
         num_layers=layers, num_heads=heads, kv_heads=kv_heads, kv_width=2 * kv_size,

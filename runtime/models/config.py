@@ -13,13 +13,26 @@ from transformers import AutoConfig, PretrainedConfig
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_families
 from qserve.checkpoint.modules import Modules
+from qserve.kernels.ops import Function
 from qserve.runtime.cache import CacheLayout, CacheSpec
+
+ACTIVATIONS: dict[str, Function] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
+"""The functions of feed-forwards by transformers' names."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """``windows[i]`` is the sliding window of layer i in tokens, 0 for full attention; ``rotated[i]`` says whether its
-    queries and keys are rotated."""
+    """The shape of a decoder.
+
+    Attributes:
+        windows: the sliding window of each layer in tokens, 0 for full attention.
+        rotated: for each layer whether its queries and keys are rotated.
+        rope_kinds: for each layer the key of its parameters in ``rope_parameters``, None where all layers share them.
+        score_cap, logit_cap: ``Attention.softcap`` and ``SoftCap.cap``, 0 for none.
+    """
 
     model_type: str
     family: Family
@@ -28,6 +41,7 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    activation: Function
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -37,6 +51,9 @@ class DecoderConfig:
     tie_word_embeddings: bool
     windows: tuple[int, ...]
     rotated: tuple[bool, ...]
+    rope_kinds: tuple[str | None, ...]
+    score_cap: float
+    logit_cap: float
     hf: PretrainedConfig
 
     @property
@@ -76,8 +93,11 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         raise CheckpointError(f"{name}: config.json is not a valid {kind} configuration: {error}") from None
     for key, value in family.keys(hf.to_dict()).items():
         setattr(hf, key, value)
-    if hf.hidden_act != "silu":
-        raise CheckpointError(f"{name} uses the activation {hf.hidden_act!r}; only silu is served")
+    for key, wanted in family.served.items():
+        if (found := getattr(hf, key, wanted) or False) != wanted:
+            raise CheckpointError(f"{name} has {key} {found!r} in config.json; only {wanted!r} is served")
+    if hf.hidden_act not in ACTIVATIONS:
+        raise CheckpointError(f"{name} uses the activation {hf.hidden_act!r}; known are {', '.join(ACTIVATIONS)}")
     heads = hf.num_attention_heads
     kv_heads = getattr(hf, "num_key_value_heads", None) or heads
     if kv_heads < 1 or heads % kv_heads:
@@ -90,6 +110,7 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
+        activation=ACTIVATIONS[hf.hidden_act],
         num_hidden_layers=hf.num_hidden_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -99,6 +120,9 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         windows=_windows(hf, family, name),
         rotated=_rotated(hf, family),
+        rope_kinds=_rope_kinds(hf),
+        score_cap=float(hf.attn_logit_softcapping or 0) if family.capped_scores else 0.0,
+        logit_cap=float(hf.final_logit_softcapping or 0) if family.capped_logits else 0.0,
         hf=hf,
     )
 
@@ -111,7 +135,13 @@ def is_classifier(config: dict[str, Any]) -> bool:
 def _rotated(hf: PretrainedConfig, family: Family) -> tuple[bool, ...]:
     if family.rotated is None:
         return (True,) * int(hf.num_hidden_layers)
-    return tuple(map(bool, getattr(hf, family.rotated)))
+    return tuple(map(bool, family.rotated(hf)))
+
+
+def _rope_kinds(hf: PretrainedConfig) -> tuple[str | None, ...]:
+    kinds = getattr(hf, "layer_types", None) or ()
+    by_kind = bool(kinds) and set(kinds) <= set(getattr(hf, "rope_parameters", None) or ())
+    return tuple(kinds) if by_kind else (None,) * int(hf.num_hidden_layers)
 
 
 def _windows(hf: PretrainedConfig, family: Family, name: str) -> tuple[int, ...]:

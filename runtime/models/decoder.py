@@ -32,9 +32,8 @@ class DecoderLimits:
 
     def workspace_bytes(self, config: DecoderConfig, activations: torch.dtype = torch.float32) -> int:
         """Bytes of activations and logits."""
-        per_token = config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size
-        stream = self.max_tokens * config.hidden_size + self.max_logits * (config.hidden_size + config.vocab_size)
-        return 4 * stream + activations.itemsize * (self.max_tokens * per_token + self.max_logits * config.hidden_size)
+        placement = Placement(torch.device("meta"), activations)
+        return Buffers.allocate(config, placement, tokens=self.max_tokens, rows=self.max_logits, positions=1).nbytes
 
 
 class Decoder:

@@ -6,7 +6,7 @@ Weights are read when their operations are built, so that one layer at a time is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from qserve.kernels.ops import (
     Activation,
     Argmax,
     Attention,
+    Cast,
     Embed,
     Gather,
     Linear,
@@ -23,11 +24,12 @@ from qserve.kernels.ops import (
     Placement,
     RMSNorm,
     RopeKV,
+    SoftCap,
 )
 from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig, is_classifier
 from qserve.runtime.models.kv_scales import cache_center, cache_scales
-from qserve.runtime.models.rope import rope_tables
+from qserve.runtime.models.rope import query_scale, rope_tables
 from qserve.runtime.models.weights import Weight, Weights
 
 
@@ -36,15 +38,18 @@ class Buffers:
     """The buffers that the operations of a decoder write, and its rotations.
 
     x           [tokens, hidden_size] float32: the residual stream, divided by the family's residual multiplier
+    sublayer    [tokens, hidden_size] float32: the output of a sublayer, where a norm follows
     normed, qkv, attended, gate_up, activated  [tokens, …]
     last        [rows, hidden_size] float32: the residual stream of the rows whose logits are wanted
     states      [rows, hidden_size]: the same behind the last norm
     logits      [rows, vocab_size] float32
     greedy      [rows] int32
-    cosine, sine  float32 [positions, rotary_dim / 2]
+    rotations   cosine and sine, float32 [positions, rotary_dim / 2], for each of the ``rope_kinds``
+    q_scale     float32 [positions], or None
     """
 
     x: Tensor
+    sublayer: Tensor
     normed: Tensor
     qkv: Tensor
     attended: Tensor
@@ -54,8 +59,8 @@ class Buffers:
     states: Tensor
     logits: Tensor
     greedy: Tensor
-    cosine: Tensor
-    sine: Tensor
+    rotations: dict[str | None, tuple[Tensor, Tensor]]
+    q_scale: Tensor | None
 
     @classmethod
     def allocate(
@@ -67,21 +72,33 @@ class Buffers:
         def activations(count: int, width: int) -> Tensor:
             return torch.empty(count, width, dtype=dtype, device=device)
 
-        cosine, sine = (table.to(device) for table in rope_tables(config, positions))
+        def rotation(kind: str | None) -> tuple[Tensor, Tensor]:
+            cosine, sine = rope_tables(config, kind, positions)
+            return cosine.to(device), sine.to(device)
+
+        scale = query_scale(config, positions)
+        behind = config.modules.attention_out_norm or config.modules.mlp_out_norm
         return cls(
             x=torch.empty(tokens, hidden, device=device),
+            sublayer=torch.empty(tokens if behind else 0, hidden, device=device),
             normed=activations(tokens, hidden),
             qkv=activations(tokens, config.q_size + 2 * config.kv_size),
             attended=activations(tokens, config.q_size),
-            gate_up=activations(tokens, 2 * inner),
+            gate_up=activations(tokens, 2 * inner if config.family.gated else inner),
             activated=activations(tokens, inner),
             last=torch.empty(rows, hidden, device=device),
             states=activations(rows, hidden),
             logits=torch.zeros(rows, config.vocab_size, device=device),  # a classifier leaves them so
             greedy=torch.empty(rows, dtype=torch.int32, device=device),
-            cosine=cosine,
-            sine=sine,
+            rotations={kind: rotation(kind) for kind in config.rope_kinds},
+            q_scale=None if scale is None else scale.to(device),
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of activations and logits."""
+        held = (getattr(self, field.name) for field in fields(self) if field.name != "q_scale")
+        return sum(buffer.nbytes for buffer in held if isinstance(buffer, Tensor))
 
 
 class LayerBuilder:
@@ -106,12 +123,9 @@ class LayerBuilder:
 
     def layer(self, i: int, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
         modules, layer = self._config.modules, f"{self._config.modules.layers}.{i}"
-        return [
-            self._norm(f"{layer}.{modules.attention_norm}"),
-            *self._attention(i, layer, k_cache, v_cache),
-            self._norm(f"{layer}.{modules.mlp_norm}"),
-            *self._mlp(layer),
-        ]
+        x, read = self._input(layer, modules.attention_norm)
+        y, read_too = self._input(layer, modules.mlp_norm)
+        return [*read, *self._attention(i, layer, x, k_cache, v_cache), *read_too, *self._mlp(layer, y)]
 
     def final_norm(self) -> list[Op]:
         """The states of the rows whose logits are wanted, as transformers returns them."""
@@ -133,15 +147,17 @@ class LayerBuilder:
             weight = round_to_int8(weight)
         if bias is not None and multiplier != 1.0:
             bias = bias.float() * multiplier
+        cap = config.logit_cap
         return [
             *self._last_norm(multiplier),
             Linear(buffers.states, weight, buffers.logits, bias, rows="logits"),
+            *([SoftCap(buffers.logits, cap)] if cap else []),
             Argmax(buffers.logits, buffers.greedy),
         ]
 
     def _last_norm(self, multiplier: float) -> list[Op]:
         buffers = self._buffers
-        weight = self._weights.tensor(f"{self._config.modules.norm}.weight", self._config.hidden_size)
+        weight = self._norm_weight(self._config.modules.norm, self._config.hidden_size)
         if multiplier != 1.0:
             weight = weight.float() * multiplier
         return [
@@ -149,18 +165,27 @@ class LayerBuilder:
             RMSNorm(buffers.last, weight, buffers.states, self._eps, rows="logits"),
         ]
 
-    def _norm(self, module: str) -> Op:
-        weight = self._weights.tensor(f"{module}.weight", self._config.hidden_size)
-        return RMSNorm(self._buffers.x, weight, self._buffers.normed, self._eps)
+    def _input(self, layer: str, norm: str | None) -> tuple[Tensor, list[Op]]:
+        """The input of a sublayer, and the operations that make it."""
+        x, normed = self._buffers.x, self._buffers.normed
+        if norm is not None:
+            return normed, [RMSNorm(x, self._norm_weight(f"{layer}.{norm}", x.shape[1]), normed, self._eps)]
+        return (x, []) if x.dtype == normed.dtype else (normed, [Cast(x, normed)])
 
-    def _attention(self, i: int, layer: str, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
+    def _norm_weight(self, module: str, width: int) -> Tensor:
+        weight = self._weights.tensor(f"{module}.weight", width)
+        return weight.float() + 1 if self._config.family.one_plus else weight
+
+    def _attention(self, i: int, layer: str, x: Tensor, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
         config, buffers, weights = self._config, self._buffers, self._weights
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         module = f"{layer}.{config.modules.attention}"
         q_norm = k_norm = None
-        if config.family.qk_norm:
-            q_norm, k_norm = (weights.tensor(f"{module}.{name}.weight", dim) for name in ("q_norm", "k_norm"))
-        cosine, sine = buffers.cosine, buffers.sine
+        if (norms := config.family.qk_norm) is not None:
+            widths = (config.q_size, config.kv_size) if norms == "all" else (dim, dim)
+            names = config.modules.q_norm, config.modules.k_norm
+            q_norm, k_norm = (self._norm_weight(f"{layer}.{name}", width) for name, width in zip(names, widths))
+        cosine, sine = buffers.rotations[config.rope_kinds[i]]
         if not config.rotated[i]:
             cosine = sine = cosine.new_empty(len(cosine), 0)
         k_scale, v_scale = cache_scales(weights.source, module, kv_heads, self._kv_dtype)
@@ -169,30 +194,38 @@ class LayerBuilder:
         if len(config.modules.qkv) == 1:
             sizes = [sum(sizes)]
         return [
-            *self._joined(layer, config.modules.qkv, sizes, buffers.normed, buffers.qkv),
+            *self._joined(layer, config.modules.qkv, sizes, x, buffers.qkv),
             RopeKV(
                 buffers.qkv, cosine, sine, k_cache, v_cache, heads, kv_heads, dim,
-                q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale, k_center,
+                q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale, k_center, buffers.q_scale,
             ),
             Attention(
                 buffers.qkv, buffers.attended, k_cache, v_cache, heads, kv_heads, dim, config.attention_scale,
-                config.windows[i], k_scale, v_scale,
+                config.windows[i], k_scale, v_scale, config.score_cap,
             ),
-            self._to_stream(f"{layer}.{config.modules.out}", buffers.attended),
+            *self._to_stream(layer, config.modules.out, buffers.attended, config.modules.attention_out_norm),
         ]  # fmt: skip
 
-    def _mlp(self, layer: str) -> list[Op]:
+    def _mlp(self, layer: str, x: Tensor) -> list[Op]:
         buffers, modules = self._buffers, self._config.modules
         sizes = [buffers.gate_up.shape[1] // len(modules.up)] * len(modules.up)
         return [
-            *self._joined(layer, modules.up, sizes, buffers.normed, buffers.gate_up),
-            Activation(buffers.gate_up, buffers.activated, "silu", gated=True),
-            self._to_stream(f"{layer}.{modules.down}", buffers.activated),
+            *self._joined(layer, modules.up, sizes, x, buffers.gate_up),
+            Activation(buffers.gate_up, buffers.activated, self._config.activation, self._config.family.gated),
+            *self._to_stream(layer, modules.down, buffers.activated, modules.mlp_out_norm),
         ]
 
-    def _to_stream(self, module: str, x: Tensor) -> Linear:
-        weight, bias = self._weights.linear(module, self._config.hidden_size, x.shape[1])
-        return Linear(x, weight, self._buffers.x, bias, accumulate=True)
+    def _to_stream(self, layer: str, module: str, x: Tensor, norm: str | None) -> list[Op]:
+        """The linear ``module`` of ``x`` is added to the residual stream, behind ``norm`` where there is one."""
+        config, stream, sublayer = self._config, self._buffers.x, self._buffers.sublayer
+        weight, bias = self._weights.linear(f"{layer}.{module}", config.hidden_size, x.shape[1])
+        if norm is None:
+            return [Linear(x, weight, stream, bias, accumulate=True)]
+        scale = self._norm_weight(f"{layer}.{norm}", config.hidden_size)
+        return [
+            Linear(x, weight, sublayer, bias),
+            RMSNorm(sublayer, scale, stream, config.rms_norm_eps, accumulate=True),
+        ]
 
     def _joined(self, layer: str, names: Sequence[str], sizes: Sequence[int], x: Tensor, out: Tensor) -> list[Op]:
         """One product for the linears ``names`` of ``layer`` (with ``sizes`` outputs) that share an input, or one

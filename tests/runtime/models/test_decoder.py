@@ -43,8 +43,11 @@ LONG = {
         "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
     },
 }
+WIDE = {"hidden_size": 72, "intermediate_size": 88, "initializer_range": 0.2}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-mha-head-dim": ("llama", {"num_key_value_heads": 4, "head_dim": 48}),
@@ -69,6 +72,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-window": (
         "smollm3", {**PAD, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
     ),
+    "mistral-nemo": ("mistral", {"sliding_window": None, "head_dim": 48, "hidden_size": 80}),
+    "gemma": ("gemma", {**PAD, **WIDE, "head_dim": 32}),
+    "gemma-mqa": ("gemma", {**PAD, **WIDE, "head_dim": 48, "num_key_value_heads": 1, "tie_word_embeddings": False,
+                            "attention_bias": True}),
+    "gemma2": ("gemma2", {**PAD, **WIDE, **CAPS, "head_dim": 32, "sliding_window": 9, "query_pre_attn_scalar": 20}),
+    "gemma2-layers": ("gemma2", {**PAD, **WIDE, **CAPS, "head_dim": 16, "sliding_window": 5,
+                                 "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+                                 "hidden_activation": "gelu", "attention_bias": True}),
+    "gemma3": ("gemma3_text", {**PAD, **WIDE, "head_dim": 32, "sliding_window": 9, "sliding_window_pattern": 2,
+                               "rope_local_base_freq": 100.0, "rope_theta": 5000.0}),
+    "gemma3-linear": ("gemma3_text", {**PAD, **WIDE, **CAPS, "head_dim": 48, "sliding_window": 7,
+                                      "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                                      "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "phi3": ("phi3", {**PAD, "sliding_window": 9}),
     "phi3-partial": ("phi3", {**PAD, "partial_rotary_factor": 0.5}),
     "phi3-long": ("phi3", {**PAD, **LONG, "original_max_position_embeddings": 32}),
@@ -202,7 +218,8 @@ def test_headers_say_which_kernels_are_missing(tmp_path: Path) -> None:
     [
         ({"model_type": "gpt2"}, "'gpt2'"),
         ({"model_type": None}, "None"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "quick_gelu"}, "'quick_gelu'"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"hidden_size": "wide"}, "not a valid"),
     ],
