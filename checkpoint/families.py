@@ -138,6 +138,10 @@ def _granite(config: Any) -> Multipliers:
     )
 
 
+def _hyperclovax(config: Any) -> Multipliers:
+    return replace(_granite(config), logits=config.logits_scaling)
+
+
 def _gemma(config: Any) -> Multipliers:
     return Multipliers(config.hidden_size**0.5)
 
@@ -152,6 +156,11 @@ def _cohere(config: Any) -> Multipliers:
 
 def _gpt2(config: Any) -> Multipliers:
     return Multipliers(attention=None if config.scale_attn_weights else 1.0)
+
+
+def _in_windows(config: Any) -> list[bool]:
+    """Where some layers have a window, only they are rotated."""
+    return [config.sliding_window is None or kind == "sliding_attention" for kind in config.layer_types]
 
 
 def _falcon(config: Mapping[str, Any]) -> Modules:
@@ -174,6 +183,7 @@ _GEMMA2 = replace(
     _GEMMA, sliding=2, capped_scores=True, capped_logits=True, modules=lambda config: modules.GEMMA2, keys=keys.gemma2,
     multipliers=_gemma2,
 )  # fmt: skip
+_OLMO2 = Family(native=True, qk_norm="all", qkv_bias=None, out_bias=None, modules=lambda config: modules.OLMO2)
 _COHERE = Family(
     layer_norm=True, parallel=True, qkv_bias=None, out_bias=None, tied=True,
     modules=lambda config: modules.COHERE, keys=keys.cohere, multipliers=_cohere,
@@ -245,8 +255,25 @@ FAMILIES = {
         layer_norm=True, norm_bias=True, gated=False, parallel=True, mlp_bias=True, head_bias=True,
         partial_rotary=True, modules=lambda config: modules.GPTJ, keys=keys.gptj,
     ),
+    "hyperclovax": Family(
+        native=True, qkv_bias=None, out_bias=None, mlp_bias=None, multipliers=_hyperclovax,
+        modules=lambda config: modules.HYPERCLOVAX if config.get("use_post_norm", True) else LLAMA,
+    ),
+    "ministral": Family(native=True, sliding=1),
+    "ministral3": Family(native=True, sliding=1, scaled_queries=True),
+    "arcee": Family(
+        native=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None, modules=lambda config: modules.NEMOTRON
+    ),
+    "seed_oss": Family(native=True, qkv_bias=None, mlp_bias=None, keys=keys.seed_oss),
+    "cwm": Family(native=True, sliding=4, keys=keys.cwm),
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, sliding=4),
+    "exaone4": Family(
+        native=True, qk_norm="head", sliding=4, modules=lambda config: modules.OLMO2, rotated=_in_windows
+    ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
+    "vaultgemma": replace(_GEMMA2, modules=lambda config: modules.VAULTGEMMA),
     "gemma3_text": replace(_GEMMA2, qk_norm="head", capped_scores=False, sliding=6),
     "mixtral": Family(sliding=1, experts=Experts(("num_local_experts",), "intermediate_size")),
     "qwen2_moe": Family(

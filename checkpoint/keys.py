@@ -13,6 +13,18 @@ def gemma2(config: Config) -> dict[str, Any]:
     return _renamed(config, hidden_act="hidden_activation")
 
 
+def seed_oss(config: Config) -> dict[str, Any]:
+    return {"attention_bias": config.get("attention_bias", True)}
+
+
+def cwm(config: Config) -> dict[str, Any]:
+    """The first of every four layers attends to everything."""
+    layers = config.get("num_hidden_layers")
+    if config.get("layer_types") is not None or not isinstance(layers, int):
+        return {}
+    return {"layer_types": ["sliding_attention" if i % 4 else "full_attention" for i in range(layers)]}
+
+
 def cohere(config: Config) -> dict[str, Any]:
     return _renamed(config, rms_norm_eps="layer_norm_eps")
 

@@ -63,6 +63,12 @@ GEMMA2 = Modules(
     attention_out_norm="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
 )  # fmt: skip
+VAULTGEMMA = Modules(mlp_norm="pre_feedforward_layernorm")
+OLMO2 = Modules(
+    attention_norm=None, attention_out_norm="post_attention_layernorm", mlp_norm=None,
+    mlp_out_norm="post_feedforward_layernorm",
+)  # fmt: skip
+HYPERCLOVAX = Modules(attention_out_norm="post_norm1", mlp_out_norm="post_norm2")
 COHERE = Modules(mlp_norm=None, interleaved=True)
 NEMOTRON = Modules(up=("mlp.up_proj",))
 STARCODER2 = Modules(up=("mlp.c_fc",), down="mlp.c_proj")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.families import Multipliers
 from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.modules import Modules
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels import native, registry
 from qserve.kernels.ops import Step
 from qserve.quantize import fp8, rtn
-from qserve.runtime.models.config import decoder_config
+from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits, missing_kernels
 
 SMALL: dict[str, Any] = {
@@ -45,6 +48,13 @@ LONG = {
 }
 WIDE = {"hidden_size": 72, "intermediate_size": 88, "initializer_range": 0.2}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+SHARP = {"initializer_range": 0.2, "intermediate_size": 88}
+PATTERN = ("sliding_attention", "full_attention", "sliding_attention")
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+    "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+LIMITS = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_blocks=40)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),
@@ -85,13 +95,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-linear": ("gemma3_text", {**PAD, **WIDE, **CAPS, "head_dim": 48, "sliding_window": 7,
                                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
                                       "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "vaultgemma": ("vaultgemma", {**PAD, **WIDE, **CAPS, "head_dim": 32, "sliding_window": 6}),
+    "ministral": ("ministral", {**WIDE, "head_dim": 16, "sliding_window": 6, "layer_types": [*PATTERN]}),
+    "ministral-full": ("ministral", {**WIDE, "head_dim": 48, "layer_types": ["full_attention"] * 3}),
+    "ministral3": ("ministral3", {**WIDE, "head_dim": 32, "sliding_window": 9, "rope_parameters": YARN}),
+    "ministral3-full": ("ministral3", {**WIDE, "head_dim": 16, "rope_parameters": {
+        **YARN, "rope_type": "default", "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 7}}),
+    "olmo2": ("olmo2", {**PAD, **SHARP, "attention_bias": True}),
+    "olmo2-mqa": ("olmo2", {**PAD, **SHARP, "num_key_value_heads": 1, "hidden_size": 192, "rms_norm_eps": 0.1}),
+    "olmo3": ("olmo3", {**PAD, **SHARP, "sliding_window": 7, "num_hidden_layers": 4}),
+    "olmo3-yarn": ("olmo3", {**PAD, **SHARP, "sliding_window": 5, "layer_types": [*PATTERN],
+                             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}}),
+    "exaone4": ("exaone4", {**SHARP, "head_dim": 48, "sliding_window": 7, "layer_types": [*PATTERN]}),
+    "exaone4-full": ("exaone4", {**SHARP, "hidden_size": 128, "sliding_window": None, "tie_word_embeddings": True,
+                                 "layer_types": ["full_attention"] * 3}),
+    "hyperclovax": ("hyperclovax", {**MULTIPLIERS, "attention_bias": True, "mlp_bias": True}),
+    "hyperclovax-no-post-norm": ("hyperclovax", {**MULTIPLIERS, "use_post_norm": False, "head_dim": 32}),
+    "arcee": ("arcee", {**SHARP, "mlp_bias": True}),
+    "arcee-relu": ("arcee", {**SHARP, "hidden_act": "relu", "attention_bias": True, "head_dim": 32}),
+    "seed_oss": ("seed_oss", {**WIDE, "head_dim": 32}),
+    "seed_oss-biases": ("seed_oss", {**WIDE, "head_dim": 48, "attention_out_bias": True, "mlp_bias": True}),
+    "cwm": ("cwm", {**SHARP, "head_dim": 32, "sliding_window": 7, "rope_theta": 500.0, "rope_scaling": {
+        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}}),
+    "cwm-layers": ("cwm", {**SHARP, "head_dim": 16, "sliding_window": 5, "layer_types": [*PATTERN]}),
     "phi3": ("phi3", {**PAD, "sliding_window": 9}),
     "phi3-partial": ("phi3", {**PAD, "partial_rotary_factor": 0.5}),
     "phi3-long": ("phi3", {**PAD, **LONG, "original_max_position_embeddings": 32}),
     "phi3-short": ("phi3", {**PAD, **LONG, "original_max_position_embeddings": 64}),
 }  # fmt: skip
 QUANTIZED = {
-    "int4": WeightScheme(4, 16, symmetric=False),
+    "int4": WeightScheme(4, 8, symmetric=False),
     "fp8": WeightScheme(8, -1, dtype="fp8"),
 }
 
@@ -141,14 +174,65 @@ def test_logits_are_those_of_transformers(case: str, kernels: str, tmp_path: Pat
     model = save_random(family, changes, tmp_path)
     source = HFDirectory(tmp_path)
     config = decoder_config(source.config, "small")
-    limits = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_blocks=24)
-    decoder = Decoder(source, config, registry.make(kernels), limits, kv_dtype=torch.float32)
+    decoder = Decoder(source, config, registry.make(kernels), LIMITS, kv_dtype=torch.float32)
     tokens = torch.randint(0, SMALL["vocab_size"], (40,), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         want = model(tokens[None]).logits[0]
-    for chunks in ([40], [17, 1, 22], [1] * 40):
+    whole = run_chunks(decoder, tokens.tolist(), [40])
+    torch.testing.assert_close(whole, want, rtol=0, atol=1e-4)
+    for chunks in ([17, 1, 22], [1] * 40):
         got = run_chunks(decoder, tokens.tolist(), chunks)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+        assert kernels == "reference" or torch.equal(got, whole)  # batch-invariant
+
+
+def without(config: DecoderConfig, **features: Any) -> DecoderConfig:
+    """``config`` with other values of its own fields or of its family's."""
+    own = {name for name in features if hasattr(config, name)}
+    family = replace(config.family, **{name: value for name, value in features.items() if name not in own})
+    return replace(config, family=family, **{name: features[name] for name in own})
+
+
+@pytest.mark.parametrize(
+    ("case", "features"),
+    [
+        ("gemma", {"one_plus": False}),
+        ("gemma", {"multipliers": Multipliers()}),
+        ("gemma", {"activation": "silu"}),
+        ("gemma2", {"score_cap": 0.0}),
+        ("gemma2", {"logit_cap": 0.0}),
+        ("gemma2", {"windows": (0, 0, 0)}),
+        ("gemma2", {"multipliers": Multipliers(72**0.5)}),
+        ("gemma2", {"modules": Modules(mlp_norm="pre_feedforward_layernorm")}),
+        ("gemma3", {"rope_kinds": ("full_attention",) * 3}),
+        ("gemma3", {"rope_kinds": ("sliding_attention",) * 3}),
+        ("gemma3", {"qk_norm": None}),
+        ("gemma3", {"windows": (0, 0, 0)}),
+        ("gemma3-linear", {"logit_cap": 0.0}),
+        ("ministral3", {"scaled_queries": False}),
+        ("ministral3-full", {"scaled_queries": False}),
+        ("olmo2", {"qk_norm": None}),
+        ("olmo2", {"modules": Modules(attention_norm=None, mlp_norm=None)}),
+        ("olmo3-yarn", {"rope_kinds": ("sliding_attention",) * 3}),
+        ("exaone4", {"rotated": (True, True, True)}),
+        ("exaone4", {"qk_norm": None}),
+        ("exaone4-full", {"rotated": (False, False, False)}),
+        ("hyperclovax", {"modules": Modules()}),
+        ("hyperclovax", {"multipliers": Multipliers(12.0, 0.22, 0.3, 1 / 6.0)}),
+        ("arcee", {"activation": "relu"}),
+        ("cwm", {"windows": (0, 0, 0)}),
+    ],
+)
+def test_each_feature_counts(case: str, features: dict[str, Any], tmp_path: Path) -> None:
+    """So that the comparison with transformers would miss none of them."""
+    save_random(*CASES[case], tmp_path)
+    source = HFDirectory(tmp_path)
+    config, tokens = decoder_config(source.config, "small"), list(range(3, 43))
+    with_it, without_it = (
+        run_chunks(Decoder(source, shape, registry.make("reference"), LIMITS, kv_dtype=torch.float32), tokens, [40])
+        for shape in (config, without(config, **features))
+    )
+    assert (with_it - without_it).abs().max() > 0.01
 
 
 def round_weight(weight: torch.Tensor, scheme: WeightScheme) -> QuantizedWeight:
@@ -175,7 +259,9 @@ def quantize(model: torch.nn.Module, path: Path, scheme: WeightScheme) -> None:
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED)
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "granite", "phi3-long"])
+@pytest.mark.parametrize(
+    "case", ["llama-biases", "qwen3", "granite", "phi3-long", "gemma2", "gemma3", "olmo3", "exaone4", "arcee"]
+)
 def test_quantized_logits_are_those_of_transformers(case: str, scheme: str, tmp_path: Path) -> None:
     """With the weights as they were rounded. The native products of int4 round their inputs too."""
     model = save_random(*CASES[case], tmp_path)
@@ -186,9 +272,8 @@ def test_quantized_logits_are_those_of_transformers(case: str, scheme: str, tmp_
     got = {}
     for kernels in ("reference",) if native.missing() else ("reference", "native"):
         source = HFDirectory(tmp_path / "quantized")
-        limits = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_blocks=8)
         decoder = Decoder(
-            source, decoder_config(source.config, "small"), registry.make(kernels), limits, kv_dtype=torch.float32
+            source, decoder_config(source.config, "small"), registry.make(kernels), LIMITS, kv_dtype=torch.float32
         )
         got[kernels] = run_chunks(decoder, tokens.tolist(), [40])
         if kernels == "native":  # batch-invariant
