@@ -185,11 +185,11 @@ _GEMMA2 = replace(
 )  # fmt: skip
 _OLMO2 = Family(native=True, qk_norm="all", qkv_bias=None, out_bias=None, modules=lambda config: modules.OLMO2)
 _COHERE = Family(
-    layer_norm=True, parallel=True, qkv_bias=None, out_bias=None, tied=True,
+    native=True, layer_norm=True, parallel=True, qkv_bias=None, out_bias=None, tied=True,
     modules=lambda config: modules.COHERE, keys=keys.cohere, multipliers=_cohere,
 )  # fmt: skip
 _GPT2 = Family(
-    layer_norm=True, norm_bias=True, gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
+    native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
     modules=lambda config: modules.GPT2, keys=keys.gpt2, multipliers=_gpt2,
     served={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
 )  # fmt: skip
@@ -215,34 +215,34 @@ FAMILIES = {
         rotated=lambda config: config.no_rope_layers,
     ),
     "cohere": replace(_COHERE, served={"use_qk_norm": False}),
-    "cohere2": replace(_COHERE, sliding=4),
+    "cohere2": replace(_COHERE, sliding=4, keys=keys.cohere2, rotated=lambda config: config.no_rope_layers),
     "starcoder2": Family(
-        layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
+        native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
         tied=True, sliding=1, modules=lambda config: modules.STARCODER2, keys=keys.starcoder2,
     ),
     "falcon": Family(
-        layer_norm=True, norm_bias=True, gated=False, parallel=None, qkv_bias=None, out_bias=None,
+        native=True, layer_norm=True, norm_bias=True, gated=False, parallel=None, qkv_bias=None, out_bias=None,
         mlp_bias=None, tied=True, modules=_falcon, keys=keys.falcon, served={"alibi": False},
     ),
     "gpt_neox": Family(
-        layer_norm=True, norm_bias=True, gated=False, parallel=None, qkv_bias=None, out_bias=None,
+        native=True, layer_norm=True, norm_bias=True, gated=False, parallel=None, qkv_bias=None, out_bias=None,
         mlp_bias=True, partial_rotary=True, modules=lambda config: modules.GPT_NEOX, keys=keys.gpt_neox,
     ),
     "phi": Family(
-        layer_norm=True, norm_bias=True, gated=False, parallel=True, qkv_bias=True, out_bias=True,
+        native=True, layer_norm=True, norm_bias=True, gated=False, parallel=True, qkv_bias=True, out_bias=True,
         mlp_bias=True, head_bias=True, partial_rotary=True, modules=lambda config: modules.PHI, keys=keys.phi,
         served={"qk_layernorm": False},
     ),
     "stablelm": Family(
-        layer_norm=True, norm_bias=True, parallel=None, qkv_bias=None, partial_rotary=True,
+        native=True, layer_norm=True, norm_bias=True, parallel=None, qkv_bias=None, partial_rotary=True,
         modules=_stablelm, keys=keys.stablelm, served={"qk_layernorm": False},
     ),
     "nemotron": Family(
-        layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
-        partial_rotary=True, modules=lambda config: modules.NEMOTRON, keys=keys.nemotron,
+        native=True, one_plus=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None,
+        mlp_bias=None, partial_rotary=True, modules=lambda config: modules.NEMOTRON, keys=keys.nemotron,
     ),
     "opt": Family(
-        layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
+        native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
         tied=True, modules=lambda config: modules.OPT, keys=keys.opt,
         served={
             "do_layer_norm_before": True, "project_in": False, "layer_norm_elementwise_affine": True,
@@ -250,9 +250,11 @@ FAMILIES = {
         },
     ),
     "gpt2": _GPT2,
-    "gpt_bigcode": replace(_GPT2, modules=lambda config: modules.GPT_BIGCODE, keys=keys.gpt_bigcode),
+    "gpt_bigcode": replace(
+        _GPT2, modules=lambda config: modules.GPT_BIGCODE, keys=keys.gpt_bigcode, served={"add_cross_attention": False}
+    ),
     "gptj": Family(
-        layer_norm=True, norm_bias=True, gated=False, parallel=True, mlp_bias=True, head_bias=True,
+        native=True, layer_norm=True, norm_bias=True, gated=False, parallel=True, mlp_bias=True, head_bias=True,
         partial_rotary=True, modules=lambda config: modules.GPTJ, keys=keys.gptj,
     ),
     "hyperclovax": Family(

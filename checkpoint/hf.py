@@ -18,6 +18,7 @@ from qserve.checkpoint.calibration_record import CalibrationRecord, read_calibra
 from qserve.checkpoint.card import QualityCard, read_card
 from qserve.checkpoint.container import DTYPES
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.files import file_sha256, read_json_object
 from qserve.checkpoint.formats import FORMATS, format_of
 from qserve.checkpoint.formats.format import Format
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FLOATS = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}
+
+
+def _named(stored: dict[str, StoredTensor], config: dict[str, Any]) -> dict[str, StoredTensor]:
+    family = FAMILIES.get(str(config.get("model_type")))
+    return stored if family is None else family.modules(config).named_as_transformers(stored)
 
 
 class HFDirectory:
@@ -48,7 +54,7 @@ class HFDirectory:
         if not (self.path / "config.json").exists():
             raise CheckpointError(f"{self.path} has no config.json; is this a model directory?")
         self.config: dict[str, Any] = read_json_object(self.path / "config.json")
-        self._tensors = read_index(self.path)
+        self._tensors = _named(read_index(self.path), self.config)
         self._files = ExitStack()
         self._open: dict[Path, BinaryIO] = {}
         self._format, quantization, where = self._read_format()

@@ -29,6 +29,13 @@ def cohere(config: Config) -> dict[str, Any]:
     return _renamed(config, rms_norm_eps="layer_norm_eps")
 
 
+def cohere2(config: Config) -> dict[str, Any]:
+    """Only layers with a window rotate queries and keys."""
+    window = config.get("sliding_window") is not None
+    rotated = [window and kind == "sliding_attention" for kind in config.get("layer_types") or ()]
+    return {**cohere(config), "no_rope_layers": rotated}
+
+
 def starcoder2(config: Config) -> dict[str, Any]:
     biases = config.get("use_bias", True)
     return {**_renamed(config, rms_norm_eps="norm_epsilon"), "attention_bias": biases, "mlp_bias": biases}
@@ -93,8 +100,13 @@ def gpt_bigcode(config: Config) -> dict[str, Any]:
 
 
 def gptj(config: Config) -> dict[str, Any]:
-    """``rotary_dim`` counts elements of a head; None rotates all of it."""
-    return gpt2(config)
+    """``rotary_dim`` counts elements of a head."""
+    keys, rotated = gpt2(config), config.get("rotary_dim")
+    hidden, heads = keys.get("hidden_size"), keys.get("num_attention_heads")
+    if rotated and hidden and heads:  # half an element more, so that no rounding of the quotient loses one
+        factor = (rotated + 0.5) * heads / hidden
+        keys["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": factor}
+    return keys
 
 
 def _inner(config: Config, keys: dict[str, Any]) -> dict[str, Any]:

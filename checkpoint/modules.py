@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,22 @@ class Modules:
         """Norms of the stream or of what is added to it, per layer."""
         norms = (self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
         return sum(norm is not None for norm in norms)
+
+    def named_as_transformers(self, stored: Mapping[str, T]) -> dict[str, T]:
+        """Tensors of a checkpoint by the names that transformers has for them today. Older checkpoints leave out the
+        name of the model's body, call the output layer ``embed_out``, and hold masks, which are left out."""
+        body = self.embedding.partition(".")[0]
+        inside = self.embedding.removeprefix(f"{body}.")
+        headless = any(name.startswith(f"{inside}.") for name in stored)
+        mask = re.compile(rf"{re.escape(self.layers)}\.\d+\.{re.escape(self.attention)}\.(masked_)?bias")
+        found = {}
+        for old, tensor in stored.items():
+            name = old.replace("embed_out.", f"{self.head}.", 1) if old.startswith("embed_out.") else old
+            if headless and not name.startswith((f"{self.head}.", f"{body}.", "score.")):
+                name = f"{body}.{name}"
+            if not mask.fullmatch(name):
+                found[name] = tensor
+        return found
 
 
 LLAMA = Modules()

@@ -28,6 +28,7 @@ class DecoderConfig:
     """The shape of a decoder.
 
     Attributes:
+        parallel: attention and feed-forward read the same residual stream.
         windows: the sliding window of each layer in tokens, 0 for full attention.
         rotated: for each layer whether its queries and keys are rotated.
         rope_kinds: for each layer the key of its parameters in ``rope_parameters``, None where all layers share them.
@@ -49,6 +50,7 @@ class DecoderConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    parallel: bool
     windows: tuple[int, ...]
     rotated: tuple[bool, ...]
     rope_kinds: tuple[str | None, ...]
@@ -118,6 +120,7 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         rms_norm_eps=hf.rms_norm_eps,
         max_position_embeddings=hf.max_position_embeddings,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
+        parallel=bool(hf.use_parallel_residual) if family.parallel is None else family.parallel,
         windows=_windows(hf, family, name),
         rotated=_rotated(hf, family),
         rope_kinds=_rope_kinds(hf),
@@ -134,7 +137,7 @@ def is_classifier(config: dict[str, Any]) -> bool:
 
 def _rotated(hf: PretrainedConfig, family: Family) -> tuple[bool, ...]:
     if family.rotated is None:
-        return (True,) * int(hf.num_hidden_layers)
+        return (family.modules(hf.to_dict()).positions is None,) * int(hf.num_hidden_layers)
     return tuple(map(bool, family.rotated(hf)))
 
 

@@ -75,14 +75,14 @@ class Decoder:
 
         self._body: list[tuple[int, Program]] = []  # consecutive layers of one group, which see the same step
         embed = builder.embed()
-        self.fallbacks = registry.fallbacks(executor, [embed])
+        self.fallbacks = registry.fallbacks(executor, embed)
         for i in range(layers):
             group, place = self.layout.place(i)
             if not self._body or self._body[-1][0] != group:
                 self._body.append((group, executor.program(tokens)))
             program = self._body[-1][1]
             if i == 0:
-                program.add([embed])
+                program.add(embed)
             ops = builder.layer(i, *self._pages[place])
             program.add(ops)
             self.fallbacks += registry.fallbacks(executor, ops)
@@ -152,7 +152,7 @@ def missing_kernels(
     buffers = Buffers.allocate(config, placement, tokens=1, rows=1, positions=1)
     builder = LayerBuilder(config, Headers(source), buffers, kv_dtype)
     layer = torch.empty(2, 1, config.kv_size * BLOCK_SIZE, dtype=kv_dtype, device=placement.device)
-    found = registry.fallbacks(executor, [builder.embed()])
+    found = registry.fallbacks(executor, builder.embed())
     for i in range(config.num_hidden_layers):
         found += registry.fallbacks(executor, builder.layer(i, *_pages_of(layer, config, placement)))
     return found + registry.fallbacks(executor, builder.head(int8=False))

@@ -19,17 +19,21 @@ from qserve.kernels.ops import (
     Cast,
     Embed,
     Gather,
+    LayerNorm,
     Linear,
     Op,
     Placement,
+    PositionEmbed,
     RMSNorm,
     RopeKV,
+    Rows,
     SoftCap,
 )
 from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig, is_classifier
 from qserve.runtime.models.kv_scales import cache_center, cache_scales
 from qserve.runtime.models.rope import query_scale, rope_tables
+from qserve.runtime.models.row_order import Orders, element_order, qkv_orders
 from qserve.runtime.models.weights import Weight, Weights
 
 
@@ -77,6 +81,7 @@ class Buffers:
             return cosine.to(device), sine.to(device)
 
         scale = query_scale(config, positions)
+        gate_up = activations(tokens, 2 * inner if config.family.gated else inner)
         behind = config.modules.attention_out_norm or config.modules.mlp_out_norm
         return cls(
             x=torch.empty(tokens, hidden, device=device),
@@ -84,8 +89,8 @@ class Buffers:
             normed=activations(tokens, hidden),
             qkv=activations(tokens, config.q_size + 2 * config.kv_size),
             attended=activations(tokens, config.q_size),
-            gate_up=activations(tokens, 2 * inner if config.family.gated else inner),
-            activated=activations(tokens, inner),
+            gate_up=gate_up,
+            activated=activations(tokens, inner) if config.family.gated else gate_up,
             last=torch.empty(rows, hidden, device=device),
             states=activations(rows, hidden),
             logits=torch.zeros(rows, config.vocab_size, device=device),  # a classifier leaves them so
@@ -97,8 +102,8 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Bytes of activations and logits."""
-        held = (getattr(self, field.name) for field in fields(self) if field.name != "q_scale")
-        return sum(buffer.nbytes for buffer in held if isinstance(buffer, Tensor))
+        held = {id(x := getattr(self, field.name)): x for field in fields(self) if field.name != "q_scale"}
+        return sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, Tensor))
 
 
 class LayerBuilder:
@@ -115,17 +120,27 @@ class LayerBuilder:
         self._eps = config.rms_norm_eps / config.multipliers.residual**2
         self._table: Weight | None = None
 
-    def embed(self) -> Embed:
+    def embed(self) -> list[Op]:
         config, buffers = self._config, self._buffers
         self._table, _ = self._weights.linear(config.modules.embedding, config.vocab_size, config.hidden_size)
         scale = config.multipliers.embedding / config.multipliers.residual
-        return Embed(self._table, buffers.x, buffers.greedy, scale)
+        ops: list[Op] = [Embed(self._table, buffers.x, buffers.greedy, scale)]
+        if (positions := config.modules.positions) is not None:
+            rows = config.max_position_embeddings + config.modules.position_offset
+            table = self._weights.tensor(f"{positions}.weight", rows, config.hidden_size)
+            ops.append(PositionEmbed(table, buffers.x, config.modules.position_offset))
+        return ops
 
     def layer(self, i: int, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
         modules, layer = self._config.modules, f"{self._config.modules.layers}.{i}"
+        parallel = self._config.parallel
         x, read = self._input(layer, modules.attention_norm)
-        y, read_too = self._input(layer, modules.mlp_norm)
-        return [*read, *self._attention(i, layer, x, k_cache, v_cache), *read_too, *self._mlp(layer, y)]
+        attend, add = self._attention(i, layer, x, k_cache, v_cache)
+        y, read_too = (x, []) if parallel and modules.mlp_norm is None else self._input(layer, modules.mlp_norm)
+        feed, add_too = self._mlp(layer, y)
+        if parallel:  # nothing is added to the stream before both have read it
+            return [*read, *attend, *read_too, *feed, *add, *add_too]
+        return [*read, *attend, *add, *read_too, *feed, *add_too]
 
     def final_norm(self) -> list[Op]:
         """The states of the rows whose logits are wanted, as transformers returns them."""
@@ -156,27 +171,37 @@ class LayerBuilder:
         ]
 
     def _last_norm(self, multiplier: float) -> list[Op]:
-        buffers = self._buffers
-        weight = self._norm_weight(self._config.modules.norm, self._config.hidden_size)
-        if multiplier != 1.0:
-            weight = weight.float() * multiplier
+        buffers, module = self._buffers, self._config.modules.norm
         return [
             Gather(buffers.x, buffers.last),
-            RMSNorm(buffers.last, weight, buffers.states, self._eps, rows="logits"),
+            self._norm(module, buffers.last, buffers.states, "logits", multiplier),
         ]
 
     def _input(self, layer: str, norm: str | None) -> tuple[Tensor, list[Op]]:
         """The input of a sublayer, and the operations that make it."""
         x, normed = self._buffers.x, self._buffers.normed
         if norm is not None:
-            return normed, [RMSNorm(x, self._norm_weight(f"{layer}.{norm}", x.shape[1]), normed, self._eps)]
+            return normed, [self._norm(f"{layer}.{norm}", x, normed)]
         return (x, []) if x.dtype == normed.dtype else (normed, [Cast(x, normed)])
+
+    def _norm(self, module: str, x: Tensor, out: Tensor, rows: Rows = "tokens", multiplier: float = 1.0) -> Op:
+        family, width = self._config.family, self._config.hidden_size
+        weight = self._norm_weight(module, width)
+        bias = self._weights.tensor(f"{module}.bias", width) if family.norm_bias else None
+        if multiplier != 1.0:
+            weight, bias = weight.float() * multiplier, None if bias is None else bias.float() * multiplier
+        if family.layer_norm:
+            return LayerNorm(x, weight, bias, out, self._eps, rows)
+        return RMSNorm(x, weight, out, self._eps, rows)
 
     def _norm_weight(self, module: str, width: int) -> Tensor:
         weight = self._weights.tensor(f"{module}.weight", width)
         return weight.float() + 1 if self._config.family.one_plus else weight
 
-    def _attention(self, i: int, layer: str, x: Tensor, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
+    def _attention(
+        self, i: int, layer: str, x: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> tuple[list[Op], list[Op]]:
+        """The operations that compute attention, and those that add it to the residual stream."""
         config, buffers, weights = self._config, self._buffers, self._weights
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         module = f"{layer}.{config.modules.attention}"
@@ -186,15 +211,19 @@ class LayerBuilder:
             names = config.modules.q_norm, config.modules.k_norm
             q_norm, k_norm = (self._norm_weight(f"{layer}.{name}", width) for name, width in zip(names, widths))
         cosine, sine = buffers.rotations[config.rope_kinds[i]]
+        rotary_dim = 2 * cosine.shape[1]
         if not config.rotated[i]:
             cosine = sine = cosine.new_empty(len(cosine), 0)
         k_scale, v_scale = cache_scales(weights.source, module, kv_heads, self._kv_dtype)
         k_center = cache_center(weights.source, module, kv_heads, dim, self._kv_dtype)
+        if k_center is not None:
+            k_center = k_center[:, element_order(config, rotary_dim)]
         sizes = [config.q_size, config.kv_size, config.kv_size]
         if len(config.modules.qkv) == 1:
             sizes = [sum(sizes)]
-        return [
-            *self._joined(layer, config.modules.qkv, sizes, x, buffers.qkv),
+        orders = qkv_orders(config, rotary_dim)
+        compute = [
+            *self._joined(layer, config.modules.qkv, sizes, x, buffers.qkv, orders),
             RopeKV(
                 buffers.qkv, cosine, sine, k_cache, v_cache, heads, kv_heads, dim,
                 q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale, k_center, buffers.q_scale,
@@ -203,22 +232,23 @@ class LayerBuilder:
                 buffers.qkv, buffers.attended, k_cache, v_cache, heads, kv_heads, dim, config.attention_scale,
                 config.windows[i], k_scale, v_scale, config.score_cap,
             ),
-            *self._to_stream(layer, config.modules.out, buffers.attended, config.modules.attention_out_norm),
         ]  # fmt: skip
+        return compute, self._to_stream(layer, config.modules.out, buffers.attended, config.modules.attention_out_norm)
 
-    def _mlp(self, layer: str, x: Tensor) -> list[Op]:
+    def _mlp(self, layer: str, x: Tensor) -> tuple[list[Op], list[Op]]:
+        """The operations that compute the feed-forward, and those that add it to the residual stream."""
         buffers, modules = self._buffers, self._config.modules
         sizes = [buffers.gate_up.shape[1] // len(modules.up)] * len(modules.up)
-        return [
+        compute = [
             *self._joined(layer, modules.up, sizes, x, buffers.gate_up),
             Activation(buffers.gate_up, buffers.activated, self._config.activation, self._config.family.gated),
-            *self._to_stream(layer, modules.down, buffers.activated, modules.mlp_out_norm),
         ]
+        return compute, self._to_stream(layer, modules.down, buffers.activated, modules.mlp_out_norm)
 
     def _to_stream(self, layer: str, module: str, x: Tensor, norm: str | None) -> list[Op]:
         """The linear ``module`` of ``x`` is added to the residual stream, behind ``norm`` where there is one."""
         config, stream, sublayer = self._config, self._buffers.x, self._buffers.sublayer
-        weight, bias = self._weights.linear(f"{layer}.{module}", config.hidden_size, x.shape[1])
+        weight, bias = self._linear(f"{layer}.{module}", config.hidden_size, x.shape[1])
         if norm is None:
             return [Linear(x, weight, stream, bias, accumulate=True)]
         scale = self._norm_weight(f"{layer}.{norm}", config.hidden_size)
@@ -227,10 +257,24 @@ class LayerBuilder:
             RMSNorm(sublayer, scale, stream, config.rms_norm_eps, accumulate=True),
         ]
 
-    def _joined(self, layer: str, names: Sequence[str], sizes: Sequence[int], x: Tensor, out: Tensor) -> list[Op]:
+    def _linear(self, module: str, out: int, inp: int, order: Tensor | None = None) -> tuple[Weight, Tensor | None]:
+        return self._weights.linear(module, out, inp, rows=order, transposed=self._config.modules.transposed)
+
+    def _joined(
+        self,
+        layer: str,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        x: Tensor,
+        out: Tensor,
+        orders: Orders = (None, None),
+    ) -> list[Op]:
         """One product for the linears ``names`` of ``layer`` (with ``sizes`` outputs) that share an input, or one
-        product for each where their schemes differ."""
-        loaded = [(*self._weights.linear(f"{layer}.{name}", n, x.shape[1]), n) for name, n in zip(names, sizes)]
+        product for each where their schemes differ. ``orders``: of their outputs in ``out``."""
+        loaded = [
+            (*self._linear(f"{layer}.{name}", size, x.shape[1], order), size)
+            for name, size, order in zip(names, sizes, orders)
+        ]
         dense = [w for w, _, _ in loaded if isinstance(w, Tensor)]
         packed = [w for w, _, _ in loaded if isinstance(w, QuantizedWeight)]
         bias = None

@@ -41,6 +41,8 @@ def rope_tables(config: DecoderConfig, kind: str | None, positions: int) -> tupl
     for longer ones. Cached keys are rotated once, so all sequences use the same set: the second where ``positions``
     exceeds that length.
     """
+    if not any(config.rotated):
+        return torch.empty(positions, 0), torch.empty(positions, 0)
     parameters, scale = _checked(config, kind), 1.0
     if (scaling := parameters["rope_type"]) == "default":
         rotary_dim = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
+from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows, take_rows
 from qserve.checkpoint.spec import WeightScheme
 
 SCHEME = WeightScheme(4, 8, symmetric=False)
@@ -61,3 +61,15 @@ def test_concat_rows() -> None:
     assert fused.bias.tolist() == [0.0] * 4 + [1.0] * 8
     with pytest.raises(ValueError, match="fused"):
         concat_rows([a, dataclasses.replace(b, g_idx=torch.zeros(16, dtype=torch.int32))])
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_rows_are_taken_with_their_scales(zeros: bool) -> None:
+    rows = torch.tensor([3, 0, 2])
+    whole = dataclasses.replace(weight(), bias=torch.arange(4.0))
+    if not zeros:
+        whole = dataclasses.replace(whole, scheme=WeightScheme(4, 8, rows=2), zeros=None)
+    taken = take_rows(whole, rows)
+    taken.check()
+    assert torch.equal(taken.dequantize(), whole.dequantize()[rows]) and taken.bias is not None
+    assert taken.bias.tolist() == [3.0, 0.0, 2.0]

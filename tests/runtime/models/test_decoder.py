@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import Multipliers
@@ -134,7 +135,7 @@ def save_random(family: str, changes: dict[str, Any], path: Path, seed: int = 0)
     config = AutoConfig.for_model(family, **{**SMALL, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():  # biases start as zeros and norms as ones: make them count
-        if name.endswith("bias") or "norm" in name:
+        if parameter.dim() == 1 or "norm" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(path)
     return model
@@ -245,12 +246,18 @@ def quantize(model: torch.nn.Module, path: Path, scheme: WeightScheme) -> None:
     spec = QuantSpec("rtn", scheme)
     form = FORMATS["compressed-tensors"]
     source = HFDirectory(path)
-    linears = {f"{name}.weight": module for name, module in model.named_modules() if name.endswith("_proj")}
+    linears = {
+        f"{name}.weight": module for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and name != "lm_head"
+    }  # fmt: skip
     with CheckpointWriter(path / "quantized", format=form) as writer:
         for name in source.names():
             if name in linears:
-                packed = round_weight(source.tensor(name), scheme)
-                linears[name].weight.data = packed.dequantize()
+                transposed = isinstance(linears[name], Conv1D)
+                weight = source.tensor(name)
+                packed = round_weight(weight.T.contiguous() if transposed else weight, scheme)
+                rounded = packed.dequantize()
+                linears[name].weight.data = rounded.T.contiguous() if transposed else rounded
                 writer.put_linear(name.removesuffix(".weight"), packed)
             else:
                 writer.put(name, source.tensor(name))
@@ -301,7 +308,7 @@ def test_headers_say_which_kernels_are_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "'gpt2'"),
+        ({"model_type": "mamba"}, "'mamba'"),
         ({"model_type": None}, "None"),
         ({"hidden_act": "quick_gelu"}, "'quick_gelu'"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention True"),
