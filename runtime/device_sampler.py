@@ -1,38 +1,23 @@
-"""``RowSampling``: how the token of a row is drawn; ``sample_rows`` draws the tokens of many rows on their device.
+"""``sample_rows`` draws the tokens of many rows on their device.
 
-The reference is ``sampler``, on the CPU. Here weights are integers: their sums do not depend on the order in which a
-GPU adds them, so a row's token does not depend on its neighbours. The two differ in two cases only. One is a point
-within 4e-9 of the end of a token's share (a bound on the rounding of 2 ** 17 weights; 1e-11 is usual). The other is
-equal logits at a cut or in a ranking, which are ordered by token id here.
+The reference is ``kernels.draw.draw_reference``, on the CPU. Here weights are integers: their sums do not depend on the
+order in which a GPU adds them, so a row's token does not depend on its neighbours. The two differ in two cases only.
+One is a point within 4e-9 of the end of a token's share (a bound on the rounding of 2 ** 17 weights; 1e-11 is usual).
+The other is equal logits at a cut or in a ranking, which are ordered by token id here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qserve.kernels.draw import RowSampling
+
 _ROWS = 16
 """Rows that are drawn at a time. It bounds the memory: about 150 MB for a vocabulary of 128k."""
-
-
-@dataclass(frozen=True)
-class RowSampling:
-    """``point`` in [0, 1) picks the token; the rest is as in ``SamplingParams``, with ``top_k`` 0 for all."""
-
-    point: float
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @property
-    def is_ranked(self) -> bool:
-        """Whether tokens are kept by their rank, and the point runs through them in that order."""
-        return self.top_k > 0 or self.top_p < 1.0
 
 
 def sample_rows(logits: Tensor, draws: Sequence[tuple[int, RowSampling]]) -> Tensor:
@@ -62,7 +47,7 @@ def _unit(vocab: int) -> int:
 
 
 def _tokens(rows: Tensor, draws: Sequence[RowSampling], ranked: bool) -> Tensor:
-    """int64 [n]. Each step is as in ``sampler._draw``."""
+    """int64 [n]. Each step is as in ``draw_reference``."""
     vocab, order = rows.shape[1], None
     unit = _unit(vocab)
     numbers = [

@@ -256,7 +256,7 @@ class Engine:
         if plan is None:
             return False
         choices = [self._choices[planned.request_id] for planned in plan.sequences if planned.num_sampled]
-        self._flights.append(flight := StepInFlight(plan, choices, {}))
+        self._flights.append(flight := StepInFlight(plan, choices, {}, threads=self.config.threads))
         self.journal.step(plan, now)
         flight.masks = self._masks.start(
             {choice.sequence.request_id: choice.grammar for choice in choices if choice.grammar}

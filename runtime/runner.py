@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qserve.kernels.draw import RowSampling
 from qserve.kernels.ops import Step
-from qserve.runtime.device_sampler import RowSampling, sample_rows, there
+from qserve.runtime.device_sampler import sample_rows, there
 from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.step_arrays import StepArrays
 from qserve.runtime.step_plan import StepPlan

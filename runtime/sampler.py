@@ -7,20 +7,20 @@ and after a preemption.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from qserve.runtime.device_sampler import RowSampling, sample_rows
+from qserve.kernels.draw import RowSampling, draw_rows
+from qserve.runtime.device_sampler import sample_rows
 from qserve.runtime.request import Request
-from qserve.runtime.sampling import SamplingParams
 
-_CANDIDATES = 512  # enough for nearly every top-p; sorting a whole vocabulary costs ten times as much
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ def sample(
     seeds: Sequence[int],
     allowed: Sequence[Tensor | None] | None = None,
     drafts: Sequence[Sequence[int]] | None = None,
+    threads: int | None = None,
 ) -> list[Sampled]:
     """One token per row. logits float32 [n, vocab], untouched; greedy int32 [n], -1 for a row with a NaN.
 
@@ -79,15 +80,16 @@ def sample(
     masks = allowed or [None] * len(best)
     outputs = outputs_before(requests, drafts)
     if logits.is_cuda:
-        return sample_on_device(logits, best, requests, seeds, masks, outputs)
-    reads = [mask is not None or reads_logits(request) for request, mask in zip(requests, masks, strict=True)]
+        return sample_on_device(logits, best, requests, seeds, masks, outputs, threads)
+    rows = {
+        i: logits[i]  # a row of its own costs more than all else here
+        for i, (request, mask) in enumerate(zip(requests, masks, strict=True))
+        if not _has_no_token(best[i], mask) and (mask is not None or reads_logits(request))
+    }
+    chosen = _choose(rows, best, requests, seeds, masks, outputs, threads)
     return [
-        Sampled(None)
-        if _has_no_token(best[i], mask)
-        else _alone(_sample_row, logits[i], best[i], requests[i], seeds[i], mask, outputs[i])
-        if reads[i]  # a row of its own costs more than all else here
-        else Sampled(best[i])
-        for i, mask in enumerate(masks)
+        chosen[i] if i in chosen else Sampled(None if _has_no_token(token, mask) else token)
+        for i, (token, mask) in enumerate(zip(best, masks))
     ]
 
 
@@ -103,7 +105,7 @@ def outputs_before(requests: Sequence[Request], drafts: Sequence[Sequence[int]] 
 
 def sample_on_device(
     logits: Tensor, best: Sequence[int], requests: Sequence[Request], seeds: Sequence[int],
-    masks: Sequence[Tensor | None], outputs: Sequence[list[int]],
+    masks: Sequence[Tensor | None], outputs: Sequence[list[int]], threads: int | None = None,
 ) -> list[Sampled]:  # fmt: skip
     """``sample`` where fetching a row costs more than drawing from it. Tokens are drawn on the device of the logits.
     Only rows that are changed first, or whose log-probabilities are wanted, are fetched."""
@@ -127,17 +129,20 @@ def sample_on_device(
     if logits.is_cuda:
         torch.cuda.current_stream(logits.device).synchronize()
     here = dict(zip(wanted, rows))
+    changed = {
+        i: row for i, row in here.items()
+        if masks[i] is not None or requests[i].params.use_beam_search or _adjusts(requests[i])
+    }
+    chosen = _choose(changed, best, requests, seeds, masks, outputs, threads)
 
     def sampled(i: int) -> Sampled:
-        count = requests[i].params.logprobs
-        if _has_no_token(best[i], masks[i]):
-            return Sampled(None)
-        if i in here and i not in there:
-            return _sample_row(here[i], best[i], requests[i], seeds[i], masks[i], outputs[i])
-        token = there.get(i, best[i])
+        token, count = there.get(i, best[i]), requests[i].params.logprobs
         return Sampled(token, None if count is None else _logprobs(here[i], token, count))
 
-    return [_alone(sampled, i) for i in range(len(best))]
+    return [
+        Sampled(None) if _has_no_token(best[i], masks[i]) else chosen[i] if i in chosen else _alone(sampled, i)
+        for i in range(len(best))
+    ]
 
 
 def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[TokenLogprobs]:
@@ -187,7 +192,7 @@ def _has_no_token(best: int, allowed: Tensor | None) -> bool:
     return best < 0 or (allowed is not None and not allowed.any())
 
 
-def _alone(work: Callable[..., Sampled], *arguments: Any) -> Sampled:
+def _alone(work: Callable[..., _T], *arguments: Any) -> _T | Sampled:
     """What fails on a row is that row's alone."""
     try:
         return work(*arguments)
@@ -195,9 +200,29 @@ def _alone(work: Callable[..., Sampled], *arguments: Any) -> Sampled:
         return Sampled(None, defect=error)
 
 
-def _sample_row(
-    row: Tensor, best: int, request: Request, seed: int, allowed: Tensor | None, outputs: list[int]
-) -> Sampled:
+def _choose(
+    rows: Mapping[int, Tensor], best: Sequence[int], requests: Sequence[Request], seeds: Sequence[int],
+    masks: Sequence[Tensor | None], outputs: Sequence[list[int]], threads: int | None,
+) -> dict[int, Sampled]:  # fmt: skip
+    """The tokens of ``rows``, each float32 [vocab] under its number. All that are drawn are drawn together."""
+    found: dict[int, Sampled] = {}
+    drawn: dict[int, Tensor] = {}
+    for i, row in rows.items():
+        first = _alone(_unless_drawn, row, best[i], requests[i], masks[i], outputs[i])
+        if isinstance(first, Sampled):
+            found[i] = first
+        else:
+            drawn[i] = first
+    draws = [row_sampling(requests[i], seeds[i], len(outputs[i])) for i in drawn]
+    for i, token in zip(drawn, draw_rows(list(drawn.values()), draws, threads=threads)):
+        found[i] = _alone(_told, rows[i], token, requests[i])
+    return found
+
+
+def _unless_drawn(
+    row: Tensor, best: int, request: Request, allowed: Tensor | None, outputs: list[int]
+) -> Sampled | Tensor:
+    """What is chosen, or the changed row from which it is to be drawn."""
     params = request.params
     adjusted = _adjust(row, request, allowed, outputs)
     if adjusted is not row and adjusted.max() == -torch.inf:
@@ -205,10 +230,13 @@ def _sample_row(
     if params.use_beam_search:
         return Sampled(best, candidates=_candidates(row, adjusted, request))
     if params.greedy:
-        token = best if adjusted is row else int(adjusted.argmax())
-    else:
-        token = _draw(adjusted, params, uniform(seed, len(outputs)))
-    return Sampled(token, None if params.logprobs is None else _logprobs(row, token, params.logprobs))
+        return _told(row, best if adjusted is row else int(adjusted.argmax()), request)
+    return adjusted
+
+
+def _told(row: Tensor, token: int, request: Request) -> Sampled:
+    count = request.params.logprobs
+    return Sampled(token, None if count is None else _logprobs(row, token, count))
 
 
 def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list[int]) -> Tensor:
@@ -276,36 +304,6 @@ def _index(tokens: tuple[int, ...]) -> Tensor:
 
 def _indices(tokens: Iterable[int], vocab_size: int) -> Tensor:
     return torch.tensor([token for token in tokens if token < vocab_size], dtype=torch.int64)
-
-
-def _draw(row: Tensor, params: SamplingParams, point: float) -> int:
-    scaled = (row.double() / params.temperature).clamp_(max=1e300)  # a tiny temperature must not reach infinity
-    if params.top_k == 1:
-        return int(scaled.argmax())
-    order: Tensor | None = None
-    if params.top_k:
-        scaled, order = scaled.topk(min(params.top_k, len(row)))
-    weights = scaled.softmax(-1)
-    if params.top_p < 1.0:
-        if order is None:
-            weights, order = _most_likely(weights, params.top_p)
-        # Keep a token while those before it have not reached top_p: the smallest set that does.
-        weights = torch.where(weights.cumsum(-1) - weights < params.top_p * (1 - 1e-9), weights, 0.0)
-    if params.min_p > 0.0:
-        weights = torch.where(weights >= params.min_p * weights.max(), weights, 0.0)
-    mass = weights.cumsum(-1)
-    index = int(torch.searchsorted(mass, point * mass[-1], right=True))
-    # Rounding can carry the point to the very end, past the last token with any weight.
-    index = min(index, int(weights.nonzero()[-1]))
-    return index if order is None else int(order[index])
-
-
-def _most_likely(weights: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """Weights in falling order with their tokens: a few candidates where they hold ``mass``, else all."""
-    top, order = weights.topk(min(_CANDIDATES, len(weights)))
-    if float(top.sum()) >= mass:
-        return top, order
-    return weights.sort(descending=True, stable=True)
 
 
 def uniform(seed: int, index: int) -> float:

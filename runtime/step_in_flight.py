@@ -21,7 +21,7 @@ class StepInFlight:
     them may have.
 
     ``output`` is there as soon as the step has begun. ``is_chosen``: its tokens are the chosen ones, and the next step
-    may begin before they are known.
+    may begin before they are known. ``threads`` draw them on the CPU, None for all cores.
     """
 
     plan: StepPlan
@@ -29,6 +29,7 @@ class StepInFlight:
     masks: dict[str, Future[Tensor]]
     output: StepOutput | None = None
     is_chosen: bool = False
+    threads: int | None = None
 
     def choose(self) -> None:
         """If nobody needs more of the logits, have the tokens chosen on their device as soon as they are computed."""
@@ -63,7 +64,8 @@ class StepInFlight:
             allowed = [None if mask is None or defect else mask.result() for mask, defect in zip(masks, defects)]
             with torch_threads(1):
                 found = sample(
-                    self.output.logits, self.output.greedy, sequences, seeds, allowed, [draft for _, draft in rows]
+                    self.output.logits, self.output.greedy, sequences, seeds, allowed, [draft for _, draft in rows],
+                    self.threads,
                 )
             found = [Sampled(None, defect=defect) if defect else each for each, defect in zip(found, defects)]
         if len(found) == len(self.choices):  # nobody has a draft

@@ -47,6 +47,7 @@ typedef struct {
     void (*attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
     void (*sweep)(const qs_sweep *op, int64_t chunk, float *errors);
+    int32_t (*draw)(const qs_draw *op, int64_t row); /* -2 without memory */
 } qs_kernels;
 
 extern const qs_kernels qs_kernels_scalar;

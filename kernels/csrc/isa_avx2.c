@@ -144,6 +144,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .route = QS_NAME(route), \
         .combine = QS_NAME(combine), \
         .sigmoid_mul = QS_NAME(sigmoid_mul), \
+        .draw = QS_NAME(draw), \
     }
 
 const qs_kernels qs_kernels_avx2 = KERNELS(linear_int);

@@ -117,6 +117,7 @@ const qs_kernels qs_kernels_neon = {
     .combine = QS_NAME(combine),
     .sigmoid_mul = QS_NAME(sigmoid_mul),
     .sweep = QS_NAME(sweep),
+    .draw = QS_NAME(draw),
 };
 #ifdef __clang__
 #pragma clang attribute pop

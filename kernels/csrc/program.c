@@ -579,6 +579,15 @@ int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows,
     return kernels ? 0 : -1;
 }
 
+int32_t qs_draw_rows(const qs_draw *op, int64_t first, int64_t rows, int32_t isa)
+{
+    const qs_kernels *kernels = kernels_of(isa);
+    for (int64_t row = first; kernels && row < first + rows; row++)
+        if ((op->tokens[row] = kernels->draw(op, row)) < 0)
+            return -2;
+    return kernels ? 0 : -1;
+}
+
 int32_t qs_sweep_chunks(const qs_sweep *op, int64_t first, int64_t chunks, int32_t isa)
 {
     const qs_kernels *kernels = kernels_of(isa);

@@ -300,6 +300,20 @@ typedef struct {
 } qs_product;
 int32_t qs_multiply(const qs_product *op, int64_t first, int64_t chunks, int32_t isa);
 
+/* Draws the token of each row. rows [count]: f32 [vocab] each, without NaN and with something above minus infinity.
+ * A token weighs exp((logit - highest) / temperature), where infinite logits count as the largest number. Kept are the
+ * top_k likeliest (0 for all); of those the fewest that hold top_p of their mass; of those the ones that weigh min_p or
+ * more. point, in [0, 1), picks among them by mass: in order of rank where top_k or top_p is given, else of id. Equal
+ * logits rank by id. Weights are f32 (2 ulp), their sums f64. tokens i32 [count]. A piece is a row. */
+typedef struct {
+    const float *const *rows;
+    const double *point, *temperature, *top_p, *min_p;
+    const int32_t *top_k;
+    int32_t *tokens;
+    int32_t vocab;
+} qs_draw;
+int32_t qs_draw_rows(const qs_draw *op, int64_t first, int64_t rows, int32_t isa);
+
 typedef struct qs_pool qs_pool;
 
 /* A pool of `threads` threads, the caller being one. They spin briefly after work and then sleep. `cpus` [threads] has

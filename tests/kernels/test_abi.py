@@ -28,6 +28,7 @@ STRUCTURES: dict[str, type[C.Structure]] = {
     "step": abi.structure(Step),
     "scale_search": abi.ScaleSearch,
     "sweep": abi.Sweep,
+    "draw": abi.Draw,
     "moment": abi.Moment,
     "pack": abi.Pack,
     "heads": abi.Heads,

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qserve.kernels.draw import RowSampling, draw_reference
 from qserve.runtime import device_sampler
-from qserve.runtime.device_sampler import RowSampling
 from qserve.runtime.request import Request
-from qserve.runtime.sampler import _draw, outputs_before, sample, sample_on_device
+from qserve.runtime.sampler import outputs_before, sample, sample_on_device
 from qserve.runtime.sampling import SamplingParams
 
 PARAMS = st.fixed_dictionaries(
@@ -51,7 +51,7 @@ def test_a_row_gets_the_token_that_it_would_get_alone(
     # At the ends a token with a share of less than 1e-12 may come or not: they are tested below.
     points = [min(max(point, 2.0**-38), 1.0 - 2.0**-38) for _, point in asked]
     draws = [(row, the_draw(p, point)) for row, (p, point) in enumerate(zip(params, points))]
-    want = [_draw(row, p, point) for row, p, point in zip(logits, params, points)]
+    want = [draw_reference(row, draw) for row, (_, draw) in zip(logits, draws)]
     # Equal logits are ranked by token id here, and as it happens by the reference: the logit is the same.
     got = sample_rows(logits, draws)
     assert [float(row[t]) for row, t in zip(logits, got)] == [float(row[t]) for row, t in zip(logits, want)]

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from qserve.kernels.draw import RowSampling
 from qserve.runtime.config import EngineConfig
-from qserve.runtime.device_sampler import RowSampling, sample_rows
+from qserve.runtime.device_sampler import sample_rows
 from qserve.runtime.engine import Engine
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.runner import DecoderRunner, StepOutput
