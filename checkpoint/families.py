@@ -37,20 +37,43 @@ class Experts:
     Attributes:
         count: the number of experts, under the first of these names that is there.
         inner: the width of one.
-        shared_inner: the width of an expert that every token takes too, behind a gate of its own.
-        shared_count: the width of such an expert without a gate, in widths of the others.
+        top_k: how many of them a token takes.
+        shared_inner: the width of an expert that every token takes too.
+        shared_gate: this expert is behind a gate of its own.
+        shared_count: the width of such an expert, in widths of the others.
         dense_layers: the number of first layers that have a plain feed-forward instead.
+        dense_between: so have the layers in ``mlp_only_layers``, and all but every ``decoder_sparse_step``-th.
         biases: router and experts have biases.
+        sigmoid: scores are the sigmoid of what the router gives, not the softmax.
         score_bias: a bias for each expert corrects its score.
+        renormalize: the weights of a token sum to one; None where the configuration says (``norm_topk_prob``).
+        groups: only experts of the best groups are taken (``n_group``, ``topk_group``).
+        group_best: how many experts of a group say how good it is.
+        scale: scales the weights of a token.
     """
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     inner: str = "moe_intermediate_size"
+    top_k: str = "num_experts_per_tok"
     shared_inner: str | None = None
+    shared_gate: bool = False
     shared_count: str | None = None
     dense_layers: str | None = None
+    dense_between: bool = False
     biases: bool = False
+    sigmoid: bool = False
     score_bias: bool = False
+    renormalize: bool | None = None
+    groups: bool = False
+    group_best: int = 2
+    scale: str | None = None
+
+    def sparse(self, config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+        """For each layer whether it has experts."""
+        first = config.get(self.dense_layers) or 0 if self.dense_layers else 0
+        step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+        between = self.dense_between
+        return tuple(i >= first and not (between and (i in dense or (i + 1) % step)) for i in range(layers))
 
 
 @dataclass(frozen=True)
@@ -76,6 +99,7 @@ class Family:
         native: the native decoder serves it.
         one_plus: norms multiply by 1 + their weight (Gemma).
         qk_norm: queries and keys are normalized: each ``head``, or ``all`` heads together. None where they are not.
+        qk_norm_asked: they are only with ``use_qk_norm``.
         qkv_bias, out_bias: biases of the attention's linears; None where the configuration says (``attention_bias``).
         mlp_bias: biases of the feed-forward; None where the configuration says (``mlp_bias``).
         tied: whether the output layer is the embedding where the configuration does not say.
@@ -106,6 +130,7 @@ class Family:
     native: bool = False
     one_plus: bool = False
     qk_norm: Literal["head", "all"] | None = None
+    qk_norm_asked: bool = False
     qkv_bias: bool | None = False
     out_bias: bool | None = False
     mlp_bias: bool | None = False
@@ -193,7 +218,17 @@ _GPT2 = Family(
     modules=lambda config: modules.GPT2, keys=keys.gpt2, multipliers=_gpt2,
     served={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
 )  # fmt: skip
-_DEEPSEEK = Experts(("n_routed_experts",), shared_count="n_shared_experts", dense_layers="first_k_dense_replace")
+_DEEPSEEK = Experts(
+    ("n_routed_experts",), shared_count="n_shared_experts", dense_layers="first_k_dense_replace", groups=True,
+    scale="routed_scaling_factor",
+)  # fmt: skip
+_DEEPSEEK_V3 = replace(_DEEPSEEK, sigmoid=True, score_bias=True)
+_QWEN_MOE = Experts(dense_between=True)
+_MIXTRAL = Experts(("num_local_experts",), "intermediate_size", renormalize=True)
+_GRANITE_MOE = Family(
+    native=True, qkv_bias=None, out_bias=None, multipliers=_granite, modules=lambda config: modules.GRANITE_MOE,
+    experts=_MIXTRAL,
+)  # fmt: skip
 
 FAMILIES = {
     "llama": Family(
@@ -277,19 +312,31 @@ FAMILIES = {
     "gemma2": _GEMMA2,
     "vaultgemma": replace(_GEMMA2, modules=lambda config: modules.VAULTGEMMA),
     "gemma3_text": replace(_GEMMA2, qk_norm="head", capped_scores=False, sliding=6),
-    "mixtral": Family(sliding=1, experts=Experts(("num_local_experts",), "intermediate_size")),
+    "mixtral": Family(
+        native=True, sliding=1, modules=lambda config: modules.MIXTRAL,
+        experts=_MIXTRAL,
+    ),
     "qwen2_moe": Family(
-        qkv_bias=True, sliding=1, window_asked=True, experts=Experts(shared_inner="shared_expert_intermediate_size")
+        native=True, qkv_bias=True, sliding=1, window_asked=True, modules=lambda config: modules.QWEN2_MOE,
+        experts=replace(_QWEN_MOE, shared_inner="shared_expert_intermediate_size", shared_gate=True),
     ),
     "qwen3_moe": Family(
-        qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=Experts()
+        native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=_QWEN_MOE
     ),
+    "glm4_moe": Family(
+        native=True, qk_norm="head", qk_norm_asked=True, qkv_bias=None, partial_rotary=True, experts=_DEEPSEEK_V3
+    ),
+    "dots1": Family(
+        native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, experts=_DEEPSEEK_V3
+    ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": replace(_GRANITE_MOE, experts=replace(_MIXTRAL, shared_inner="shared_intermediate_size")),
     "gpt_oss": Family(
         qkv_bias=True, out_bias=True, sliding=2, sinks=True,
         experts=Experts(("num_local_experts",), "intermediate_size", biases=True),
     ),
     "deepseek_v2": Family(latent=True, experts=_DEEPSEEK),
-    "deepseek_v3": Family(latent=True, experts=replace(_DEEPSEEK, score_bias=True)),
+    "deepseek_v3": Family(latent=True, experts=_DEEPSEEK_V3),
 }  # fmt: skip
 
 

@@ -29,6 +29,14 @@ class Modules:
         out: the linear behind the attention.
         up: the linears that read the feed-forward's input: gate and up, one that joins them, or one without a gate.
         down: the linear that writes the feed-forward's output.
+        router: the linear that gives each expert its score.
+        score_bias: the tensor that corrects these scores.
+        experts: the module that holds the experts, numbered.
+        expert_up, expert_down: the linears of an expert, gate and up first.
+        stacked: the tensors [experts, out, in] of all their gate and up projections joined, and of all their down
+            projections, where they are not stored one by one.
+        shared_up, shared_down: the linears of the expert that every token takes.
+        shared_gate: the linear of its gate.
         grouped: the joined linear holds for each key head its queries, then its key, then its value.
         interleaved: rotations pair neighbouring rows of queries and keys, not those half a head apart.
         transposed: dense weights of a layer's linears lie [in, out] (``Conv1D``).
@@ -51,6 +59,15 @@ class Modules:
     out: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    score_bias: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts"
+    expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    stacked: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    shared_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
     grouped: bool = False
     interleaved: bool = False
     transposed: bool = False
@@ -90,6 +107,18 @@ OLMO2 = Modules(
     mlp_out_norm="post_feedforward_layernorm",
 )  # fmt: skip
 HYPERCLOVAX = Modules(attention_out_norm="post_norm1", mlp_out_norm="post_norm2")
+MIXTRAL = Modules(
+    router="block_sparse_moe.gate", score_bias="block_sparse_moe.e_score_correction_bias",
+    experts="block_sparse_moe.experts", expert_up=("w1", "w3"), expert_down="w2",
+)  # fmt: skip
+QWEN2_MOE = Modules(
+    shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), shared_down="mlp.shared_expert.down_proj"
+)
+GRANITE_MOE = Modules(
+    router="block_sparse_moe.router.layer",
+    stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    shared_up=("shared_mlp.input_linear",), shared_down="shared_mlp.output_linear",
+)  # fmt: skip
 COHERE = Modules(mlp_norm=None, interleaved=True)
 NEMOTRON = Modules(up=("mlp.up_proj",))
 STARCODER2 = Modules(up=("mlp.c_fc",), down="mlp.c_proj")

@@ -32,12 +32,14 @@ def fuse(ops: Sequence[Op], has_kernel: Callable[[Op], bool] = lambda op: True) 
     norm: RMSNorm | None = None
     for i, op in enumerate(ops):
         previous = fused[-1] if fused else None
+        if isinstance(op, Linear) and has_kernel(op):
+            fused.append(FusedLinear(op, norm if norm and norm.out is op.x else None))
+            continue
+        norm = None  # its products follow it directly
         if not has_kernel(op):
             fused.append(op)
         elif isinstance(op, RMSNorm) and not op.accumulate and _is_for_products(op, ops[i + 1 :], has_kernel):
             norm = op
-        elif isinstance(op, Linear):
-            fused.append(FusedLinear(op, norm if norm and norm.out is op.x else None))
         elif isinstance(op, Activation) and isinstance(previous, FusedLinear) and _joins(op, previous.linear):
             fused[-1] = replace(previous, linear=_alternating(previous.linear), silu=op)
         else:

@@ -122,7 +122,8 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     asked = keys.flag("attention_bias", False)
     biases = (q_size + 2 * kv_size) * (asked if family.qkv_bias is None else family.qkv_bias)
     biases += hidden * (asked if family.out_bias is None else family.out_bias)
-    biases += {"head": 2 * head_dim, "all": q_size + kv_size, None: 0}[family.qk_norm] + heads * family.sinks
+    qk_norm = None if family.qk_norm_asked and not keys.flag("use_qk_norm", False) else family.qk_norm
+    biases += {"head": 2 * head_dim, "all": q_size + kv_size, None: 0}[qk_norm] + heads * family.sinks
     return ModelShape(
         name=keys.name, family=kind, attention=_kind(heads, kv_heads), hidden_size=hidden, vocab_size=vocab,
         num_layers=layers, num_heads=heads, kv_heads=kv_heads, kv_width=2 * kv_size,
@@ -141,9 +142,10 @@ def _feed_forward(keys: _Keys, family: Family, hidden: int, layers: int) -> tupl
         biased = keys.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
         ups = 2 if family.gated else 1
         return _dense("mlp", hidden, inner, layers, ups), layers * (ups * inner + hidden) * biased
-    if keys.config.get("decoder_sparse_step", 1) != 1 or keys.config.get("mlp_only_layers"):
-        raise CheckpointError(f"{keys.name}: experts in some layers only are not known of this family")
-    plain = min(keys.get(experts.dense_layers, 0), layers) if experts.dense_layers else 0
+    if experts.dense_between and not isinstance(keys.config.get("mlp_only_layers") or [], list):
+        raise CheckpointError(f"{keys.name}: mlp_only_layers is not a list of layers")
+    said = {key: keys.get(key, 0) for key in (experts.dense_layers, "decoder_sparse_step") if key}
+    plain = layers - sum(experts.sparse({**keys.config, **said}, layers))
     linears = _dense("mlp", hidden, keys.get("intermediate_size"), plain) if plain else []
     layers -= plain
     if not layers:
@@ -153,8 +155,9 @@ def _feed_forward(keys: _Keys, family: Family, hidden: int, layers: int) -> tupl
     linears += _experts(keys, hidden, inner, layers, count)
     if experts.shared_count and (shared := keys.get(experts.shared_count, 0)):
         linears += _dense("shared expert", hidden, shared * inner, layers)
-    if experts.shared_inner:
-        linears += _dense("shared expert", hidden, keys.get(experts.shared_inner), layers)
+    if experts.shared_inner and (shared := keys.get(experts.shared_inner, 0)):
+        linears += _dense("shared expert", hidden, shared, layers)
+    if experts.shared_gate:
         linears.append(Linear("router", 1, hidden, layers))
     biases = (count + count * (2 * inner + hidden)) * experts.biases + count * experts.score_bias
     return linears, layers * biases

@@ -5,7 +5,7 @@ A configuration that the native decoder does not compute exactly is refused by n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -15,6 +15,7 @@ from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_fam
 from qserve.checkpoint.modules import Modules
 from qserve.kernels.ops import Function
 from qserve.runtime.cache import CacheLayout, CacheSpec
+from qserve.runtime.models.moe_config import MoeConfig, moe_config
 
 ACTIVATIONS: dict[str, Function] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -56,6 +57,7 @@ class DecoderConfig:
     rope_kinds: tuple[str | None, ...]
     score_cap: float
     logit_cap: float
+    moe: MoeConfig | None
     hf: PretrainedConfig
 
     @property
@@ -100,6 +102,10 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
             raise CheckpointError(f"{name} has {key} {found!r} in config.json; only {wanted!r} is served")
     if hf.hidden_act not in ACTIVATIONS:
         raise CheckpointError(f"{name} uses the activation {hf.hidden_act!r}; known are {', '.join(ACTIVATIONS)}")
+    if family.experts and ACTIVATIONS[hf.hidden_act] != "silu":
+        raise CheckpointError(f"{name} has experts with the activation {hf.hidden_act!r}; only silu is served")
+    if family.qk_norm_asked and not hf.use_qk_norm:
+        family = replace(family, qk_norm=None)
     heads = hf.num_attention_heads
     kv_heads = getattr(hf, "num_key_value_heads", None) or heads
     if kv_heads < 1 or heads % kv_heads:
@@ -126,6 +132,7 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         rope_kinds=_rope_kinds(hf),
         score_cap=float(hf.attn_logit_softcapping or 0) if family.capped_scores else 0.0,
         logit_cap=float(hf.final_logit_softcapping or 0) if family.capped_logits else 0.0,
+        moe=moe_config(hf, family.experts, name) if family.experts else None,
         hf=hf,
     )
 

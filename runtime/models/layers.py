@@ -27,11 +27,13 @@ from qserve.kernels.ops import (
     RMSNorm,
     RopeKV,
     Rows,
+    SigmoidMul,
     SoftCap,
 )
 from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig, is_classifier
 from qserve.runtime.models.kv_scales import cache_center, cache_scales
+from qserve.runtime.models.moe import MoeBuffers, routed
 from qserve.runtime.models.rope import query_scale, rope_tables
 from qserve.runtime.models.row_order import Orders, element_order, qkv_orders
 from qserve.runtime.models.weights import Weight, Weights
@@ -48,6 +50,7 @@ class Buffers:
     states      [rows, hidden_size]: the same behind the last norm
     logits      [rows, vocab_size] float32
     greedy      [rows] int32
+    moe         the buffers of experts, None in models without
     rotations   cosine and sine, float32 [positions, rotary_dim / 2], for each of the ``rope_kinds``
     q_scale     float32 [positions], or None
     """
@@ -63,6 +66,7 @@ class Buffers:
     states: Tensor
     logits: Tensor
     greedy: Tensor
+    moe: MoeBuffers | None
     rotations: dict[str | None, tuple[Tensor, Tensor]]
     q_scale: Tensor | None
 
@@ -95,6 +99,7 @@ class Buffers:
             states=activations(rows, hidden),
             logits=torch.zeros(rows, config.vocab_size, device=device),  # a classifier leaves them so
             greedy=torch.empty(rows, dtype=torch.int32, device=device),
+            moe=MoeBuffers.allocate(config.moe, hidden, placement, tokens) if config.moe else None,
             rotations={kind: rotation(kind) for kind in config.rope_kinds},
             q_scale=None if scale is None else scale.to(device),
         )
@@ -103,7 +108,7 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes of activations and logits."""
         held = {id(x := getattr(self, field.name)): x for field in fields(self) if field.name != "q_scale"}
-        return sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, Tensor))
+        return sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, Tensor | MoeBuffers))
 
 
 class LayerBuilder:
@@ -137,7 +142,8 @@ class LayerBuilder:
         x, read = self._input(layer, modules.attention_norm)
         attend, add = self._attention(i, layer, x, k_cache, v_cache)
         y, read_too = (x, []) if parallel and modules.mlp_norm is None else self._input(layer, modules.mlp_norm)
-        feed, add_too = self._mlp(layer, y)
+        sparse = self._config.moe and self._config.moe.sparse[i]
+        feed, add_too = self._experts(layer, y) if sparse else self._mlp(layer, y)
         if parallel:  # nothing is added to the stream before both have read it
             return [*read, *attend, *read_too, *feed, *add, *add_too]
         return [*read, *attend, *add, *read_too, *feed, *add_too]
@@ -244,6 +250,22 @@ class LayerBuilder:
             Activation(buffers.gate_up, buffers.activated, self._config.activation, self._config.family.gated),
         ]
         return compute, self._to_stream(layer, modules.down, buffers.activated, modules.mlp_out_norm)
+
+    def _experts(self, layer: str, x: Tensor) -> tuple[list[Op], list[Op]]:
+        """Like ``_mlp``; each expert adds to the residual stream as soon as it is computed."""
+        config, buffers, modules = self._config, self._buffers, self._config.modules
+        assert config.moe is not None and buffers.moe is not None
+        ops = routed(config.moe, modules, self._weights, layer, x, buffers.x, buffers.moe)
+        if not config.moe.shared:
+            return [], ops
+        gate_up, activated, gate = buffers.moe.shared_gate_up, buffers.moe.shared_activated, buffers.moe.shared_gate
+        sizes = [gate_up.shape[1] // len(modules.shared_up)] * len(modules.shared_up)
+        ops += self._joined(layer, modules.shared_up, sizes, x, gate_up)
+        ops.append(Activation(gate_up, activated, "silu", gated=True))
+        if config.moe.shared_gate:
+            weight, bias = self._weights.linear(f"{layer}.{modules.shared_gate}", 1, x.shape[1])
+            ops += [Linear(x, weight, gate, bias), SigmoidMul(gate, activated)]
+        return [], [*ops, *self._to_stream(layer, modules.shared_down, activated, None)]
 
     def _to_stream(self, layer: str, module: str, x: Tensor, norm: str | None) -> list[Op]:
         """The linear ``module`` of ``x`` is added to the residual stream, behind ``norm`` where there is one."""

@@ -116,6 +116,9 @@ def test_only_what_nothing_else_reads_is_fused() -> None:
     assert fuse([norm, product, Gather(normed, last)])[0] is norm  # somebody else reads it
     assert fuse([norm, residual, product])[0] is norm  # the second product would see another x
     assert fuse([norm])[0] is norm
+    read_twice = replace(norm, weight=torch.zeros(32))
+    found = fuse([norm, product, read_twice, product, Gather(normed, last)])
+    assert found[1] is read_twice and isinstance(found[2], FusedLinear) and found[2].norm is None
     odd = torch.empty(2, 24), torch.empty(2, 12)
     narrow = Activation(*odd, "silu", True)
     assert fuse([Linear(x, torch.randn(24, 32), odd[0]), narrow])[1] is narrow  # not 16 and 16

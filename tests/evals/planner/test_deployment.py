@@ -154,13 +154,13 @@ def test_plans_that_qserve_run_cannot_serve_are_marked() -> None:
     def best(model: str, wish: Wish) -> Deployment:
         return choose(catalog.model(model), [catalog.gpu("h200")], Traffic(0.1), Slo(5, 1), Efficiency(), wish)[0]
 
-    alone, split, foreign = best("llama-3-8b", Wish(tp=1)), best("llama-3-8b", Wish(tp=2)), best("mixtral-8x7b", Wish())
-    assert (alone.missing, split.missing) == ((), ("TP 2",)) and foreign.missing[0] == "the family mixtral"
+    alone, split, foreign = best("llama-3-8b", Wish(tp=1)), best("llama-3-8b", Wish(tp=2)), best("deepseek-v3", Wish())
+    assert (alone.missing, split.missing) == ((), ("TP 2",)) and foreign.missing[0] == "the family deepseek_v3"
     shown = [dict(Document(plan, [plan], [], "").recommendation().rows)["served by"] for plan in (alone, split)]
     assert shown == ["qserve run", "another engine: qserve run lacks TP 2"]
     rows = [Document(plan, [plan], [], "").alternatives().rows[0][0] for plan in (alone, split)]
     assert [row.endswith(" *") for row in rows] == [False, True]
-    later = Served(("llama", "mixtral"), tp=2)  # what later work adds to the table changes the marks, nothing else
+    later = Served(("llama", "deepseek_v3"), tp=2)  # what later work adds to the table changes the marks, nothing else
     assert later.missing(split.roofline.shape, Layout(2)) == () == later.missing(foreign.roofline.shape, Layout(1))
     assert later.missing(foreign.roofline.shape, Layout(4, 2)) == ("TP 4", "PP 2")
     assert set(SERVED.families) == set(native_families()) and (SERVED.tp, SERVED.pp) == (1, 1)
