@@ -284,3 +284,13 @@ def test_a_window_needs_less_memory_than_the_whole(alternating: tuple[Path, torc
     # Two groups keep three blocks each, the third the rest.
     assert engine.max_model_len == (engine.memory.num_blocks - 2 * 3) * BLOCK
     assert engine_of(tiny_model).memory.windows == (0,)
+
+
+@pytest.mark.parametrize(("layers", "window"), [(18, 512), (26, 512), (34, 1024), (48, 1024), (62, 1024)])
+def test_gemma_3_keeps_a_quarter_of_what_full_layers_would(layers: int, window: int) -> None:
+    """8,192 tokens, all sizes of the family: every sixth layer sees everything."""
+    specs = [CacheSpec(4, 256, 0 if (layer + 1) % 6 == 0 else window) for layer in range(layers)]
+    layout = CacheLayout.of(specs)
+    full = CacheLayout.of([CacheSpec(4, 256)] * layers)
+    kept = blocks_needed(8192, 16, layout.windows) * layout.block_bytes(16, 2)
+    assert kept <= (0.25 if window == 512 else 0.35) * blocks_needed(8192, 16, full.windows) * full.block_bytes(16, 2)
