@@ -16,6 +16,7 @@ import psutil
 from torch import Tensor, nn
 
 from qserve.calibration.activations import Activations
+from qserve.calibration.experts import reach_every_expert
 from qserve.calibration.groups import shared_inputs
 from qserve.calibration.skeleton import Call, Skeleton
 from qserve.calibration.visit import DRY_TOKENS, Visit
@@ -65,6 +66,7 @@ def walk(
             if inputs is None:
                 visit.load = skeleton.load_linear
             else:
+                reach_every_expert(block, inputs.shape[0] * inputs.shape[1])
                 visit.inputs, visit.samples_at_once = inputs, count
                 visit.call, visit.short_call = calls[index], short[index]
                 visit.floats, visit.float_block = floats, copy_sharing_weights(block) if floats is not None else None

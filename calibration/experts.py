@@ -41,7 +41,13 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """``Expert`` modules named "0", "1", ..., in place of a module that holds all weights in two tensors."""
+    """``Expert`` modules named "0", "1", ..., in place of a module that holds all weights in two tensors.
+
+    ``least_share``: an expert that fewer than this share of the tokens chose runs on all of them, so that calibration
+    sees what it does. Its output counts for the tokens that chose it, as ever.
+    """
+
+    least_share = 0.0
 
     def __init__(self, fused: Any, names: Sequence[str]) -> None:
         super().__init__()
@@ -56,13 +62,26 @@ class Experts(nn.Module):
         An expert without tokens does not run. An index beyond the last expert stands for none.
         """
         output = torch.zeros_like(hidden_states)
-        for index in top_k_index.unique().tolist():
-            if index >= self.count:
-                continue
+        everyone = torch.arange(len(hidden_states))
+        for index in range(self.count):
             choice, token = torch.where(top_k_index.t() == index)
-            part = self.get_submodule(str(index))(hidden_states[token])
+            few = len(token) < self.least_share * len(everyone)
+            if not few and not len(token):
+                continue
+            # A copy for each expert: linears are known to share an input by its memory.
+            part = self.get_submodule(str(index))(hidden_states[everyone if few else token])
+            part = part[token] if few else part
             output.index_add_(0, token, (part * top_k_weights[token, choice, None]).to(output.dtype))
         return output
+
+
+def reach_every_expert(block: nn.Module, tokens: int) -> None:
+    """From now on each expert of ``block`` runs on all of the ``tokens`` that calibrate where those that chose it are
+    fewer than its inputs: fitted to so few it would be worse than rounded to nearest."""
+    for module in block.modules():
+        if isinstance(module, Experts):
+            most = max(parameter.shape[-1] for parameter in module.parameters())
+            module.least_share = most / tokens
 
 
 def split_experts(model: nn.Module, stored: dict[str, list[str]]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qserve.calibration.activations import Activations
+from qserve.calibration.conv1d import linears_of_conv1d
 from qserve.calibration.experts import routers, split_experts
 from qserve.calibration.stored_names import rename_modules, stored_names
 from qserve.checkpoint.errors import CheckpointError, UsageError
@@ -36,7 +37,8 @@ class Skeleton:
     blocks    module names of the decoder blocks, in order
     shapes    linear module name -> (out, in), for every linear inside a block but the routers
     routers   names of the modules inside blocks that choose among experts and stay in floating point
-    Packed weights of the source are dequantized. Raises ``CheckpointError`` for an architecture transformers does not
+    Packed weights of the source are dequantized. GPT-2's ``Conv1D``, whose weight is stored [in, out], is a linear like
+    any other here. Raises ``CheckpointError`` for an architecture transformers does not
     know, or whose tensors the source lacks.
     """
 
@@ -46,6 +48,7 @@ class Skeleton:
         self.model = _build(source.config, source.name)
         stored = stored_names(self.model, [*source.names(), *(f"{module}.weight" for module in source.linears())])
         split_experts(self.model, stored)
+        self._transposed = linears_of_conv1d(self.model)
         rename_modules(self.model, stored)
         prefix, modules = _find_blocks(self.model, source.name)
         self.blocks = [f"{prefix}.{index}" for index in range(len(modules))]
@@ -174,6 +177,14 @@ class Skeleton:
                         "follow that: use --method rtn --calibration none"
                     )
 
+    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor ``name`` of the model as the source stores it, or back: a ``Conv1D`` is turned around."""
+        return tensor.t().contiguous() if self._is_transposed(name) else tensor
+
+    def _is_transposed(self, name: str) -> bool:
+        module, _, part = name.rpartition(".")
+        return part == "weight" and module in self._transposed
+
     def _check(self, name: str, expected: Tensor) -> None:
         module, _, part = name.rpartition(".")
         packed = module in self._packed
@@ -182,6 +193,8 @@ class Skeleton:
         if packed and part != "weight":
             return
         shape = self.source.shape(module if packed else name)
+        if self._is_transposed(name) and not packed:
+            shape = shape[::-1]
         if shape != tuple(expected.shape):
             raise CheckpointError(
                 f"{self.source.name}: {name} is {list(shape)}, its config says {list(expected.shape)}"
@@ -196,7 +209,7 @@ class Skeleton:
                 raise CheckpointError(f"{self.source.name} lacks the tensor {name}")
             tensor = found.to(torch.float32)
         else:
-            tensor = self.source.tensor(name).to(torch.float32)
+            tensor = self.as_stored(name, self.source.tensor(name)).to(torch.float32)
         if not is_finite(tensor):
             raise CheckpointError(
                 f"{self.source.name}: {name} holds NaN or infinity: the model is damaged; fetch or convert it again"

@@ -216,7 +216,9 @@ class Visit:
 
         def note(name: str, by_outputs: bool, linear: nn.Linear, inputs: Tensor, output: Tensor) -> None:
             kept = inputs if not by_outputs else output if linear.bias is None else output - linear.bias
-            seen.setdefault(name, {}).setdefault(start, kept.to(products.multiplied()).reshape(-1, kept.shape[-1]))
+            # A copy: a block may add to the output in place (parallel blocks do).
+            kept = kept.to(products.multiplied(), copy=True)
+            seen.setdefault(name, {}).setdefault(start, kept.reshape(-1, kept.shape[-1]))
 
         with ExitStack() as stack:
             for group in (stage[0] for stage in stages(self.groups) if len(stage) == 1):
@@ -302,7 +304,7 @@ class Visit:
         found: dict[str, Tensor] = {}
 
         def before(name: str, inputs: Tensor) -> None:
-            found.setdefault(name, inputs)
+            found.setdefault(name, inputs.clone())
             if len(found) == len(names):
                 raise StopForward
 

@@ -280,7 +280,7 @@ def _commit(
     for name, tensor in result.dense.items():
         # The tensors of the KV cache are float32 in every format.
         kept = tensor if is_kv(name) else narrow(name, tensor, prepared.dtype)
-        writer.put(name, kept)
+        writer.put(name, prepared.skeleton.as_stored(name, kept))
     writer.commit(visit.name, {
         "reports": [report.to_json() for report in result.reports],
         "packed": list(result.packed),
@@ -298,7 +298,7 @@ def _stored(name: str, prepared: Preparation, writer: CheckpointWriter) -> Block
         scheme = prepared.spec.scheme_of(module)
         assert scheme is not None
         result.packed[module] = prepared.format.unpack(parts, scheme, prepared.spec.activations_of(module))
-    result.dense = {name: tensors[name] for name in extra["dense"]}
+    result.dense = {name: prepared.skeleton.as_stored(name, tensors[name]) for name in extra["dense"]}
     return result
 
 

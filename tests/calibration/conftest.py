@@ -35,6 +35,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**GROUPED, "num_local_experts": 4},
     "qwen2_moe": {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**GROUPED, **EXPERTS, "head_dim": 16},
+    "gpt2": {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "falcon": {**COMMON, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 64},
+    "starcoder2": {**GROUPED, "use_bias": True},
+    "cohere": GROUPED,
+    "olmo2": GROUPED,
+    "olmoe": {**GROUPED, **EXPERTS},
+    "glm4_moe": {**GROUPED, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 8},
 }  # fmt: skip
 
 
