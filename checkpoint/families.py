@@ -209,6 +209,9 @@ _GEMMA2 = replace(
     multipliers=_gemma2,
 )  # fmt: skip
 _OLMO2 = Family(native=True, qk_norm="all", qkv_bias=None, out_bias=None, modules=lambda config: modules.OLMO2)
+_GLM = Family(
+    native=True, qkv_bias=None, partial_rotary=True, modules=lambda config: modules.GLM, keys=keys.attention_biased
+)
 _COHERE = Family(
     native=True, layer_norm=True, parallel=True, qkv_bias=None, out_bias=None, tied=True,
     modules=lambda config: modules.COHERE, keys=keys.cohere, multipliers=_cohere,
@@ -276,6 +279,10 @@ FAMILIES = {
         native=True, one_plus=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None,
         mlp_bias=None, partial_rotary=True, modules=lambda config: modules.NEMOTRON, keys=keys.nemotron,
     ),
+    "jais2": Family(
+        native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
+        modules=lambda config: modules.NEMOTRON, keys=keys.jais2,
+    ),
     "opt": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
         tied=True, modules=lambda config: modules.OPT, keys=keys.opt,
@@ -301,12 +308,19 @@ FAMILIES = {
     "arcee": Family(
         native=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None, modules=lambda config: modules.NEMOTRON
     ),
-    "seed_oss": Family(native=True, qkv_bias=None, mlp_bias=None, keys=keys.seed_oss),
+    "seed_oss": Family(native=True, qkv_bias=None, mlp_bias=None, keys=keys.attention_biased),
     "cwm": Family(native=True, sliding=4, keys=keys.cwm),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, sliding=4),
     "exaone4": Family(
         native=True, qk_norm="head", sliding=4, modules=lambda config: modules.OLMO2, rotated=_in_windows
+    ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, modules=lambda config: modules.GLM4),
+    "helium": Family(native=True, qkv_bias=None, mlp_bias=None, modules=lambda config: modules.INTERLEAVED),
+    "ernie4_5": Family(
+        native=True, qkv_bias=None, out_bias=None, mlp_bias=None, tied=True, keys=keys.ernie4_5,
+        modules=lambda config: modules.INTERLEAVED,
     ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,

@@ -13,8 +13,13 @@ def gemma2(config: Config) -> dict[str, Any]:
     return _renamed(config, hidden_act="hidden_activation")
 
 
-def seed_oss(config: Config) -> dict[str, Any]:
+def attention_biased(config: Config) -> dict[str, Any]:
+    """There is an ``attention_bias`` where nothing is said."""
     return {"attention_bias": config.get("attention_bias", True)}
+
+
+def ernie4_5(config: Config) -> dict[str, Any]:
+    return _renamed(config, attention_bias="use_bias", mlp_bias="use_bias")
 
 
 def cwm(config: Config) -> dict[str, Any]:
@@ -43,6 +48,11 @@ def starcoder2(config: Config) -> dict[str, Any]:
 
 def nemotron(config: Config) -> dict[str, Any]:
     return _renamed(config, rms_norm_eps="norm_eps")
+
+
+def jais2(config: Config) -> dict[str, Any]:
+    biases = {key: config.get(key, True) for key in ("attention_bias", "mlp_bias")}
+    return {**biases, **_renamed(config, rms_norm_eps="layer_norm_eps")}
 
 
 def stablelm(config: Config) -> dict[str, Any]:

@@ -119,6 +119,9 @@ GRANITE_MOE = Modules(
     stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     shared_up=("shared_mlp.input_linear",), shared_down="shared_mlp.output_linear",
 )  # fmt: skip
+GLM = Modules(up=("mlp.gate_up_proj",), interleaved=True)
+GLM4 = replace(GLM, attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
+INTERLEAVED = Modules(interleaved=True)
 COHERE = Modules(mlp_norm=None, interleaved=True)
 NEMOTRON = Modules(up=("mlp.up_proj",))
 STARCODER2 = Modules(up=("mlp.c_fc",), down="mlp.c_proj")
