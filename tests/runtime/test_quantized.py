@@ -320,7 +320,9 @@ def test_the_plan_counts_what_is_allocated(checkpoints: dict[str, Path], name: s
     engine = Engine(source, EngineConfig(kv_cache_memory=1 << 18, threads=1))
     decoder = engine.runner.decoder  # type: ignore[attr-defined]
     kept = {t.data_ptr(): t for p in (*(p for _, p in decoder._body), decoder._head) for t in p._keep}
-    every = [decoder.kv, *vars(decoder._buffers).values()]
+    named = vars(decoder._buffers)
+    rotations = [table for pair in named["rotations"].values() for table in pair]
+    every = [decoder.kv, *rotations, *(value for value in named.values() if isinstance(value, torch.Tensor))]
     buffers = {v.untyped_storage().data_ptr() for v in every}
     held = sum(
         t.nbytes

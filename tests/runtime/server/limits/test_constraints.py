@@ -249,7 +249,8 @@ def test_the_worker_ends_with_the_server(engine: Engine) -> None:
 def test_the_trials_of_one_key_leave_room_for_others(server: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
     constraints = server.service.constraints
     monkeypatch.setattr(constraints, "_waiting", SharedPool(3))
-    waiting = threading.Thread(target=lambda: post(server, guided_json=ENDLESS_SCHEMA))
+    untried = ENDLESS_SCHEMA | {"title": "another"}
+    waiting = threading.Thread(target=lambda: post(server, guided_json=untried))
     waiting.start()
     wait_until(lambda: constraints._trials)
     assert post(server, guided_regex="one too many").status_code == 503
