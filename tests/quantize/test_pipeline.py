@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BloomConfig, BloomForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, PersimmonConfig, PersimmonForCausalLM
 
 from qserve.calibration.blocks import walk
 from qserve.calibration.skeleton import Skeleton
@@ -483,11 +483,15 @@ def test_damage_outside_the_blocks_is_found_before_calibration(llama, tmp_path, 
 
 
 def test_a_family_without_a_native_decoder_is_quantized_and_the_verdict_says_so(llama, tmp_path):
-    BloomForCausalLM(BloomConfig(vocab_size=258, hidden_size=64, n_layer=2, n_head=4)).save_pretrained(tmp_path / "bloom")
+    config = PersimmonConfig(
+        vocab_size=258, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128,
+    )
+    PersimmonForCausalLM(config).save_pretrained(tmp_path / "persimmon")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (llama / name).exists():
-            shutil.copyfile(llama / name, tmp_path / "bloom" / name)
-    source = HFDirectory(tmp_path / "bloom")
+            shutil.copyfile(llama / name, tmp_path / "persimmon" / name)
+    source = HFDirectory(tmp_path / "persimmon")
     report = pipeline.run(source, tmp_path / "out", QuantizeJob(**SMALL))
     assert "does not serve it" in {v.loader: v.reason for v in report.verdicts}["qserve"]
 
