@@ -98,7 +98,8 @@ class Family:
     Attributes:
         native: the native decoder serves it.
         one_plus: norms multiply by 1 + their weight (Gemma).
-        qk_norm: queries and keys are normalized: each ``head``, or ``all`` heads together. None where they are not.
+        qk_norm: queries and keys are normalized: each ``head``, ``all`` heads together, or each head by a LayerNorm
+            with a weight of its own (``layer``). None where they are not.
         qk_norm_asked: they are only with ``use_qk_norm``.
         qkv_bias, out_bias: biases of the attention's linears; None where the configuration says (``attention_bias``).
         mlp_bias: biases of the feed-forward; None where the configuration says (``mlp_bias``).
@@ -129,7 +130,7 @@ class Family:
 
     native: bool = False
     one_plus: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "all", "layer"] | None = None
     qk_norm_asked: bool = False
     qkv_bias: bool | None = False
     out_bias: bool | None = False
@@ -197,7 +198,7 @@ def _falcon(config: Mapping[str, Any]) -> Modules:
 
 
 def _stablelm(config: Mapping[str, Any]) -> Modules:
-    return replace(LLAMA, mlp_norm=None) if config.get("use_parallel_residual") else LLAMA
+    return replace(modules.STABLELM, mlp_norm=None) if config.get("use_parallel_residual") else modules.STABLELM
 
 
 _GEMMA = Family(
@@ -252,7 +253,7 @@ FAMILIES = {
         native=True, qkv_bias=None, out_bias=None, mlp_bias=None, tied=True, sliding=1, window_asked=True,
         rotated=lambda config: config.no_rope_layers,
     ),
-    "cohere": replace(_COHERE, served={"use_qk_norm": False}),
+    "cohere": replace(_COHERE, qk_norm="layer", qk_norm_asked=True),
     "cohere2": replace(_COHERE, sliding=4, keys=keys.cohere2, rotated=lambda config: config.no_rope_layers),
     "starcoder2": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
@@ -273,7 +274,7 @@ FAMILIES = {
     ),
     "stablelm": Family(
         native=True, layer_norm=True, norm_bias=True, parallel=None, qkv_bias=None, partial_rotary=True,
-        modules=_stablelm, keys=keys.stablelm, served={"qk_layernorm": False},
+        qk_norm="layer", qk_norm_asked=True, modules=_stablelm, keys=keys.stablelm,
     ),
     "nemotron": Family(
         native=True, one_plus=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None,

@@ -56,7 +56,7 @@ def jais2(config: Config) -> dict[str, Any]:
 
 
 def stablelm(config: Config) -> dict[str, Any]:
-    return _renamed(config, rms_norm_eps="layer_norm_eps", attention_bias="use_qkv_bias")
+    return _renamed(config, rms_norm_eps="layer_norm_eps", attention_bias="use_qkv_bias", use_qk_norm="qk_layernorm")
 
 
 def phi(config: Config) -> dict[str, Any]:

@@ -123,6 +123,7 @@ GLM = Modules(up=("mlp.gate_up_proj",), interleaved=True)
 GLM4 = replace(GLM, attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
 INTERLEAVED = Modules(interleaved=True)
 COHERE = Modules(mlp_norm=None, interleaved=True)
+STABLELM = Modules(q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm")
 NEMOTRON = Modules(up=("mlp.up_proj",))
 STARCODER2 = Modules(up=("mlp.c_fc",), down="mlp.c_proj")
 PHI = Modules(

@@ -119,6 +119,17 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
+class HeadNorm:
+    """In place: LayerNorm of each ``head_dim`` numbers of x [tokens, heads * head_dim], times ``weight``
+    [heads * head_dim] (Command R+). ``x`` may be a slice of the columns of a wider buffer."""
+
+    x: Tensor
+    weight: Tensor
+    head_dim: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class Cast:
     """out[r] = x[r] in the dtype of ``out``: the residual stream as the input of products, where no norm is between."""
 
@@ -372,6 +383,7 @@ Op = (
     | PositionEmbed
     | RMSNorm
     | LayerNorm
+    | HeadNorm
     | Cast
     | Linear
     | RopeKV

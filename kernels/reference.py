@@ -31,6 +31,7 @@ from qserve.kernels.ops import (
     Experts,
     Function,
     Gather,
+    HeadNorm,
     LayerNorm,
     Linear,
     LogSoftmax,
@@ -283,6 +284,9 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
         case LayerNorm():
             bias = None if op.bias is None else op.bias.float()
             op.out[rows] = F.layer_norm(op.x[rows].float(), (op.width,), op.weight.float(), bias, op.eps)
+        case HeadNorm():
+            heads = op.x[rows].float().unflatten(-1, (-1, op.head_dim))
+            op.x[rows] = F.layer_norm(heads, (op.head_dim,), eps=op.eps).flatten(-2) * op.weight.float()
         case PositionEmbed():
             op.out[rows] += op.table[step.positions[rows].long() + op.offset]
         case Cast():

@@ -123,7 +123,8 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     biases = (q_size + 2 * kv_size) * (asked if family.qkv_bias is None else family.qkv_bias)
     biases += hidden * (asked if family.out_bias is None else family.out_bias)
     qk_norm = None if family.qk_norm_asked and not keys.flag("use_qk_norm", False) else family.qk_norm
-    biases += {"head": 2 * head_dim, "all": q_size + kv_size, None: 0}[qk_norm] + heads * family.sinks
+    biases += {"head": 2 * head_dim, "all": q_size + kv_size, "layer": q_size + kv_size, None: 0}[qk_norm]
+    biases += heads * family.sinks
     return ModelShape(
         name=keys.name, family=kind, attention=_kind(heads, kv_heads), hidden_size=hidden, vocab_size=vocab,
         num_layers=layers, num_heads=heads, kv_heads=kv_heads, kv_width=2 * kv_size,

@@ -19,6 +19,7 @@ from qserve.kernels.ops import (
     Cast,
     Embed,
     Gather,
+    HeadNorm,
     LayerNorm,
     Linear,
     Op,
@@ -192,7 +193,7 @@ class LayerBuilder:
 
     def _norm(self, module: str, x: Tensor, out: Tensor, rows: Rows = "tokens", multiplier: float = 1.0) -> Op:
         family, width = self._config.family, self._config.hidden_size
-        weight = self._norm_weight(module, width)
+        weight = self._norm_weight(module, (width,))
         bias = self._weights.tensor(f"{module}.bias", width) if family.norm_bias else None
         if multiplier != 1.0:
             weight, bias = weight.float() * multiplier, None if bias is None else bias.float() * multiplier
@@ -200,9 +201,22 @@ class LayerBuilder:
             return LayerNorm(x, weight, bias, out, self._eps, rows)
         return RMSNorm(x, weight, out, self._eps, rows)
 
-    def _norm_weight(self, module: str, width: int) -> Tensor:
-        weight = self._weights.tensor(f"{module}.weight", width)
+    def _norm_weight(self, module: str, shape: tuple[int, ...]) -> Tensor:
+        weight = self._weights.tensor(f"{module}.weight", *shape)
         return weight.float() + 1 if self._config.family.one_plus else weight
+
+    def _head_norm(self, module: str, width: int, order: Tensor) -> Tensor:
+        """The weight [width] of a norm of queries or keys, with the elements of each head in ``order``. LayerNorms of
+        heads are stored as one [heads, head_dim], or each by itself."""
+        dim = len(order)
+        heads = width // dim
+        if self._config.family.qk_norm != "layer":
+            weight = self._norm_weight(module, (width,))
+        elif self._weights.has(f"{module}.norms.0"):
+            weight = torch.stack([self._norm_weight(f"{module}.norms.{head}", (dim,)) for head in range(heads)])
+        else:
+            weight = self._norm_weight(module, (heads, dim))
+        return weight.view(heads, dim)[:, order].flatten()
 
     def _attention(
         self, i: int, layer: str, x: Tensor, k_cache: Tensor, v_cache: Tensor
@@ -211,13 +225,18 @@ class LayerBuilder:
         config, buffers, weights = self._config, self._buffers, self._weights
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         module = f"{layer}.{config.modules.attention}"
-        q_norm = k_norm = None
-        if (norms := config.family.qk_norm) is not None:
-            widths = (config.q_size, config.kv_size) if norms == "all" else (dim, dim)
-            names = config.modules.q_norm, config.modules.k_norm
-            q_norm, k_norm = (self._norm_weight(f"{layer}.{name}", width) for name, width in zip(names, widths))
         cosine, sine = buffers.rotations[config.rope_kinds[i]]
         rotary_dim = 2 * cosine.shape[1]
+        q_norm = k_norm = None
+        if norms := config.family.qk_norm:
+            widths = (dim, dim) if norms == "head" else (config.q_size, config.kv_size)
+            names, order = (config.modules.q_norm, config.modules.k_norm), element_order(config, rotary_dim)
+            q_norm, k_norm = (self._head_norm(f"{layer}.{name}", n, order) for name, n in zip(names, widths))
+        head_norms: list[Op] = []
+        if norms == "layer" and q_norm is not None and k_norm is not None:
+            q, k, _ = buffers.qkv.split([config.q_size, config.kv_size, config.kv_size], 1)
+            head_norms = [HeadNorm(q, q_norm, dim, config.rms_norm_eps), HeadNorm(k, k_norm, dim, config.rms_norm_eps)]
+            q_norm = k_norm = None
         if not config.rotated[i]:
             cosine = sine = cosine.new_empty(len(cosine), 0)
         k_scale, v_scale = cache_scales(weights.source, module, kv_heads, self._kv_dtype)
@@ -230,6 +249,7 @@ class LayerBuilder:
         orders = qkv_orders(config, rotary_dim)
         compute = [
             *self._joined(layer, config.modules.qkv, sizes, x, buffers.qkv, orders),
+            *head_norms,
             RopeKV(
                 buffers.qkv, cosine, sine, k_cache, v_cache, heads, kv_heads, dim,
                 q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale, k_center, buffers.q_scale,
@@ -273,7 +293,7 @@ class LayerBuilder:
         weight, bias = self._linear(f"{layer}.{module}", config.hidden_size, x.shape[1])
         if norm is None:
             return [Linear(x, weight, stream, bias, accumulate=True)]
-        scale = self._norm_weight(f"{layer}.{norm}", config.hidden_size)
+        scale = self._norm_weight(f"{layer}.{norm}", (config.hidden_size,))
         return [
             Linear(x, weight, sublayer, bias),
             RMSNorm(sublayer, scale, stream, config.rms_norm_eps, accumulate=True),

@@ -18,6 +18,7 @@ from qserve.kernels.ops import (
     Cast,
     Executor,
     Function,
+    HeadNorm,
     LayerNorm,
     Op,
     PositionEmbed,
@@ -92,6 +93,16 @@ def test_layer_norm(executor: Executor, biased: bool, rows: str) -> None:
     centred = (x - x.mean(-1, keepdim=True)).double()
     want = rms(centred, weight, 1e-2) + (bias if biased else 0.0)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+
+
+def test_head_norm_of_some_columns(executor: Executor) -> None:
+    wide, weight = 3 + torch.randn(ROWS, 60), torch.randn(45)
+    before = wide.clone()
+    heads = before[:, 6:51].unflatten(-1, (5, 9))
+    want = rms((heads - heads.mean(-1, keepdim=True)).double(), weight.view(5, 9), 1e-2).flatten(-2)
+    run(executor, HeadNorm(wide[:, 6:51], weight, 9, 1e-2))
+    torch.testing.assert_close(wide[:, 6:51], want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(wide[:, :6], before[:, :6]) and torch.equal(wide[:, 51:], before[:, 51:])
 
 
 def test_soft_cap(executor: Executor) -> None:

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {**COHERE, "logit_scale": 0.25}),
     "cohere-odd": ("cohere", {**COHERE, **NARROW, "num_key_value_heads": 3, "intermediate_size": 51,
                               "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 3.0}),
+    "cohere-qk-norm": ("cohere", {**COHERE, "use_qk_norm": True}),
     "cohere2": ("cohere2", {**COHERE, "sliding_window": 9, "sliding_window_pattern": 2, "logit_scale": 0.7}),
     "cohere2-odd": ("cohere2", {**COHERE, **NARROW, "num_key_value_heads": 1, "num_hidden_layers": 5,
                                 "attention_bias": True, "sliding_window": 5}),
@@ -62,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "jais2": ("jais2", {**SIZES, **INNER, "num_key_value_heads": 2}),
     "jais2-odd": ("jais2", {**SIZES, **NARROW, "intermediate_size": 51, "num_key_value_heads": 1, "head_dim": 18,
                             "attention_bias": False, "mlp_bias": False}),
+    "stablelm-qk-norm": ("stablelm", {**SIZES, **INNER, "num_key_value_heads": 2, "qk_layernorm": True}),
     "opt": ("opt", {**SIZES, "ffn_dim": 112}),
     "opt-odd": ("opt", {**SIZES, "hidden_size": 45, "num_attention_heads": 5, "max_position_embeddings": 47,
                         "ffn_dim": 77, "tie_word_embeddings": False, "enable_bias": False}),
@@ -74,11 +76,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def load(path: Path, kernels: str, change: Callable[[DecoderConfig], DecoderConfig] = lambda config: config) -> Decoder:
+def load(
+    path: Path,
+    kernels: str,
+    change: Callable[[DecoderConfig], DecoderConfig] = lambda config: config,
+    kv_dtype: torch.dtype = torch.float32,
+) -> Decoder:
     source = HFDirectory(path)
     config = change(decoder_config(source.config, "small"))
     limits = DecoderLimits(max_tokens=40, max_logits=40, max_positions=47, num_blocks=48)
-    return Decoder(source, config, registry.make(kernels), limits, kv_dtype=torch.float32)
+    return Decoder(source, config, registry.make(kernels), limits, kv_dtype=kv_dtype)
 
 
 def prompt(model: torch.nn.Module) -> torch.Tensor:
@@ -121,6 +128,8 @@ WITHOUT: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "one plus the weight": ("nemotron", family(one_plus=False)),
     "the square of ReLU": ("nemotron", of(activation="relu")),
     "means": ("cohere", family(layer_norm=False)),
+    "norms of heads": ("cohere-qk-norm", family(qk_norm=None)),
+    "norms of heads, each its own": ("stablelm-qk-norm", family(qk_norm=None)),
     "neighbouring pairs": ("cohere", modules(interleaved=False)),
     "partial neighbouring pairs": ("gptj", modules(interleaved=False)),
     "logit scale": ("cohere", multipliers(logits=1.0)),
@@ -177,9 +186,7 @@ def test_quantized_logits_are_those_of_transformers(case: str, scheme: str, tmp_
     ("case", "changes", "message"),
     [
         ("falcon-odd", {"alibi": True}, "alibi True"),
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm True"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm True"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm True"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
         ("opt", {"word_embed_proj_dim": 32}, "project_in True"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
@@ -203,3 +210,18 @@ def test_older_names_are_read(tmp_path: Path) -> None:
     with torch.no_grad():
         want = model(tokens[None]).logits[0]
     torch.testing.assert_close(run_chunks(load(tmp_path, "reference"), tokens.tolist(), [40]), want, rtol=0, atol=1e-4)
+
+
+def test_the_centre_of_keys_lies_in_the_order_of_their_elements(tmp_path: Path) -> None:
+    """Cohere rotates neighbours. In a layer that does not rotate, keys lie around their bias: far from zero, but close
+    to a centre that is that bias."""
+    model = save_random("cohere2", {**COHERE, "attention_bias": True, "sliding_window_pattern": 2}, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.05]) for i in range(3) for x in "kv"}
+    bias = tensors["model.layers.1.self_attn.k_proj.bias"]
+    bias += 20 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(3))
+    tensors["model.layers.1.self_attn.k_center"] = bias.view(2, 16).clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    tokens, dtypes = prompt(model).tolist(), (torch.float32, torch.int8)
+    exact, int8 = (run_chunks(load(tmp_path, "reference", kv_dtype=dtype), tokens, [40]) for dtype in dtypes)
+    assert (int8 - exact).norm() < 0.1 * exact.norm()
