@@ -21,12 +21,12 @@ from qserve.kernels.ops import Function
 U8, U4, F8, I8 = 3, 4, 5, 6
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPES = {**FLOATS, torch.uint8: U8, torch.float8_e4m3fn: F8, torch.int8: I8}
+FUNCTIONS: dict[str, int] = {function: i for i, function in enumerate(get_args(Function), 1)}  # 0 is none
 
 _C_TYPES: dict[Any, Any] = {
     Tensor: C.c_void_p, int: C.c_int32, bool: C.c_int32, torch.dtype: C.c_int32, float: C.c_float,
 }  # fmt: skip
 _ORDER = (C.c_void_p, C.c_int32, C.c_float)
-_NUMBERS = {function: i for i, function in enumerate(get_args(Function))}
 
 
 def name_of(operation: type) -> str:
@@ -75,7 +75,7 @@ def describe(declared: object, address: Callable[[Tensor], int]) -> C.Structure:
         elif isinstance(value, torch.dtype):
             value = DTYPES[value]
         elif isinstance(value, str):
-            value = _NUMBERS[value]
+            value = FUNCTIONS[value]
         elif is_dataclass(value):
             value = describe(value, address)
         setattr(made, name, value)

@@ -1,5 +1,5 @@
-"""Which neighbouring operations the C kernels compute as one: a norm with the products that read it, and the product of
-gate and up projections with the SiLU that joins them. The intermediate values are then never written.
+"""Which neighbouring operations the C kernels compute as one: a norm with the products that read it, a product with the
+activation of its outputs, or with their soft cap. The intermediate values are then never written.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.kernels.ops import Activation, Linear, Op, RMSNorm
+from qserve.kernels.ops import Activation, LayerNorm, Linear, Op, RMSNorm, SoftCap
 from qserve.kernels.prepack import LANES
 
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """``linear`` of its input normed by ``norm``, its outputs joined by ``silu``. With ``silu``, the rows of the weight
-    and of the bias alternate: 16 of the gate projection, 16 of the up projection."""
+    """``linear`` of its input normed by ``norm``, its outputs through ``activation`` or ``soft_cap``. If the activation
+    is gated, the rows of the weight and of the bias alternate: 16 of the gate projection, 16 of the up projection."""
 
     linear: Linear
-    norm: RMSNorm | None = None
-    silu: Activation | None = None
+    norm: RMSNorm | LayerNorm | None = None
+    activation: Activation | None = None
+    soft_cap: SoftCap | None = None
 
 
 def fuse(ops: Sequence[Op], has_kernel: Callable[[Op], bool] = lambda op: True) -> list[Op | FusedLinear]:
     """``ops`` in order, with neighbours fused where possible. An operation without a kernel stays as it is."""
     fused: list[Op | FusedLinear] = []
-    norm: RMSNorm | None = None
+    norm: RMSNorm | LayerNorm | None = None
     for i, op in enumerate(ops):
         previous = fused[-1] if fused else None
         if isinstance(op, Linear) and has_kernel(op):
@@ -38,21 +39,23 @@ def fuse(ops: Sequence[Op], has_kernel: Callable[[Op], bool] = lambda op: True) 
         norm = None  # its products follow it directly
         if not has_kernel(op):
             fused.append(op)
-        elif isinstance(op, RMSNorm) and not op.accumulate and _is_for_products(op, ops[i + 1 :], has_kernel):
+        elif isinstance(op, RMSNorm | LayerNorm) and _is_for_products(op, ops[i + 1 :], has_kernel):
             norm = op
-        elif isinstance(op, Activation) and isinstance(previous, FusedLinear) and _joins(op, previous.linear):
-            fused[-1] = replace(previous, linear=_alternating(previous.linear), silu=op)
+        elif isinstance(op, Activation | SoftCap) and isinstance(previous, FusedLinear) and _follows(op, previous):
+            fused[-1] = _with(previous, op)
         else:
             fused.append(op)
     return fused
 
 
-def _is_for_products(norm: RMSNorm, behind: Sequence[Op], has_kernel: Callable[[Op], bool]) -> bool:
+def _is_for_products(norm: RMSNorm | LayerNorm, behind: Sequence[Op], has_kernel: Callable[[Op], bool]) -> bool:
     """Whether only products read what ``norm`` writes, and they follow directly, before its input changes."""
 
     def is_product(op: Op) -> bool:
         return isinstance(op, Linear) and op.x is norm.out and op.out is not norm.x and has_kernel(op)
 
+    if isinstance(norm, RMSNorm) and norm.accumulate:
+        return False
     products = list(takewhile(is_product, behind))
     for op in behind[len(products) :]:
         if any(getattr(op, field.name) is norm.out for field in fields(op) if field.name != "out"):
@@ -62,9 +65,19 @@ def _is_for_products(norm: RMSNorm, behind: Sequence[Op], has_kernel: Callable[[
     return bool(products)
 
 
-def _joins(op: Activation, linear: Linear) -> bool:
-    is_silu = op.function == "silu" and op.gated
-    return is_silu and op.x is linear.out and not linear.accumulate and op.width % LANES == 0
+def _follows(op: Activation | SoftCap, product: FusedLinear) -> bool:
+    """Whether ``op`` reads what ``product`` writes, and is the first to."""
+    linear = product.linear
+    if product.activation or product.soft_cap or linear.accumulate or op.width % LANES:
+        return False
+    return op.x is linear.out and (isinstance(op, Activation) or op.rows == linear.rows)
+
+
+def _with(product: FusedLinear, op: Activation | SoftCap) -> FusedLinear:
+    if isinstance(op, SoftCap):
+        return replace(product, soft_cap=op)
+    linear = _alternating(product.linear) if op.gated else product.linear
+    return replace(product, linear=linear, activation=op)
 
 
 def _alternating(linear: Linear) -> Linear:
@@ -74,7 +87,7 @@ def _alternating(linear: Linear) -> Linear:
 
 
 def alternating(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
-    """``weight`` of gates, then their factors, with the order of rows that ``FusedLinear.silu`` needs."""
+    """``weight`` of gates, then their factors, with the order of rows that a gated ``FusedLinear`` needs."""
     if isinstance(weight, Tensor):
         return weight[_alternation(len(weight))]
     order = _alternation(weight.out_features)

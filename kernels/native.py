@@ -24,12 +24,14 @@ from qserve.kernels.fusion import FusedLinear, fuse
 from qserve.kernels.ops import (
     HOST,
     SCALED_KV,
-    Activation,
     Attention,
+    Cast,
     Embed,
     Experts,
+    LayerNorm,
     Linear,
     Op,
+    PositionEmbed,
     RMSNorm,
     RopeKV,
     Route,
@@ -39,7 +41,15 @@ from qserve.kernels.pages import Arena
 from qserve.kernels.prepack import LANES, is_expanded, tile_bytes
 from qserve.kernels.reference import Fallback
 from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus, share
-from qserve.kernels.tiled import TiledEmbed, TiledExperts, TiledLinear, tile_embed, tile_experts, tile_linear
+from qserve.kernels.tiled import (
+    TiledEmbed,
+    TiledExperts,
+    TiledLinear,
+    as_floats,
+    tile_embed,
+    tile_experts,
+    tile_linear,
+)
 
 Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
@@ -253,9 +263,10 @@ class _NativeProgram:
                 return replace(op, bias=op.bias.float().contiguous())
             case RMSNorm():
                 return replace(op, weight=op.weight.float().contiguous())
+            case LayerNorm():
+                return replace(op, weight=op.weight.float().contiguous(), bias=as_floats(op.bias))
             case RopeKV():
-                norms = [None if w is None else w.float().contiguous() for w in (op.q_norm, op.k_norm)]
-                return replace(op, q_norm=norms[0], k_norm=norms[1])
+                return replace(op, q_norm=as_floats(op.q_norm), k_norm=as_floats(op.k_norm))
         return op
 
 
@@ -304,24 +315,18 @@ class NativeExecutor:
     def supports(self, op: Op) -> str | None:
         if abi.name_of(type(op)) not in kinds():
             return f"{abi.name_of(type(op))} has no C kernel"
-        if isinstance(op, Attention) and (op.head_dim % 16 or op.head_dim > 256):
-            return f"head_dim {op.head_dim} is not a multiple of 16 up to 256"
-        if isinstance(op, Activation) and not (op.function == "silu" and op.gated):
-            return f"{op.function}{' that is gated' * op.gated} has no C kernel"
-        if isinstance(op, RMSNorm) and op.accumulate:
-            return "a norm that accumulates has no C kernel"
-        if isinstance(op, RopeKV) and op.norm_over_heads:
-            return "a norm over all heads has no C kernel"
-        if isinstance(op, RopeKV) and op.q_scale is not None:
-            return "a scale of queries has no C kernel"
-        if isinstance(op, Attention) and op.softcap:
-            return "a cap of scores has no C kernel"
+        if isinstance(op, Attention) and op.head_dim > 256:
+            return f"a head_dim of {op.head_dim} has no C kernel: at most 256"
         if isinstance(op, Embed):
             if isinstance(op.table, QuantizedWeight):
                 if op.table.scheme.grid not in (INTEGERS, E4M3):
                     return f"embeddings as {op.table.scheme} have no C kernel"
                 return "embeddings with groups out of order have no C kernel" if op.table.g_idx is not None else None
             return None if op.table.dtype in abi.FLOATS else f"embeddings in {op.table.dtype} have no C kernel"
+        if isinstance(op, Cast) and op.out.dtype != torch.float32:
+            return f"a cast to {op.out.dtype} has no C kernel"
+        if isinstance(op, PositionEmbed) and op.table.dtype not in abi.FLOATS:
+            return f"embeddings in {op.table.dtype} have no C kernel"
         if isinstance(op, Linear):
             return _unsupported(op.weight)
         if isinstance(op, Experts):

@@ -27,7 +27,7 @@ SCALED_KV = (torch.int8, torch.float8_e4m3fn)
 
 Rows = Literal["tokens", "logits"]
 Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-"""x * sigmoid(x), GELU by erf and by tanh, max(x, 0) and its square. C numbers them in this order."""
+"""x * sigmoid(x), GELU by erf and by tanh, max(x, 0) and its square. C numbers them in this order, from 1."""
 
 
 @dataclass(frozen=True)

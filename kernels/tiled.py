@@ -16,7 +16,7 @@ from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear, alternating
-from qserve.kernels.ops import Embed, Experts
+from qserve.kernels.ops import Embed, Experts, LayerNorm
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
 
 _OF_ONE = {"input_scale", "permutation"}  # not the same for all experts
@@ -39,6 +39,7 @@ class TiledLinear:
     zeros: Tensor | None = None
     bias: Tensor | None = None
     norm: Tensor | None = None
+    norm_bias: Tensor | None = None
     permutation: Tensor | None = None
     scale_dtype: int = 0
     group: int = 0
@@ -47,9 +48,12 @@ class TiledLinear:
     act_group: int = 0
     zero: int = 0
     accumulate: bool = False
-    silu: bool = False
+    centred: bool = False
+    function: int = 0
+    gated: bool = False
     input_scale: float = 0.0
     eps: float = 0.0
+    cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,14 @@ class TiledEmbed:
     scale: float = 1.0
 
 
+def as_floats(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()
+
+
 def tile_linear(fused: FusedLinear, keep: Keep) -> TiledLinear:
     """Raises ``ValueError`` where the weight does not map ``x`` to ``out``: the C side does not check its numbers."""
-    op, norm = fused.linear, fused.norm
-    x, out = norm.x if norm else op.x, fused.silu.out if fused.silu else op.out
+    op, norm, activation, soft_cap = fused.linear, fused.norm, fused.activation, fused.soft_cap
+    x, out = norm.x if norm else op.x, activation.out if activation else op.out
     packed = isinstance(op.weight, QuantizedWeight)
     shape = (op.weight.out_features, op.weight.in_features) if packed else tuple(op.weight.shape)  # type: ignore[union-attr]
     if shape != (op.out.shape[1], op.x.shape[1]):
@@ -96,11 +104,15 @@ def tile_linear(fused: FusedLinear, keep: Keep) -> TiledLinear:
         n=op.out.shape[1],
         x_width=x.shape[1],
         out_stride=out.stride(0),
-        bias=None if op.bias is None else op.bias.float().contiguous(),
-        norm=None if norm is None else norm.weight.float().contiguous(),
+        bias=as_floats(op.bias),
+        norm=as_floats(norm.weight if norm else None),
+        norm_bias=as_floats(norm.bias) if isinstance(norm, LayerNorm) else None,
         eps=norm.eps if norm else 0.0,
         accumulate=op.accumulate,
-        silu=fused.silu is not None,
+        centred=isinstance(norm, LayerNorm),
+        function=abi.FUNCTIONS[activation.function] if activation else 0,
+        gated=activation is not None and activation.gated,
+        cap=soft_cap.cap if soft_cap else 0.0,
         **weight,
     )
 
@@ -149,7 +161,14 @@ def tile_experts(op: Experts, keep: Keep) -> TiledExperts:
     down, down_scales = _stacked(op.down, keep)
     return TiledExperts(
         gate_up=TiledLinear(
-            x=op.x, out=op.activated, n=2 * inner, x_width=op.x.shape[1], out_stride=inner, silu=True, **gate_up
+            x=op.x,
+            out=op.activated,
+            n=2 * inner,
+            x_width=op.x.shape[1],
+            out_stride=inner,
+            function=abi.FUNCTIONS["silu"],
+            gated=True,
+            **gate_up,
         ),
         down=TiledLinear(
             x=op.activated, out=op.parts, n=op.out.shape[1], x_width=inner, out_stride=op.out.shape[1], **down

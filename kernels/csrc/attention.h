@@ -24,18 +24,32 @@ INLINE vf load_kv(const void *cache, int64_t at, const int dtype)
     return load_floats(cache, at, dtype);
 }
 
-/* The weighted values of one block. `every`: all rows see all values from begin to end. */
+/* The weighted values of one block. `every`: all rows see all values from begin to end. The last values of an odd
+ * head_dim are copied, because a vector of them would reach behind the cache. */
 INLINE void add_values(query_row *rows, const void *values, int64_t base, int32_t dim, int32_t begin,
                        int32_t end, const int every, const int R, const int dtype)
 {
+    const int32_t bytes = dtype == QS_F32 ? 4 : dtype == QS_F16 || dtype == QS_BF16 ? 2 : 1;
     for (int32_t j = 0; j < dim; j += QS_LANES) {
         vf sums[QS_MAX_QUERY_ROWS][PARTS], value[PARTS];
+        uint8_t last[QS_LANES * QS_LANES * 4];
+        const void *from = values;
+        int64_t at = base + j, stride = dim;
+        if (dim - j < QS_LANES) {
+            memset(last, 0, sizeof last);
+            for (int32_t i = begin; i <= end; i++)
+                memcpy(last + i * QS_LANES * bytes, (const uint8_t *)values + (at + i * dim) * bytes,
+                       (size_t)((dim - j) * bytes));
+            from = last;
+            at = 0;
+            stride = QS_LANES;
+        }
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int p = 0; p < PARTS; p++)
                 sums[r][p] = load(rows[r].sums + j + p * LANES);
         for (int32_t i = begin; i <= end; i++) {
             UNROLL for (int p = 0; p < PARTS; p++)
-                value[p] = load_kv(values, base + i * dim + j + p * LANES, dtype);
+                value[p] = load_kv(from, at + i * stride + p * LANES, dtype);
             UNROLL for (int r = 0; r < R; r++)
                 if (every || (rows[r].seen >> i & 1)) /* values that a row does not see may be infinite */
                     UNROLL for (int p = 0; p < PARTS; p++)
@@ -72,6 +86,19 @@ INLINE void raise_top(query_row *rows, vf scores[][PARTS], const uint32_t *risen
     }
 }
 
+/* By way of memory, so that the scores of models without a soft cap stay in registers. */
+INLINE void cap_scores(vf scores[][PARTS], float cap, const int R)
+{
+    float capped_scores[QS_MAX_QUERY_ROWS * QS_LANES] __attribute__((aligned(64)));
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int p = 0; p < PARTS; p++)
+            store(capped_scores + r * QS_LANES + p * LANES, scores[r][p]);
+    soft_cap(capped_scores, R * QS_LANES, cap);
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int p = 0; p < PARTS; p++)
+            scores[r][p] = load(capped_scores + r * QS_LANES + p * LANES);
+}
+
 /* A block of 16 tokens; vectors of scores hold all of them: no horizontal sums. Every row sees the tokens from begin to
  * end where `every`, else those of `seen`. */
 INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, int64_t next, float k_scale,
@@ -94,12 +121,15 @@ INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, 
             UNROLL for (int p = 0; p < PARTS; p++)
                 scores[r][p] = fused(all(rows[r].q[j]), key[p], scores[r][p]);
     }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int p = 0; p < PARTS; p++)
+            scores[r][p] = scores[r][p] * all(k_scale);
+    if (op->softcap != 0.0f)
+        cap_scores(scores, op->softcap, R);
     UNROLL for (int r = 0; r < R; r++) {
         risen[r] = 0;
-        UNROLL for (int p = 0; p < PARTS; p++) {
-            scores[r][p] = scores[r][p] * all(k_scale);
+        UNROLL for (int p = 0; p < PARTS; p++)
             risen[r] |= above(scores[r][p], all(rows[r].top)) << p * LANES;
-        }
         any |= risen[r] &= every ? 0xffff : rows[r].seen;
     }
     if (any)
@@ -160,7 +190,7 @@ static void attend(const qs_attention *op, const qs_queries *queries, const int3
     query_row at[QS_MAX_QUERY_ROWS] __attribute__((aligned(64)));
     for (int r = 0; r < rows; r++) {
         memcpy(at[r].q, queries->q[r], sizeof(float) * (size_t)dim);
-        memset(at[r].sums, 0, sizeof(float) * (size_t)dim);
+        memset(at[r].sums, 0, sizeof at[r].sums);
         memset(at[r].total, 0, sizeof at[r].total);
         at[r].top = -1e30f;
         from = queries->first[r] < from ? queries->first[r] : from;
@@ -185,7 +215,10 @@ static void attend(const qs_attention *op, const qs_queries *queries, const int3
         UNROLL for (int p = 0; p < PARTS; p++)
             parts[p] = load(at[r].total + p * LANES);
         float total = sum_parts(parts);
-        for (int32_t j = 0; j < dim; j += LANES)
+        int32_t j = 0;
+        for (; j + LANES <= dim; j += LANES)
             store(queries->out[r] + j, load(at[r].sums + j) / all(total) * all(v_scale));
+        for (; j < dim; j++)
+            queries->out[r][j] = at[r].sums[j] / total * v_scale;
     }
 }

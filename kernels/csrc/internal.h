@@ -26,7 +26,11 @@ typedef struct {
 /* One table per ISA. Every function handles one work item alone; the program runner splits the work. */
 typedef struct {
     void (*rmsnorm)(const float *x, const float *weight, float *out, int32_t width, float eps);
-    void (*silu_mul)(const float *gate, const float *up, float *out, int32_t width);
+    void (*add_rmsnorm)(const float *x, const float *weight, float *out, int32_t width, float eps);
+    void (*layernorm)(const float *x, const float *weight, const float *bias, float *out, int32_t width, float eps);
+    /* out = function(x), times `factor` unless it is NULL. */
+    void (*activate)(const float *x, const float *factor, float *out, int32_t width, int32_t function);
+    void (*soft_cap)(float *x, int32_t width, float cap);
     void (*log_softmax)(float *x, int32_t width);
     int32_t (*argmax)(const float *x, int32_t width);
     /* One token; `memory` has 14 bytes for each expert. */

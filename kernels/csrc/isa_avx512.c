@@ -21,7 +21,10 @@
 
 const qs_kernels qs_kernels_avx512 = {
     .rmsnorm = rmsnorm,
-    .silu_mul = silu_mul,
+    .add_rmsnorm = add_rmsnorm,
+    .layernorm = layernorm,
+    .activate = activate,
+    .soft_cap = soft_cap,
     .log_softmax = log_softmax,
     .argmax = argmax,
     .quantize = quantize,

@@ -103,7 +103,10 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
 
 const qs_kernels qs_kernels_neon = {
     .rmsnorm = rmsnorm,
-    .silu_mul = silu_mul,
+    .add_rmsnorm = add_rmsnorm,
+    .layernorm = layernorm,
+    .activate = activate,
+    .soft_cap = soft_cap,
     .log_softmax = log_softmax,
     .argmax = argmax,
     .quantize = quantize,

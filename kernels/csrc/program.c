@@ -176,7 +176,10 @@ static void prepare_row(const struct job *job, const qs_linear *op, const float 
 {
     const qs_kernels *kernels = job->kernels;
     if (op->norm) {
-        kernels->rmsnorm(x, op->norm, normed, op->x_width, op->eps);
+        if (op->centred)
+            kernels->layernorm(x, op->norm, op->norm_bias, normed, op->x_width, op->eps);
+        else
+            kernels->rmsnorm(x, op->norm, normed, op->x_width, op->eps);
         x = normed;
     }
     if (is_integer(op)) {
@@ -277,12 +280,12 @@ int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int3
 }
 
 /* Whether operation i is a rotation that the attention behind it can do itself. It can if every sequence has one token,
- * and a key head one piece: then no piece needs keys of another. */
+ * a key head one piece, and each head its own norm: then no piece needs keys or queries of another. */
 static int is_joined(const struct job *job, int32_t i)
 {
     const qs_op *op = job->ops + i;
     return i + 1 < job->count && op[0].kind == QS_ROPE_KV && op[1].kind == QS_ATTENTION &&
-           job->step->tokens == job->step->sequences &&
+           job->step->tokens == job->step->sequences && !op[0].rope_kv.norm_over_heads &&
            op[1].attention.heads <= op[1].attention.kv_heads * QS_MAX_QUERY_ROWS;
 }
 
@@ -363,6 +366,27 @@ static void embed_row(const qs_embed *op, int32_t token, float *out)
             out[j] *= op->scale;
 }
 
+static void add_positions(const qs_position_embed *op, int32_t position, float *out)
+{
+    int64_t at = (int64_t)(position + op->offset) * op->width;
+    const uint16_t *halves = (const uint16_t *)op->table + at;
+    const float *singles = (const float *)op->table + at;
+    for (int32_t j = 0; j < op->width; j++)
+        out[j] += op->dtype == QS_F32   ? singles[j]
+                  : op->dtype == QS_F16 ? qs_half_to_float(halves[j])
+                                        : qs_bf16_to_float(halves[j]);
+}
+
+/* The norms over all heads together, of one row. */
+static void norm_heads(const struct job *job, const qs_rope_kv *op, float *row)
+{
+    int32_t heads = op->heads * op->head_dim, kv_heads = op->kv_heads * op->head_dim;
+    if (op->q_norm)
+        job->kernels->rmsnorm(row, op->q_norm, row, heads, op->eps);
+    if (op->k_norm)
+        job->kernels->rmsnorm(row + heads, op->k_norm, row + heads, kv_heads, op->eps);
+}
+
 static void run_row(const struct job *job, int32_t thread, const qs_op *op, int64_t r)
 {
     const qs_kernels *kernels = job->kernels;
@@ -371,22 +395,40 @@ static void run_row(const struct job *job, int32_t thread, const qs_op *op, int6
     case QS_EMBED:
         embed_row(&op->embed, step->token_ids[r], op->embed.out + r * op->embed.width);
         break;
+    case QS_POSITION_EMBED:
+        add_positions(&op->position_embed, step->positions[r], op->position_embed.out + r * op->position_embed.width);
+        break;
     case QS_RMS_NORM:
-        kernels->rmsnorm(op->rms_norm.x + r * op->rms_norm.width, op->rms_norm.weight,
-                         op->rms_norm.out + r * op->rms_norm.width, op->rms_norm.width, op->rms_norm.eps);
+        (op->rms_norm.accumulate ? kernels->add_rmsnorm : kernels->rmsnorm)(
+            op->rms_norm.x + r * op->rms_norm.width, op->rms_norm.weight, op->rms_norm.out + r * op->rms_norm.width,
+            op->rms_norm.width, op->rms_norm.eps);
+        break;
+    case QS_LAYER_NORM:
+        kernels->layernorm(op->layer_norm.x + r * op->layer_norm.width, op->layer_norm.weight, op->layer_norm.bias,
+                           op->layer_norm.out + r * op->layer_norm.width, op->layer_norm.width, op->layer_norm.eps);
         break;
     case QS_ROPE_KV: {
         int64_t width = (int64_t)(op->rope_kv.heads + 2 * op->rope_kv.kv_heads) * op->rope_kv.head_dim;
+        if (op->rope_kv.norm_over_heads)
+            norm_heads(job, &op->rope_kv, op->rope_kv.qkv + r * width);
         for (int32_t head = 0; head < op->rope_kv.kv_heads; head++)
             kernels->rope_kv(&op->rope_kv, op->rope_kv.qkv + r * width, step->positions[r], step->slots[r], head);
         break;
     }
+    case QS_CAST:
+        memcpy(op->cast.out + r * op->cast.width, op->cast.x + r * op->cast.width,
+               sizeof(float) * (size_t)op->cast.width);
+        break;
     case QS_ACTIVATION: {
-        const float *gate = op->activation.x + 2 * r * op->activation.width;
-        kernels->silu_mul(gate, gate + op->activation.width, op->activation.out + r * op->activation.width,
-                          op->activation.width);
+        const int64_t width = op->activation.width;
+        const float *x = op->activation.x + r * width * (1 + op->activation.gated);
+        kernels->activate(x, op->activation.gated ? x + width : NULL, op->activation.out + r * width,
+                          (int32_t)width, op->activation.function);
         break;
     }
+    case QS_SOFT_CAP:
+        kernels->soft_cap(op->soft_cap.x + r * op->soft_cap.width, op->soft_cap.width, op->soft_cap.cap);
+        break;
     case QS_GATHER:
         memcpy(op->gather.out + r * op->gather.width,
                op->gather.x + (int64_t)step->logit_rows[r] * op->gather.width,
@@ -506,10 +548,22 @@ int32_t qs_op_size(void)
 const char *qs_op_name(int32_t kind)
 {
     static const char *const names[] = {
-        [QS_EMBED] = "embed",         [QS_RMS_NORM] = "rms_norm", [QS_LINEAR] = "linear",
-        [QS_ROPE_KV] = "rope_kv",     [QS_ATTENTION] = "attention", [QS_ACTIVATION] = "activation",
-        [QS_GATHER] = "gather",       [QS_ARGMAX] = "argmax",     [QS_LOG_SOFTMAX] = "log_softmax",
-        [QS_ROUTE] = "route",         [QS_EXPERTS] = "experts",   [QS_SIGMOID_MUL] = "sigmoid_mul",
+        [QS_EMBED] = "embed",
+        [QS_POSITION_EMBED] = "position_embed",
+        [QS_RMS_NORM] = "rms_norm",
+        [QS_LAYER_NORM] = "layer_norm",
+        [QS_CAST] = "cast",
+        [QS_LINEAR] = "linear",
+        [QS_ROPE_KV] = "rope_kv",
+        [QS_ATTENTION] = "attention",
+        [QS_ACTIVATION] = "activation",
+        [QS_GATHER] = "gather",
+        [QS_SOFT_CAP] = "soft_cap",
+        [QS_ARGMAX] = "argmax",
+        [QS_LOG_SOFTMAX] = "log_softmax",
+        [QS_ROUTE] = "route",
+        [QS_EXPERTS] = "experts",
+        [QS_SIGMOID_MUL] = "sigmoid_mul",
     };
     return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;
 }

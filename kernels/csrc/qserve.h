@@ -23,24 +23,29 @@
 
 enum qs_op_kind {
     QS_EMBED = 0,
-    QS_RMS_NORM = 1,
-    QS_LINEAR = 2,
-    QS_ROPE_KV = 3,
-    QS_ATTENTION = 4,
-    QS_ACTIVATION = 5,
-    QS_GATHER = 6,
-    QS_ARGMAX = 7,
-    QS_LOG_SOFTMAX = 8,
-    QS_ROUTE = 9,
-    QS_EXPERTS = 10,
-    QS_SIGMOID_MUL = 11,
+    QS_POSITION_EMBED = 1,
+    QS_RMS_NORM = 2,
+    QS_LAYER_NORM = 3,
+    QS_CAST = 4,
+    QS_LINEAR = 5,
+    QS_ROPE_KV = 6,
+    QS_ATTENTION = 7,
+    QS_ACTIVATION = 8,
+    QS_GATHER = 9,
+    QS_SOFT_CAP = 10,
+    QS_ARGMAX = 11,
+    QS_LOG_SOFTMAX = 12,
+    QS_ROUTE = 13,
+    QS_EXPERTS = 14,
+    QS_SIGMOID_MUL = 15,
 };
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
 enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6 };
 /* QS_AVX512 has VNNI, QS_NEON the dot product of Armv8.2. QS_AVXVNNI is QS_AVX2 with VNNI for its vectors. */
 enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3, QS_AVXVNNI = 4 };
-enum qs_function { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2, QS_RELU = 3, QS_RELU2 = 4 };
+/* silu(x) = x / (1 + exp(-x)), gelu by erf or by tanh, relu(x) = max(x, 0), relu2 its square. */
+enum qs_function { QS_NONE = 0, QS_SILU = 1, QS_GELU = 2, QS_GELU_TANH = 3, QS_RELU = 4, QS_RELU2 = 5 };
 enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
 
 /* out[r, :] = table[token_ids[r], :] * scale;  out f32; table [vocab, width] of dtype f32, f16 or bf16, or quantized:
@@ -55,8 +60,19 @@ typedef struct {
     float scale;
 } qs_embed;
 
-/* out[r, :] = x[r, :] / sqrt(mean(x[r]^2) + eps) * weight;  x, out f32 [rows, width]. `accumulate` has no kernel. */
+/* out[r, :] += table[positions[r] + offset, :];  out f32; table [positions, width] of dtype f32, f16 or bf16. */
+typedef struct { const void *table; float *out; int32_t offset, width, dtype; } qs_position_embed;
+
+/* out[r, :] = x[r, :] / sqrt(mean(x[r]^2) + eps) * weight, or added to out where `accumulate` is set;  x, out f32
+ * [rows, width]. */
 typedef struct { const float *x, *weight; float *out; int32_t accumulate, width; float eps; } qs_rms_norm;
+
+/* out[r, :] = (x[r, :] - mean(x[r])) / sqrt(variance(x[r]) + eps) * weight + bias;  x, out f32 [rows, width]; bias NULL
+ * for none. */
+typedef struct { const float *x, *weight, *bias; float *out; int32_t width; float eps; } qs_layer_norm;
+
+/* out[r, :] = x[r, :] */
+typedef struct { const float *x; float *out; int32_t width; } qs_cast;
 
 /* out[r, n] = sum_k x[r, k] W[n, k] + bias[n], or added to out where `accumulate` is set.
  *
@@ -83,30 +99,34 @@ typedef struct { const float *x, *weight; float *out; int32_t accumulate, width;
  * x is [rows, x_width]; row r of the output starts at out + r * out_stride. permutation (i32 [k], NULL for none; u8 and
  * u4 only) names the x column of each input, -1 for padding.
  *
- * norm (f32 [x_width], NULL for none): the input is that of qs_rms_norm with this weight and `eps`.
+ * norm (f32 [x_width], NULL for none): the input is that of qs_rms_norm with this weight and `eps`, or of qs_layer_norm
+ * with norm_bias too where `centred` is set.
  *
- * silu: tiles come in pairs, a gate and its factor, and out[r, 16 t + i] is silu(gate) * up of lane i of the tiles 2t
- * and 2t + 1, bias included. Then n counts both and is a multiple of 32, and accumulate is not set.
+ * function, unless QS_NONE: of each output, bias included. Where `gated` is set, tiles come in pairs, a gate and its
+ * factor, and out[r, 16 t + i] is function(gate) * up of lane i of the tiles 2t and 2t + 1. Then n counts both and is a
+ * multiple of 32. cap, unless 0: outputs are those of qs_soft_cap. Accumulate is set with neither.
  */
 typedef struct {
     const float *x;
     float *out;
     const void *weight, *scales;
     const int32_t *zeros;
-    const float *bias, *norm;
+    const float *bias, *norm, *norm_bias;
     const int32_t *permutation;
-    int32_t k, n, x_width, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero, accumulate, silu;
-    float input_scale, eps;
+    int32_t k, n, x_width, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero, accumulate, centred,
+        function, gated;
+    float input_scale, eps, cap;
 } qs_linear;
 
 /* Rotates q and k in place (halves convention) and stores k and v in the paged cache.
  * qkv f32 [tokens, (heads + 2 * kv_heads) * head_dim]; cos, sin f32 [positions, rotary_dim / 2];
- * q_norm, k_norm f32 [head_dim] or NULL: RMS norm of each head before the rotation.
+ * q_norm, k_norm f32 or NULL: RMS norm before the rotation, of each head ([head_dim]), or of all heads together
+ * ([heads * head_dim], [kv_heads * head_dim]) where norm_over_heads is set. q_scale f32 [positions], or NULL, multiplies
+ * the rotated queries.
  * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32, f16, bf16, i8 or
  * f8. i8 and f8 hold k / k_scale and v / v_scale, scales f32 [kv_heads]: i8 rounded half to even and saturated at
  * -127 .. 127, f8 rounded to the nearest, ties to even, and saturated at 448. Values that are not finite become NaN,
- * which i8 writes as -128. k_center f32 [kv_heads, head_dim], or NULL, is subtracted from each rotated key.
- * q_scale and norm_over_heads have no kernel. */
+ * which i8 writes as -128. k_center f32 [kv_heads, head_dim], or NULL, is subtracted from each rotated key. */
 typedef struct {
     float *qkv;
     const float *cosine, *sine;
@@ -117,9 +137,9 @@ typedef struct {
 } qs_rope_kv;
 
 /* Causal attention of each query over the cached keys of its sequence, block after block with a running
- * softmax. window > 0 limits a query to the last `window` positions. out f32 [tokens, heads * head_dim].
- * Caches and their scales are those of qs_rope_kv; scales are NULL for f32, f16 and bf16.
- * head_dim is a multiple of 16 and at most 256. softcap has no kernel. */
+ * softmax. window > 0 limits a query to the last `window` positions. A softcap other than 0 makes a score s
+ * softcap * tanh(s / softcap). out f32 [tokens, heads * head_dim].
+ * Caches and their scales are those of qs_rope_kv; scales are NULL for f32, f16 and bf16. head_dim is at most 256. */
 typedef struct {
     const float *qkv;
     float *out;
@@ -129,8 +149,11 @@ typedef struct {
     float scale, softcap;
 } qs_attention;
 
-/* out[r, j] = silu(x[r, j]) * x[r, width + j]. Only the gated QS_SILU has a kernel. */
+/* out[r, j] = function(x[r, j]), or function(x[r, j]) * x[r, width + j] where `gated` is set. */
 typedef struct { const float *x; float *out; int32_t function, gated, width; } qs_activation;
+
+/* In place: x[r, :] = cap * tanh(x[r, :] / cap) */
+typedef struct { float *x; int32_t width; float cap; } qs_soft_cap;
 
 /* out[i, :] = x[logit_rows[i], :] */
 typedef struct { const float *x; float *out; int32_t width; } qs_gather;
@@ -156,7 +179,7 @@ typedef struct {
 } qs_route;
 
 /* out[r, :] = sum over j of weights[r, j] * down_e(gate_up_e(x[r])), e = experts[r, j], in the order of j, or added to
- * out where `accumulate` is set. gate_up has `silu` and no norm, down reads what it writes and writes parts; both have
+ * out where `accumulate` is set. gate_up is gated and has no norm, down reads what it writes and writes parts; both have
  * room for tokens * top_k rows. Their structures are those of expert 0; in weight, scales, zeros and permutation the
  * `count` experts follow each other. They have no bias. gate_up_scales and down_scales f32 [count], or NULL: static
  * input scales. experts i32 and weights f32 [tokens, top_k]; the experts of a token differ. */
@@ -176,12 +199,16 @@ typedef struct {
     int32_t kind, rows;
     union {
         qs_embed embed;
+        qs_position_embed position_embed;
         qs_rms_norm rms_norm;
+        qs_layer_norm layer_norm;
+        qs_cast cast;
         qs_linear linear;
         qs_rope_kv rope_kv;
         qs_attention attention;
         qs_activation activation;
         qs_gather gather;
+        qs_soft_cap soft_cap;
         qs_argmax argmax;
         qs_log_softmax log_softmax;
         qs_route route;

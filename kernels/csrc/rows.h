@@ -1,4 +1,4 @@
-/* Row-wise computations over vectors: norms, SiLU, softmax, the rounding of inputs, rotation. Included behind
+/* Row-wise computations over vectors: norms, activations, softmax, the rounding of inputs, rotation. Included behind
  * portable.h by an ISA that has defined INLINE, UNROLL and these:
  *
  *   vf, vi, LANES, PARTS      vectors of LANES floats and integers; PARTS of them are QS_LANES numbers
@@ -27,26 +27,75 @@ INLINE vf load_floats(const void *values, int64_t at, const int dtype)
     return load_bf16((const uint16_t *)values + at);
 }
 
-/* As in portable.h, with fused products: 2 ulp over [-87, 88]. */
+/* The functions of portable.h with fused products, and no larger errors. x in -87 .. 88 is n ln 2 + r, and exp(r) is
+ * 1 + r + p r^2. */
+INLINE vf reduced(vf x, vf *n, vf *r)
+{
+    *n = nearest(x * all(1.44269504088896341f));
+    *r = fused(*n, all(2.12194440e-4f), fused(*n, all(-0.693359375f), x));
+    vf p = all(1.9875691500e-4f);
+    p = fused(p, *r, all(1.3981999507e-3f));
+    p = fused(p, *r, all(8.3334519073e-3f));
+    p = fused(p, *r, all(4.1665795894e-2f));
+    p = fused(p, *r, all(1.6666665459e-1f));
+    return fused(p, *r, all(5.0000001201e-1f));
+}
+
 INLINE vf exp_lanes(vf x)
 {
-    vf clamped = lower(all(88.0f), higher(all(-87.0f), x));
-    vf n = nearest(clamped * all(1.44269504088896341f));
-    vf r = fused(n, all(-0.693359375f), clamped);
-    r = fused(n, all(2.12194440e-4f), r);
-    vf p = all(1.9875691500e-4f);
-    p = fused(p, r, all(1.3981999507e-3f));
-    p = fused(p, r, all(8.3334519073e-3f));
-    p = fused(p, r, all(4.1665795894e-2f));
-    p = fused(p, r, all(1.6666665459e-1f));
-    p = fused(p, r, all(5.0000001201e-1f));
-    p = fused(p * r, r, r + all(1.0f));
-    return unless_below(times_power(p, n), x, all(-87.0f));
+    vf n, r, p = reduced(lower(all(88.0f), higher(all(-87.0f), x)), &n, &r);
+    return unless_below(times_power(fused(p * r, r, r + all(1.0f)), n), x, all(-87.0f));
+}
+
+INLINE vf tanh_lanes(vf x)
+{
+    vf n, r, p = reduced(all(2.0f) * lower(all(10.0f), higher(all(-10.0f), x)), &n, &r);
+    vf power = times_power(all(1.0f), n), t = fused(fused(p * r, r, r), power, power - all(1.0f));
+    return t / (t + all(2.0f));
 }
 
 INLINE vf silu(vf x)
 {
     return x / (all(1.0f) + exp_lanes(all(0.0f) - x));
+}
+
+INLINE vf gelu(vf x)
+{
+    vf a = higher(all(0.0f) - x, x), t = all(1.0f) / fused(all(0.3f), a, all(1.0f));
+    vf p = all(3.83115374e-2f);
+    p = fused(p, t, all(-1.68841228e-1f));
+    p = fused(p, t, all(2.27987975e-1f));
+    p = fused(p, t, all(-7.57365376e-2f));
+    p = fused(p, t, all(1.42002761e-1f));
+    p = fused(p, t, all(9.49109346e-2f));
+    p = fused(p, t, all(1.21862017e-1f));
+    p = fused(p, t, all(1.19495891e-1f));
+    p = fused(p, t, all(6.68613120e-6f));
+    return higher(all(0.0f), x) - a * (exp_lanes(all(-0.5f) * a * a) * p);
+}
+
+INLINE vf gelu_tanh(vf x)
+{
+    vf slope = fused(all(0.0713548163f) * x, x, all(1.59576912f));
+    return x / (all(1.0f) + exp_lanes((all(0.0f) - x) * slope));
+}
+
+INLINE vf activated(vf x, const int32_t function)
+{
+    vf positive = higher(all(0.0f), x);
+    switch (function) {
+    case QS_SILU: return silu(x);
+    case QS_GELU: return gelu(x);
+    case QS_GELU_TANH: return gelu_tanh(x);
+    case QS_RELU: return positive;
+    case QS_RELU2: return positive * positive;
+    }
+    return x;
+}
+
+INLINE vf capped(vf x, float cap)
+{
+    return all(cap) * tanh_lanes(x / all(cap));
 }
 
 /* The sum of QS_LANES numbers. */
@@ -58,7 +107,7 @@ INLINE float sum_parts(const vf *x)
     return sum(total);
 }
 
-static void rmsnorm(const float *x, const float *weight, float *out, int32_t width, float eps)
+INLINE float inverse_rms(const float *x, int32_t width, float eps)
 {
     vf squares[PARTS];
     int32_t j = 0;
@@ -72,19 +121,89 @@ static void rmsnorm(const float *x, const float *weight, float *out, int32_t wid
     float total = sum_parts(squares);
     for (; j < width; j++)
         total += x[j] * x[j];
-    float inverse = 1.0f / sqrtf(total / (float)width + eps);
-    for (j = 0; j + LANES <= width; j += LANES)
+    return 1.0f / sqrtf(total / (float)width + eps);
+}
+
+static void rmsnorm(const float *x, const float *weight, float *out, int32_t width, float eps)
+{
+    const float inverse = inverse_rms(x, width, eps);
+    int32_t j = 0;
+    for (; j + LANES <= width; j += LANES)
         store(out + j, load(x + j) * all(inverse) * load(weight + j));
     for (; j < width; j++)
         out[j] = x[j] * inverse * weight[j];
 }
 
-static void silu_mul(const float *gate, const float *up, float *out, int32_t width)
+static void add_rmsnorm(const float *x, const float *weight, float *out, int32_t width, float eps)
+{
+    const float inverse = inverse_rms(x, width, eps);
+    int32_t j = 0;
+    for (; j + LANES <= width; j += LANES)
+        store(out + j, load(out + j) + load(x + j) * all(inverse) * load(weight + j));
+    for (; j < width; j++)
+        out[j] += x[j] * inverse * weight[j];
+}
+
+/* The sum of x, or of the squares of its distances from `mean`. */
+INLINE float total_of(const float *x, int32_t width, float mean, const int squares)
+{
+    vf sums[PARTS];
+    int32_t j = 0;
+    UNROLL for (int p = 0; p < PARTS; p++)
+        sums[p] = all(0.0f);
+    for (; j + QS_LANES <= width; j += QS_LANES)
+        UNROLL for (int p = 0; p < PARTS; p++) {
+            vf value = load(x + j + p * LANES), apart = value - all(mean);
+            sums[p] = squares ? fused(apart, apart, sums[p]) : sums[p] + value;
+        }
+    float total = sum_parts(sums);
+    for (; j < width; j++)
+        total += squares ? (x[j] - mean) * (x[j] - mean) : x[j];
+    return total;
+}
+
+static void layernorm(const float *x, const float *weight, const float *bias, float *out, int32_t width, float eps)
+{
+    const float mean = total_of(x, width, 0.0f, 0) / (float)width;
+    const float inverse = 1.0f / sqrtf(total_of(x, width, mean, 1) / (float)width + eps);
+    int32_t j = 0;
+    for (; j + LANES <= width; j += LANES) {
+        vf normed = (load(x + j) - all(mean)) * all(inverse) * load(weight + j);
+        store(out + j, bias ? normed + load(bias + j) : normed);
+    }
+    for (; j < width; j++)
+        out[j] = (x[j] - mean) * inverse * weight[j] + (bias ? bias[j] : 0.0f);
+}
+
+INLINE int32_t activate_as(const float *x, const float *factor, float *out, int32_t width, const int32_t function)
+{
+    int32_t j = 0;
+    for (; j + LANES <= width; j += LANES) {
+        vf value = activated(load(x + j), function);
+        store(out + j, factor ? value * load(factor + j) : value);
+    }
+    return j;
+}
+
+static void activate(const float *x, const float *factor, float *out, int32_t width, int32_t function)
+{
+    int32_t j = 0;
+    switch (function) {
+    case QS_SILU: j = activate_as(x, factor, out, width, QS_SILU); break;
+    case QS_GELU: j = activate_as(x, factor, out, width, QS_GELU); break;
+    case QS_GELU_TANH: j = activate_as(x, factor, out, width, QS_GELU_TANH); break;
+    case QS_RELU: j = activate_as(x, factor, out, width, QS_RELU); break;
+    case QS_RELU2: j = activate_as(x, factor, out, width, QS_RELU2); break;
+    }
+    QS_NAME(activate)(x + j, factor ? factor + j : NULL, out + j, width - j, function);
+}
+
+static void soft_cap(float *x, int32_t width, float cap)
 {
     int32_t j = 0;
     for (; j + LANES <= width; j += LANES)
-        store(out + j, silu(load(gate + j)) * load(up + j));
-    QS_NAME(silu_mul)(gate + j, up + j, out + j, width - j);
+        store(x + j, capped(load(x + j), cap));
+    QS_NAME(soft_cap)(x + j, width - j, cap);
 }
 
 static void log_softmax(float *x, int32_t width)
@@ -195,14 +314,14 @@ static void rope_kv(const qs_rope_kv *op, float *row, int32_t position, int32_t 
 {
     const int32_t dim = op->head_dim, offset = slot % QS_LANES;
     const int64_t base = ((int64_t)(slot / QS_LANES) * op->kv_heads + kv_head) * dim * QS_LANES;
-    if (op->kv_dtype != QS_F16 && op->kv_dtype != QS_I8) {
+    if (dim % QS_LANES || (op->kv_dtype != QS_F16 && op->kv_dtype != QS_I8)) {
         QS_NAME(rope_kv)(op, row, position, slot, kv_head);
         return;
     }
     const float *k = QS_NAME(rotate_heads)(op, row, position, kv_head), *v = k + (int64_t)op->kv_heads * dim;
     if (op->kv_dtype == QS_I8) {
         int8_t *keys = (int8_t *)op->k_cache + base + offset, *values = (int8_t *)op->v_cache + base + offset * dim;
-        for (int32_t j = 0; j < dim; j += LANES) { /* dim is a multiple of 16 */
+        for (int32_t j = 0; j < dim; j += LANES) {
             int8_t codes[LANES];
             store_codes(codes, kv_codes(load(k + j) / all(op->k_scale[kv_head])));
             for (int i = 0; i < LANES; i++)

@@ -1,4 +1,5 @@
-/* How every product over vectors stores its sums: with bias, through SiLU, added to the output. Behind rows.h. */
+/* How every product over vectors stores its sums: with bias, through an activation or a soft cap, added to the output.
+ * Behind rows.h. */
 
 #define FAR 16384 /* outputs, as many as a vocabulary has: written past the caches, which would evict them unread */
 
@@ -7,13 +8,16 @@
 static __attribute__((noinline)) void store_tiles(const qs_linear *op, const float *sums, int32_t row, int32_t tile,
                                                   int32_t tiles)
 {
-    const int paired = op->silu && tiles > 1, past = op->n >= FAR;
+    const int paired = op->gated && tiles > 1, past = op->n >= FAR;
     for (int32_t t = paired; t < tiles; t += 1 + paired) {
         const int32_t start = (tile + t) * QS_LANES, lanes = op->n - start;
         const float *of_tile = sums + t * QS_LANES, *bias = op->bias + start;
-        float *out = op->out + (int64_t)row * op->out_stride + (op->silu ? (tile + t) / 2 * QS_LANES : start);
+        float *out = op->out + (int64_t)row * op->out_stride + (op->gated ? (tile + t) / 2 * QS_LANES : start);
         for (int32_t i = 0; i < lanes && lanes < QS_LANES; i++) {
             float value = op->bias ? of_tile[i] + bias[i] : of_tile[i];
+            value = op->gated ? value : QS_NAME(activated)(value, op->function);
+            if (op->cap != 0.0f)
+                value = QS_NAME(capped)(value, op->cap);
             out[i] = op->accumulate ? out[i] + value : value;
         }
         for (int32_t i = 0; i < QS_LANES && lanes >= QS_LANES; i += LANES) {
@@ -24,9 +28,13 @@ static __attribute__((noinline)) void store_tiles(const qs_linear *op, const flo
                 vf gate = load(of_tile - QS_LANES + i);
                 if (op->bias)
                     gate = gate + load(bias - QS_LANES + i);
-                value = value * silu(gate);
-            } else if (op->silu && (tile + t) % 2)
-                value = value * silu(load(out + i));
+                value = value * activated(gate, op->function);
+            } else if (op->gated && (tile + t) % 2)
+                value = value * activated(load(out + i), op->function);
+            else if (!op->gated)
+                value = activated(value, op->function);
+            if (op->cap != 0.0f)
+                value = capped(value, op->cap);
             if (op->accumulate)
                 value = load(out + i) + value;
             if (past && (uintptr_t)out % 64 == 0)
@@ -41,33 +49,55 @@ static __attribute__((noinline)) void store_tiles(const qs_linear *op, const flo
  * are in memory, and the stores would wait (gates of 512 rows: 181 GMAC/s a core instead of 165). */
 INLINE void fetch_block(const qs_linear *op, int32_t row, int32_t tile, const int rows, const int tiles)
 {
-    const int32_t start = tile * QS_LANES, apart = QS_LANES * (1 + op->silu);
+    const int32_t start = tile * QS_LANES, apart = QS_LANES * (1 + op->gated);
     for (int m = 0; m < rows && op->n < FAR; m++)
         for (int32_t i = start; i < start + tiles * QS_LANES; i += apart)
-            __builtin_prefetch(op->out + (int64_t)(row + m) * op->out_stride + i / (1 + op->silu), 1);
+            __builtin_prefetch(op->out + (int64_t)(row + m) * op->out_stride + i / (1 + op->gated), 1);
 }
 
-/* Stores a block of the output, of `rows` by `tiles`, both constants. All rows at once: a SiLU is a long chain of
- * dependent operations. */
-INLINE void store_block(const qs_linear *op, const float *sums, int32_t row, int32_t tile, const int rows, const int tiles)
+/* Joins each gate of `pairs` with its factor, behind it, in the place of the gate. */
+static __attribute__((noinline)) void join(float *sums, int pairs, int32_t function)
 {
-    const int32_t start = tile * QS_LANES;
-    float *out = op->out + (int64_t)row * op->out_stride + (op->silu ? start / 2 : start);
-    if (op->bias || op->n >= FAR || op->n - start < tiles * QS_LANES || (op->silu && tiles % 2)) {
-        for (int m = 0; m < rows; m++)
-            store_tiles(op, sums + m * tiles * QS_LANES, row + m, tile, tiles);
-    } else if (op->silu) {
-        UNROLL for (int m = 0; m < rows; m++)
-            UNROLL for (int i = 0; i < tiles / 2 * QS_LANES; i += LANES) {
-                const float *gate = sums + (m * tiles + i / QS_LANES) * QS_LANES + i;
-                store(out + (int64_t)m * op->out_stride + i, load(gate + QS_LANES) * silu(load(gate)));
-            }
-    } else {
-        UNROLL for (int m = 0; m < rows; m++)
-            UNROLL for (int i = 0; i < tiles * QS_LANES; i += LANES) {
-                float *to = out + (int64_t)m * op->out_stride + i;
-                vf value = load(sums + m * tiles * QS_LANES + i);
-                store(to, op->accumulate ? load(to) + value : value);
-            }
+#define JOIN(known)                                                                                               \
+    case known:                                                                                                   \
+        for (float *end = sums + pairs * 2 * QS_LANES; sums < end; sums += 2 * QS_LANES)                          \
+            UNROLL for (int i = 0; i < QS_LANES; i += LANES)                                                      \
+                store(sums + i, load(sums + QS_LANES + i) * activated(load(sums + i), known));                    \
+        break;
+    switch (function) {
+        JOIN(QS_SILU)
+        JOIN(QS_GELU)
+        JOIN(QS_GELU_TANH)
+        JOIN(QS_RELU)
+        JOIN(QS_RELU2)
     }
+#undef JOIN
+}
+
+/* Stores a block of the output, of `rows` by `tiles`, both constants. Activations of all rows at once: each is a long
+ * chain of dependent operations. Overwrites the sums. */
+INLINE void store_block(const qs_linear *op, float *sums, int32_t row, int32_t tile, const int rows, const int tiles)
+{
+    const int32_t start = tile * QS_LANES, apart = tiles * QS_LANES;
+    float *out = op->out + (int64_t)row * op->out_stride + (op->gated ? start / 2 : start);
+    if (op->bias || op->cap != 0.0f || op->n >= FAR || op->n - start < apart || (op->gated && tiles % 2)) {
+        for (int m = 0; m < rows; m++)
+            store_tiles(op, sums + m * apart, row + m, tile, tiles);
+        return;
+    }
+    if (op->gated) {
+        join(sums, rows * tiles / 2, op->function);
+        UNROLL for (int m = 0; m < rows; m++)
+            UNROLL for (int i = 0; i < apart / 2; i += LANES)
+                store(out + (int64_t)m * op->out_stride + i, load(sums + m * apart + i / QS_LANES * QS_LANES + i));
+        return;
+    }
+    if (op->function)
+        activate(sums, NULL, sums, rows * apart, op->function);
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int i = 0; i < apart; i += LANES) {
+            float *to = out + (int64_t)m * op->out_stride + i;
+            vf value = load(sums + m * apart + i);
+            store(to, op->accumulate ? load(to) + value : value);
+        }
 }

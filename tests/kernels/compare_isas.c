@@ -147,7 +147,13 @@ static void linear(void)
     if (op.dtype == QS_F8)
         for (int64_t i = 0; i < cells; i++)
             weight[i] = (weight[i] & 0x7f) == 0x7f ? 0 : weight[i];
-    float *x = numbers((int64_t)rows * op.x_width, between(0, 1) ? 0 : 40), *steps = scales((int64_t)tiles * groups * QS_LANES);
+    if (!op.accumulate && between(0, 1)) {
+        op.function = between(QS_SILU, QS_RELU2);
+        op.gated = op.n % (2 * QS_LANES) == 0;
+    } else if (!op.accumulate && between(0, 1))
+        op.cap = 30;
+    int32_t rare = op.function || op.cap > 0 || between(0, 1) ? 0 : 40; /* a sum that overflows has a finite cap */
+    float *x = numbers((int64_t)rows * op.x_width, rare), *steps = scales((int64_t)tiles * groups * QS_LANES);
     float *bias = numbers(op.n, 0);
     int32_t *zeros = room((int64_t)tiles * groups * QS_LANES * 4), *order = room((int64_t)op.k * 4);
     for (int32_t i = 0; i < tiles * groups * QS_LANES; i++)
@@ -175,9 +181,9 @@ static void linear(void)
     snprintf(what, sizeof what, "linear of dtype %d, rows %d, n %d, k %d, group %d, act_dtype %d, span %d, act_group %d",
              op.dtype, rows, op.n, op.k, op.group, op.act_dtype, op.act_span, op.act_group);
     for (int32_t r = 0; r < rows; r++) { /* weights are below 50 */
-        float top = largest(x + (int64_t)r * op.x_width, op.x_width);
+        float top = largest(x + (int64_t)r * op.x_width, op.x_width), most = (float)op.k * 50 * top;
         agree(what, first + (int64_t)r * op.out_stride, second + (int64_t)r * op.out_stride, op.out_stride,
-              top > 1e30f ? INFINITY : 4e-7f * (float)op.k * 50 * top);
+              top > 1e30f ? INFINITY : 4e-7f * most * (op.function ? 2 * (most + 40) : 1)); /* it may be a square */
     }
     free(weight), free(x), free(steps), free(bias), free(zeros), free(order), free(first), free(second);
 }
@@ -206,14 +212,24 @@ static void row_wise(void)
     for (int32_t r = 0; r < rows; r++)
         agree("log_softmax and argmax", first + (int64_t)r * width, second + (int64_t)r * width, width,
               1e-5f + 3e-7f * largest(second + (int64_t)r * width, width));
-    for (int32_t kind = 0; kind < 2; kind++) {
+    static const char *const names[] = {"rmsnorm", "layernorm", "activation", "soft_cap"};
+    for (int32_t kind = 0; kind < 4; kind++) {
+        int32_t accumulate = between(0, 1), function = between(QS_SILU, QS_RELU2), gated = between(0, 1);
         for (int32_t both = 0; both < 2; both++) {
-            float *out = both ? second : first;
-            qs_op norm = {.kind = QS_RMS_NORM, .rms_norm = {x, weight, out, .width = width, .eps = 1e-5f}};
-            qs_op silu = {.kind = QS_ACTIVATION, .activation = {x, out, QS_SILU, 1, width}};
-            run(kind ? &silu : &norm, 1, &step, both ? QS_SCALAR : isa);
+            float *out = memcpy(both ? second : first, x, (size_t)rows * (size_t)width * 4);
+            qs_op ops[] = {
+                {.kind = QS_RMS_NORM, .rms_norm = {x, weight, out, accumulate, width, 1e-5f}},
+                {.kind = QS_LAYER_NORM, .layer_norm = {x, weight, accumulate ? weight : NULL, out, width, 1e-5f}},
+                {.kind = QS_ACTIVATION, .activation = {x, out, function, gated, width}},
+                {.kind = QS_SOFT_CAP, .soft_cap = {out, width, 30}},
+            };
+            run(ops + kind, 1, &step, both ? QS_SCALAR : isa);
         }
-        agree(kind ? "silu_mul" : "rmsnorm", first, second, (int64_t)rows * width, 1e-30f);
+        for (int32_t r = 0; r < rows; r++) { /* a norm adds to what was there, or subtracts a mean */
+            float most = largest(x + (int64_t)r * width, width);
+            agree(names[kind], first + (int64_t)r * width, second + (int64_t)r * width, width,
+                  kind > 1 ? 1e-30f : most > 1e30f ? INFINITY : 1e-3f + 1e-5f * most);
+        }
     }
     free(x), free(weight), free(first), free(second);
 }
@@ -244,7 +260,7 @@ static void attention(void)
 {
     static const int32_t dtypes[] = {QS_F32, QS_F16, QS_I8, QS_F8};
     int32_t dtype = dtypes[between(0, 3)], kv_heads = between(1, 3), heads = kv_heads * between(1, 14);
-    int32_t dim = 16 * between(1, 5), sequences = between(1, 3), rotary = 2 * between(1, dim / 2);
+    int32_t dim = between(0, 1) ? 16 * between(1, 5) : between(2, 100), sequences = between(1, 3), rotary = 2 * between(1, dim / 2), over = between(0, 3) == 0;
     int32_t contexts[3], starts[4] = {0}, tokens, blocks = 0, used = 0;
     for (int32_t s = 0; s < sequences; s++) {
         contexts[s] = between(0, 50);
@@ -265,7 +281,7 @@ static void attention(void)
     int32_t width = (heads + 2 * kv_heads) * dim, element = dtype == QS_F32 ? 4 : dtype == QS_F16 ? 2 : 1;
     int64_t cells = (int64_t)blocks * kv_heads * dim * QS_LANES, row_cells = (int64_t)tokens * width;
     float *qkv = numbers(row_cells, between(0, 1) ? 0 : 200), *cosine = numbers(90 * rotary, 0), *sine = numbers(90 * rotary, 0);
-    float *norm = numbers(dim, 0), *center = numbers(kv_heads * dim, 0), *k_scale = scales(kv_heads), *v_scale = scales(kv_heads);
+    float *norm = numbers(heads * dim, 0), *q_scale = numbers(90, 0), *center = numbers(kv_heads * dim, 0), *k_scale = scales(kv_heads), *v_scale = scales(kv_heads);
     void *k = values_of(dtype, cells, 300), *v = values_of(dtype, cells, 300);
     int32_t scaled = dtype == QS_I8 || dtype == QS_F8, normed = between(0, 1), centred = between(0, 1);
     tame(qkv, row_cells);
@@ -286,22 +302,27 @@ static void attention(void)
              .rope_kv = {.qkv = rows[both], .cosine = cosine, .sine = sine, .q_norm = normed ? norm : NULL,
                          .k_norm = normed ? norm : NULL, .k_scale = scaled ? k_scale : NULL,
                          .v_scale = scaled ? v_scale : NULL, .k_center = centred ? center : NULL, .k_cache = keys[both],
+                         .q_scale = normed ? q_scale : NULL, .norm_over_heads = normed && over,
                          .v_cache = values[both], .heads = heads, .kv_heads = kv_heads, .head_dim = dim,
                          .rotary_dim = rotary, .kv_dtype = dtype, .eps = 1e-6f}},
             {.kind = QS_ATTENTION,
              .attention = {.qkv = rows[both], .k_scale = scaled ? k_scale : NULL, .v_scale = scaled ? v_scale : NULL,
                            .out = outs[both], .k_cache = keys[both], .v_cache = values[both], .heads = heads,
-                           .kv_heads = kv_heads, .head_dim = dim, .kv_dtype = dtype, .window = window, .scale = 0.005f}},
+                           .kv_heads = kv_heads, .head_dim = dim, .kv_dtype = dtype, .window = window, .scale = 0.005f, .softcap = centred ? 3 : 0}},
         };
         run(ops, 2, &step, both ? QS_SCALAR : isa);
     }
-    agree("rope", rows[0], rows[1], row_cells, 0);
-    same_cache(dtype, keys[0], keys[1], cells);
-    same_cache(dtype, values[0], values[1], cells);
-    agree("attention", outs[0], outs[1], (int64_t)tokens * heads * dim, 5e-3f);
+    if (normed && over) /* a sum over all heads has another order, and softmax hangs on its last bit */
+        agree("norms over all heads", rows[0], rows[1], row_cells, 0.05f);
+    else {
+        agree("rope", rows[0], rows[1], row_cells, 0);
+        same_cache(dtype, keys[0], keys[1], cells);
+        same_cache(dtype, values[0], values[1], cells);
+        agree("attention", outs[0], outs[1], (int64_t)tokens * heads * dim, 5e-3f);
+    }
     for (int32_t both = 0; both < 2; both++)
         free(rows[both]), free(outs[both]), free(keys[both]), free(values[both]);
-    free(tables), free(positions), free(slots), free(qkv), free(cosine), free(sine), free(norm), free(center);
+    free(tables), free(positions), free(slots), free(qkv), free(cosine), free(sine), free(norm), free(q_scale), free(center);
     free(k_scale), free(v_scale), free(k), free(v);
 }
 

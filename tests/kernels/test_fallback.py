@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from qserve.kernels.ops import Activation, Attention, Executor, Linear, Op, RMSN
 from qserve.kernels.reference import ReferenceExecutor
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-HEADS, KV_HEADS, DIM, WIDTH = 4, 2, 20, 48  # heads of 20 have no kernel
+HEADS, KV_HEADS, DIM, WIDTH = 4, 2, 20, 48
 
 
 class WithoutKernels(native.NativeExecutor):
@@ -65,11 +67,10 @@ def run(executor: Executor, start: Tensor, chunks: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "missing", [(), (RMSNorm,), (Linear,), (Activation,), (RopeKV, Linear), (RMSNorm, Activation, RopeKV)]
+    "missing", [(), (RMSNorm,), (Linear,), (Attention,), (RopeKV, Linear), (RMSNorm, Activation, RopeKV, Attention)]
 )
 def test_a_program_without_some_kernels_computes_the_same(missing: tuple[type, ...]) -> None:
     executor, start = WithoutKernels(*missing), torch.randn(37, WIDTH)
-    assert "head_dim 20" in str(executor.supports(layer(start)[0][3]))
     whole = run(executor, start, [37])
     torch.testing.assert_close(whole, run(ReferenceExecutor(), start, [37]), rtol=1e-4, atol=1e-5)
     for chunks in ([20, 1, 16], [1] * 37):
@@ -78,7 +79,10 @@ def test_a_program_without_some_kernels_computes_the_same(missing: tuple[type, .
 
 def test_what_has_no_kernel_is_said() -> None:
     ops, _ = layer(torch.zeros(1, WIDTH))
-    found = registry.fallbacks(native.NativeExecutor(1), ops)
-    assert found == {"attention: head_dim 20 is not a multiple of 16 up to 256": 1}
+    assert isinstance(ops[3], Attention)
+    assert not registry.fallbacks(native.NativeExecutor(1), ops)
+    wide = replace(ops[3], head_dim=257)
+    found = registry.fallbacks(native.NativeExecutor(1), [wide])
+    assert found == {"attention: a head_dim of 257 has no C kernel: at most 256": 1}
     assert not registry.fallbacks(ReferenceExecutor(), ops)
     assert "rms_norm: there is none" in registry.fallbacks(WithoutKernels(RMSNorm), ops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,19 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.fusion import FusedLinear, fuse
-from qserve.kernels.ops import Activation, Attention, Gather, Linear, Op, RMSNorm, RopeKV, Step
+from qserve.kernels.ops import (
+    Activation,
+    Attention,
+    Function,
+    Gather,
+    LayerNorm,
+    Linear,
+    Op,
+    RMSNorm,
+    RopeKV,
+    SoftCap,
+    Step,
+)
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 HEADS, KV_HEADS, DIM = 6, 2, 32
@@ -87,6 +100,47 @@ def test_a_norm_and_silu_around_a_product(isa: native.Isa, name: str, rows: int)
 
 
 @pytest.mark.parametrize("isa", native.available())
+@pytest.mark.parametrize("name", ["float32", "w4"])
+@pytest.mark.parametrize("function", get_args(Function))
+def test_a_layer_norm_and_an_activation_around_a_product(isa: native.Isa, name: str, function: Function) -> None:
+    torch.manual_seed(2)
+    inp, width, scale = 192, 112, torch.rand(192)
+    for rows, gated, biased in ((1, True, True), (1, False, False), (11, True, False), (11, False, True)):
+        n = 2 * width if gated else width
+        x, weight = torch.randn(rows, inp) + 1, weights(n, inp)[name]
+        norm_bias, bias = (torch.randn(inp), torch.randn(n)) if biased else (None, None)
+        normed, between = torch.empty(rows, inp), torch.empty(rows, n)
+        outs = []
+        for apart in (True, False):
+            out = torch.empty(rows, width)
+            ops = [
+                LayerNorm(x, scale, norm_bias, normed, 1e-5), Linear(normed, weight, between, bias),
+                Activation(between, out, function, gated),
+            ]  # fmt: skip
+            assert apart or len(fuse(ops)) == 1
+            run(ops, step_of([rows], [0]), isa, apart=apart)
+            outs.append(out)
+        assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("isa", native.available())
+@pytest.mark.parametrize("name", ["float32", "w4"])
+@pytest.mark.parametrize("width", [112, 16384])  # a vocabulary is written past the caches
+def test_a_soft_cap_behind_a_product(isa: native.Isa, name: str, width: int) -> None:
+    torch.manual_seed(2)
+    for rows, bias in ((1, None), (5, torch.randn(width))):
+        x, weight = torch.randn(rows, 64), weights(width, 64)[name]
+        outs = []
+        for apart in (True, False):
+            out = torch.empty(rows, width)
+            ops = [Linear(x, weight, out, bias), SoftCap(out, 3.0, "tokens")]
+            assert apart or len(fuse(ops)) == 1
+            run(ops, step_of([rows], [0]), isa, apart=apart)
+            outs.append(out)
+        assert torch.equal(*outs) and outs[0].abs().max() <= 3
+
+
+@pytest.mark.parametrize("isa", native.available())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [1] * 20, [1, 5, 1]])
 def test_a_rotation_before_attention(isa: native.Isa, dtype: torch.dtype, lengths: list[int]) -> None:
@@ -111,7 +165,7 @@ def test_only_what_nothing_else_reads_is_fused() -> None:
     norm, product = RMSNorm(x, torch.ones(32), normed, 1e-5), Linear(normed, torch.randn(64, 32), out)
     silu, residual = Activation(out, last, "silu", True), Linear(normed, torch.randn(32, 32), x, accumulate=True)
     both = fuse([norm, product, silu])
-    assert len(both) == 1 and isinstance(both[0], FusedLinear) and both[0].norm is norm and both[0].silu is silu
+    assert len(both) == 1 and isinstance(both[0], FusedLinear) and both[0].norm is norm and both[0].activation is silu
     assert [type(op) for op in fuse([norm, product, product])] == [FusedLinear] * 2
     assert fuse([norm, product, Gather(normed, last)])[0] is norm  # somebody else reads it
     assert fuse([norm, residual, product])[0] is norm  # the second product would see another x
@@ -122,7 +176,9 @@ def test_only_what_nothing_else_reads_is_fused() -> None:
     odd = torch.empty(2, 24), torch.empty(2, 12)
     narrow = Activation(*odd, "silu", True)
     assert fuse([Linear(x, torch.randn(24, 32), odd[0]), narrow])[1] is narrow  # not 16 and 16
-    for other in (replace(silu, function="gelu"), replace(silu, out=torch.empty(2, 64), gated=False)):
-        assert fuse([product, other])[1] is other
+    assert len(fuse([product, replace(silu, out=torch.empty(2, 64), gated=False)])) == 1
+    assert len(fuse([product, silu, silu])) == 2
+    cap = SoftCap(out, 30.0, "tokens")
+    assert len(fuse([product, cap])) == 1 and len(fuse([product, replace(cap, rows="logits")])) == 2
     behind = replace(norm, accumulate=True)
     assert fuse([behind, product])[0] is behind  # it adds to what was there

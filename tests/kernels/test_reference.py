@@ -90,9 +90,9 @@ def test_layer_norm(executor: Executor, biased: bool, rows: str) -> None:
     bias = torch.randn(WIDTH) if biased else None
     out = torch.empty(ROWS, WIDTH)
     run(executor, LayerNorm(x, weight, bias, out, 1e-2, rows))
-    centred = (x - x.mean(-1, keepdim=True)).double()
+    centred = x.double() - x.double().mean(-1, keepdim=True)
     want = rms(centred, weight, 1e-2) + (bias if biased else 0.0)
-    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=3e-6)  # a mean of 3 has the precision of 3
 
 
 def test_head_norm_of_some_columns(executor: Executor) -> None:

@@ -309,12 +309,12 @@ def test_quantized_logits_are_those_of_transformers(case: str, scheme: str, tmp_
 def test_headers_say_which_kernels_are_missing(tmp_path: Path) -> None:
     if native.missing():
         pytest.skip(str(native.missing()))
-    save_random("llama", {"head_dim": 24}, tmp_path)
+    save_random("llama", {"head_dim": 264}, tmp_path)
     source = HFDirectory(tmp_path)
     config, executor = decoder_config(source.config, "small"), registry.make("native")
     limits = DecoderLimits(max_tokens=8, max_logits=8, max_positions=64, num_blocks=8)
     found = missing_kernels(source, config, executor, torch.float16)
-    assert found == {"attention: head_dim 24 is not a multiple of 16 up to 256": 3}
+    assert found == {"attention: a head_dim of 264 has no C kernel: at most 256": 3}
     assert Decoder(source, config, executor, limits).fallbacks == found
 
 
