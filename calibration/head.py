@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qserve.calibration.activations import Activations
+from qserve.calibration.groups import StopForward
 from qserve.calibration.skeleton import Skeleton
 
 
@@ -19,6 +21,42 @@ def head(skeleton: Skeleton) -> Iterator[tuple[dict[str, nn.Linear], Callable[[T
 
     The whole model runs, with blocks that pass the given states on, so final norms, projections and caps are its own.
     """
+    output = skeleton.model.get_output_embeddings()
+    layer = next(name for name, module in skeleton.model.named_modules() if module is output)
+    with _loaded(skeleton):
+        yield {layer: output}, _log_probabilities(skeleton)
+
+
+def head_importance(skeleton: Skeleton, inputs: Activations) -> Tensor:
+    """The mean square of each input of the output layer, float32 [hidden]. ``inputs`` are the last block's outputs. The
+    layer itself, which may be as large as many blocks, is not loaded."""
+    output = skeleton.model.get_output_embeddings()
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    states = torch.zeros(())
+
+    def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal total, tokens
+        if args[0].shape[:-1] != states.shape[:-1]:
+            raise IndexError("the states lost a dimension")
+        total = total + args[0].double().square().sum(dim=(0, 1))
+        tokens += args[0].shape[1]
+        raise StopForward
+
+    handle = output.register_forward_pre_hook(before)
+    try:
+        with _loaded(skeleton, but=output), torch.no_grad():
+            for row in range(inputs.shape[0]):
+                states = inputs.read(row, row + 1)
+                with suppress(StopForward):
+                    _either_way(skeleton, states)
+    finally:
+        handle.remove()
+    return (total / tokens).float()
+
+
+@contextmanager
+def _loaded(skeleton: Skeleton, but: nn.Module | None = None) -> Iterator[None]:
+    """The part after the last block has its weights, ``but`` for one module."""
     model = skeleton.model
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
@@ -29,25 +67,30 @@ def head(skeleton: Skeleton) -> Iterator[tuple[dict[str, nn.Linear], Callable[[T
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        if name.startswith(inside) or module is embedding:  # the states are given: no token is looked up
+        if name.startswith(inside) or module is embedding or module is but:  # states are given: no lookup
             continue
         source = stored if tied and module is output else name
         value = skeleton.source.tensor(source).to(torch.float32)
         module.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
         loaded.append((module, leaf))
-    layer = next(name for name, module in model.named_modules() if module is output)
     try:
-        yield {layer: output}, _through(skeleton, int(embedding.weight.shape[1]))
+        yield
     finally:
         for module, leaf in loaded:
             empty = nn.Parameter(getattr(module, leaf).to("meta"), requires_grad=False)
             module.register_parameter(leaf, empty)
 
 
-def _through(skeleton: Skeleton, width: int) -> Callable[[Tensor], Tensor]:
-    blocks = [skeleton.model.get_submodule(name) for name in skeleton.blocks]
+def _log_probabilities(skeleton: Skeleton) -> Callable[[Tensor], Tensor]:
+    return lambda hidden: _either_way(skeleton, hidden).float().log_softmax(dim=-1)
 
-    def run(hidden: Tensor, wrap: Callable[[Tensor], Any]) -> Tensor:
+
+def _either_way(skeleton: Skeleton, hidden: Tensor) -> Tensor:
+    """The model's logits for the last block's output ``hidden``."""
+    blocks = [skeleton.model.get_submodule(name) for name in skeleton.blocks]
+    width = int(skeleton.model.get_input_embeddings().weight.shape[1])
+
+    def run(wrap: Callable[[Tensor], Any]) -> Tensor:
         blocks[0].forward = lambda *args, **kwargs: wrap(hidden)
         for block in blocks[1:]:
             block.forward = lambda states, *args, **kwargs: wrap(states)
@@ -59,12 +102,9 @@ def _through(skeleton: Skeleton, width: int) -> Callable[[Tensor], Tensor]:
                 del block.forward
         if logits.shape[:-1] != hidden.shape[:-1]:
             raise IndexError("the states lost a dimension")
-        return logits.float().log_softmax(dim=-1)
+        return logits
 
-    def log_probabilities(hidden: Tensor) -> Tensor:
-        try:
-            return run(hidden, lambda states: states)
-        except (IndexError, RuntimeError, AttributeError, TypeError):  # it takes the first of a tuple
-            return run(hidden, lambda states: (states,))
-
-    return log_probabilities
+    try:
+        return run(lambda states: states)
+    except (IndexError, RuntimeError, AttributeError, TypeError):  # it takes the first of a tuple
+        return run(lambda states: (states,))

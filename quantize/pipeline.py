@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qserve.calibration.blocks import walk
+from qserve.calibration.head import head_importance
 from qserve.calibration.kv import KVRecorder
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
@@ -53,7 +54,7 @@ Measure = Callable[[Path, Path], QualityCard | None]
 Accept = Callable[[QualityCard], None]
 Permit = Callable[[CalibrationRecord | None], None]
 
-_PLAN, _SCALES, _LAST = "plan", "scales", "last attempt"
+_PLAN, _SCALES, _LAST, _HEAD = "plan", "scales", "last attempt", "head"
 
 
 def run(
@@ -175,7 +176,8 @@ def _write(
         notices = (_distill(prepared, windows, writer, tell),)
         heap.release()
     tell(ProgressEvent("write", 0, 1))
-    layers += write_rest(prepared, written, writer)
+    importance = torch.tensor(writer.part(_HEAD)[1]["importance"]) if _HEAD in writer.committed() else None
+    layers += write_rest(prepared, written, writer, importance)
     if record is not None:
         writer.put_json(CALIBRATION_FILE, record.to_json())
     staged = writer.seal()
@@ -250,8 +252,9 @@ def _quantize(
         extra = writer.part(finished[0])[1]
         at_once, distills = extra["samples_at_once"], extra["distills"]
     offload = writer.directory.parent if job.offload else None
-    if len(finished) == len(skeleton.blocks):
-        windows = None  # no block is left that needs them
+    wants_head = windows is not None and "lm_head" in prepared.spec.overrides and _HEAD not in writer.committed()
+    if len(finished) == len(skeleton.blocks) and not wants_head:
+        windows = None  # nothing is left that needs them
     walking = walk(skeleton, windows, samples_at_once=at_once, float_samples=job.float_samples, offload=offload)
     for visit in walking:
         if visit.name in finished:
@@ -269,6 +272,9 @@ def _quantize(
         if done > first:
             remaining = (time.perf_counter() - start) / (done - first) * (visit.total - done)
             tell(ProgressEvent("quantize", done, visit.total, remaining))
+    if wants_head:
+        assert visit.inputs is not None  # now the last block's outputs
+        writer.commit(_HEAD, {"importance": head_importance(skeleton, visit.inputs).tolist()})
     return reports, written, distills
 
 

@@ -125,7 +125,9 @@ def arrange(
     few = sorted({each.bits for schemes in choices.values() for each in schemes if each} - {4, 8})
     if few and not {"vllm", "sglang"} & set(job.loaders):
         bits = ", ".join(map(str, few))
-        notices += (f"vllm and sglang do not load {bits} bits, which may be chosen: --for vllm leaves them out",)
+        dense = " and ".join(str(each) for each in few if 32 % each)
+        others = f"; others need compressed-tensors 0.18 for {dense}" if dense else ""
+        notices += (f"vllm and sglang do not load {bits} bits, which may be chosen: --for vllm leaves them out{others}",)
     expected = forecast(job, skeleton, shapes, spec, format, choices)
     if job.effort == "best" and not expected.distills:
         needed = distillation_bytes(job, skeleton) / 2**20

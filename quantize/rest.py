@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.writer import CheckpointWriter
@@ -14,8 +15,11 @@ from qserve.quantize.layer import LayerReport
 from qserve.quantize.prepare import Preparation, narrow
 
 
-def write_rest(prepared: Preparation, written: Iterable[str], writer: CheckpointWriter) -> list[LayerReport]:
-    """Write everything except the tensors ``written`` with the blocks. Returns a line for each packed module."""
+def write_rest(
+    prepared: Preparation, written: Iterable[str], writer: CheckpointWriter, importance: Tensor | None
+) -> list[LayerReport]:
+    """Write everything except the tensors ``written`` with the blocks. ``importance`` float32 [hidden] is the mean
+    square of each input of the output head. Returns a line for each packed module."""
     source, spec, embedding = prepared.skeleton.source, prepared.spec, prepared.shapes.embedding
     packed_modules = [module for module in prepared.skeleton.shapes if spec.scheme_of(module) is not None]
     done = {*written, *(f"{module}.{part}" for module in packed_modules for part in ("weight", "bias"))}
@@ -26,7 +30,8 @@ def write_rest(prepared: Preparation, written: Iterable[str], writer: Checkpoint
         if module in writer.committed():  # rounding a large vocabulary takes as long as some blocks
             report = LayerReport.from_json(writer.part(module)[1])
         else:
-            packed, report = _round(prepared, module, stored)
+            # Rows of an embedding are looked up, so all its columns count the same.
+            packed, report = _round(prepared, module, stored, importance if module == "lm_head" else None)
             writer.put_linear(module, packed)
             writer.commit(module, report.to_json())
         reports.append(report)
@@ -45,18 +50,22 @@ def _head_of(prepared: Preparation) -> str:
     return "lm_head.weight" if source.has("lm_head.weight") else f"{prepared.shapes.embedding}.weight"
 
 
-def _round(prepared: Preparation, module: str, stored: str) -> tuple[QuantizedWeight, LayerReport]:
-    """Round to nearest, in slices: a large vocabulary in float32 is gigabytes."""
+def _round(
+    prepared: Preparation, module: str, stored: str, importance: Tensor | None
+) -> tuple[QuantizedWeight, LayerReport]:
+    """Round to nearest, with the scales of least error weighted by ``importance``. In slices: a large vocabulary in
+    float32 is gigabytes."""
     scheme = prepared.spec.overrides[module]
     weight = prepared.skeleton.source.tensor(stored)
-    slices = [rtn.quantize(part.to(torch.float32), None, scheme) for part in weight.split(4096)]
-    packed = QuantizedWeight(
-        scheme,
-        torch.cat([part.weight.codes for part in slices]),
-        torch.cat([part.weight.scales for part in slices]),
-    )
-    error = sum(float(part.error.sum()) for part in slices) / sum(float(part.energy.sum()) for part in slices)
-    return packed, LayerReport(module, scheme, error)
+    counts = torch.ones(weight.shape[1]) if importance is None else importance
+    slices, error, energy = [], 0.0, 0.0
+    for part in weight.split(4096):
+        part = part.to(torch.float32)
+        slices.append(rtn.nearest(part, counts, scheme))
+        error += float((slices[-1].dequantize() - part).square_().matmul(counts).double().sum())
+        energy += float(part.square().matmul(counts).double().sum())
+    codes, scales = (torch.cat([getattr(part, name) for part in slices]) for name in ("codes", "scales"))
+    return QuantizedWeight(scheme, codes, scales), LayerReport(module, scheme, error / energy)
 
 
 def _write_configuration(prepared: Preparation, writer: CheckpointWriter) -> None:

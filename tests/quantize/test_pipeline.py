@@ -939,3 +939,24 @@ def test_a_stage_before_or_after_the_blocks_loses_no_more_than_one_of_them(stage
     assert finished.returncode == 0 and steps(finished) == [], finished.stderr
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_scales_of_the_head_count_its_inputs_by_their_size(tied, llama, qwen2, tmp_path):
+    source = HFDirectory(llama if tied else qwen2)
+    options = {**SMALL, "head_bits": 4, "method": "rtn", "bits": 8, "group_size": -1}
+    pipeline.run(source, tmp_path / "with", QuantizeJob(**options, format="compressed-tensors", kv_cache="fp8"))
+    options["calibration"] = None
+    pipeline.run(source, tmp_path / "without", QuantizeJob(**options, format="compressed-tensors"))
+    model = Skeleton(source).load_all()
+    seen = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    tokens = source.tokenizer()(load_text("builtin", "evaluate").text[:2000])["input_ids"]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([tokens[:100]]))
+    weight = model.get_output_embeddings().weight.data
+    errors = {}
+    for name in ("with", "without"):
+        change = HFDirectory(tmp_path / name).linear("lm_head").dequantize() - weight
+        errors[name] = float((seen[0][0] @ change.T).square().sum())
+    assert errors["with"] < 0.97 * errors["without"], errors
