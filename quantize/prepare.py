@@ -127,7 +127,8 @@ def arrange(
         bits = ", ".join(map(str, few))
         dense = " and ".join(str(each) for each in few if 32 % each)
         others = f"; others need compressed-tensors 0.18 for {dense}" if dense else ""
-        notices += (f"vllm and sglang do not load {bits} bits, which may be chosen: --for vllm leaves them out{others}",)
+        said = f"vllm and sglang do not load {bits} bits, which may be chosen: --for vllm leaves them out"
+        notices += (said + others,)
     expected = forecast(job, skeleton, shapes, spec, format, choices)
     if job.effort == "best" and not expected.distills:
         needed = distillation_bytes(job, skeleton) / 2**20
