@@ -68,6 +68,7 @@ class GGUFFile:
     def __init__(self, path: str | Path, *, name: str | None = None) -> None:
         self.path = Path(path)
         self.name = name or self.path.stem
+        self.part_of: str | None = None
         # It holds every token and merge of the vocabulary, and is kept until the tokenizer is made.
         self._reader: GGUFReader | None = (reader := _open(self.path))
         try:

@@ -26,6 +26,7 @@ from qserve.checkpoint.manifest import FileEntry, read_manifest, verify_manifest
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor, read_index
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.text_part import text_part
 from qserve.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def _named(stored: dict[str, StoredTensor], config: dict[str, Any]) -> dict[str,
 class HFDirectory:
     """A ``ModelSource`` over a directory with ``config.json`` and safetensors. Opening it reads headers only.
 
+    Of a model that also takes images or sound it is the text part, and ``part_of`` is the type of the whole.
+
     Raises ``CheckpointError`` where a file is missing, malformed or cut short, or where the quantization is
     not one we read.
     """
@@ -54,7 +57,12 @@ class HFDirectory:
         if not (self.path / "config.json").exists():
             raise CheckpointError(f"{self.path} has no config.json; is this a model directory?")
         self.config: dict[str, Any] = read_json_object(self.path / "config.json")
-        self._tensors = _named(read_index(self.path), self.config)
+        stored = read_index(self.path)
+        self.part_of: str | None = None
+        if (part := text_part(self.config, stored)) is not None:
+            self.part_of = str(self.config.get("model_type"))
+            self.config, stored = part
+        self._tensors = _named(stored, self.config)
         self._files = ExitStack()
         self._open: dict[Path, BinaryIO] = {}
         self._format, quantization, where = self._read_format()

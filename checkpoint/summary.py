@@ -18,6 +18,7 @@ class Summary:
 
     name: str
     family: str
+    part_of: str | None
     method: str
     parameters: int
     stored_bytes: int
@@ -48,8 +49,9 @@ class Summary:
 
     def lines(self) -> list[str]:
         packed = sum(out * inp for _, out, inp, _ in self.linears)
+        part = "" if self.part_of is None else f", the text part of {self.part_of}"
         lines = [
-            f"model           {self.name} ({self.family})",
+            f"model           {self.name} ({self.family}{part})",
             f"parameters      {self.parameters:,}; {packed:,} of them in {len(self.linears)} packed linears",
             f"size            {self.stored_bytes:,} bytes, {self.bits_per_weight:.2f} bits per weight "
             f"(bf16: {self.bf16_bytes:,} bytes)",
@@ -83,6 +85,7 @@ def summarize(source: ModelSource) -> Summary:
     return Summary(
         name=source.name,
         family=str(source.config.get("model_type")),
+        part_of=source.part_of,
         method="dense" if source.spec is None else source.spec.method,
         parameters=dense + sum(out * inp for _, out, inp, _ in linears),
         stored_bytes=source.stored_bytes(),

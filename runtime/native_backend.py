@@ -112,6 +112,8 @@ def _load(
     )
     heap.release()
     notes = [f"without a kernel, computed by the torch reference: {what}" for what in decoder.fallbacks]
+    if source.part_of is not None:
+        notes.insert(0, f"the text part of {source.part_of}: images and sound are not served")
     notes += registry.settle(executor, config.autotune, progress)  # this takes memory that the cache must leave free
     if on_gpu:
         warm = executor.warm_sizes

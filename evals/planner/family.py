@@ -11,6 +11,7 @@ from typing import Any
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES, Family
+from qserve.checkpoint.text_part import text_config
 from qserve.evals.planner.shape import Linear, ModelShape
 
 _MOST = 2**40
@@ -47,9 +48,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
 def _text_part(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of the text part, with what only the whole says of it. It has no further part."""
-    said = {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if key in config}
-    unsaid = _UNSAID.get(str(text.get("model_type")), {})
-    return {**unsaid, **said, **{key: value for key, value in text.items() if key != "text_config"}}
+    return {**_UNSAID.get(str(text.get("model_type")), {}), **text_config(config, text)}
 
 
 class _Keys:
