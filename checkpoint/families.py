@@ -116,6 +116,7 @@ class Family:
         sinks: each head has a score that belongs to no key.
         experts: None where the feed-forward is one.
         layer_norm: norms subtract the mean (LayerNorm); else they are RMS norms.
+        norm_weight: norms multiply by a weight.
         norm_bias: these norms have biases.
         gated: the feed-forward has a gate.
         parallel: attention and feed-forward read the same residual stream; None where the configuration says
@@ -147,6 +148,7 @@ class Family:
     sinks: bool = False
     experts: Experts | None = None
     layer_norm: bool = False
+    norm_weight: bool = True
     norm_bias: bool = False
     gated: bool = True
     parallel: bool | None = False
@@ -276,6 +278,10 @@ FAMILIES = {
         native=True, layer_norm=True, norm_bias=True, parallel=None, qkv_bias=None, partial_rotary=True,
         qk_norm="layer", qk_norm_asked=True, modules=_stablelm, keys=keys.stablelm,
     ),
+    "olmo": Family(
+        native=True, layer_norm=True, norm_weight=False, qkv_bias=None, out_bias=None, keys=keys.olmo,
+        served={"clip_qkv": False},
+    ),
     "nemotron": Family(
         native=True, one_plus=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None,
         mlp_bias=None, partial_rotary=True, modules=lambda config: modules.NEMOTRON, keys=keys.nemotron,
@@ -295,6 +301,10 @@ FAMILIES = {
     "gpt2": _GPT2,
     "gpt_bigcode": replace(
         _GPT2, modules=lambda config: modules.GPT_BIGCODE, keys=keys.gpt_bigcode, served={"add_cross_attention": False}
+    ),
+    "gpt_neo": replace(
+        _GPT2, qkv_bias=False, sliding=1, modules=lambda config: modules.GPT_NEO, keys=keys.gpt_neo, served={},
+        multipliers=lambda config: Multipliers(attention=1.0),
     ),
     "gptj": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, parallel=True, mlp_bias=True, head_bias=True,

@@ -46,6 +46,10 @@ def starcoder2(config: Config) -> dict[str, Any]:
     return {**_renamed(config, rms_norm_eps="norm_epsilon"), "attention_bias": biases, "mlp_bias": biases}
 
 
+def olmo(config: Config) -> dict[str, Any]:
+    return {"rms_norm_eps": 1e-5}
+
+
 def nemotron(config: Config) -> dict[str, Any]:
     return _renamed(config, rms_norm_eps="norm_eps")
 
@@ -101,6 +105,18 @@ def gpt2(config: Config) -> dict[str, Any]:
         max_position_embeddings="n_positions", intermediate_size="n_inner", rms_norm_eps="layer_norm_epsilon",
         hidden_act="activation_function",
     )  # fmt: skip
+    return _inner(config, {**keys, "num_key_value_heads": keys.get("num_attention_heads")})
+
+
+def gpt_neo(config: Config) -> dict[str, Any]:
+    """``attention_types`` lists kinds of layers, and how often the list repeats."""
+    keys = _renamed(
+        config, num_hidden_layers="num_layers", num_attention_heads="num_heads", rms_norm_eps="layer_norm_epsilon",
+        hidden_act="activation_function", sliding_window="window_size", intermediate_size="intermediate_size",
+    )  # fmt: skip
+    listed = [kind for kinds, times in config.get("attention_types") or () for kind in list(kinds) * times]
+    if listed:
+        keys["layer_types"] = ["sliding_attention" if kind == "local" else "full_attention" for kind in listed]
     return _inner(config, {**keys, "num_key_value_heads": keys.get("num_attention_heads")})
 
 

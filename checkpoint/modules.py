@@ -148,6 +148,10 @@ GPT2 = Modules(
     attention="attn", attention_norm="ln_1", mlp_norm="ln_2", qkv=("attn.c_attn",), out="attn.c_proj",
     up=("mlp.c_fc",), down="mlp.c_proj", transposed=True,
 )  # fmt: skip
+GPT_NEO = replace(
+    GPT2, attention="attn.attention", out="attn.attention.out_proj", transposed=False,
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+)  # fmt: skip
 GPT_BIGCODE = replace(GPT2, grouped=True, transposed=False)
 GPTJ = replace(
     GPT2, positions=None, mlp_norm=None, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"), out="attn.out_proj",

@@ -85,7 +85,7 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     llama_4 = kind == LLAMA_4
     mlp, mlp_other = (_interleaved(keys, hidden, layers), 0) if llama_4 else _feed_forward(keys, family, hidden, layers)
     modules = family.modules(keys.config)
-    norm = hidden * (1 + family.norm_bias)
+    norm = hidden * (family.norm_weight + family.norm_bias)
     norms = norm * (layers * modules.norms + 1)
     tied = keys.flag("tie_word_embeddings", family.tied)
     context = keys.get("max_position_embeddings", _MOST)

@@ -193,7 +193,7 @@ class LayerBuilder:
 
     def _norm(self, module: str, x: Tensor, out: Tensor, rows: Rows = "tokens", multiplier: float = 1.0) -> Op:
         family, width = self._config.family, self._config.hidden_size
-        weight = self._norm_weight(module, (width,))
+        weight = self._norm_weight(module, (width,)) if family.norm_weight else torch.ones(width, device=x.device)
         bias = self._weights.tensor(f"{module}.bias", width) if family.norm_bias else None
         if multiplier != 1.0:
             weight, bias = weight.float() * multiplier, None if bias is None else bias.float() * multiplier

@@ -57,6 +57,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
     "nemotron": {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
     "opt": {"ffn_dim": 80},
+    "gpt_neo": {
+        "window_size": 32, "attention_types": [[["global", "local", "local"], 1]], "num_layers": 3, "num_heads": 4,
+    },
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
     "qwen3_moe": {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2},
