@@ -3,8 +3,9 @@
 ENVIRONMENTS come from ``python tests/environments.py peers DIR``; the dense model is made in MODELS where it is not
 there. NAME is gptqmodel or auto-round. Weights of every linear but the tied head, symmetric, in groups of 64,
 calibrated on the very windows that ``qserve quantize demo --calibration TEXT`` draws: 128 of 512 tokens. Says how long
-it took, and writes a GPTQ checkpoint to OUT, which ``qserve eval OUT --against demo`` measures. With ``--beside`` it
-also says how long ``qserve quantize`` takes with these options in the same minutes, before it and after it.
+it took, and writes a GPTQ checkpoint to OUT, which ``qserve eval OUT --against demo`` measures. ``--recipe`` is what
+its authors recommend where time does not matter. With ``--beside`` it also says how long ``qserve quantize`` takes with
+these options in the same minutes, before it and after it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.source import open_model
 
 HERE = Path(__file__).absolute().parent / "contestants"
+RECIPES = {"gptqmodel": ("default", "mse", "gptaq", "mse+gptaq"), "auto-round": ("default", "best")}
 SCRIPTS = {"gptqmodel": "gptqmodel_quantize.py", "auto-round": "auto_round_quantize.py"}
 SAMPLES, LENGTH, SEED = 128, 512, 0
 """As ``qserve quantize`` has them by default."""
@@ -43,8 +45,11 @@ def main() -> None:
     parser.add_argument("name", choices=SCRIPTS)
     parser.add_argument("out", type=Path)
     parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--recipe", default="default", help="gptqmodel: mse, gptaq, mse+gptaq; auto-round: best")
     parser.add_argument("--beside", metavar="OPTIONS", help="of qserve quantize, such as '--effort fast'")
     arguments = parser.parse_args()
+    if arguments.recipe not in RECIPES[arguments.name]:
+        parser.error(f"--recipe of {arguments.name}: {', '.join(RECIPES[arguments.name])}")
     token_ids = load_text(arguments.text).tokens(open_model("demo").tokenizer())
     # GPTQMODEL_CPU_WORKERS: it does not start with fewer processors than it expects.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": THREADS, "GPTQMODEL_CPU_WORKERS": THREADS}
@@ -53,7 +58,7 @@ def main() -> None:
         save_file({"windows": calibration_windows(token_ids, SAMPLES, LENGTH, SEED)}, str(windows))
         python = arguments.environments.absolute() / arguments.name / "bin" / "python"
         model, out = make_dense(arguments.models).absolute(), arguments.out.absolute()
-        options = [model, windows, out, str(arguments.bits)]
+        options = [model, windows, out, str(arguments.bits), arguments.recipe]
         ours: list[float] = []
         if arguments.beside is not None:
             command = [sys.executable, "-m", "qserve", "quantize", "demo", Path(work) / "ours", "--overwrite"]
