@@ -12,8 +12,10 @@ DTYPES = ("auto", "float16", "bfloat16", "float32")
 _OTHER_NAMES = {  # of dtypes, in vLLM and torch
     "kv_cache_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp8_e4m3": "fp8"},
     "dtype": {"half": "float16", "float": "float32"},
+    "backend": {"vllm": "native"},
 }
 HEADS = ("auto", "dense", "int8")
+BACKENDS = ("auto", "native", "transformers")
 STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
 """On a GPU, dequantizing 4-bit weights would add 45 % to the time of the products of a step of 512 tokens, and 11 % to
@@ -45,6 +47,8 @@ class EngineConfig:
         cpu_list: the CPUs that they are pinned to, one each; None leaves them to the system.
         generation_config: where sampling defaults come from: auto (the model's generation_config.json), vllm (nowhere),
             or the path of another such file.
+        backend: what computes the model: native, our own decoder; transformers, its modules on our kernels, which serve
+            more model types and are slower; auto takes native where it serves the model.
         autotune: time the configurations of the products on the GPU before anything is served, where the user's cache
             does not hold them.
         reranker: qwen3 judges pairs of texts as Qwen3-Reranker does: in its template, by "yes" over "no". auto does so
@@ -71,6 +75,7 @@ class EngineConfig:
     reranker: str = "auto"
     generation_config: str = "auto"
     autotune: bool = False
+    backend: str = "auto"
 
     @property
     def num_threads(self) -> int | None:
@@ -97,6 +102,8 @@ class EngineConfig:
             raise UsageError(f"--seed must be a 64-bit integer, not {self.seed}")
         if self.head not in HEADS:
             raise UsageError(f"unknown head {self.head!r}: choose from {', '.join(HEADS)}")
+        if self.backend not in BACKENDS:
+            raise UsageError(f"unknown backend {self.backend!r}: choose from {', '.join(BACKENDS)}")
         if self.reranker not in RERANKERS:
             raise UsageError(f"unknown reranker {self.reranker!r}: choose from {', '.join(RERANKERS)}")
         for name in (

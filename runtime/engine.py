@@ -20,6 +20,7 @@ from torch import Tensor
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels.threads import torch_threads
 from qserve.runtime.backend import Backend
+from qserve.runtime.backend_choice import backend_for
 from qserve.runtime.bad_words import bad_word_tokens
 from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
@@ -31,7 +32,6 @@ from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.memory import MemoryPlan
-from qserve.runtime.native_backend import NativeBackend
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.request import Request
 from qserve.runtime.runner import ModelRunner
@@ -52,8 +52,8 @@ Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
 class Engine:
     """Serves one model. Not thread-safe: submit, abort and step belong to one thread.
 
-    ``backend``: what computes the model, by default the native decoder. ``kernels`` names what it runs on; ``notes``
-    say, in lines, how a GPU divides its products and which operations have no kernel.
+    ``backend``: what computes the model, by default what ``config`` asks for. ``kernels`` names what it runs on;
+    ``notes`` say, in lines, how a GPU divides its products and which operations have no kernel.
     ``drafter``: asked before each step which tokens come next; its answers never change an output.
     ``overlaps``: whether a step may begin before the tokens of the last are known; turn it off to time single steps.
 
@@ -75,7 +75,7 @@ class Engine:
         self.model_name = source.name
         self.tokenizer = source.tokenizer()
         self.generation_config = GenerationConfig.of(source, config.generation_config)
-        loaded = (backend or NativeBackend()).load(source, config, progress, planned)
+        loaded = (backend or backend_for(source, config)).load(source, config, progress, planned)
         self.runner: ModelRunner = loaded.runner
         self.classifier, self._generates = loaded.classifier, loaded.generates
         self.limits, self.memory = loaded.limits, loaded.memory

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from qserve.kernels.draw import RowSampling
-from qserve.kernels.ops import Step
+from qserve.kernels.ops import Executor, Step
 from qserve.runtime.device_sampler import sample_rows, there
-from qserve.runtime.models.decoder import Decoder
+from qserve.runtime.models.decoder import DecoderLimits
 from qserve.runtime.step_arrays import StepArrays
 from qserve.runtime.step_plan import StepPlan
 
@@ -48,10 +48,26 @@ class ModelRunner(Protocol):
         ...
 
 
-class DecoderRunner:
-    """Runs plans on a native decoder."""
+class StepModel(Protocol):
+    """What a runner needs of a model: ``Decoder`` says what each does."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    limits: DecoderLimits
+    executor: Executor
+    logits: Tensor
+    greedy: Tensor
+    states: Tensor
+
+    def run(self, *steps: Step) -> None: ...
+    def head(self, step: Step, rows: Tensor) -> None: ...
+    def final_norm(self, step: Step, rows: Tensor) -> None: ...
+    def log_softmax(self, step: Step, rows: Tensor) -> None: ...
+    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None: ...
+
+
+class DecoderRunner:
+    """Runs plans on a model that computes steps."""
+
+    def __init__(self, decoder: StepModel) -> None:
         self.decoder = decoder
         self._arrays = StepArrays()
         self._rows: dict[str, int] = {}  # of the last output, by request

@@ -12,7 +12,7 @@ from typing import Any
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.config import EngineConfig
 
-RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
+RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory", "model_impl": "backend"}
 FIELDS = tuple(each.name for each in fields(EngineConfig))
 
 

@@ -137,6 +137,15 @@ def run(
             "auto does so where config.json says it."
         ),
     ] = ENGINE.reranker,
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend",
+            "--model-impl",
+            help="What computes the model: native; transformers, which serves more model types and is slower; auto "
+            "takes native where it serves the model.",
+        ),
+    ] = ENGINE.backend,
     kernels: Kernels = ENGINE.kernels,
     autotune: Annotated[
         bool,
@@ -197,6 +206,7 @@ def run(
         quantization=quantization,
         seed=seed,
         enable_prefix_caching=prefix_caching,
+        backend=backend,
         kernels=kernels,
         threads=threads,
         cpu_list=values.cpu_list(cpu_list),
