@@ -80,17 +80,20 @@ class Modules:
 
     def named_as_transformers(self, stored: Mapping[str, T]) -> dict[str, T]:
         """Tensors of a checkpoint by the names that transformers has for them today. Older checkpoints leave out the
-        name of the model's body, call the output layer ``embed_out``, and hold masks, which are left out."""
+        name of the model's body, call the output layer ``embed_out``, and hold masks and the frequencies of rotations,
+        which are left out."""
         body = self.embedding.partition(".")[0]
         inside = self.embedding.removeprefix(f"{body}.")
         headless = any(name.startswith(f"{inside}.") for name in stored)
-        mask = re.compile(rf"{re.escape(self.layers)}\.\d+\.{re.escape(self.attention)}\.(masked_)?bias")
+        left_out = re.compile(
+            rf"{re.escape(self.layers)}\.\d+\.{re.escape(self.attention)}\.((masked_)?bias|rotary_emb\.inv_freq)"
+        )
         found = {}
         for old, tensor in stored.items():
             name = old.replace("embed_out.", f"{self.head}.", 1) if old.startswith("embed_out.") else old
             if headless and not name.startswith((f"{self.head}.", f"{body}.", "score.")):
                 name = f"{body}.{name}"
-            if not mask.fullmatch(name):
+            if not left_out.fullmatch(name):
                 found[name] = tensor
         return found
 

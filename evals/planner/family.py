@@ -43,7 +43,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
             f"{name} is of type {kind!r}, whose arithmetic is not known; known are {', '.join(_KNOWN)}"
         )
     family = _KNOWN[kind]
-    return _decoder(_Keys({**config, **family.keys(config)}, name), kind, family)
+    try:
+        keys = _Keys({**config, **family.keys(config)}, name)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name}: config.json is not a valid {kind} configuration: {error}") from None
+    return _decoder(keys, kind, family)
 
 
 def _text_part(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

@@ -188,6 +188,8 @@ def test_a_text_part_that_is_not_known_is_refused(text: dict[str, Any]) -> None:
         ({"num_attention_heads": 7}, "a hidden size of 64 is no multiple of 7 heads"),
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "3 exceeds the 2 experts"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 2}, "mlp_only_layers is not a list"),
+        ({"model_type": "gpt_neo", "attention_types": [3]}, "not a valid gpt_neo configuration"),
+        ({"model_type": "gptj", "n_embd": "64", "n_head": 4, "rotary_dim": 8}, "not a valid gptj configuration"),
         ({"model_type": "gemma2", "layer_types": ["linear_attention"] * 3}, "layer_types"),
     ],
 )

@@ -223,6 +223,18 @@ def test_older_names_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(run_chunks(load(tmp_path, "reference"), tokens.tolist(), [40]), want, rtol=0, atol=1e-4)
 
 
+def test_what_a_model_can_compute_is_not_read(tmp_path: Path) -> None:
+    """GPT-NeoX as Pythia's checkpoints are: with the output layer's old name, masks and frequencies."""
+    save_random(*CASES["gpt_neox"], tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("lm_head", "embed_out"): tensor for name, tensor in stored.items()}
+    wanted = {name.replace("embed_out", "lm_head") for name in tensors}
+    old = {"bias": torch.ones(1, 1, 8, 8), "masked_bias": torch.tensor(-1e9), "rotary_emb.inv_freq": torch.ones(2)}
+    more = {f"gpt_neox.layers.0.attention.{name}": tensor for name, tensor in old.items()}
+    save_file({**tensors, **more}, tmp_path / "model.safetensors")
+    assert set(HFDirectory(tmp_path).names()) == wanted
+
+
 def test_the_centre_of_keys_lies_in_the_order_of_their_elements(tmp_path: Path) -> None:
     """Cohere rotates neighbours. In a layer that does not rotate, keys lie around their bias: far from zero, but close
     to a centre that is that bias."""
