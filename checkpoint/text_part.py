@@ -30,8 +30,8 @@ _PREFIXES = {
 
 def text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """``text``, the part of ``config`` that is about text, with what only the whole says of it."""
-    said = {key: config[key] for key in _OF_THE_WHOLE if key in config}
-    return {**said, **{key: value for key, value in text.items() if key not in ("text_config", "vision_config")}}
+    said = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    return {**{key: value for key, value in text.items() if key not in ("text_config", "vision_config")}, **said}
 
 
 def text_part(config: dict[str, Any], tensors: dict[str, T]) -> tuple[dict[str, Any], dict[str, T]] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.kernels import native
@@ -62,9 +64,24 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(3, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.fixture(scope="session", params=["dense", "packed"])
-def model(request: pytest.FixtureRequest, tiny_model: Path, tiny_packed: Path) -> Path:
-    return tiny_model if request.param == "dense" else tiny_packed
+@pytest.fixture(scope="session")
+def tiny_gemma(tiny_model: Path) -> Path:
+    """A layer with a window and one without, norms around sublayers, and the tokenizer of ``tiny_model``."""
+    out = shutil.copytree(tiny_model, tiny_model.parent / "tiny-gemma")
+    vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(5)
+    config = Gemma3TextConfig(
+        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=21, max_position_embeddings=512, pad_token_id=None,
+        layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=5.0, initializer_range=0.2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(out)
+    return out
+
+
+@pytest.fixture(scope="session", params=["dense", "packed", "gemma"])
+def model(request: pytest.FixtureRequest, tiny_model: Path, tiny_packed: Path, tiny_gemma: Path) -> Path:
+    return {"dense": tiny_model, "packed": tiny_packed, "gemma": tiny_gemma}[request.param]
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +107,7 @@ def test_the_same_request_gives_the_same_bits(model: Path, alone: torch.Tensor, 
         engine, recorder = make_engine(model, max_num_batched_tokens=7, max_num_seqs=7)
         engine.submit("mine", prompt(0, 50), GREEDY)
     elif way == "preempted":
-        engine, recorder = make_engine(model, kv_cache_memory=15 * 16 * 256, max_model_len=128)
+        engine, recorder = make_engine(model, kv_cache_memory=13 * 16 * 256, max_model_len=96)
         for i in range(3):
             longer = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
             engine.submit(f"other{i}", prompt(i + 1, 30), longer)

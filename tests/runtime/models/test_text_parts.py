@@ -81,7 +81,10 @@ def test_older_names_of_tensors_are_read(tmp_path: Path) -> None:
 
 def test_the_part_is_the_configuration_of_a_model_of_its_own(tmp_path: Path) -> None:
     save_whole("gemma3", tmp_path, tied=True)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "eos_token_id": 77}))
     config = HFDirectory(tmp_path).config
+    assert config["eos_token_id"] == 77
     assert config["architectures"] == ["Gemma3ForCausalLM"] and "vision_config" not in config
     assert AutoConfig.for_model(**config).to_dict()["model_type"] == "gemma3_text"
 
