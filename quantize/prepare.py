@@ -20,6 +20,7 @@ from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
 from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.unpacked import Unpacked, is_released_in_fp8
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed.units import Offered, offered
@@ -88,6 +89,8 @@ class Preparation:
 def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
     """Refuse here everything that can be refused: ``UsageError`` for options, ``CapacityError`` for memory,
     ``CheckpointError`` for the model. Reads the dense tensors once."""
+    if is_released_in_fp8(source):
+        source = Unpacked(source)
     if source.spec is not None:
         raise UsageError(f"{source.name} is already quantized; give the model it was made from")
     if source.path.resolve().is_relative_to(out.resolve()):

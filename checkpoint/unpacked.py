@@ -1,0 +1,107 @@
+"""``Unpacked``: a model that was released in fp8, as if its weights were stored in its 16-bit dtype."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.calibration_record import CalibrationRecord
+from qserve.checkpoint.card import QualityCard
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.grid import E4M3
+from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.spec import QuantSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def is_released_in_fp8(source: ModelSource) -> bool:
+    """Whether every packed weight is fp8, as DeepSeek and Qwen publish them, and nothing was calibrated here."""
+    if source.spec is None or source.calibration is not None:
+        return False
+    schemes = [source.spec.scheme_of(module) for module in source.linears()]
+    return bool(schemes) and all(scheme is not None and scheme.grid is E4M3 for scheme in schemes)
+
+
+class Unpacked:
+    """``source`` without packed weights. One is dequantized whenever it is read."""
+
+    spec: QuantSpec | None = None
+    format: Format | None = None
+    card: QualityCard | None = None
+    calibration: CalibrationRecord | None = None
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self.path, self.name, self.part_of = source.path, source.name, source.part_of
+        self.config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+        self._packed = source.linears()
+        self._weights = {f"{module}.weight": module for module in self._packed}
+        self._biases = {f"{module}.bias": module for module in self._packed if self._stores(f"{module}.bias")}
+
+    def _stores(self, name: str) -> bool:
+        """Whether ``name`` is a part of a packed module."""
+        try:
+            return not self._source.has(name) and bool(self._source.shape(name))
+        except CheckpointError:
+            return False
+
+    def names(self) -> list[str]:
+        return [*self._source.names(), *self._weights, *self._biases]
+
+    def linears(self) -> list[str]:
+        return []
+
+    def has(self, name: str) -> bool:
+        return name in self._weights or name in self._biases or self._source.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._weights.get(name, name))
+
+    def nbytes(self, name: str) -> int:
+        if name in self._weights or name in self._biases:
+            return math.prod(self.shape(name)) * self.dtype().itemsize
+        return self._source.nbytes(name)
+
+    def tensor(self, name: str) -> Tensor:
+        if name in self._weights:
+            return self._source.linear(self._weights[name]).dequantize().to(self.dtype())
+        if name in self._biases:
+            bias = self._source.linear(self._biases[name]).bias
+            assert bias is not None
+            return bias.to(self.dtype())
+        return self._source.tensor(name)
+
+    def linear(self, module: str) -> QuantizedWeight:
+        raise CheckpointError(f"{self.name} has no packed linear {module}")
+
+    def dtype(self) -> torch.dtype:
+        return self._source.dtype()
+
+    def stored_bytes(self) -> int:
+        return self._source.stored_bytes()
+
+    def parameters(self) -> int:
+        return self._source.parameters()
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._source.tokenizer()
+
+    def save_tokenizer(self, out: Path) -> None:
+        self._source.save_tokenizer(out)
+
+    def generation_config(self) -> dict[str, Any]:
+        return self._source.generation_config()
+
+    def sha256(self) -> str:
+        return self._source.sha256()
+
+    def verify(self) -> None:
+        self._source.verify()
