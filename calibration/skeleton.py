@@ -36,6 +36,7 @@ class Skeleton:
     Modules are named as the source names them, which may differ from transformers' own code.
     blocks    module names of the decoder blocks, in order
     shapes    linear module name -> (out, in), for every linear inside a block but the routers
+    transposed  names of the linears whose weight is stored [in, out]
     routers   names of the modules inside blocks that choose among experts and stay in floating point
     Packed weights of the source are dequantized. GPT-2's ``Conv1D``, whose weight is stored [in, out], is a linear like
     any other here. Raises ``CheckpointError`` for an architecture transformers does not
@@ -48,7 +49,7 @@ class Skeleton:
         self.model = _build(source.config, source.name)
         stored = stored_names(self.model, [*source.names(), *(f"{module}.weight" for module in source.linears())])
         split_experts(self.model, stored)
-        self._transposed = linears_of_conv1d(self.model)
+        self.transposed = linears_of_conv1d(self.model)
         rename_modules(self.model, stored)
         prefix, modules = _find_blocks(self.model, source.name)
         self.blocks = [f"{prefix}.{index}" for index in range(len(modules))]
@@ -183,7 +184,7 @@ class Skeleton:
 
     def _is_transposed(self, name: str) -> bool:
         module, _, part = name.rpartition(".")
-        return part == "weight" and module in self._transposed
+        return part == "weight" and module in self.transposed
 
     def _check(self, name: str, expected: Tensor) -> None:
         module, _, part = name.rpartition(".")

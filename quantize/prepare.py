@@ -156,6 +156,9 @@ def judge(
     """The verdict of every known loader on ``spec``, those that must accept it first."""
     every = (*loaders, *(name for name in LOADERS if name not in loaders))
     judged = verdicts(spec, shapes.of(spec), every, format=format)
+    if skeleton.transposed and not format.name.startswith("gptq"):
+        why = f"{min(skeleton.transposed)} is a Conv1D, which it loads packed from GPTQ alone (--format gptq)"
+        judged = [replace(v, accepts=False, reason=why) if v.loader == "transformers" else v for v in judged]
     try:
         decoder_config(skeleton.source.config, skeleton.source.name)
     except CheckpointError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -228,6 +229,14 @@ def test_a_scale_moved_into_conv1d_is_written_as_it_is_stored(
     exact = transformers_logits(path, tokens[:1])[0].log_softmax(-1)
     found = torch.cat([rows for _, rows in TransformersScorer(result).score(tokens[0].tolist())])
     assert float((exact.exp() * (exact - found)).sum(-1).mean()) < 0.1
+
+
+def test_a_loader_that_cannot_take_conv1d_says_so_before_calibration(saved_model: Saved, tmp_path: Path) -> None:
+    source = open_model(saved_model("gpt2"))
+    job = QuantizeJob(method="rtn", calibration=None, group_size=32, loaders=("transformers",))
+    pipeline.check(source, tmp_path / "out", job)
+    with pytest.raises(UsageError, match=r"transformers would refuse this checkpoint: .*Conv1D"):
+        pipeline.check(source, tmp_path / "out", replace(job, format="compressed-tensors"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "phi3", "gpt2", "falcon", "qwen2_moe", "glm4_moe"])
