@@ -62,6 +62,18 @@ EXPECTED: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.shared_expert.up_proj": ("mlp.shared_expert.down_proj",),
     },
     "qwen3_moe": {**ATTENTION, **each_expert("mlp.experts", "up_proj", "down_proj")},
+    "olmoe": {**ATTENTION, **each_expert("mlp.experts", "up_proj", "down_proj")},
+    "gpt2": {"ln_1": ("attn.c_attn",), "attn.c_attn": ("attn.c_proj",), "ln_2": ("mlp.c_fc",)},
+    "falcon": {
+        "ln_attn": ("self_attention.query_key_value",),
+        "self_attention.query_key_value": ("self_attention.dense",),
+        "ln_mlp": ("mlp.dense_h_to_4h",),
+    },
+    "starcoder2": {**ATTENTION, "post_attention_layernorm": ("mlp.c_fc",)},
+    "cohere": {**ATTENTION, **GATED, "input_layernorm": (*QKV, "mlp.gate_proj", "mlp.up_proj")},
+    # Norms of the outputs lie behind the sublayers, and those of queries and keys undo a scale.
+    "olmo2": {"self_attn.v_proj": ("self_attn.o_proj",), **GATED},
+    "glm4_moe": LLAMA,  # its first layer has no experts
 }
 
 

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoConfig, LlamaForSequenceClassification
 
 from qserve.checkpoint.errors import CapacityError
+from qserve.checkpoint.modules import LLAMA
 from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import Step
@@ -348,7 +349,7 @@ def test_the_plan_counts_the_weights_as_the_kernels_hold_them(tiny_model: Path, 
     # A dense one in the dtype of its inputs, whatever it is stored in; a table that is looked up as it is.
     dense = open_model(tiny_model)
     names = [name for name in dense.names() if len(dense.shape(name)) == 2 and name != "model.embed_tokens.weight"]
-    plans = [planned_bytes(dense, executor, int8_head=False)
+    plans = [planned_bytes(dense, LLAMA, executor, int8_head=False)
              for executor in (own, TritonExecutor(torch.device("cpu"), torch.float16))]  # fmt: skip
     elements = sum(math.prod(dense.shape(name)) for name in names)
     head = 0 if "lm_head.weight" in names else math.prod(dense.shape("model.embed_tokens.weight"))
