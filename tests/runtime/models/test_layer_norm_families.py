@@ -3,6 +3,7 @@ random, against the logits of plain transformers in float32."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from qserve.checkpoint.hf import HFDirectory
 from qserve.kernels import native, registry
 from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.sampling import SamplingParams
 from tests.runtime.models.test_decoder import QUANTIZED, quantize, run_chunks, save_random
+from tests.runtime.test_engine import finish, make_engine
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -248,3 +251,24 @@ def test_the_centre_of_keys_lies_in_the_order_of_their_elements(tmp_path: Path) 
     tokens, dtypes = prompt(model).tolist(), (torch.float32, torch.int8)
     exact, int8 = (run_chunks(load(tmp_path, "reference", kv_dtype=dtype), tokens, [40]) for dtype in dtypes)
     assert (int8 - exact).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("case", ["cohere2", "gpt_neox", "gpt2-odd"])
+def test_the_same_request_gives_the_same_bits(case: str, tiny_model: Path, tmp_path: Path) -> None:
+    kind, keys = CASES[case]
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_random(kind, {**keys, "vocab_size": 320}, tmp_path)
+    tokens = torch.randint(3, 300, (30,), generator=torch.Generator().manual_seed(7)).tolist()
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+    def logits(others: int, **config: int) -> torch.Tensor:
+        engine, recorder = make_engine(tmp_path, **config)
+        for i in range(others):
+            engine.submit(f"other{i}", tokens[i:][: 5 + 4 * i], SamplingParams(max_tokens=3 + i, seed=i))
+        engine.submit("mine", tokens, greedy)
+        finish(engine)
+        return torch.stack(recorder.rows["mine"])
+
+    alone = logits(0)
+    assert torch.equal(logits(5, max_num_batched_tokens=11, max_num_seqs=6), alone)
