@@ -354,6 +354,14 @@ FAMILIES = {
     "dots1": Family(
         native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, experts=_DEEPSEEK_V3
     ),
+    "olmoe": Family(
+        native=True, qk_norm="all", qkv_bias=None, out_bias=None, served={"clip_qkv": False},
+        experts=Experts(("num_experts",), "intermediate_size"),
+    ),
+    "minimax_m2": Family(
+        native=True, qk_norm="all", partial_rotary=True, modules=lambda config: modules.MIXTRAL,
+        experts=replace(_MIXTRAL, sigmoid=True, score_bias=True),
+    ),
     "granitemoe": _GRANITE_MOE,
     "granitemoeshared": replace(_GRANITE_MOE, experts=replace(_MIXTRAL, shared_inner="shared_intermediate_size")),
     "gpt_oss": Family(

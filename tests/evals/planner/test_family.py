@@ -65,6 +65,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2},
     "glm4_moe": {**LATENT, "head_dim": 32, "use_qk_norm": True},
     "dots1": {**LATENT, "head_dim": 32},
+    "olmoe": {**EXPERTS, "attention_bias": True},
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32},
     "granitemoeshared": {"shared_intermediate_size": 56},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 32},
     "deepseek_v2": LATENT,
