@@ -49,7 +49,7 @@ def operations(source: ModelSource) -> str:
         config = decoder_config(source.config, source.name)
         missing = missing_kernels(source, config, executor, cache_dtype("auto", source))
     except CheckpointError as error:
-        return f"not served: {error}"
+        return f"no native decoder, transformers may serve it (docs/models.md): {error}"
     if not missing:
         return f"{executor.name}: each has a kernel"
     slow = "; ".join(f"{count} x {what}" for what, count in missing.items())

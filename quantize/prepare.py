@@ -162,7 +162,7 @@ def judge(
     try:
         decoder_config(skeleton.source.config, skeleton.source.name)
     except CheckpointError as error:
-        note = f"reads and measures it, but does not serve it: {error}"
+        note = f"the native decoder does not serve it, transformers may (docs/models.md): {error}"
         judged = [replace(v, reason=note) if v.loader == "qserve" and v.accepts else v for v in judged]
     return tuple(judged)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 WIDTHS = dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size"), 64)
@@ -28,11 +28,52 @@ SMALL: dict[str, Any] = {
     "v_head_dim": 16,
 }  # fmt: skip
 """Keys that a configuration may have, under its own name or that of its ``attribute_map``."""
-LATENT = {"num_key_value_heads": 4, "head_dim": None}
+LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": None}
+PER_LAYER: dict[str, Any] = {
+    "per_layer_config": {1: {"head_dim": 32}}, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
-    "longcat_flash": {**LATENT, "num_layers": 2},
-}
+    "axk1": LATENT,
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {**LATENT, "num_experts_per_tok": 2},
+    "deepseek_v3": LATENT,
+    "dots1": {"head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note": {"per_layer_config": {}},
+    "dots3_note_text": {"per_layer_config": {}},
+    "falcon_h1": {"time_step_limit": [0.0, 9.0]},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128},
+    "gemma4": {"text_config": PER_LAYER},
+    "gemma4_text": PER_LAYER,
+    "gemma4_unified": {"text_config": PER_LAYER},
+    "gemma4_unified_text": PER_LAYER,
+    "glm4_moe_lite": LATENT,
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {
+        **LATENT, "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "head_dim": 16,
+        "qk_head_dim": 32, "zero_expert_num": 2,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "minicpm3": LATENT,
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "nemotron_h": {"time_step_limit": [0.0, 9.0]},
+    "xlnet": {"d_head": 16},
+    "xmod": {"default_language": "en_XX"},
+    "youtu": LATENT,
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 """What a type needs besides; None leaves a key out."""
 
 
@@ -80,7 +121,9 @@ def save_small(config: PretrainedConfig, path: Path, seed: int = 0) -> PreTraine
     torch.manual_seed(seed)
     owner = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
     config._attn_implementation = "eager"
-    model = owner(config).float().eval()
+    text = config.get_text_config(decoder=True)
+    text._attn_implementation = "eager"
+    model = owner(text if isinstance(text, owner.config_class) else config).float().eval()
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.08)
@@ -88,5 +131,8 @@ def save_small(config: PretrainedConfig, path: Path, seed: int = 0) -> PreTraine
             parameter.data += 0.1 * torch.randn_like(parameter)
     model.tie_weights()
     model.save_pretrained(path)
-    read: PreTrainedModel = owner.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    config.save_pretrained(path)
+    read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
+    )
     return read.eval()

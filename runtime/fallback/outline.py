@@ -15,6 +15,8 @@ from qserve.runtime.fallback.parameters import Parameters
 from qserve.runtime.fallback.recording import Recording, expert_parameters, record
 from qserve.runtime.fallback.unsupported import Unsupported
 
+_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+
 
 class Outline:
     """A model without weights, and what a step of it does. Raises ``Unsupported`` where it cannot be served."""
@@ -44,7 +46,7 @@ class Outline:
         keys than its attention function is told of, or have no embedding. Raises ``Unsupported`` where no limit is
         stated."""
         text = self.model.config.get_text_config(decoder=True)
-        stated = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+        stated = [getattr(text, name, None) for name in _LIMITS]
         limits = [int(each) for each in stated if each][:1]
         if not limits:
             raise Unsupported("no limit of positions in its configuration")

@@ -95,6 +95,8 @@ class Products(TorchFunctionMode):
             return self._multiply(product, args[1], args[0])
         if func is F.embedding and (table := self._tables.get(id(args[1]))):
             return self._look_up(table, args[0])
+        if func is torch.bmm and isinstance(args[1], nn.Parameter):
+            return torch.cat([func(row, args[1]) for row in args[0].split(1, 1)], 1)
         if getattr(func, "__name__", "") in _BY_ROW:
             return _by_row(func, args[0].shape[-1], *args, **kwargs)
         return func(*args, **kwargs)

@@ -75,8 +75,10 @@ class _Recorder(TorchFunctionMode):
         if name in _CONVOLUTIONS:
             raise Unsupported("recurrence: a convolution over tokens, whose state is not kept")
         result = func(*args, **kwargs)
-        # The product of a position and a frequency adds nothing up.
-        if name in _PRODUCTS and not (isinstance(args[0], Tensor) and args[0].shape[-1] == 1):
+        # The product of a position and a frequency adds nothing up, and that of a parameter is taken row by row.
+        invariant = isinstance(args[0], Tensor) and args[0].shape[-1] == 1 if args else True
+        invariant |= func is torch.bmm and isinstance(args[1], nn.Parameter)
+        if name in _PRODUCTS and not invariant:
             found.others.add(name)
         if not (name in _SAME and (not isinstance(result, Tensor) or any(result is arg for arg in args))):
             self._note(args, kwargs)

@@ -20,6 +20,8 @@ from qserve.runtime.fallback.unsupported import Unsupported
 NAME = "qserve"
 """Under which our attention and our experts are registered with transformers."""
 
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
 
 def configuration(config: dict[str, Any], name: str) -> PretrainedConfig:
     """Read ``config`` (the content of config.json). Raises ``CheckpointError`` where transformers has no causal
@@ -36,9 +38,17 @@ def configuration(config: dict[str, Any], name: str) -> PretrainedConfig:
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of ``config`` in float32. Its parameters are zeros that take no memory; its buffers are real."""
-    use(config, NAME)
+    """The model of ``config`` in float32. Its parameters are zeros that take no memory; its buffers are real. The
+    language model alone of a type that also takes images, where transformers has a class for that."""
     owner = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+    text = config.get_text_config(decoder=True)
+    if isinstance(text, owner.config_class):
+        config = text
+    if owner._is_stateful:
+        raise Unsupported("recurrence: a state besides keys and values")
+    if other := set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYERS:
+        raise Unsupported(f"layers of type {', '.join(sorted(other))}")
+    use(config, NAME)
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
