@@ -39,7 +39,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2},
@@ -79,12 +79,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 def small(kind: str) -> PretrainedConfig:
     """A decoder, where the type may be an encoder too."""
-    values = _shrunk(AutoConfig.for_model(kind))
+    whole = AutoConfig.for_model(kind)
+    values = _shrunk(whole)
     for key, value in OVERRIDES.get(kind, {}).items():
         if value is None:
             values.pop(key, None)
         else:
-            values[key] = {**values[key], **value} if isinstance(value, dict) and key in values else value
+            values[key] = {**values[key], **value} if key in whole.sub_configs else value
     config = AutoConfig.for_model(kind, **values)
     if getattr(config, "is_decoder", None) is False:
         config.is_decoder = True
@@ -121,7 +122,7 @@ def save_small(config: PretrainedConfig, path: Path, seed: int = 0) -> PreTraine
     torch.manual_seed(seed)
     owner = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
     config._attn_implementation = "eager"
-    text = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True) if config.sub_configs else config
     text._attn_implementation = "eager"
     model = owner(text if isinstance(text, owner.config_class) else config).float().eval()
     for parameter in model.parameters():

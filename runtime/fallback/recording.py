@@ -75,14 +75,16 @@ class _Recorder(TorchFunctionMode):
         if name in _CONVOLUTIONS:
             raise Unsupported("recurrence: a convolution over tokens, whose state is not kept")
         result = func(*args, **kwargs)
-        # The product of a position and a frequency adds nothing up, and that of a parameter is taken row by row.
-        invariant = isinstance(args[0], Tensor) and args[0].shape[-1] == 1 if args else True
-        invariant |= func is torch.bmm and isinstance(args[1], nn.Parameter)
-        if name in _PRODUCTS and not invariant:
+        if name in _PRODUCTS and not self._invariant(func, args):
             found.others.add(name)
         if not (name in _SAME and (not isinstance(result, Tensor) or any(result is arg for arg in args))):
             self._note(args, kwargs)
         return result
+
+    def _invariant(self, func: Callable[..., Any], args: Any) -> bool:
+        """The product of a position and a frequency adds nothing up, and that of a parameter is taken row by row."""
+        by_row = func is torch.bmm and isinstance(args[1], nn.Parameter)
+        return by_row or (isinstance(args[0], Tensor) and args[0].shape[-1] == 1)
 
     def _note(self, args: Any, kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):

@@ -41,7 +41,7 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
     """The model of ``config`` in float32. Its parameters are zeros that take no memory; its buffers are real. The
     language model alone of a type that also takes images, where transformers has a class for that."""
     owner = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
-    text = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True) if config.sub_configs else config
     if isinstance(text, owner.config_class):
         config = text
     if owner._is_stateful:
