@@ -97,7 +97,8 @@ def verdict(kind: str) -> tuple[str, str]:
         return "refused", f"{type(error).__name__} in transformers: {(str(error).splitlines() or [''])[0][:100]}"
     if found.difference > 1e-3 or not found.same_tokens:
         return "refused", f"its logits differ from those of plain transformers ({found.difference:.1g})"
-    return "fallback", "" if found.same_bits else f"last bits vary with the batch: {', '.join(sorted(found.others))}"
+    # What torch computes has other bits in another batch on some processors and not on others.
+    return "fallback", f"last bits may vary with the batch: {', '.join(sorted(found.others))}" if found.others else ""
 
 
 def table() -> str:
