@@ -503,7 +503,7 @@ class Scheduler:
         rows = self.config.logits_limit - len(decoded) - sum(each.num_sampled for _, each in others)
         for index, (request, sequence) in enumerate(decoded):
             draft = drafts.get(request.request_id)
-            if not draft or request.beams or request.num_in_flight > 1 or request.params.constraint is not None:
+            if not draft or request.beams or request.num_plans > 1 or request.params.constraint is not None:
                 continue
             left = request.max_output_tokens - len(request.output_token_ids) - 1
             count = self._room(request, min(len(draft), tokens, rows, left))
