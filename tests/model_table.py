@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from qserve.checkpoint.errors import CheckpointError
@@ -109,8 +110,8 @@ def table() -> str:
         "",
         "Written by `python -m tests.model_table > docs/models.md`.",
         "",
-        f"transformers has {len(KINDS)} types of causal language models (`model_type` in `config.json`).",
-        f"The native decoder serves {counts['native']} of them. Another {counts['fallback']} are served through",
+        f"transformers {transformers.__version__} has {len(KINDS)} types of causal language models (`model_type` in",
+        f"`config.json`). The native decoder serves {counts['native']} of them. Another {counts['fallback']} by",
         "transformers' own modules, on our products, paged attention, sampler and scheduler: slower, and on the CPU",
         "alone. For each of these a small random model has the logits of plain transformers within 0.001 in float32,",
         "and the same greedy tokens. When a model is loaded, the logits of a prompt are compared again.",

@@ -99,7 +99,8 @@ def switch(model: PreTrainedModel, implementation: str) -> None:
             use(config, implementation)
 
 
-_COUNTING = {"past_key_values_length", "position_ids"}
+_CACHED_TOKENS = {"past_key_values_length", "cache_length"}
+"""What such a module counts on from, by the names of two ages of transformers."""
 
 
 class Positions:
@@ -115,7 +116,8 @@ class Positions:
         for module in model.modules():
             if hasattr(module, "create_position_ids_from_input_ids"):
                 self._offset = int(module.padding_idx) + 1  # type: ignore[arg-type]
-            if not self._named and signature(module.forward).parameters.keys() >= _COUNTING:
+            taken = signature(module.forward).parameters.keys()
+            if not self._named and "position_ids" in taken and taken & _CACHED_TOKENS:
                 module.forward, counting = partial(self._counted, module.forward), True
         if not self._named and not counting:
             if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):

