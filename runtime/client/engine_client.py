@@ -35,6 +35,8 @@ from qserve.runtime.snapshot import EngineSnapshot
 from qserve.runtime.stats import EngineStats
 
 SHUTTING_DOWN = "the server is shutting down"
+MAX_UNREAD = 1 << 18
+"""Tokens and log-probabilities of a generation that may wait to be read: 50 to 100 MB."""
 
 
 class StepObserver(Protocol):
@@ -281,7 +283,18 @@ class EngineClient:
                 if not live.unfinished:
                     del self._live[output.request_id]
         for generation, batch in batches.items():
-            generation.events.put_nowait(batch)
+            if generation.unread > MAX_UNREAD:
+                self._leave(generation)
+            else:
+                generation.put(batch)
+
+    def _leave(self, generation: Generation) -> None:
+        """End what is left of a generation whose caller does not keep up; it gets what waits already, and an error."""
+        for request_id in generation.request_ids:
+            if live := self._live.pop(request_id, None):
+                generation.observer.dropped(live.unfinished, "abort")
+        generation.events.put_nowait(EngineFailure("the answer ends here, for it is not read as fast as it is made"))
+        self.host.send(Abort(generation.request_ids))
 
     def _fail_live(self, message: str) -> None:
         live, self._live = self._live, {}
@@ -289,7 +302,7 @@ class EngineClient:
             each.timeline.failed()
             each.generation.observer.dropped(each.unfinished, "error")
             if gathered := [_merge(waiting) for waiting in each.gathered.values() if waiting]:
-                each.generation.events.put_nowait(gathered)
+                each.generation.put(gathered)
             each.generation.events.put_nowait(EngineFailure(message))
 
     def _refuse_pending(self, message: str) -> None:

@@ -44,6 +44,8 @@ class Generation:
     Choice ``prompt * n + index`` is answer number ``index`` to that prompt. The first output of each choice has the
     ``prompt_logprobs`` of its prompt, where they were asked for. Raises ``EngineFailure``, or
     ``RequestError`` where the request itself is the cause.
+
+    ``unread``: tokens and log-probabilities that wait in ``events``.
     """
 
     request_ids: list[str]
@@ -51,11 +53,16 @@ class Generation:
     timelines: list[Timeline]  # one for each prompt
     observer: Observer
     unfinished: int = 0
+    unread: int = 0
     events: asyncio.Queue[list[RequestOutput] | EngineFailure] = field(default_factory=asyncio.Queue)
 
     @property
     def prompt_tokens(self) -> int:
         return sum(timeline.prompt_tokens for timeline in self.timelines)
+
+    def put(self, outputs: list[RequestOutput]) -> None:
+        self.unread += sum(map(_size, outputs))
+        self.events.put_nowait(outputs)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         places = {request_id: i for i, request_id in enumerate(self.request_ids)}
@@ -65,6 +72,7 @@ class Generation:
             if isinstance(event, EngineFailure):
                 self.unfinished = 0
                 raise event
+            self.unread -= sum(map(_size, event))
             for output in event:
                 if output.error_param is not None:
                     raise RequestError(output.error or "", output.error_param)
@@ -78,3 +86,9 @@ class Generation:
                 elif output.request_id in scored and output.output_tokens == len(output.token_ids):
                     output = replace(output, prompt_logprobs=scored[output.request_id])
                 yield places[output.request_id] * self.params.n + output.index, output
+
+
+def _size(output: RequestOutput) -> int:
+    """Tokens and log-probabilities in it."""
+    told = (*(output.logprobs or ()), *(output.prompt_logprobs or ()))
+    return len(output.token_ids) + sum(1 + len(each.top) for each in told)

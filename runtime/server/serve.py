@@ -29,6 +29,7 @@ from qserve.runtime.server.app import create_app
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.http.connection import Connection
 from qserve.runtime.server.http.loading import LoadingApp
+from qserve.runtime.server.http.write_deadline import Socket
 from qserve.runtime.server.limits.keys import KeyRing
 from qserve.runtime.server.service import Service
 from qserve.runtime.server.telemetry.logs import event
@@ -86,7 +87,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 self._entrance,
                 http=Connection,
-                ws="websockets-sansio",
+                ws=Socket,
                 ws_max_size=config.max_message_bytes,
                 ws_per_message_deflate=False,
                 lifespan="off",

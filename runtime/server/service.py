@@ -26,6 +26,7 @@ from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.http.body import read_json
 from qserve.runtime.server.http.json_writer import JsonWriter
 from qserve.runtime.server.http.streaming import EventStream, after_first, while_connected
+from qserve.runtime.server.limits.answer_size import bounded
 from qserve.runtime.server.limits.constraints import ConstraintChecker
 from qserve.runtime.server.limits.keys import ApiKey, KeyRing
 from qserve.runtime.server.limits.quota import QuotaError
@@ -157,6 +158,7 @@ class Service:
                 "n",
             )
         priority = _priority(key, priority)
+        params = bounded(params, prompts, self.max_model_len)
         try:
             constraint = params.constraint
             grammar = None if constraint is None else await self.constraints.grammar(constraint, call.tenant)

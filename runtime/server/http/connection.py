@@ -13,6 +13,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qserve.runtime.server.errors import APIError
+from qserve.runtime.server.http.write_deadline import WriteDeadline
 
 HEADER_TIMEOUT = 30.0  # seconds until the headers of a connection's first request must have come
 REFUSED_SECONDS = 5.0  # that a client whose head was refused may go on sending before it reads why
@@ -23,7 +24,7 @@ _REFUSALS = {
 }
 
 
-class Connection(H11Protocol):
+class Connection(WriteDeadline, H11Protocol):
     """Closes a connection whose next request does not come, even where part of its head did; uvicorn would keep it.
     Bytes that cannot be read as a request are answered with an error object, in a way that the client can read it.
     """

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qserve.runtime.backlog import QueueFullError
+from qserve.runtime.client import engine_client
 from qserve.runtime.client.codec import decode, encode
 from qserve.runtime.client.engine_client import EngineClient
 from qserve.runtime.client.generation import EngineFailure, Generation, Observer
@@ -174,6 +175,30 @@ def test_every_choice_ends_once(client: EngineClient, engine: Engine, monkeypatc
 
     asyncio.run(ask())
     assert [each.all for each in counts] == [(0, 4, 0, 0), (0, 4, 0, 0), (1, 0, 0, 0), (0, 0, 4, 0)]
+
+
+@pytest.mark.parametrize("logprobs", [None, 20])
+def test_what_nobody_reads_is_bounded(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch, logprobs: int | None
+) -> None:
+    """30 may wait, and the step that exceeds them. An output counts 1, with its log-probabilities 22. The second choice
+    begins a step after the first."""
+    monkeypatch.setattr(engine_client, "MAX_UNREAD", 30)
+    counts, params = Counts(), SamplingParams(n=2, temperature=0.0, max_tokens=200, ignore_eos=True, logprobs=logprobs)
+
+    async def ask() -> tuple[int, Generation]:
+        unread = await client.submit(PROMPTS[:1], params, observer=counts)
+        while counts.all == (0, 0, 0, 0):  # meanwhile others are read
+            assert len((await texts(await client.submit(PROMPTS[1:], GREEDY)))[0][1]) == 12
+        read = 0
+        with pytest.raises(EngineFailure, match="is not read as fast"):
+            async for _ in unread:
+                read += 1
+        return read, unread
+
+    read, unread = asyncio.run(ask())
+    assert counts.all == (0, 2, 0, 0) and unread.unread == 0
+    assert read == (3 if logprobs else 31)
 
 
 class Panic(BaseException):
