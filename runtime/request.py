@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from qserve.runtime.sampling import INT31, RequestError, SamplingParams
 
@@ -58,6 +59,7 @@ class Request:
         num_charged: leading prompt tokens that were counted as service to the tenant, or came from the cache.
         num_scored: leading prompt tokens whose log-probabilities are delivered by the plans made so far.
         digests: chained digests of the leading full blocks, a memo of ``blocks.chain_digests``.
+        seen: its tokens as the penalties count them, with and without those of the prompt, a memo of the sampler.
         scheduled_time: ``now`` of the first plan that held this request.
     """
 
@@ -91,6 +93,7 @@ class Request:
     num_charged: int = field(default=0, init=False)
     num_scored: int = field(default=0, init=False)
     digests: list[bytes] = field(default_factory=list, init=False, repr=False)
+    seen: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
     beams: list[Request] = field(default_factory=list, init=False, repr=False)
     scheduled_time: float | None = field(default=None, init=False)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from qserve.kernels.draw import RowSampling, draw_rows
 from qserve.runtime.device_sampler import sample_rows
 from qserve.runtime.request import Request
+from qserve.runtime.seen_tokens import SeenTokens
 
 _T = TypeVar("_T")
 
@@ -247,13 +248,13 @@ def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list
         tokens, biases = zip(*params.biases)
         row = row.index_add(0, torch.tensor(tokens), torch.tensor(biases))
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*request.prompt_token_ids, *outputs}))
+        seen, _ = _seen(request, outputs, prompt=True)
         picked = row[seen]
         factor = params.repetition_penalty
         row = row.index_copy(0, seen, torch.where(picked > 0, picked / factor, picked * factor))
     if outputs and (params.presence_penalty or params.frequency_penalty):
-        tokens, counts = torch.tensor(outputs).unique(return_counts=True)
-        row = row.index_add(0, tokens, -(params.presence_penalty + params.frequency_penalty * counts))
+        came, counts = _seen(request, outputs, prompt=False)
+        row = row.index_add(0, came, -(params.presence_penalty + params.frequency_penalty * counts))
     if allowed is not None:
         row = row.masked_fill(~_without_endings(allowed, request, len(outputs) < params.min_tokens), -torch.inf)
     elif len(outputs) < params.min_tokens:
@@ -267,6 +268,16 @@ def _adjust(row: Tensor, request: Request, allowed: Tensor | None, outputs: list
         sigma = row[row > -torch.inf].double().std(correction=0)  # of the tokens that can come at all
         row = row.masked_fill(row < row.max() - params.top_n_sigma * sigma, -torch.inf)
     return row
+
+
+def _seen(request: Request, outputs: Sequence[int], *, prompt: bool) -> tuple[Tensor, Tensor]:
+    """Each token of ``outputs`` once, and how often it came; ``prompt``: with those of the prompt. ``outputs`` are the
+    request's and, behind them, those of a draft."""
+    if prompt not in request.seen:
+        request.seen[prompt] = SeenTokens(request.prompt_token_ids if prompt else ())
+    known = request.output_token_ids
+    found: tuple[Tensor, Tensor] = request.seen[prompt].with_outputs(known, outputs[len(known) :])
+    return found
 
 
 def _candidates(row: Tensor, adjusted: Tensor, request: Request) -> tuple[BeamCandidate, ...]:
