@@ -164,13 +164,18 @@ def prompt_logprobs(rows: Tensor, following: Sequence[int], count: int) -> list[
 
 def reads_logits(request: Request) -> bool:
     """Whether more than the largest value of its next row may matter."""
-    return not (request.params.greedy and only_chooses(request))
-
-
-def only_chooses(request: Request) -> bool:
-    """Whether its next token is the largest of its row, or drawn from the row as it is, and nothing else is wanted."""
     params = request.params
-    return params.logprobs is None and not params.use_beam_search and not _adjusts(request)
+    return not (params.greedy and params.logprobs is None and chooses_as_it_is(request))
+
+
+def chooses_as_it_is(request: Request) -> bool:
+    """Whether its next token is the largest of its row, or drawn from the row as it is."""
+    return not request.params.use_beam_search and not _adjusts(request)
+
+
+def with_logprobs(row: Tensor, token: int, request: Request) -> Sampled:
+    """``token``, chosen from ``row``, with the log-probabilities that its request wants."""
+    return _alone(_told, row, token, request)
 
 
 def row_sampling(request: Request, seed: int, index: int) -> RowSampling:
@@ -216,7 +221,7 @@ def _choose(
             drawn[i] = first
     draws = [row_sampling(requests[i], seeds[i], len(outputs[i])) for i in drawn]
     for i, token in zip(drawn, draw_rows(list(drawn.values()), draws, threads=threads)):
-        found[i] = _alone(_told, rows[i], token, requests[i])
+        found[i] = with_logprobs(rows[i], token, requests[i])
     return found
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from qserve.kernels.threads import torch_threads
 from qserve.runtime.choice import Choice
 from qserve.runtime.runner import StepOutput
-from qserve.runtime.sampler import Sampled, only_chooses, row_sampling, sample
+from qserve.runtime.sampler import Sampled, chooses_as_it_is, row_sampling, sample, with_logprobs
 from qserve.runtime.step_plan import StepPlan
 
 
@@ -21,7 +22,8 @@ class StepInFlight:
     them may have.
 
     ``output`` is there as soon as the step has begun. ``is_chosen``: its tokens are the chosen ones, and the next step
-    may begin before they are known. ``threads`` draw them on the CPU, None for all cores.
+    may begin before they are known. ``told``: then, by row, the logits whose log-probabilities are wanted, here and no
+    longer on the device, as soon as the tokens are known. ``threads`` draw on the CPU, None for all cores.
     """
 
     plan: StepPlan
@@ -29,24 +31,37 @@ class StepInFlight:
     masks: dict[str, Future[Tensor]]
     output: StepOutput | None = None
     is_chosen: bool = False
+    told: dict[int, Tensor] = field(default_factory=dict)
     threads: int | None = None
 
     def choose(self) -> None:
-        """If nobody needs more of the logits, have the tokens chosen on their device as soon as they are computed."""
+        """If nobody's logits are changed first, have the tokens chosen on their device as soon as they are computed."""
         assert self.output is not None, "the step did not begin"
-        if self.masks or not all(only_chooses(choice.sequence) for choice in self.choices):
+        if self.masks or not all(chooses_as_it_is(choice.sequence) for choice in self.choices):
             return
-        draws = []
+        draws, told = [], []
         for row, (choice, draft) in enumerate(self._rows()):
             sequence = choice.sequence
             if not sequence.params.greedy:
                 sampled = len(sequence.output_token_ids) + sequence.num_in_flight - sequence.num_drafted - 1
                 draws.append((row, row_sampling(sequence, choice.seed, sampled + len(draft))))
-        if draws:
+            if sequence.params.logprobs is not None:
+                told.append(row)
+        if draws or told:
             if self.output.draw is None:
                 return
-            self.output = self.output.draw(draws)
+            self._fetch(told)
+            self.output = self.output.draw(draws)  # also without draws: its ``wait`` is for what was fetched, too
         self.is_chosen = True
+
+    def _fetch(self, rows: Sequence[int]) -> None:
+        """Have these rows of the logits copied from the device before the next step overwrites them."""
+        assert self.output is not None, "the step did not begin"
+        logits = self.output.logits
+        fetched = torch.empty(len(rows), logits.shape[1], pin_memory=logits.is_cuda)
+        for place, row in zip(fetched, rows):
+            place.copy_(logits[row], non_blocking=True)
+        self.told = dict(zip(rows, fetched))
 
     def land(self) -> list[list[Sampled]]:
         """The tokens chosen for each of ``choices``, once computed: the tokens of its draft that were right, and one
@@ -56,6 +71,11 @@ class StepInFlight:
         self.output.wait()
         if self.is_chosen:
             found = [Sampled(token if token >= 0 else None) for token in self.output.greedy.tolist()]
+            if self.told:
+                rows = self._rows()
+                for row, logits in self.told.items():
+                    if (token := found[row].token_id) is not None:
+                        found[row] = with_logprobs(logits, token, rows[row][0].sequence)
         else:
             rows = self._rows()
             sequences, seeds = [choice.sequence for choice, _ in rows], [choice.seed for choice, _ in rows]

@@ -95,7 +95,7 @@ def test_a_step_begins_before_the_tokens_of_the_last_are_known(tiny_model: Path)
 
 
 @pytest.mark.parametrize("others", [
-    {"logprobs": 1}, {"logit_bias": {5: 1.0}}, {"presence_penalty": 0.5}, {"allowed_token_ids": (5, 6)},
+    {"logit_bias": {5: 1.0}}, {"presence_penalty": 0.5}, {"allowed_token_ids": (5, 6)},
     {"bad_words": ("fox",)},
 ], ids=str)  # fmt: skip
 def test_more_of_the_logits_than_a_token_is_waited_for(tiny_model: Path, others: dict[str, Any]) -> None:
@@ -112,14 +112,16 @@ def test_tokens_that_are_drawn_are_not_waited_for_and_the_same(tiny_model: Path)
     for overlaps in (True, False):
         engine, runner = engine_of(tiny_model, overlaps)
         engine.submit("greedy", prompt(1, 5), replace(GREEDY, max_tokens=20))
-        for index, options in enumerate(({}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.02}, {"min_tokens": 4})):
+        engine.submit("told", prompt(2, 5), replace(GREEDY, max_tokens=20, logprobs=2))
+        drawn = ({}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.02}, {"min_tokens": 4}, {"logprobs": 0}, {"logprobs": 3})
+        for index, options in enumerate(drawn):
             drawing = replace(GREEDY, max_tokens=12 + index, temperature=1.0 + index / 2, seed=index, **options)
             engine.submit(f"drawn {index}", prompt(index, 5 + index), drawing)
         found.append(finish(engine))
         ahead = [a for a, b in zip(runner.asked, runner.asked[1:]) if a[0] == b[0] == "begin"]
         assert bool(ahead) == overlaps
     assert found[0] == found[1]
-    assert len({tuple(tokens) for tokens, *_ in found[0].values()}) == 6
+    assert len({tuple(tokens) for tokens, *_ in found[0].values()}) == 9
 
 
 def test_a_runner_leaves_what_was_drawn_where_the_next_step_looks(tiny_model: Path) -> None:
@@ -136,6 +138,7 @@ def test_a_runner_leaves_what_was_drawn_where_the_next_step_looks(tiny_model: Pa
     last = RowSampling(1.0 - 2.0**-53, top_k=2)
     got = runner._sampled(tuple("abcd"), [(3, last), (0, likeliest), (2, likeliest)])
     assert got.greedy.tolist() == greedy[:4].tolist() == [*before[:2], -1, int(logits[3].topk(2).indices[1])]
+    assert runner._sampled(tuple("abcd"), []).greedy.tolist() == got.greedy.tolist(), "without draws nothing changes"
 
 
 def load(engine: Engine) -> None:
