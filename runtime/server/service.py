@@ -15,6 +15,7 @@ from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.client.engine_client import SHUTTING_DOWN, EngineClient
 from qserve.runtime.client.generation import Generation
 from qserve.runtime.client.host import EngineHost
+from qserve.runtime.constraint import Constraint
 from qserve.runtime.grammar import Vocabulary
 from qserve.runtime.pooling import stated_pooling
 from qserve.runtime.sampling import RequestError, SamplingParams
@@ -161,7 +162,7 @@ class Service:
         params = bounded(params, prompts, self.max_model_len)
         try:
             constraint = params.constraint
-            grammar = None if constraint is None else await self.constraints.grammar(constraint, call.tenant)
+            grammar = None if constraint is None else await self._tried(constraint, call, choices)
             generation = await self.engine.submit(
                 prompts,
                 params,
@@ -180,6 +181,14 @@ class Service:
             self.accounting.quotas.spend(key, generation.prompt_tokens, time.monotonic())
         call.record.generations.append(generation)
         return generation
+
+    async def _tried(self, constraint: Constraint, call: Call, choices: int) -> str:
+        """The constraint in llguidance's format. While it is tried out, its request counts as one that its key has."""
+        account = self.accounting.open(call.key, choices, self._backlog_seconds())
+        try:
+            return await self.constraints.grammar(constraint, call.tenant)
+        finally:
+            account.refused(choices)
 
     async def pool(
         self, request: Request, prompts: list[list[int]], params: SamplingParams, priority: int | None

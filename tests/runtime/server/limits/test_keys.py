@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
 import os
 import signal
 import stat
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ import httpx
 import pytest
 
 from qserve.checkpoint.errors import UsageError
+from qserve.runtime.constraint import Constraint
 from qserve.runtime.engine import Engine
+from qserve.runtime.sampling import RequestError
 from qserve.runtime.server import serve
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.limits.keys import ApiKey, KeyRing, add_key, read_keys
@@ -235,6 +240,28 @@ def test_a_key_has_at_most_so_many_requests_at_once(keyed: tuple[ServerHandle, d
     while post(keyed, "alice").status_code == 429:  # until the server has seen that the client left
         pass
     assert post(keyed, "alice").status_code == 200
+
+
+def test_a_constraint_that_is_tried_out_counts(
+    keyed: tuple[ServerHandle, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two requests that alice may have wait for a trial; where it ends with a refusal, there is room again."""
+    server, _ = keyed
+    tried, go_on = threading.Event(), threading.Event()
+
+    async def trial(constraint: Constraint, tenant: str = "") -> str:
+        tried.set()
+        await asyncio.to_thread(go_on.wait, 30)
+        raise RequestError("it does not compile", constraint.param)
+
+    monkeypatch.setattr(server.service.constraints, "grammar", trial)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, keyed, "alice", n=2, guided_choice=["yes", "no"])
+        assert tried.wait(30)
+        during = post(keyed, "alice").status_code
+        go_on.set()
+        assert waiting.result().status_code == 400
+    assert (during, post(keyed, "alice", n=2).status_code) == (429, 200)
 
 
 def test_a_key_has_so_many_tokens_per_minute(keyed: tuple[ServerHandle, dict[str, str]]) -> None:
