@@ -1,9 +1,9 @@
 """``Router``: which replica a request goes to, by its model, by what is cached where, and by loads.
 
-Knows replicas by name, digests of prompt blocks, and requests that have not ended. Does not know tokens, text, clocks or
-connections, so that the fleet and the simulator route by this very file.
+Knows replicas by name, digests of prompt blocks, and requests that have not ended. Does not know tokens, text, clocks
+or connections, so that the fleet and the simulator route by this very file.
 
-What a replica holds is a prediction: the blocks of the prompts that went there, the least recently used forgotten first.
+What a replica holds is a prediction: blocks of the prompts that went there, the least recently used forgotten first.
 The replica corrects it: by its capacity, by what it found in its cache for a request, and by its restart.
 """
 
@@ -119,7 +119,7 @@ class Router:
     """Places requests on the replicas that were added. All of its methods are for one thread.
 
     ``policy``: ``prefix-aware`` takes the least cost: blocks of the prompt that the replica does not hold, blocks of
-    prompts that wait there, and, at an eighth, blocks of live requests (Dynamo's router adds up the same). At equal cost
+    prompts that wait there, and, at an eighth, blocks of live requests (Dynamo's router adds up such). At equal cost
     the fewest requests count, then the highest random weight (Thaler and Ravishankar, 1998) of the session or of the
     prompt's first block: a replica that comes or goes moves only what is its own, and two routers agree. A session goes
     by that weight alone where no replica holds anything of the prompt. No replica has more than 1.25 times the average

@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.client.process_host import ProcessHost
@@ -75,6 +76,29 @@ def url_of(sock: socket.socket, config: ServerConfig) -> str:
     return f"{'http' if config.tls_cert is None else 'https'}://{host}:{name[1]}/v1"
 
 
+def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    """How HTTP is spoken. Raises ``QServeError`` where the TLS files cannot be used."""
+    settings = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="websockets-sansio",
+        ws_max_size=config.max_message_bytes,
+        ws_per_message_deflate=False,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=75,  # longer than clients keep theirs: they close, so no request meets a close
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
+    )
+    try:
+        settings.load()
+    except (OSError, ssl.SSLError) as error:
+        raise QServeError(f"cannot use the TLS files {config.tls_cert} and {config.tls_key}: {error}") from None
+    return settings
+
+
 class _Server(uvicorn.Server):
     """uvicorn with three differences. It answers before there is an engine. The first signal drains it, and the second
     ends what is left at once. It ends by itself when the engine failed or a step is stuck.
@@ -82,32 +106,13 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: ServerConfig, sock: socket.socket) -> None:
         self._entrance = LoadingApp()
-        super().__init__(
-            uvicorn.Config(
-                self._entrance,
-                http=Connection,
-                ws="websockets-sansio",
-                ws_max_size=config.max_message_bytes,
-                ws_per_message_deflate=False,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=5,
-                timeout_keep_alive=75,  # longer than clients keep theirs: they close, so no request meets a close
-                ssl_certfile=config.tls_cert,
-                ssl_keyfile=config.tls_key,
-            )
-        )
+        super().__init__(uvicorn_config(self._entrance, config))
         self.keys = KeyRing(config.api_keys, config.api_keys_file)
         self.stuck = False
         self._options = config
         self._service: Service | None = None
         self._sock = sock
         self._deadline: float | None = None
-        try:
-            self.config.load()
-        except (OSError, ssl.SSLError) as error:
-            raise QServeError(f"cannot use the TLS files {config.tls_cert} and {config.tls_key}: {error}") from None
 
     @property
     def failure(self) -> str | None:

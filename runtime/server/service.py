@@ -38,6 +38,7 @@ from qserve.runtime.server.telemetry.tracing import Tracer, otlp_exporter
 
 MORE_COMMAS = 20_000  # in a body, besides those between tokens
 MAX_COMMAS = 400_000  # so many stop every stream for a tenth of a second; a context that is longer may have more
+PROMPT_TOKENS, CACHED_TOKENS = "X-Prompt-Tokens", "X-Cached-Tokens"  # headers of an answer
 MAX_RETRY_AFTER = 120  # seconds; clients give up on longer ones
 
 
@@ -234,13 +235,16 @@ class Service:
         streaming = False
         try:
             if not reply.streamed:
-                return await self.writer.response(await while_connected(request, reply.whole()))
+                whole = await self.writer.response(await while_connected(request, reply.whole()))
+                whole.headers.update(_cache_headers(call))
+                return whole
             response = EventStream(
                 await while_connected(request, after_first(reply.chunks())),
                 lambda: self.engine.abort(reply.generation),
                 named=reply.answer.named_events,
                 path=request.url.path,
             )
+            response.headers.update(_cache_headers(call))
             streaming = True
             return response
         finally:
@@ -256,7 +260,7 @@ def most_commas(max_model_len: int, max_waiting_tokens: int) -> int:
 def require_admin(request: Request) -> None:
     """Raise ``APIError`` 403 where a key may not see what other keys do. Without keys everybody is an admin."""
     key: ApiKey | None = request.scope["qserve.key"]
-    if key is not None and not key.admin:
+    if key is not None and not (key.admin or key.router):
         raise APIError(
             403,
             "this shows what all callers do; in the file of API keys, 'admin = true' lets a key see it",
@@ -266,6 +270,14 @@ def require_admin(request: Request) -> None:
 
 def call_of(request: Request) -> Call:
     return Call(request.scope["qserve.key"], request.scope["qserve.record"])
+
+
+def _cache_headers(call: Call) -> dict[str, str]:
+    """What the prefix cache had of the prompts, once a token tells that they were looked up."""
+    record = call.record
+    if record.queue_seconds is None:
+        return {}
+    return {PROMPT_TOKENS: str(record.prompt_tokens), CACHED_TOKENS: str(record.cached_tokens)}
 
 
 def _limited(error: QuotaError) -> APIError:
