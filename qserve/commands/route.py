@@ -76,7 +76,7 @@ def route(
     from qserve.runtime.fleet.fleet import Fleet
     from qserve.runtime.fleet.serve import RouterServer
     from qserve.runtime.server.config import ServerConfig
-    from qserve.runtime.server.serve import claim_socket, url_of
+    from qserve.runtime.server.http.listening import claim_socket, url_of
     from qserve.runtime.server.telemetry import logs
     from qserve.runtime.server.unix_socket import UnixSocket
 

@@ -23,13 +23,13 @@ from qserve.runtime.fleet.upstream import Answer, Lost, Unreachable
 from qserve.runtime.router import Placement, Prompt
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.errors import APIError, ClientGone, as_api_error
-from qserve.runtime.server.http.body import parse_object, read_body
+from qserve.runtime.server.http.authentication import require_admin
+from qserve.runtime.server.http.body import MAX_COMMAS, MORE_COMMAS, parse_object, read_body
 from qserve.runtime.server.http.streaming import while_connected
 from qserve.runtime.server.limits.keys import CALLER, ApiKey, caller_header
 from qserve.runtime.server.limits.quota import QuotaError, Quotas
 from qserve.runtime.server.limits.shared_pool import SharedPool
-from qserve.runtime.server.service import CACHED_TOKENS, MAX_COMMAS, MORE_COMMAS, PROMPT_TOKENS, require_admin
-from qserve.runtime.server.telemetry.request_record import RequestRecord
+from qserve.runtime.server.telemetry.request_record import CACHED_TOKENS, PROMPT_TOKENS, RequestRecord
 
 MAX_LOST = 2  # replicas that may end with a request: one that kills its server must not go round
 FORWARDED = ("content-type", "accept", "traceparent", "tracestate", "anthropic-version")  # never a key or a cookie

@@ -19,8 +19,8 @@ from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.http.authentication import AuthenticationMiddleware
 from qserve.runtime.server.http.browser_guard import BrowserGuard
 from qserve.runtime.server.http.lingering_close import LingeringClose
+from qserve.runtime.server.http.listening import uvicorn_config
 from qserve.runtime.server.limits.keys import KeyRing
-from qserve.runtime.server.serve import uvicorn_config
 from qserve.runtime.server.telemetry.access_log import AccessLog, AccessLogMiddleware
 from qserve.runtime.server.telemetry.logs import event
 

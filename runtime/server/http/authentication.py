@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.checkpoint.errors import UsageError
@@ -79,6 +80,17 @@ def _presented(keys: KeyRing, given: dict[bytes, bytes]) -> ApiKey:
             headers={"WWW-Authenticate": "Bearer"},
         )
     return key
+
+
+def require_admin(request: Request) -> None:
+    """Raise ``APIError`` 403 where a key may not see what other keys do. Without keys everybody is an admin."""
+    key: ApiKey | None = request.scope["qserve.key"]
+    if key is not None and not (key.admin or key.router):
+        raise APIError(
+            403,
+            "this shows what all callers do; in the file of API keys, 'admin = true' lets a key see it",
+            code="admin_only",
+        )
 
 
 def is_open(path: str) -> bool:

@@ -15,6 +15,8 @@ from qserve.runtime.server.errors import APIError, ClientGone
 from qserve.runtime.server.limits.shared_pool import SharedPool
 
 MAX_OBJECTS = 50_000
+MORE_COMMAS = 20_000  # in a body, besides those between tokens
+MAX_COMMAS = 400_000  # so many stop every stream for a tenth of a second; a context that is longer may have more
 MAX_DEPTH = 64
 
 # Escapes that no text can hold. Escaped backslashes must be removed before the search.

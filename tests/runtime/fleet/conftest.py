@@ -15,7 +15,8 @@ from qserve.runtime.engine import Engine
 from qserve.runtime.fleet.fleet import Fleet
 from qserve.runtime.fleet.serve import RouterServer
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.serve import ServerHandle, claim_socket
+from qserve.runtime.server.http.listening import claim_socket
+from qserve.runtime.server.serve import ServerHandle
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -47,7 +48,7 @@ def replica(script: Script) -> Iterator[str]:
             threading.Thread(target=one, args=(connection,), daemon=True).start()
 
     def one(connection: socket.socket) -> None:
-        with connection:
+        with connection, contextlib.suppress(ConnectionResetError):
             while data := connection.recv(1 << 16):
                 path = data.split()[1].decode()
                 if path in PAGES:
