@@ -16,7 +16,7 @@ from qserve.runtime.server.errors import APIError
 
 WHOLE = 1 << 20  # bytes: an answer that is no stream and not larger is sent when it is complete
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "date", "server", "x-request-id", "content-length"}
-_COMMENTS = re.compile(rb"(?::[^\n]*\n+)+")
+_COMMENTS = re.compile(rb"(?::[^\n]*[\r\n]+)+")
 
 
 class Delivery:
@@ -58,8 +58,8 @@ class Delivery:
         rest = b""
         while content := await answer.next():
             rest += content
-            end = rest.rfind(b"\n\n") + 2
-            if end < 2:
+            end = max(rest.rfind(b"\n\n") + 2, rest.rfind(b"\r\n\r\n") + 4)
+            if end < 4:
                 continue
             events, rest = rest[:end], rest[end:]
             self.is_visible = self.is_visible or not _COMMENTS.fullmatch(events)

@@ -20,7 +20,7 @@ from qserve.runtime.server.telemetry.logs import event
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT = 5.0  # seconds: a machine whose processors are all busy answers late
-MISSED = 3  # probes in a row without an answer end a replica; a refused connection does at once
+MISSED = 3  # probes in a row without an answer end what waits for a replica; it gets nothing new after a refused one
 MAX_REPORT = 4 << 20  # bytes of a replica's own pages
 
 
@@ -123,12 +123,13 @@ class Fleet:
             state = "ready" if status == 200 else said if said in ("loading", "draining") else "failed"
             if state == "ready" and replica.state != "ready":
                 await self._introduce(replica)
-        except Unreachable as error:
-            self._become(replica, "down", str(error))
-        except (Lost, TimeoutError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (Unreachable, Lost, TimeoutError, ValueError, LookupError, TypeError, AttributeError) as error:
+            why = str(error) or "it does not answer"
             replica.missed += 1
-            if replica.missed >= MISSED:
-                self._become(replica, "down", str(error) or "it does not answer")
+            if isinstance(error, Unreachable) or replica.missed >= MISSED:
+                self._become(replica, "down", why)
+            if replica.missed >= MISSED:  # its connections may not say so
+                replica.upstream.give_up(f"the replica is down: {why}")
         else:
             replica.missed = 0
             self._become(replica, state, "")
@@ -153,7 +154,6 @@ class Fleet:
         replica.state = state
         if state == "down":
             self.router.forget(replica.url)
-            replica.upstream.give_up(f"the replica is down: {why}")
 
     def _apply(self, replica: Replica) -> None:
         """Tell the router."""

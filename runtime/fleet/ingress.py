@@ -159,7 +159,7 @@ class Ingress:
         tenant = key.name if key else ""
         call = _Call(
             request.method,
-            request.url.path + (f"?{request.url.query}" if request.url.query else ""),
+            _target(request),
             self._headers(request, key),
             body,
             prompt_of(content, tenant, request.headers.get(SESSION, "")),
@@ -243,6 +243,9 @@ class Ingress:
             if answer.status == 503:
                 placement.refused()
                 return await _busy(answer)
+            if answer.status == 401:
+                placement.refused()
+                raise Unreachable("it does not take the router's key")
             if answer.status < 400:
                 placement.started(_cached_share(answer))
                 self.fleet.worked(replica.url)
@@ -260,6 +263,13 @@ _KNOWN = frozenset(
      "/v1/embeddings")
 )  # fmt: skip
 """Paths that the log names: whoever calls cannot fill it with others."""
+
+
+def _target(request: Request) -> str:
+    """As the client wrote it: a path that is decoded may hold the end of a line."""
+    path: bytes = request.scope["raw_path"]
+    query: bytes = request.scope["query_string"]
+    return (path + (b"?" + query if query else b"")).decode("latin-1")
 
 
 async def _busy(answer: Answer) -> APIError:

@@ -31,7 +31,7 @@ class FleetMetrics:
         self._fleet = fleet
         self._registry = CollectorRegistry()
         self._requests = self._counter("router_requests", "Requests sent to a replica.", "replica")
-        self._retries = self._counter("router_retries", "Requests that another replica got after this one.", "replica")
+        self._retries = self._counter("router_retries", "Requests that a replica lost or did not take.", "replica")
         self._broken = self._counter("router_streams_broken", "Streams that ended with a replica.", "replica")
         self._blocks = self._counter("router_prompt_blocks", "Blocks of prompts sent to a replica.", "replica")
         self._cached = self._counter("router_cached_blocks", "Those of them that it was believed to hold.", "replica")

@@ -114,7 +114,21 @@ def half_body(connection: socket.socket, path: str) -> None:
     connection.sendall(HEAD % (b"application/json", b"Content-Length: 100\r\n") + b'{"a": ')
 
 
-@pytest.mark.parametrize("script", [silent, full, half_body])
+def locked(connection: socket.socket, path: str) -> None:
+    connection.sendall(whole(b'{"error": {"message": "no valid API key was given"}}', b"401 No"))
+
+
+def with_crs(connection: socket.socket, path: str) -> None:
+    connection.sendall(EVENTS + chunk(b": waiting\r\n\r\n"))
+    connection.sendall(chunk(b'data: {"good": 1}\r\n\r\n') + chunk(b"data: [DO") + chunk(b"NE]\r\n\r\n") + chunk(b""))
+
+
+def test_lines_may_end_as_they_like() -> None:
+    with fleet(with_crs, good) as router:
+        assert ask(router) == (200, b': waiting\r\n\r\ndata: {"good": 1}\r\n\r\ndata: [DONE]\r\n\r\n')
+
+
+@pytest.mark.parametrize("script", [silent, full, half_body, locked])
 def test_what_the_client_has_not_seen_is_tried_again(script: Script) -> None:
     with fleet(script, good) as router:
         assert ask(router) == (200, b'data: {"good": 1}\n\ndata: [DONE]\n\n')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.limits.keys import add_key
 from qserve.runtime.server.serve import ServerHandle
+from tests.runtime.server.waiting import idle, wait_until
 
 from .conftest import RouterHandle, root, routed
 
@@ -157,6 +159,22 @@ def test_keys_are_checked_once_and_replicas_know_whose_request_it_is(engines: li
         assert call(direct, ask, Authorization=f"Bearer {router_key}", **{"X-Qserve-Caller": "{}"})[0] == 400
         through = call(url, ask, Authorization=f"Bearer {bob}", **{"X-Qserve-Caller": caller})
         assert through[0] == 200 and int(through[1]["x-cached-tokens"]) > 0  # bob's own
+
+
+def test_a_client_that_leaves_ends_its_request(router: RouterHandle, servers: list[ServerHandle]) -> None:
+    host, port = router.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": FOX, "max_tokens": 400, "ignore_eos": True, "stream": True})
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    wait_until(lambda: all(idle(server) for server in servers))
+    wait_until(lambda: not any(router.fleet.router.load(url) for url in router.fleet.replicas))
+
+
+def test_a_path_is_passed_on_as_it_was_written(router: RouterHandle) -> None:
+    status, _, error = call(f"{router.url}/v1/x%0d%0aX-Qserve-Caller:%20y?a=%0d", {})
+    assert status == 404 and "there is no route POST" in error["error"]["message"]
 
 
 def test_the_wrong_replica_key_is_seen_at_once(engines: list[Engine]) -> None:
