@@ -29,13 +29,14 @@ class Replica:
     """One server as the router sees it.
 
     Attributes:
-        state: ``ready``, ``draining``, ``loading``, ``failed`` or ``down``: its own word, or that it gives none.
+        state: ``ready``, ``draining``, ``loading`` or ``failed``: its own word. ``down`` where it gives none;
+            ``unknown`` before it is asked.
         held_back: an operator wants it to get no new requests.
         models: its entries of ``/v1/models`` by id, as it gave them last.
     """
 
     upstream: Upstream
-    state: str = "down"
+    state: str = "unknown"
     held_back: bool = False
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     capacity: int = CAPACITY
