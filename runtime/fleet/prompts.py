@@ -3,7 +3,7 @@
 A prompt of token ids is digested in blocks of 16 tokens, by the block manager's own chain. A prompt of text is digested
 by the same chain in blocks of 64 bytes, which are about 16 tokens: texts with equal beginnings have equal tokens there.
 Tokens would say no more, and a router that tokenizes spends what it saves. Of a message of 2 KiB the template and the
-tokenizer take 1 ms of one core, of 16 KiB 28 ms; to digest the text takes 0.04 and 0.3 ms (SmolLM2, a busy Zen 4). All
+tokenizer take 1 ms of one core, of 16 KiB 28 ms; to digest the text takes 0.04 and 0.3 ms (SmolLM2, a busy Xeon). All
 that a router does for a request may take 3 ms.
 """
 
