@@ -28,6 +28,7 @@ from qserve.commands.plan import plan
 from qserve.commands.quantize import quantize
 from qserve.commands.recipes import recipes_for_help
 from qserve.commands.report import report
+from qserve.commands.route import route
 from qserve.commands.run import run
 from qserve.commands.simulate import simulate
 from qserve.commands.store import list_models, pull, rm
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert,
     "eval": evaluate,
     "run": run,
+    "route": route,
     "key": key,
     "chat": chat,
     "batch": batch,

@@ -27,7 +27,8 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.runner import DecoderRunner
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.serve import ServerHandle, claim_socket
+from qserve.runtime.server.http.listening import claim_socket
+from qserve.runtime.server.serve import ServerHandle
 
 QUESTION = "What is the capital of France?"
 

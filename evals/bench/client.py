@@ -12,7 +12,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from qserve.checkpoint.errors import QServeError
-from qserve.evals.bench.connection import BadResponse, Connection
+from qserve.evals.bench.connection import Connection
+from qserve.runtime.fleet.http_client import BadResponse
 
 Json = dict[str, Any]
 End = Literal["done", "refused", "error", "truncated", "timeout", "unreachable"]

@@ -20,7 +20,8 @@ from qserve.checkpoint.errors import QServeError
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.serve import claim_socket, serve
+from qserve.runtime.server.http.listening import claim_socket
+from qserve.runtime.server.serve import serve
 from qserve.runtime.server.telemetry import logs
 
 _SPAWN = multiprocessing.get_context("spawn")

@@ -15,8 +15,9 @@ from qserve.checkpoint.errors import UsageError
 from qserve.evals.simulator.cost import CostModel
 from qserve.evals.simulator.records import Records, Usage
 from qserve.evals.simulator.replica import Replica, ReplicaConfig
-from qserve.evals.simulator.routing import router
-from qserve.evals.simulator.traffic import Arrival
+from qserve.evals.simulator.traffic import Arrival, prompt_tokens
+from qserve.runtime.blocks import chain_digests
+from qserve.runtime.router import POLICIES, Prompt, Router
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class FleetConfig:
             raise UsageError(f"--replicas must be at least 1, not {self.replicas}")
         if self.autoscale and self.autoscale.most < self.replicas:
             raise UsageError(f"--max-replicas {self.autoscale.most} is below --replicas {self.replicas}")
+        if self.routing not in POLICIES:
+            raise UsageError(f"unknown routing {self.routing!r}: choose from {', '.join(POLICIES)}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Fleet:
         self.config = config
         self.records = Records()
         self._cost = cost
-        self._router = router(config.routing)
+        self._router = Router(config.routing)
         self._replicas: dict[int, Replica] = {}  # live replicas
         self._taking: list[Replica] = []  # replicas that get requests, by number
         self._usages: list[Usage] = []
@@ -94,7 +97,7 @@ class Fleet:
     def run(self, arrivals: Iterable[Arrival], progress: Callable[[int], None] | None = None) -> Outcome:
         """Serve all ``arrivals``, which are in order of time; now and then ``progress`` is told how many came."""
         for _ in range(self.config.replicas):
-            self._taking.append(self._new_replica())
+            self._take(self._new_replica())
         self._scaling.append((0.0, len(self._taking)))
         if self.config.autoscale:
             heapq.heappush(self._events, (self.config.autoscale.interval, -1, 0))
@@ -134,9 +137,15 @@ class Fleet:
                 self._usages.append(self._replicas.pop(replica.number).close(now))
 
     def _arrive(self, arrival: Arrival, index: int) -> None:
-        replica = self._router.pick(arrival, self._taking)
+        size, digests = self.config.replica.block_size, list[bytes]()
+        if self._router.policy == "prefix-aware" and self.config.replica.prefix_caching:
+            digests = chain_digests(prompt_tokens(arrival, index), size)
+        placement = self._router.place(Prompt(digests, -(-arrival.prompt // size)))
+        assert placement is not None, "a fleet always has a replica that takes requests"
+        replica = self._replicas[int(placement.replica)]
         version = replica.version
-        if not replica.add(arrival, index):
+        if not replica.add(arrival, index, placement, digests):
+            placement.refused()
             self.records.rejected += 1
         elif replica.end is None or replica.version != version:
             self._schedule(replica)
@@ -152,6 +161,11 @@ class Fleet:
         self._replicas[number] = replica
         return replica
 
+    def _take(self, replica: Replica) -> None:
+        """Let it get requests."""
+        self._taking.append(replica)
+        self._router.add(str(replica.number), capacity=self.config.replica.num_blocks)
+
     def _scale(self, now: float) -> None:
         """One check of the autoscaler."""
         config = self.config.autoscale
@@ -159,7 +173,7 @@ class Fleet:
         before = len(self._taking)
         for ready, replica in self._starting:
             if ready <= now:
-                self._taking.append(replica)
+                self._take(replica)
         self._starting = [(ready, replica) for ready, replica in self._starting if ready > now]
         waiting = sum(replica.num_waiting for replica in self._taking)
         places = self.config.replica.scheduler.max_num_seqs * (len(self._taking) - 1)
@@ -178,6 +192,7 @@ class Fleet:
     def _retire(self, replica: Replica, now: float) -> None:
         """Give it no more requests; it ends with its last one."""
         self._taking.remove(replica)
+        self._router.remove(str(replica.number))
         replica.draining = True
         if not replica.load:
             self._usages.append(self._replicas.pop(replica.number).close(now))

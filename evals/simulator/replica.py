@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from qserve.evals.simulator.cost import CostModel, shape_of
@@ -17,6 +18,7 @@ from qserve.evals.simulator.traffic import Arrival, prompt_tokens
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request
+from qserve.runtime.router import Placement
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.step_plan import StepPlan
 
@@ -77,6 +79,7 @@ class Replica:
         self._leap: _Leap | None = None
         self._start = 0.0
         self._requests: dict[str, Request] = {}
+        self._placements: dict[str, Placement] = {}
         self._first: dict[str, float] = {}
         self._pending: deque[Request] = deque()  # of static batching: those for the next batch
         self._batch = 0
@@ -86,8 +89,11 @@ class Replica:
     def num_waiting(self) -> int:
         return self.scheduler.num_waiting + len(self._pending)
 
-    def add(self, arrival: Arrival, index: int) -> bool:
-        """Queue a request; False where the scheduler refuses it. A leap that it may join is cut short first."""
+    def add(self, arrival: Arrival, index: int, placement: Placement, digests: Sequence[bytes] = ()) -> bool:
+        """Queue a request; False where the scheduler refuses it. A leap that it may join is cut short first.
+
+        ``placement`` is told of its first token and its end; ``digests`` are those of its prompt, where they are known.
+        """
         params = self._sizes.get(arrival.output)
         if params is None:
             params = SamplingParams(max_tokens=arrival.output, ignore_eos=True, temperature=0.0)
@@ -95,6 +101,7 @@ class Replica:
         request = Request(
             str(index), prompt_tokens(arrival, index), params, arrival=index, arrival_time=arrival.time
         )
+        request.digests = list(digests)
         try:
             if self.config.static:
                 self._keep(request)
@@ -103,6 +110,7 @@ class Replica:
         except RequestError:
             return False
         self._requests[request.request_id] = request
+        self._placements[request.request_id] = placement
         self.load += 1
         if self._leap is not None and self.scheduler.num_running < self.config.scheduler.max_num_seqs:
             self._cut(self._leap, arrival.time)
@@ -146,6 +154,8 @@ class Replica:
         for update in self.scheduler.commit(plan, results):
             if update.request_id not in first:
                 first[update.request_id] = end
+                request = self._requests[update.request_id]
+                self._placements[update.request_id].started(request.num_cached / request.num_prompt)
             if update.finish_reason is not None:
                 self._ended(update.request_id, end)
 
@@ -198,6 +208,7 @@ class Replica:
 
     def _ended(self, request_id: str, end: float) -> None:
         request, first = self._requests.pop(request_id), self._first.pop(request_id)
+        self._placements.pop(request_id).ended()
         self.load -= 1
         self.records.add(
             request.arrival,

@@ -18,9 +18,12 @@ def key(
     admin: Annotated[
         bool, typer.Option("--admin", help="It may read /metrics and /v1/engine, which show what all callers do.")
     ] = False,
+    router: Annotated[
+        bool, typer.Option("--router", help="It is for qserve route, which checks keys and says for whom it asks.")
+    ] = False,
 ) -> None:
     """Make an API key: its hash is added to FILE, the key itself is printed once and kept nowhere."""
     from qserve.runtime.server.limits.keys import add_key
 
-    console.line(add_key(name, file, admin=admin))
+    console.line(add_key(name, file, admin=admin, router=router))
     console.note(f"{file} lets it in with 'qserve run --api-keys {file}'; limits are lines of its entry")

@@ -220,7 +220,8 @@ def run(
     from qserve.runtime.client.process_host import ProcessHost
     from qserve.runtime.generation_config import GenerationConfig
     from qserve.runtime.server.config import ServerConfig
-    from qserve.runtime.server.serve import claim_socket, serve, url_of
+    from qserve.runtime.server.http.listening import claim_socket, url_of
+    from qserve.runtime.server.serve import serve
     from qserve.runtime.server.telemetry import logs
     from qserve.runtime.server.telemetry.tracing import otlp_exporter
     from qserve.runtime.server.unix_socket import UnixSocket

@@ -78,7 +78,7 @@ def simulate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Which traffic is drawn.")] = 0,
     replicas: Annotated[int, typer.Option(help="Engines, all the same.")] = 1,
-    routing: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded",
+    routing: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-aware.")] = "least-loaded",
     max_replicas: Annotated[
         int | None, typer.Option(help="Start further engines while requests wait, up to so many.")
     ] = None,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from qserve.runtime.backlog import Backlog, QueueFullError
-from qserve.runtime.client.generation import EngineFailure, Generation, Observer
+from qserve.runtime.client.failures import EngineFailure
+from qserve.runtime.client.generation import Generation, Observer
 from qserve.runtime.client.host import EngineHost
 from qserve.runtime.client.messages import (
     Abort,

@@ -6,18 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
+from qserve.runtime.client.failures import DeadlineExceeded, EngineFailure
 from qserve.runtime.client.timeline import Timeline
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.sampler import TokenLogprobs
 from qserve.runtime.sampling import RequestError, SamplingParams
-
-
-class EngineFailure(Exception):
-    """The engine could not go on with a generation. ``str(error)`` may be shown to the client."""
-
-
-class DeadlineExceeded(EngineFailure):
-    """The request was not done within its ``timeout``."""
 
 
 class Observer:

@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from qserve.runtime.client.generation import EngineFailure
+from qserve.runtime.client.failures import EngineFailure
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.errors import APIError, ClientGone, as_api_error
 from qserve.runtime.server.http.authentication import AuthenticationMiddleware

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from qserve.runtime.client.generation import DeadlineExceeded, EngineFailure
+from qserve.runtime.client.failures import DeadlineExceeded, EngineFailure
 from qserve.runtime.sampling import RequestError
 
 logger = logging.getLogger(__name__)

@@ -6,14 +6,12 @@ Sockets, signals, and the order of starting and stopping.
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import gc
 import logging
 import os
 import signal
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +25,8 @@ from qserve.runtime.client.process_host import ProcessHost
 from qserve.runtime.client.thread_host import ThreadHost
 from qserve.runtime.server.app import create_app
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.http.connection import Connection
+from qserve.runtime.server.http.listening import claim_socket, url_of, uvicorn_config
 from qserve.runtime.server.http.loading import LoadingApp
-from qserve.runtime.server.http.write_deadline import Socket
 from qserve.runtime.server.limits.keys import KeyRing
 from qserve.runtime.server.service import Service
 from qserve.runtime.server.telemetry.logs import event
@@ -42,40 +39,6 @@ logger = logging.getLogger(__name__)
 FAILURE_GRACE = 2.0  # seconds from the engine's failure to the server's end, for clients and probes to see it
 
 
-def claim_socket(host: str, port: int) -> socket.socket:
-    """A listening socket on ``host:port`` (0: any free port), to be claimed before a model is loaded.
-
-    Raises ``QServeError`` where the address cannot be had.
-    """
-    if not 0 <= port <= 65535:
-        raise QServeError(f"cannot listen on {host}:{port}: a port is a number of 0 to 65535")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        raise QServeError(f"cannot listen on {host}:{port}: {error}") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(2048)  # at once: two sockets could be bound to one port until one of them listens
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise QServeError(f"port {port} on {host} is in use; choose another with --port") from None
-        raise QServeError(f"cannot listen on {host}:{port}: {error}") from None
-    return sock
-
-
-def url_of(sock: socket.socket, config: ServerConfig) -> str:
-    """The address of the API, for a client's ``base_url``; of a Unix socket ``unix:`` and its path."""
-    if isinstance(name := sock.getsockname(), str):
-        return f"unix:{name}"
-    host = f"[{name[0]}]" if ":" in name[0] else name[0]
-    return f"{'http' if config.tls_cert is None else 'https'}://{host}:{name[1]}/v1"
-
-
 class _Server(uvicorn.Server):
     """uvicorn with three differences. It answers before there is an engine. The first signal drains it, and the second
     ends what is left at once. It ends by itself when the engine failed or a step is stuck.
@@ -83,32 +46,13 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: ServerConfig, sock: socket.socket) -> None:
         self._entrance = LoadingApp()
-        super().__init__(
-            uvicorn.Config(
-                self._entrance,
-                http=Connection,
-                ws=Socket,
-                ws_max_size=config.max_message_bytes,
-                ws_per_message_deflate=False,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=5,
-                timeout_keep_alive=75,  # longer than clients keep theirs: they close, so no request meets a close
-                ssl_certfile=config.tls_cert,
-                ssl_keyfile=config.tls_key,
-            )
-        )
+        super().__init__(uvicorn_config(self._entrance, config))
         self.keys = KeyRing(config.api_keys, config.api_keys_file)
         self.stuck = False
         self._options = config
         self._service: Service | None = None
         self._sock = sock
         self._deadline: float | None = None
-        try:
-            self.config.load()
-        except (OSError, ssl.SSLError) as error:
-            raise QServeError(f"cannot use the TLS files {config.tls_cert} and {config.tls_key}: {error}") from None
 
     @property
     def failure(self) -> str | None:

@@ -24,7 +24,7 @@ from qserve.runtime.server.chat.dialect import Dialect
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.errors import APIError
-from qserve.runtime.server.http.body import read_json
+from qserve.runtime.server.http.body import MAX_COMMAS, MORE_COMMAS, read_json
 from qserve.runtime.server.http.json_writer import JsonWriter
 from qserve.runtime.server.http.streaming import EventStream, after_first, while_connected
 from qserve.runtime.server.limits.answer_size import bounded
@@ -38,8 +38,6 @@ from qserve.runtime.server.telemetry.access_log import AccessLog
 from qserve.runtime.server.telemetry.metrics import Metrics
 from qserve.runtime.server.telemetry.tracing import Tracer, otlp_exporter
 
-MORE_COMMAS = 20_000  # in a body, besides those between tokens
-MAX_COMMAS = 400_000  # so many stop every stream for a tenth of a second; a context that is longer may have more
 MAX_RETRY_AFTER = 120  # seconds; clients give up on longer ones
 
 
@@ -245,13 +243,16 @@ class Service:
         streaming = False
         try:
             if not reply.streamed:
-                return await self.writer.response(await while_connected(request, reply.whole()))
+                whole = await self.writer.response(await while_connected(request, reply.whole()))
+                whole.headers.update(call.record.cache_headers)
+                return whole
             response = EventStream(
                 await while_connected(request, after_first(reply.chunks())),
                 lambda: self.engine.abort(reply.generation),
                 named=reply.answer.named_events,
                 path=request.url.path,
             )
+            response.headers.update(call.record.cache_headers)
             streaming = True
             return response
         finally:
@@ -262,17 +263,6 @@ class Service:
 def most_commas(max_model_len: int, max_waiting_tokens: int) -> int:
     """Commas that a body may hold: as many tokens as may ever wait, where to parse them stops no stream for long."""
     return MORE_COMMAS + max(max_model_len, min(MAX_COMMAS, 2 * max_waiting_tokens))
-
-
-def require_admin(request: Request) -> None:
-    """Raise ``APIError`` 403 where a key may not see what other keys do. Without keys everybody is an admin."""
-    key: ApiKey | None = request.scope["qserve.key"]
-    if key is not None and not key.admin:
-        raise APIError(
-            403,
-            "this shows what all callers do; in the file of API keys, 'admin = true' lets a key see it",
-            code="admin_only",
-        )
 
 
 def call_of(request: Request) -> Call:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from qserve.checkpoint.errors import UsageError
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.http.refusal import refuse
-from qserve.runtime.server.limits.keys import ApiKey, KeyRing
+from qserve.runtime.server.limits.keys import CALLER, ApiKey, KeyRing, forwarded_caller
 
 OPEN_PATHS = ("/health", "/ready", "/")
 OPEN_PREFIX = "/static/"  # the shell of the page
@@ -51,10 +53,22 @@ class AuthenticationMiddleware:
 
 
 def authenticate(keys: KeyRing, headers: Iterable[tuple[bytes, bytes]]) -> ApiKey | None:
-    """Whose call it is; None where there are no keys. Raises ``APIError`` 401."""
-    if not keys:
-        return None
+    """Whose call it is; None where there are no keys. Raises ``APIError`` 400 or 401.
+
+    Who says for whom it asks is believed where it is the key of a router, or where everybody may do everything.
+    """
     given = dict(reversed(list(headers)))  # of headers that come twice the first counts
+    key = _presented(keys, given) if keys else None
+    caller = given.get(CALLER.encode())
+    if caller is None or (key is not None and not key.router):
+        return key
+    try:
+        return forwarded_caller(caller)
+    except UsageError as error:
+        raise APIError(400, str(error), code="invalid_caller") from None
+
+
+def _presented(keys: KeyRing, given: dict[bytes, bytes]) -> ApiKey:
     scheme, _, bearer = given.get(b"authorization", b"").partition(b" ")
     key = keys.find(bearer.strip()) if scheme.lower() == b"bearer" else None
     key = key or keys.find(given.get(b"x-api-key", b""))
@@ -66,6 +80,17 @@ def authenticate(keys: KeyRing, headers: Iterable[tuple[bytes, bytes]]) -> ApiKe
             headers={"WWW-Authenticate": "Bearer"},
         )
     return key
+
+
+def require_admin(request: Request) -> None:
+    """Raise ``APIError`` 403 where a key may not see what other keys do. Without keys everybody is an admin."""
+    key: ApiKey | None = request.scope["qserve.key"]
+    if key is not None and not (key.admin or key.router):
+        raise APIError(
+            403,
+            "this shows what all callers do; in the file of API keys, 'admin = true' lets a key see it",
+            code="admin_only",
+        )
 
 
 def is_open(path: str) -> bool:

@@ -15,6 +15,8 @@ from qserve.runtime.server.errors import APIError, ClientGone
 from qserve.runtime.server.limits.shared_pool import SharedPool
 
 MAX_OBJECTS = 50_000
+MORE_COMMAS = 20_000  # in a body, besides those between tokens
+MAX_COMMAS = 400_000  # so many stop every stream for a tenth of a second; a context that is longer may have more
 MAX_DEPTH = 64
 
 # Escapes that no text can hold. Escaped backslashes must be removed before the search.
@@ -28,9 +30,14 @@ _BAD_ESCAPE = re.compile(
 async def read_json(
     request: Request, uploads: SharedPool, *, max_bytes: int, max_commas: int, timeout: float
 ) -> dict[str, Any]:
-    """The body as a JSON object. ``uploads`` are the bytes of all bodies that are arriving.
+    """The body as a JSON object. Raises ``APIError`` 400, and what ``read_body`` raises."""
+    return parse_object(await read_body(request, uploads, max_bytes=max_bytes, timeout=timeout), max_commas)
 
-    Raises ``APIError`` 400, 408 (not here in ``timeout`` seconds), 413, 415 or 503.
+
+async def read_body(request: Request, uploads: SharedPool, *, max_bytes: int, timeout: float) -> bytes:
+    """A body that says it is JSON. ``uploads`` are the bytes of all bodies that are arriving.
+
+    Raises ``APIError`` 408 (not here in ``timeout`` seconds), 413, 415 or 503.
     """
     _require_json(request.headers.get("content-type", ""))
     body = bytearray()
@@ -41,7 +48,7 @@ async def read_json(
                 if not uploads.take(tenant, len(chunk)):
                     raise too_many_uploads()
                 body += chunk
-        return parse_object(bytes(body), max_commas)
+        return bytes(body)
     except TimeoutError:
         raise APIError(408, f"the request body did not arrive within {timeout:g} seconds") from None
     finally:

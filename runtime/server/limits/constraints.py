@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from qserve.runtime.backlog import QueueFullError
-from qserve.runtime.client.generation import EngineFailure
+from qserve.runtime.client.failures import EngineFailure
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.grammar import Vocabulary
 from qserve.runtime.sampling import RequestError

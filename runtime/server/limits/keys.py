@@ -3,12 +3,14 @@
 Keys are kept as hashes only: a key itself is never stored, shown or logged.
 
 The file is TOML with one ``[[key]]`` table for each key: ``name`` and ``sha256`` (of the key, in hex), and optional
-limits: ``max_requests``, ``max_tokens_per_minute``, ``priority``, ``weight``. ``admin = true`` shows it what others do.
+limits: ``max_requests``, ``max_tokens_per_minute``, ``priority``, ``weight``. ``admin = true`` shows it what others do;
+``router = true`` lets ``qserve route`` say for whom it asks.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import os
 import re
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
+CALLER = "x-qserve-caller"
+"""The header by which a router says for whom it asks: JSON with name, weight and priority."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class ApiKey:
             is above 0.
         weight: its share of the server where others wait too; 2 gets twice the tokens of 1.
         admin: it may see what all callers do: the metrics, and the requests in the engine.
+        router: it is that of ``qserve route``, and may say for whom it asks (``CALLER``); for itself it is an admin.
     """
 
     name: str
@@ -51,6 +56,7 @@ class ApiKey:
     priority: int | None = None
     weight: float = 1.0
     admin: bool = False
+    router: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens_per_minute"):
@@ -60,8 +66,9 @@ class ApiKey:
             raise UsageError(f"priority must be an integer of -{MAX_PRIORITY} to {MAX_PRIORITY}")
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0.01 <= self.weight <= 100:
             raise UsageError(f"weight must be a number of 0.01 to 100, not {self.weight!r:.40}")
-        if not isinstance(self.admin, bool):
-            raise UsageError(f"admin must be true or false, not {self.admin!r:.40}")
+        for name in ("admin", "router"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, not {value!r:.40}")
 
 
 class KeyRing:
@@ -100,6 +107,23 @@ class KeyRing:
         return True
 
 
+def caller_header(key: ApiKey) -> str:
+    """The value of ``CALLER`` for the requests of a key."""
+    return json.dumps({"name": key.name, "weight": key.weight, "priority": key.priority})
+
+
+def forwarded_caller(value: bytes) -> ApiKey:
+    """Whose request a router forwards. Its limits were checked there. Raises ``UsageError``."""
+    try:
+        given = json.loads(value)
+        name, weight, priority = given["name"], given["weight"], given["priority"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise UsageError(f"{CALLER} must be JSON with name, weight and priority") from None
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(f"{CALLER} holds no valid name")
+    return ApiKey(name, b"", weight=weight, priority=priority)
+
+
 def read_keys(path: Path) -> list[ApiKey]:
     """The keys of a file. ``UsageError`` where there are none: a server with an empty file must not be open to all."""
     if not (keys := _read(path)):
@@ -127,7 +151,7 @@ def _read(path: Path) -> list[ApiKey]:
     return keys
 
 
-def add_key(name: str, path: Path, *, admin: bool = False) -> str:
+def add_key(name: str, path: Path, *, admin: bool = False, router: bool = False) -> str:
     """Make a new key, add its hash to the file and return the key, which cannot be read from anywhere later.
 
     A new file can be read by its owner alone; a file that exists, even an empty one, keeps its permissions.
@@ -137,7 +161,8 @@ def add_key(name: str, path: Path, *, admin: bool = False) -> str:
     key = f"qs-{secrets.token_urlsafe(32)}"
     entry = {"name": name, "sha256": sha256(key.encode()).hexdigest()}
     _key(entry)
-    lines = ["[[key]]", *(f'{field} = "{value}"' for field, value in entry.items()), *["admin = true"] * admin]
+    lines = ["[[key]]", *(f'{field} = "{value}"' for field, value in entry.items()), *["admin = true"] * admin,
+             *["router = true"] * router]  # fmt: skip
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
         separate = "\n" if file.tell() else ""
         file.write(separate + "\n".join(lines) + "\n")

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, ClassVar
 
-from qserve.runtime.client.generation import EngineFailure
+from qserve.runtime.client.failures import EngineFailure
 from qserve.runtime.server.chat.dialect import OutputParser
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text, Thought
 from qserve.runtime.server.openai.answers import Json, Outputs, Usage

@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from qserve.runtime.server.http.authentication import require_admin
 from qserve.runtime.server.http.streaming import EventStream
-from qserve.runtime.server.service import Service, require_admin
+from qserve.runtime.server.service import Service
 from qserve.runtime.server.telemetry.engine_view import EngineView
 
 

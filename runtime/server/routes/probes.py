@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from qserve.runtime.server.service import Service, require_admin
+from qserve.runtime.server.http.authentication import require_admin
+from qserve.runtime.server.service import Service
 
 
 def router(service: Service) -> APIRouter:

@@ -11,14 +11,14 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qserve.runtime.server.errors import as_api_error
 from qserve.runtime.server.telemetry.logs import current_request_id, event
-from qserve.runtime.server.telemetry.metrics import REJECTIONS, Metrics
+from qserve.runtime.server.telemetry.metrics import REJECTIONS
 from qserve.runtime.server.telemetry.request_record import RequestRecord
 from qserve.runtime.server.telemetry.tracing import Tracer
 
@@ -32,10 +32,16 @@ _HASH = re.compile(r"[0-9a-f]{64}")  # the name of a key without one: its beginn
 _STARTS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
+class RejectionCounter(Protocol):
+    def rejected(self, reason: str) -> None: ...
+
+
 class AccessLog:
     """Reports requests: a line and a trace for each, and a count of those that were refused."""
 
-    def __init__(self, model: str, metrics: Metrics, tracer: Tracer | None, draining: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: str, metrics: RejectionCounter, tracer: Tracer | None, draining: Callable[[], bool]
+    ) -> None:
         self._model = model
         self._metrics = metrics
         self._tracer = tracer

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from qserve.runtime.client.timeline import Timeline
     from qserve.runtime.sampling import SamplingParams
 
+PROMPT_TOKENS, CACHED_TOKENS = "X-Prompt-Tokens", "X-Cached-Tokens"  # headers of an answer
+
 
 @dataclass
 class RequestRecord:
@@ -42,6 +44,13 @@ class RequestRecord:
     @property
     def cached_tokens(self) -> int:
         return sum(timeline.cached_tokens for timeline in self.timelines)
+
+    @property
+    def cache_headers(self) -> dict[str, str]:
+        """What the prefix cache had of the prompts, once a step tells that they were looked up."""
+        if self.queue_seconds is None:
+            return {}
+        return {PROMPT_TOKENS: str(self.prompt_tokens), CACHED_TOKENS: str(self.cached_tokens)}
 
     @property
     def output_tokens(self) -> int:

@@ -53,7 +53,7 @@ def traffic(draw: random.Random, requests: int, rate: float, **more: int) -> lis
     burst=st.sampled_from((1, 1, 7)),
     prefixes=st.sampled_from((0, 3)),
     replicas=st.sampled_from((1, 1, 3)),
-    routing=st.sampled_from(("round-robin", "least-loaded", "prefix-affine")),
+    routing=st.sampled_from(("round-robin", "least-loaded", "prefix-aware")),
     scaled=st.booleans(),
 )
 def test_runs_of_decode_steps_at_once_change_nothing(
@@ -111,7 +111,7 @@ def engine_loop(arrivals: list[Arrival], one: ReplicaConfig) -> dict[int, tuple[
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("routing", ["round-robin", "least-loaded", "prefix-affine"])
+@pytest.mark.parametrize("routing", ["round-robin", "least-loaded", "prefix-aware"])
 def test_a_fleet_of_one_is_the_single_engine(seed: int, routing: str) -> None:
     arrivals = traffic(random.Random(seed), 50, 10.0, prefixes=2, prefix_tokens=8)
     one = config(4, 40)
@@ -129,13 +129,13 @@ def test_one_request_takes_the_steps_that_it_must() -> None:
     assert outcome.usages[0].steps == 4 and outcome.usages[0].peak_blocks == 6
 
 
-def test_prefix_affine_routing_finds_more_in_the_caches() -> None:
+def test_prefix_aware_routing_finds_more_in_the_caches() -> None:
     arrivals = list(Traffic(20.0, 300, Lengths(4), Lengths(4), prefixes=12, prefix_tokens=40, max_model_len=100))
     hits = {}
-    for routing in ("round-robin", "prefix-affine"):
+    for routing in ("round-robin", "prefix-aware"):
         usages = Fleet(FleetConfig(config(8, 80), 4, routing), COST).run(arrivals).usages
         hits[routing] = sum(usage.prefix_hits for usage in usages)
-    assert hits["prefix-affine"] > 1.2 * hits["round-robin"]
+    assert hits["prefix-aware"] > 1.2 * hits["round-robin"]
 
 
 def test_more_replicas_start_when_queues_are_deep_and_end_when_it_is_calm() -> None:

@@ -13,7 +13,8 @@ from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.client import engine_client
 from qserve.runtime.client.codec import decode, encode
 from qserve.runtime.client.engine_client import EngineClient
-from qserve.runtime.client.generation import EngineFailure, Generation, Observer
+from qserve.runtime.client.failures import EngineFailure
+from qserve.runtime.client.generation import Generation, Observer
 from qserve.runtime.client.messages import Command, Event
 from qserve.runtime.client.thread_host import ThreadHost
 from qserve.runtime.client.timeline import Timeline

@@ -11,7 +11,7 @@ from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.source import open_model
 from qserve.runtime.client.codec import decode, encode
 from qserve.runtime.client.engine_client import EngineClient
-from qserve.runtime.client.generation import EngineFailure
+from qserve.runtime.client.failures import EngineFailure
 from qserve.runtime.client.messages import Submit
 from qserve.runtime.client.process_host import ProcessHost
 from qserve.runtime.config import EngineConfig

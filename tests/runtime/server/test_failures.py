@@ -19,7 +19,8 @@ import pytest
 from qserve.checkpoint.errors import QServeError
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
+from qserve.runtime.server.http.listening import claim_socket
+from qserve.runtime.server.serve import ServerHandle, serve
 
 from .waiting import wait_until
 

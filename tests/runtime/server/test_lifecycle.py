@@ -21,7 +21,8 @@ from qserve.checkpoint.errors import QServeError
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.http import connection
-from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
+from qserve.runtime.server.http.listening import claim_socket
+from qserve.runtime.server.serve import ServerHandle, serve
 
 from .conftest import Slow
 from .waiting import idle, wait_until

@@ -18,8 +18,9 @@ from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.http.authentication import AuthenticationMiddleware
+from qserve.runtime.server.http.listening import claim_socket
 from qserve.runtime.server.limits.keys import KeyRing
-from qserve.runtime.server.serve import ServerHandle, claim_socket
+from qserve.runtime.server.serve import ServerHandle
 
 ORIGIN = "https://chat.example.org"
 

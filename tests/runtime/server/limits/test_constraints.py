@@ -21,9 +21,10 @@ from pydantic import BaseModel
 
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.http.listening import claim_socket
 from qserve.runtime.server.limits.constraints import Worker
 from qserve.runtime.server.limits.shared_pool import SharedPool
-from qserve.runtime.server.serve import ServerHandle, claim_socket, serve
+from qserve.runtime.server.serve import ServerHandle, serve
 
 from ..waiting import wait_until
 

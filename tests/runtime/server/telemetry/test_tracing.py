@@ -16,7 +16,8 @@ import pytest
 from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.serve import ServerHandle, claim_socket
+from qserve.runtime.server.http.listening import claim_socket
+from qserve.runtime.server.serve import ServerHandle
 from qserve.runtime.server.telemetry import tracing
 from qserve.runtime.server.telemetry.tracing import Tracer, otlp_exporter
 

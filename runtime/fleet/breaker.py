@@ -1,0 +1,28 @@
+"""``Breaker``: a replica that fails again and again gets no requests for a while. It reads no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+
+FAILURES = 5  # within ``WINDOW`` seconds open it
+WINDOW = 30.0
+PAUSE = 10.0  # seconds without requests; after them one more failure is enough
+
+
+class Breaker:
+    """Counts the failures of one replica. Times are seconds."""
+
+    def __init__(self) -> None:
+        self._failures: deque[float] = deque(maxlen=FAILURES)
+        self._until = float("-inf")
+
+    def failed(self, now: float) -> None:
+        self._failures.append(now)
+        if len(self._failures) == FAILURES and now - self._failures[0] <= WINDOW + PAUSE:
+            self._until = now + PAUSE
+
+    def worked(self) -> None:
+        self._failures.clear()
+
+    def is_open(self, now: float) -> bool:
+        return now < self._until

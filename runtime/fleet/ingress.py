@@ -1,0 +1,290 @@
+"""``Ingress``: the application of ``qserve route``. A request is read, placed, forwarded, and where nothing of its
+answer was seen yet, tried again elsewhere.
+
+What the replicas answer passes through as it is. Its own are the probes, ``/metrics``, ``/v1/models`` and
+``/v1/replicas``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from qserve.runtime.fleet.delivery import Delivery
+from qserve.runtime.fleet.fleet import Fleet
+from qserve.runtime.fleet.metrics import FleetMetrics
+from qserve.runtime.fleet.prompts import prompt_of
+from qserve.runtime.fleet.upstream import Answer, Lost, Unreachable
+from qserve.runtime.router import Placement, Prompt
+from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.errors import APIError, ClientGone, as_api_error
+from qserve.runtime.server.http.authentication import require_admin
+from qserve.runtime.server.http.body import MAX_COMMAS, MORE_COMMAS, parse_object, read_body
+from qserve.runtime.server.http.streaming import while_connected
+from qserve.runtime.server.limits.keys import CALLER, ApiKey, caller_header
+from qserve.runtime.server.limits.quota import QuotaError, Quotas
+from qserve.runtime.server.limits.shared_pool import SharedPool
+from qserve.runtime.server.telemetry.request_record import CACHED_TOKENS, PROMPT_TOKENS, RequestRecord
+
+MAX_LOST = 2  # replicas that may end with a request: one that kills its server must not go round
+FORWARDED = ("content-type", "accept", "traceparent", "tracestate", "anthropic-version")  # never a key or a cookie
+SESSION = "x-session-id"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A request that was read, ready to be sent as often as it takes."""
+
+    method: str
+    target: str
+    headers: str
+    body: bytes
+    prompt: Prompt
+    model: str | None
+    began: float
+
+
+class Ingress:
+    """ASGI application. ``draining`` refuses new requests."""
+
+    def __init__(self, fleet: Fleet, config: ServerConfig) -> None:
+        self.fleet = fleet
+        self.metrics = FleetMetrics(fleet)
+        self.draining = False
+        self._config = config
+        self._quotas = Quotas()
+        self._uploads = SharedPool(config.max_upload_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # a WebSocket is for one server
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        request = Request(scope, receive)
+        delivery = Delivery(send, request.url.path)
+        try:
+            response = await self._own(request)
+            if response is not None:
+                await response(scope, receive, send)
+            else:
+                await self._pass_on(request, delivery)
+        except ClientGone:
+            return
+        except Exception as error:
+            if delivery.ended:
+                raise
+            await delivery.fail(as_api_error(error))
+
+    async def _own(self, request: Request) -> Response | None:
+        """What the router answers itself; None for all that replicas answer."""
+        path, fleet = request.url.path, self.fleet
+        record: RequestRecord = request.scope["qserve.record"]
+        record.route = path if path in _KNOWN else "other"
+        if request.method == "POST" and path in ("/v1/replicas/drain", "/v1/replicas/resume"):
+            require_admin(request)
+            url = (await self._content(request))[1].get("replica")
+            if not isinstance(url, str) or url not in fleet.replicas:
+                raise APIError(404, f"there is no replica {url!r:.200}", param="replica")
+            fleet.hold_back(url, path.endswith("drain"))
+            return JSONResponse(self._replicas())
+        if request.method not in ("GET", "HEAD"):
+            return None
+        if path == "/health":
+            return JSONResponse({"status": "ok"})
+        if path == "/ready":
+            state = "draining" if self.draining else "ready" if fleet.num_ready else "no replica is ready"
+            return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+        if path == "/metrics":
+            require_admin(request)
+            text = await self.metrics.render(time.monotonic())
+            return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        if path == "/v1/replicas":
+            require_admin(request)
+            return JSONResponse(self._replicas())
+        if path == "/v1/models":
+            return JSONResponse({"object": "list", "data": list(fleet.models.values())})
+        if path.startswith("/v1/models/"):
+            name = path.removeprefix("/v1/models/")
+            self._check_model(name)
+            return JSONResponse(fleet.models[name])
+        if path == "/openapi.json":
+            return None
+        raise APIError(404, f"there is no route {request.method} {path[:200]}")
+
+    def _replicas(self) -> dict[str, Any]:
+        now, fleet = time.monotonic(), self.fleet
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "id": each.url,
+                    "object": "replica",
+                    "state": each.state,
+                    "held_back": each.held_back,
+                    "takes_requests": each.takes_requests(now),
+                    "models": list(each.models),
+                    "requests": fleet.router.load(each.url),
+                }
+                for each in fleet.replicas.values()
+            ],
+        }
+
+    def _check_model(self, name: str) -> None:
+        if name not in (known := self.fleet.models):
+            raise APIError(
+                404, f"model {name!r:.200} is not served here; it is {' or '.join(map(repr, known)) or 'none yet'}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    async def _content(self, request: Request) -> tuple[bytes, dict[str, Any]]:
+        config = self._config
+        body = await read_body(
+            request, self._uploads, max_bytes=config.max_body_bytes, timeout=config.body_timeout
+        )
+        return body, parse_object(body, MORE_COMMAS + MAX_COMMAS)
+
+    async def _pass_on(self, request: Request, delivery: Delivery) -> None:
+        if self.draining:
+            raise APIError(503, "the router is shutting down", headers={"Retry-After": "5"})
+        key: ApiKey | None = request.scope["qserve.key"]
+        body, content = await self._content(request) if request.method == "POST" else (b"", {})
+        began = time.perf_counter()
+        model = content.get("model")
+        if isinstance(model, str):
+            self._check_model(model)
+        tenant = key.name if key else ""
+        call = _Call(
+            request.method,
+            _target(request),
+            self._headers(request, key),
+            body,
+            prompt_of(content, tenant, request.headers.get(SESSION, "")),
+            model if isinstance(model, str) else None,
+            began,
+        )
+        choices = self._reserve(key, content)
+        try:
+            await while_connected(request, self._send(call, delivery))
+        finally:
+            if key is not None:
+                self._quotas.ended(key, choices)
+
+    def _headers(self, request: Request, key: ApiKey | None) -> str:
+        given = [(name, value) for name in FORWARDED if (value := request.headers.get(name))]
+        record: RequestRecord = request.scope["qserve.record"]
+        given.append(("x-request-id", record.request_id))
+        if key is not None:
+            given.append((CALLER, caller_header(key)))
+        return "".join(f"{name}: {value}\r\n" for name, value in given)
+
+    def _reserve(self, key: ApiKey | None, content: dict[str, Any]) -> int:
+        """Count the choices of a request against the limits of its key. Raises ``APIError`` 429 or 403."""
+        n, prompts = content.get("n"), content.get("prompt")
+        many = isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list)
+        choices = (n if type(n) is int and n > 0 else 1) * (len(prompts) if many and prompts else 1)
+        if key is None:
+            return choices
+        if key.max_tokens_per_minute is not None:
+            raise APIError(
+                403,
+                "this API key has a limit of tokens per minute, which a router does not count; give it max_requests",
+                code="limit_not_supported",
+            )
+        try:
+            self._quotas.check(key, choices, time.monotonic())
+        except QuotaError as error:
+            wait = {"Retry-After": str(max(1, round(error.retry_after)))}
+            raise APIError(429, str(error), code="rate_limit_exceeded", headers=wait) from None
+        self._quotas.began(key, choices)
+        return choices
+
+    async def _send(self, call: _Call, delivery: Delivery) -> None:
+        """Try replicas until one answers. Raises ``APIError`` where none does."""
+        fleet, tried, lost = self.fleet, set[str](), 0
+        error = APIError(503, "no replica takes requests now", code="no_replica", headers={"Retry-After": "5"})
+        while (placement := fleet.place(call.prompt, call.model, tried)) is not None:
+            url = placement.replica
+            tried.add(url)
+            self.metrics.placed(url, call.prompt.blocks, placement.cached, time.perf_counter() - call.began)
+            try:
+                refused = await self._attempt(call, placement, delivery)
+            except Unreachable as failure:
+                fleet.failed(url, str(failure), unreachable=True)
+                error = APIError(502, "the replica could not be reached", code="replica_unreachable")
+            except Lost as failure:
+                fleet.failed(url, str(failure), unreachable=False)
+                lost += 1
+                error = APIError(502, "the replica ended while it worked on this request", code="replica_lost")
+                if delivery.is_visible or lost == MAX_LOST:
+                    self.metrics.broken(url)
+                    raise error from None
+            else:
+                if refused is None:
+                    return
+                error = refused
+            finally:
+                placement.ended()
+            self.metrics.retried(url)
+        raise error
+
+    async def _attempt(self, call: _Call, placement: Placement, delivery: Delivery) -> APIError | None:
+        """Forward to one replica. An error where it is full or about to end, and another may take the request."""
+        replica = self.fleet.replicas[placement.replica]
+        try:
+            answer = await replica.upstream.send(call.method, call.target, call.headers, call.body)
+        except (Unreachable, Lost):
+            placement.refused()
+            raise
+        try:
+            if answer.status == 503:
+                placement.refused()
+                return await _busy(answer)
+            if answer.status == 401:
+                placement.refused()
+                raise Unreachable("it does not take the router's key")
+            if answer.status < 400:
+                placement.started(_cached_share(answer))
+                self.fleet.worked(replica.url)
+            else:
+                placement.refused()
+            await delivery.forward(answer)
+            return None
+        finally:
+            replica.upstream.release(answer)
+
+
+_KNOWN = frozenset(
+    ("/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/v1/replicas", "/v1/replicas/drain",
+     "/v1/replicas/resume", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+     "/v1/embeddings")
+)  # fmt: skip
+"""Paths that the log names: whoever calls cannot fill it with others."""
+
+
+def _target(request: Request) -> str:
+    """As the client wrote it: a path that is decoded may hold the end of a line."""
+    path: bytes = request.scope["raw_path"]
+    query: bytes = request.scope["query_string"]
+    return (path + (b"?" + query if query else b"")).decode("latin-1")
+
+
+async def _busy(answer: Answer) -> APIError:
+    """What a replica says that is full, loads or drains."""
+    body = await answer.whole(1 << 16)
+    try:
+        error = parse_object(body)["error"]
+        message, code = str(error["message"]), error.get("code")
+    except (APIError, LookupError, TypeError, AttributeError):
+        message, code = "the replica takes no requests", None
+    headers = {"Retry-After": wait} if (wait := answer.headers.get("retry-after")) else None
+    return APIError(503, message, code=code if isinstance(code, str) else None, headers=headers)
+
+
+def _cached_share(answer: Answer) -> float | None:
+    """The part of its prompt that a replica had cached, where it says so."""
+    prompt, cached = answer.headers.get(PROMPT_TOKENS.lower(), ""), answer.headers.get(CACHED_TOKENS.lower(), "")
+    return int(cached) / int(prompt) if prompt.isdecimal() and cached.isdecimal() and int(prompt) else None

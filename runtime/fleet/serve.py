@@ -1,0 +1,89 @@
+"""``RouterServer``: the router of a fleet behind HTTP, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from qserve.runtime.fleet.fleet import Fleet
+from qserve.runtime.fleet.ingress import Ingress
+from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.http.authentication import AuthenticationMiddleware
+from qserve.runtime.server.http.browser_guard import BrowserGuard
+from qserve.runtime.server.http.lingering_close import LingeringClose
+from qserve.runtime.server.http.listening import uvicorn_config
+from qserve.runtime.server.limits.keys import KeyRing
+from qserve.runtime.server.telemetry.access_log import AccessLog, AccessLogMiddleware
+from qserve.runtime.server.telemetry.logs import event
+
+logger = logging.getLogger(__name__)
+
+
+class RouterServer(uvicorn.Server):
+    """A first signal drains it: new requests are refused, and it ends with the last that runs, after
+    ``drain_timeout`` seconds at the latest. A second one ends it at once.
+    """
+
+    def __init__(self, fleet: Fleet, config: ServerConfig, sock: socket.socket) -> None:
+        self.keys = KeyRing(config.api_keys, config.api_keys_file)
+        self.ingress = Ingress(fleet, config)
+        super().__init__(uvicorn_config(_app(self.ingress, config, self.keys), config))
+        self._fleet = fleet
+        self._options = config
+        self._sock = sock
+        self._deadline: float | None = None
+
+    def serve_until_stopped(self) -> None:
+        previous = signal.signal(signal.SIGHUP, lambda *_: self.keys.reload())
+        try:
+            self.run(sockets=[self._sock])
+        finally:
+            signal.signal(signal.SIGHUP, previous)
+            self._sock.close()
+            event(logger, "ended")
+
+    def drain(self, timeout: float) -> None:
+        event(logger, "draining", timeout_seconds=timeout)
+        self.ingress.draining = True
+        self._deadline = time.monotonic() + timeout
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.drain(self._options.drain_timeout if self._deadline is None else 0.0)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._watching = asyncio.create_task(self._fleet.watch())
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._deadline is not None:
+            self.should_exit = time.monotonic() >= self._deadline or not self.server_state.tasks
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._watching.cancel()
+        await super().shutdown(sockets)
+
+
+def _app(ingress: Ingress, config: ServerConfig, keys: KeyRing) -> ASGIApp:
+    """With the same guards as one server, in the same order."""
+    app: ASGIApp = AuthenticationMiddleware(ingress, keys)
+    if not keys:
+        app = BrowserGuard(app, config.allowed_hosts, config.cors_origins)
+    if config.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id", "traceparent"],
+            expose_headers=["Retry-After", "X-Request-Id"],
+        )
+    log = AccessLog("", ingress.metrics, None, lambda: ingress.draining)
+    return LingeringClose(AccessLogMiddleware(app, log))
