@@ -69,4 +69,4 @@ def test_every_block_type(kind, tmp_path) -> None:
     path = save(tmp_path / "m.gguf", kind, blocks)
     expected = torch.from_numpy(dequantize(blocks, kind))
     assert kind in BLOCKS and torch.equal(GGUFFile(path).tensor("model.embed_tokens.weight"), expected)
-    assert expected.isfinite().all() and expected.unique().numel() > 100
+    assert expected.isfinite().all() and expected.unique().numel() > 50
