@@ -16,6 +16,7 @@ from torch import Tensor
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES, Experts, Family, Gguf
 from qserve.checkpoint.gguf_keys import Facts, Shapes
+from qserve.checkpoint.gguf_reader import MAX_TENSORS
 
 ROPE_FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -143,7 +144,7 @@ def _windows(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
 
 def _bounded(layers: int) -> int:
     """Each layer has tensors in the file, of which there are not so many."""
-    return min(layers, 1 << 17)
+    return min(layers, MAX_TENSORS)
 
 
 def _experts(facts: Facts, experts: Experts, gguf: Gguf) -> dict[str, Any]:

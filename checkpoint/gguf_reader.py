@@ -19,9 +19,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from qserve.checkpoint.errors import CheckpointError
 
-MAX_KEYS = 1 << 16
-MAX_TENSORS = 1 << 17
+MAX_KEYS = 1 << 14
+MAX_TENSORS = 1 << 14
 MAX_DIMENSIONS = 4
+MAX_NAME = 128
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """``struct``'s letters by GGUF's types of values."""
 _STRING, _ARRAY = 8, 9
@@ -96,7 +97,7 @@ class _Cursor:
                            f"{MAX_TENSORS:,}")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
-            key = self._string()
+            key = self._name()
             if key in metadata:
                 raise _Damaged(f"the key {key!r} is there twice")
             metadata[key] = self._value(key)
@@ -119,7 +120,7 @@ class _Cursor:
         return Header(metadata, found)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
-        name = self._string()
+        name = self._name()
         (count,) = self._numbers("I", 1)
         if not 1 <= count <= MAX_DIMENSIONS:
             raise _Damaged(f"{name} has {count:,} dimensions")
@@ -138,7 +139,7 @@ class _Cursor:
             (inner,), (count,) = self._numbers("I", 1), self._numbers("Q", 1)
             if inner == _STRING:
                 return self._strings(int(count), key)
-            return np.array(self._raw(self._letter(inner, key), int(count), key))
+            return self._raw(self._letter(inner, key), int(count), key)
         return self._numbers(self._letter(kind, key), 1)[0]
 
     def _letter(self, kind: int, key: str) -> str:
@@ -150,8 +151,7 @@ class _Cursor:
         nbytes = count * struct.calcsize(letter)
         if nbytes > self._size - self._at:
             raise _Damaged(f"{key} claims {count:,} values, more than the file holds")
-        values = np.frombuffer(self._take(nbytes), letter)
-        return values
+        return np.frombuffer(self._take(nbytes), letter)
 
     def _strings(self, count: int, key: str) -> list[str]:
         if count * 8 > self._size - self._at:
@@ -165,6 +165,13 @@ class _Cursor:
             at = end
         self._at = at
         return values
+
+    def _name(self) -> str:
+        """A key, or the name of a tensor: errors quote them."""
+        name = self._string()
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise _Damaged(f"{name[:MAX_NAME]!r} is no name")
+        return name
 
     def _string(self) -> str:
         (length,) = self._numbers("Q", 1)

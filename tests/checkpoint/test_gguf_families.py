@@ -273,7 +273,7 @@ def as_llama_cpp(architecture: str, config: Any, tensors: dict[str, Tensor]) -> 
 
 def write(
     path: Path, architecture: str, config: Any, arrays: dict[str, np.ndarray], says: dict[str, Any],
-    kind: Kind = Kind.Q8_0,
+    kind: Kind = Kind.Q8_0, *, vocabulary: dict[str, Any] | None = None,
 ) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     inner = getattr(config, "ffn_hidden_size" if architecture == "falcon" else "intermediate_size", None)
@@ -301,12 +301,12 @@ def write(
             **arrays, "rope_factors_long.weight": np.array(LONG, np.float32),
             "rope_factors_short.weight": np.array(SHORT, np.float32),
         }  # fmt: skip
-    for key, value in {**common, **says}.items():
-        key = f"{architecture}.{key}"
+    keys = {f"{architecture}.{key}": value for key, value in {**common, **says}.items()}
+    for key, value in {**keys, **(vocabulary or {})}.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
+        elif isinstance(value, (list, np.ndarray)):
+            writer.add_array(key, list(value) if isinstance(value, list) else value.tolist())
         elif isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, int):
