@@ -131,11 +131,7 @@ def _windows(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
         return {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     if family.sliding == 1:
         return {"sliding_window": window}
-    inside = facts.flags("attention.sliding_window_pattern")
-    if inside is None:
-        inside = [(i + 1) % family.sliding != 0 for i in range(_bounded(layers))]
-    if len(inside) != layers:
-        raise CheckpointError(f"attention.sliding_window_pattern lists {len(inside)} layers of {layers}")
+    inside = facts.windows(_bounded(layers), family.sliding)
     return {
         "sliding_window": window,
         "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in inside],
@@ -250,9 +246,11 @@ def llama3_scaling(stored: Tensor, theta: float, head_dim: int, original: int) -
 
     GGUF keeps the divisors, not the rule that made them. The rule is derived again, and its divisors are compared.
     """
+    if stored.numel() != head_dim // 2:
+        raise CheckpointError(f"{ROPE_FACTORS} has {stored.numel()} elements for heads of {head_dim}")
     factor = round(float(stored.max()), 4)
     rule = llama3_factors(theta, head_dim, factor, original)
-    if rule.shape != stored.shape or not torch.allclose(rule, stored.to(torch.float32), rtol=1e-3):
+    if not torch.allclose(rule, stored.flatten().to(torch.float32), rtol=1e-3):
         raise CheckpointError(f"{ROPE_FACTORS} does not follow the rule of Llama 3; it is not supported")
     return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": original}

@@ -48,14 +48,18 @@ class Facts:
             raise CheckpointError(f"{self.architecture}.{name} must be a word, not {_short(value)}")
         return value
 
-    def flags(self, name: str) -> list[bool] | None:
-        """One for each layer, or None where the file does not say."""
-        if name not in self:
-            return None
-        value = self._value(name, None)
-        if not hasattr(value, "tolist") or value.ndim != 1:
-            raise CheckpointError(f"{self.architecture}.{name} must list the layers, not say {_short(value)}")
-        return [bool(item) for item in value.tolist()]
+    def windows(self, layers: int, period: int) -> list[bool]:
+        """For each layer whether it has a window. All have one but every ``period``-th, where the file says nothing; it
+        may say another period, or list them."""
+        name = "attention.sliding_window_pattern"
+        value = self._value(name, period)
+        if isinstance(value, int):
+            every = self.count(name, period)
+            return [every == 0 or (i + 1) % every != 0 for i in range(layers)]
+        listed = value.tolist() if hasattr(value, "tolist") else []
+        if len(listed) != layers:
+            raise CheckpointError(f"{self.architecture}.{name} must list {layers} layers, not say {_short(value)}")
+        return [bool(item) for item in listed]
 
     def __contains__(self, name: str) -> bool:
         return f"{self.architecture}.{name}" in self.metadata

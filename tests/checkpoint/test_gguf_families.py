@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.gguf import GGUFFile
+from qserve.checkpoint.gguf_keys import Facts
 from qserve.kernels import native, registry
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
@@ -391,3 +392,17 @@ def test_what_is_not_read_is_refused_by_name(architecture: str, tmp_path: Path) 
     writer.close()
     with pytest.raises(CheckpointError, match=f"architecture '{architecture}' is not supported; supported: arcee"):
         GGUFFile(tmp_path / "m.gguf")
+
+
+def test_layers_with_a_window() -> None:
+    def windows(says: Any) -> list[bool]:
+        metadata = {} if says is None else {"gemma3.attention.sliding_window_pattern": says}
+        return Facts("gemma3", metadata, {}).windows(6, 3)
+
+    assert windows(None) == [True, True, False] * 2
+    assert windows(2) == [True, False] * 3
+    assert windows(1) == [False] * 6
+    assert windows(np.array([True, False, False, False, False, True])) == [True] + [False] * 4 + [True]
+    for wrong in (np.array([True]), "LLLG", -1):
+        with pytest.raises(CheckpointError, match="sliding_window_pattern must"):
+            windows(wrong)
