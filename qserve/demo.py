@@ -37,9 +37,10 @@ BEGINNING = "The capital of France is"
 JOB = QuantizeJob(method="gptq", bits=4, group_size=64, calibration="builtin", sequence_length=WINDOW)
 GATES = {
     "demo": (Gate("kl_mean", 0.13, "at_most"), Gate("perplexity_increase", 0.12, "at_most")),
-    "demo-gemma": (Gate("kl_mean", 0.16, "at_most"), Gate("perplexity_increase", 0.16, "at_most")),
+    "demo-gemma": (Gate("kl_mean", 0.5, "at_most"), Gate("perplexity_increase", 0.6, "at_most")),
 }
-"""What was measured, with a margin for other machines; see BENCHMARKS.md."""
+"""For SmolLM2 what was measured, with a margin for other machines; see BENCHMARKS.md. For Gemma not measured yet: they
+refuse a broken model, and no more."""
 
 _FEW, _MORE = 4, 16
 """Numbers of samples with which the first block is quantized, to see the cost of one."""
