@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from qserve.checkpoint import keys, modules
+from qserve.checkpoint import gguf_keys, keys, modules
 from qserve.checkpoint.modules import LLAMA, Modules
 
 
@@ -81,14 +81,20 @@ class Gguf:
     """How llama.cpp's files store a family.
 
     Attributes:
-        architecture: its name there. Families that differ only in having a window may share one.
-        class_name: the class of transformers, as ``config.json`` has it.
+        architecture: its name there. Families that differ only in a window, or in experts, may share one.
+        names: keys of its configuration that have other names than Llama's.
+        says: what its configuration says besides, of the file's metadata.
         permuted: rows of queries and keys lie in the order of llama.cpp's rotation, which rotates neighbouring pairs.
+        rotates_by_kind: layers with a window have a rotation of their own, which is never scaled.
+        renormalized: the weights of a token's experts sum to one where the file does not say.
     """
 
     architecture: str
-    class_name: str
+    names: keys.Names = field(default_factory=dict)
+    says: Callable[[gguf_keys.Facts], dict[str, Any]] = gguf_keys.none
     permuted: bool = False
+    rotates_by_kind: bool = False
+    renormalized: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,24 +211,28 @@ def _stablelm(config: Mapping[str, Any]) -> Modules:
 
 _GEMMA = Family(
     native=True, one_plus=True, qkv_bias=None, out_bias=None, tied=True, multipliers=_gemma,
-    served={"use_bidirectional_attention": False},
+    served={"use_bidirectional_attention": False}, gguf=Gguf("gemma"),
 )  # fmt: skip
 _GEMMA2 = replace(
     _GEMMA, sliding=2, capped_scores=True, capped_logits=True, modules=lambda config: modules.GEMMA2, keys=keys.gemma2,
-    multipliers=_gemma2,
+    multipliers=_gemma2, gguf=Gguf("gemma2", keys.GEMMA2, gguf_keys.gemma2),
 )  # fmt: skip
-_OLMO2 = Family(native=True, qk_norm="all", qkv_bias=None, out_bias=None, modules=lambda config: modules.OLMO2)
+_OLMO2 = Family(
+    native=True, qk_norm="all", qkv_bias=None, out_bias=None, modules=lambda config: modules.OLMO2, gguf=Gguf("olmo2")
+)
 _GLM = Family(
-    native=True, qkv_bias=None, partial_rotary=True, modules=lambda config: modules.GLM, keys=keys.attention_biased
+    native=True, qkv_bias=None, partial_rotary=True, modules=lambda config: modules.GLM, keys=keys.attention_biased,
+    gguf=Gguf("chatglm"),
 )
 _COHERE = Family(
     native=True, layer_norm=True, parallel=True, qkv_bias=None, out_bias=None, tied=True,
     modules=lambda config: modules.COHERE, keys=keys.cohere, multipliers=_cohere,
+    gguf=Gguf("command-r", keys.LAYER_NORM, gguf_keys.cohere),
 )  # fmt: skip
 _GPT2 = Family(
     native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
     modules=lambda config: modules.GPT2, keys=keys.gpt2, multipliers=_gpt2,
-    served={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    served={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}, gguf=Gguf("gpt2", keys.GPT2),
 )  # fmt: skip
 _DEEPSEEK = Experts(
     ("n_routed_experts",), shared_count="n_shared_experts", dense_layers="first_k_dense_replace", groups=True,
@@ -233,62 +243,74 @@ _QWEN_MOE = Experts(dense_between=True)
 _MIXTRAL = Experts(("num_local_experts",), "intermediate_size", renormalize=True)
 _GRANITE_MOE = Family(
     native=True, qkv_bias=None, out_bias=None, multipliers=_granite, modules=lambda config: modules.GRANITE_MOE,
-    experts=_MIXTRAL,
+    experts=_MIXTRAL, gguf=Gguf("granitemoe", says=gguf_keys.granite, permuted=True),
 )  # fmt: skip
 
 FAMILIES = {
     "llama": Family(
         native=True, qkv_bias=None, out_bias=None, mlp_bias=None,
-        gguf=Gguf("llama", "LlamaForCausalLM", permuted=True),
+        gguf=Gguf("llama", permuted=True),
     ),
-    "mistral": Family(native=True, sliding=1, gguf=Gguf("llama", "MistralForCausalLM", permuted=True)),
-    "qwen2": Family(
-        native=True, qkv_bias=True, sliding=1, window_asked=True, gguf=Gguf("qwen2", "Qwen2ForCausalLM")
-    ),
+    "mistral": Family(native=True, sliding=1, gguf=Gguf("llama", permuted=True)),
+    "qwen2": Family(native=True, qkv_bias=True, sliding=1, window_asked=True, gguf=Gguf("qwen2")),
     "qwen3": Family(
         native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True,
-        gguf=Gguf("qwen3", "Qwen3ForCausalLM"),
+        gguf=Gguf("qwen3"),
     ),
-    "phi3": Family(native=True, sliding=1, partial_rotary=True, modules=lambda config: modules.PHI3),
-    "granite": Family(native=True, qkv_bias=None, out_bias=None, mlp_bias=None, multipliers=_granite),
+    "phi3": Family(
+        native=True, sliding=1, partial_rotary=True, modules=lambda config: modules.PHI3,
+        gguf=Gguf("phi3", says=gguf_keys.phi3),
+    ),
+    "granite": Family(
+        native=True, qkv_bias=None, out_bias=None, mlp_bias=None, multipliers=_granite,
+        gguf=Gguf("granite", says=gguf_keys.granite, permuted=True),
+    ),
     "smollm3": Family(
         native=True, qkv_bias=None, out_bias=None, mlp_bias=None, tied=True, sliding=1, window_asked=True,
-        rotated=lambda config: config.no_rope_layers,
+        rotated=lambda config: config.no_rope_layers, gguf=Gguf("smollm3", permuted=True),
     ),
     "cohere": replace(_COHERE, qk_norm="layer", qk_norm_asked=True),
-    "cohere2": replace(_COHERE, sliding=4, keys=keys.cohere2, rotated=lambda config: config.no_rope_layers),
+    "cohere2": replace(
+        _COHERE, sliding=4, keys=keys.cohere2, rotated=lambda config: config.no_rope_layers,
+        gguf=Gguf("cohere2", keys.LAYER_NORM, gguf_keys.cohere),
+    ),
     "starcoder2": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
         tied=True, sliding=1, modules=lambda config: modules.STARCODER2, keys=keys.starcoder2,
+        gguf=Gguf("starcoder2", keys.STARCODER2),
     ),
     "falcon": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, parallel=None, qkv_bias=None, out_bias=None,
         mlp_bias=None, tied=True, modules=_falcon, keys=keys.falcon, served={"alibi": False},
+        gguf=Gguf("falcon", keys.FALCON, gguf_keys.falcon),
     ),
     "gpt_neox": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, parallel=None, qkv_bias=None, out_bias=None,
         mlp_bias=True, partial_rotary=True, modules=lambda config: modules.GPT_NEOX, keys=keys.gpt_neox,
+        gguf=Gguf("gptneox", keys.GPT_NEOX, gguf_keys.gpt_neox),
     ),
     "phi": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, parallel=True, qkv_bias=True, out_bias=True,
         mlp_bias=True, head_bias=True, partial_rotary=True, modules=lambda config: modules.PHI, keys=keys.phi,
-        served={"qk_layernorm": False},
+        served={"qk_layernorm": False}, gguf=Gguf("phi2", keys.LAYER_NORM),
     ),
     "stablelm": Family(
         native=True, layer_norm=True, norm_bias=True, parallel=None, qkv_bias=None, partial_rotary=True,
         qk_norm="layer", qk_norm_asked=True, modules=_stablelm, keys=keys.stablelm,
+        gguf=Gguf("stablelm", keys.STABLELM, gguf_keys.stablelm),
     ),
     "olmo": Family(
         native=True, layer_norm=True, norm_weight=False, qkv_bias=None, out_bias=None, keys=keys.olmo,
-        served={"clip_qkv": False},
+        served={"clip_qkv": False}, gguf=Gguf("olmo", says=gguf_keys.olmo, permuted=True),
     ),
     "nemotron": Family(
         native=True, one_plus=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None,
         mlp_bias=None, partial_rotary=True, modules=lambda config: modules.NEMOTRON, keys=keys.nemotron,
+        gguf=Gguf("nemotron", keys.NEMOTRON),
     ),
     "jais2": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
-        modules=lambda config: modules.NEMOTRON, keys=keys.jais2,
+        modules=lambda config: modules.NEMOTRON, keys=keys.jais2, gguf=Gguf("jais2", keys.LAYER_NORM),
     ),
     "opt": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None,
@@ -300,11 +322,12 @@ FAMILIES = {
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": replace(
-        _GPT2, modules=lambda config: modules.GPT_BIGCODE, keys=keys.gpt_bigcode, served={"add_cross_attention": False}
+        _GPT2, modules=lambda config: modules.GPT_BIGCODE, keys=keys.gpt_bigcode, served={"add_cross_attention": False},
+        gguf=Gguf("starcoder", keys.GPT2, gguf_keys.gpt_bigcode),
     ),
     "gpt_neo": replace(
         _GPT2, qkv_bias=False, sliding=1, modules=lambda config: modules.GPT_NEO, keys=keys.gpt_neo, served={},
-        multipliers=lambda config: Multipliers(attention=1.0),
+        multipliers=lambda config: Multipliers(attention=1.0), gguf=None,
     ),
     "gptj": Family(
         native=True, layer_norm=True, norm_bias=True, gated=False, parallel=True, mlp_bias=True, head_bias=True,
@@ -315,52 +338,59 @@ FAMILIES = {
         modules=lambda config: modules.HYPERCLOVAX if config.get("use_post_norm", True) else LLAMA,
     ),
     "ministral": Family(native=True, sliding=1),
-    "ministral3": Family(native=True, sliding=1, scaled_queries=True),
+    "ministral3": Family(native=True, sliding=1, scaled_queries=True, gguf=Gguf("mistral3", permuted=True)),
     "arcee": Family(
-        native=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None, modules=lambda config: modules.NEMOTRON
+        native=True, gated=False, qkv_bias=None, out_bias=None, mlp_bias=None, modules=lambda config: modules.NEMOTRON,
+        gguf=Gguf("arcee", permuted=True),
     ),
-    "seed_oss": Family(native=True, qkv_bias=None, mlp_bias=None, keys=keys.attention_biased),
+    "seed_oss": Family(native=True, qkv_bias=None, mlp_bias=None, keys=keys.attention_biased, gguf=Gguf("seed_oss")),
     "cwm": Family(native=True, sliding=4, keys=keys.cwm),
     "olmo2": _OLMO2,
-    "olmo3": replace(_OLMO2, sliding=4),
+    "olmo3": replace(_OLMO2, sliding=4, gguf=Gguf("olmo2", rotates_by_kind=True)),
     "exaone4": Family(
-        native=True, qk_norm="head", sliding=4, modules=lambda config: modules.OLMO2, rotated=_in_windows
+        native=True, qk_norm="head", sliding=4, modules=lambda config: modules.OLMO2, rotated=_in_windows,
+        gguf=Gguf("exaone4"),
     ),
     "glm": _GLM,
-    "glm4": replace(_GLM, modules=lambda config: modules.GLM4),
+    "glm4": replace(_GLM, modules=lambda config: modules.GLM4, gguf=Gguf("glm4")),
     "helium": Family(native=True, qkv_bias=None, mlp_bias=None, modules=lambda config: modules.INTERLEAVED),
     "ernie4_5": Family(
         native=True, qkv_bias=None, out_bias=None, mlp_bias=None, tied=True, keys=keys.ernie4_5,
-        modules=lambda config: modules.INTERLEAVED,
+        modules=lambda config: modules.INTERLEAVED, gguf=Gguf("ernie4_5", keys.ERNIE4_5),
     ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
-    "vaultgemma": replace(_GEMMA2, modules=lambda config: modules.VAULTGEMMA),
-    "gemma3_text": replace(_GEMMA2, qk_norm="head", capped_scores=False, sliding=6),
+    "vaultgemma": replace(_GEMMA2, modules=lambda config: modules.VAULTGEMMA, gguf=None),
+    "gemma3_text": replace(
+        _GEMMA2, qk_norm="head", capped_scores=False, sliding=6, gguf=Gguf("gemma3", keys.GEMMA2, gguf_keys.gemma3)
+    ),
     "mixtral": Family(
-        native=True, sliding=1, modules=lambda config: modules.MIXTRAL,
-        experts=_MIXTRAL,
+        native=True, sliding=1, modules=lambda config: modules.MIXTRAL, experts=_MIXTRAL,
+        gguf=Gguf("llama", permuted=True),
     ),
     "qwen2_moe": Family(
         native=True, qkv_bias=True, sliding=1, window_asked=True, modules=lambda config: modules.QWEN2_MOE,
         experts=replace(_QWEN_MOE, shared_inner="shared_expert_intermediate_size", shared_gate=True),
+        gguf=Gguf("qwen2moe"),
     ),
     "qwen3_moe": Family(
-        native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=_QWEN_MOE
+        native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=_QWEN_MOE,
+        gguf=Gguf("qwen3moe", renormalized=True),
     ),
     "glm4_moe": Family(
-        native=True, qk_norm="head", qk_norm_asked=True, qkv_bias=None, partial_rotary=True, experts=_DEEPSEEK_V3
+        native=True, qk_norm="head", qk_norm_asked=True, qkv_bias=None, partial_rotary=True, experts=_DEEPSEEK_V3,
+        gguf=Gguf("glm4moe"),
     ),
     "dots1": Family(
-        native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, experts=_DEEPSEEK_V3
+        native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, experts=_DEEPSEEK_V3, gguf=Gguf("dots1"),
     ),
     "olmoe": Family(
         native=True, qk_norm="all", qkv_bias=None, out_bias=None, served={"clip_qkv": False},
-        experts=Experts(("num_experts",), "intermediate_size"),
+        experts=Experts(("num_experts",), "intermediate_size"), gguf=Gguf("olmoe"),
     ),
     "minimax_m2": Family(
         native=True, qk_norm="all", partial_rotary=True, modules=lambda config: modules.MIXTRAL,
-        experts=replace(_MIXTRAL, sigmoid=True, score_bias=True),
+        experts=replace(_MIXTRAL, sigmoid=True, score_bias=True), gguf=Gguf("minimax-m2"),
     ),
     "granitemoe": _GRANITE_MOE,
     "granitemoeshared": replace(_GRANITE_MOE, experts=replace(_MIXTRAL, shared_inner="shared_intermediate_size")),

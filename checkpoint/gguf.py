@@ -1,33 +1,32 @@
 """``GGUFFile``: a model in llama.cpp's single-file format, read as if it were a Hugging Face directory.
 
-The ``gguf`` package reads the container and the block formats. This file undoes llama.cpp's row order of q and k.
+The ``gguf`` package dequantizes the block formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
 from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.files import file_sha256
 from qserve.checkpoint.formats.format import Format
-from qserve.checkpoint.gguf_config import ROPE_FACTORS, config_of, hf_name
+from qserve.checkpoint.gguf_config import config_of
+from qserve.checkpoint.gguf_reader import Header, StoredTensor, read_header
+from qserve.checkpoint.gguf_tensors import Stored, stored_tensors
+from qserve.checkpoint.gguf_tokenizer import tokenizer_of
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec
-from qserve.checkpoint.tokenizer import load_tokenizer, save_portable, split_digits
+from qserve.checkpoint.tokenizer import save_portable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,20 +36,15 @@ PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-BLOCKS = (
-    GGMLQuantizationType.Q4_0,
-    GGMLQuantizationType.Q4_1,
-    GGMLQuantizationType.Q8_0,
-    GGMLQuantizationType.Q4_K,
-    GGMLQuantizationType.Q6_K,
-)
-
-# How text is cut before BPE, by ``tokenizer.ggml.pre``. First the names that transformers follows, with an expression
-# of their own or GPT-2's; then the names where each digit stands alone before GPT-2's expression cuts the rest.
-# An unknown name is refused: a model fed with wrong tokens talks nonsense without any error.
-_PRE_KNOWN = {"gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "falcon3", "pixtral", "tekken",
-              "qwen2", "deepseek-r1-qwen", "megrez"}
-_PRE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
+BLOCKS = tuple(
+    GGMLQuantizationType[name]
+    for name in (
+        "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS",
+        "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+    )
+    if name in GGMLQuantizationType.__members__
+)  # fmt: skip
+"""The block formats that the installed ``gguf`` package dequantizes."""
 
 
 class GGUFFile:
@@ -69,106 +63,106 @@ class GGUFFile:
         self.path = Path(path)
         self.name = name or self.path.stem
         self.part_of: str | None = None
+        header = read_header(self.path)
         # It holds every token and merge of the vocabulary, and is kept until the tokenizer is made.
-        self._reader: GGUFReader | None = (reader := _open(self.path))
+        self._vocabulary: dict[str, Any] | None = header.metadata
+        self._tensors = header.tensors
         try:
-            self._metadata = {key: field.contents() for key, field in reader.fields.items()
-                              if not key.startswith("tokenizer.ggml.") or len(field.data) == 1}
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{self.path}: its metadata is damaged ({error})") from None
-        self._stored = {tensor.name: tensor for tensor in reader.tensors}
-        if int(self._metadata.get("split.count", 1)) > 1:
-            raise CheckpointError(
-                f"{self.path} is one of several parts; merge them with llama-gguf-split --merge"
-            )
-        for tensor in reader.tensors:
-            if not int(tensor.n_elements):
-                raise CheckpointError(f"{self.path}: {tensor.name} is empty")
-            if tensor.tensor_type not in PLAIN and tensor.tensor_type not in BLOCKS:
-                supported = ", ".join(kind.name for kind in (*PLAIN, *BLOCKS))
-                raise CheckpointError(f"{self.path}: {tensor.name} is stored as {tensor.tensor_type.name}, "
-                                      f"which is not supported; supported: {supported}")
-        shapes = {name: tuple(int(n) for n in reversed(tensor.shape))
-                  for name, tensor in self._stored.items()}
-        try:
-            self.config: dict[str, Any] = config_of(self._metadata, shapes, self._read)
+            self.config, self._stored = self._described(header)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
-        self._gguf_name = {hf: name for name in self._stored
-                           if name != ROPE_FACTORS and (hf := hf_name(name)) is not None}
-        self._shapes = {hf: shapes[name] for hf, name in self._gguf_name.items()}
+
+    def _described(self, header: Header) -> tuple[dict[str, Any], dict[str, Stored]]:
+        metadata = header.metadata
+        parts = metadata.get("split.count", 1)
+        if isinstance(parts, int) and parts > 1:
+            raise CheckpointError("it is one of several parts; merge them with llama-gguf-split --merge")
+        for name, tensor in header.tensors.items():
+            if not tensor.elements:
+                raise CheckpointError(f"{name} is empty")
+            if tensor.kind not in PLAIN and tensor.kind not in BLOCKS:
+                supported = ", ".join(kind.name for kind in (*PLAIN, *BLOCKS))
+                raise CheckpointError(
+                    f"{name} is stored as {tensor.kind.name}, which is not supported; supported: {supported}"
+                )
+        shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+        config = config_of(metadata, shapes, self._read)
+        return config, stored_tensors(config, shapes)
 
     def names(self) -> list[str]:
-        return list(self._gguf_name)
+        return list(self._stored)
 
     def linears(self) -> list[str]:
         return []
 
     def has(self, name: str) -> bool:
-        return name in self._gguf_name
+        return name in self._stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        self._require(name)
-        return self._shapes[name]
+        return self._where(name).shape
 
     def nbytes(self, name: str) -> int:
-        self._require(name)
-        stored = self._stored[self._gguf_name[name]]
-        return int(stored.n_elements) * (2 if stored.tensor_type.name in ("F16", "BF16") else 4)
+        stored = self._where(name)
+        kinds = {self._tensors[part].kind.name for part in stored.names}
+        return int(np.prod(stored.shape)) * (2 if kinds <= {"F16", "BF16"} else 4)
 
     def tensor(self, name: str) -> Tensor:
-        self._require(name)
-        tensor = self._read(self._gguf_name[name])
-        gguf = FAMILIES[self.config["model_type"]].gguf
-        if gguf is not None and gguf.permuted:
-            if ".q_proj." in name:
-                return unpermute(tensor, self.config["num_attention_heads"])
-            if ".k_proj." in name:
-                return unpermute(tensor, self.config["num_key_value_heads"])
-        return tensor
+        stored = self._where(name)
+        parts = [self._read(part, stored.place) for part in stored.names]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+        tensor = tensor.reshape(stored.laid)
+        return tensor if stored.undo is None else stored.undo(tensor)
 
     def linear(self, module: str) -> QuantizedWeight:
         raise CheckpointError(f"{self.path}: {module} is not stored packed; a GGUF file is read dense")
 
-    def _require(self, name: str) -> None:
-        if name not in self._gguf_name:
+    def _where(self, name: str) -> Stored:
+        if name not in self._stored:
             raise CheckpointError(f"{self.path} lacks the tensor {name}")
+        return self._stored[name]
 
-    def _read(self, gguf_name: str) -> Tensor:
-        """One tensor by its GGUF name, in memory of its own; block types become float32."""
-        stored = self._stored[gguf_name]
-        shape = [int(n) for n in reversed(stored.shape)]
-        if stored.tensor_type in PLAIN:
-            # Read as bytes, since numpy has no bfloat16.
-            raw = torch.from_numpy(np.ascontiguousarray(stored.data).view(np.uint8).copy())
-            return raw.view(PLAIN[stored.tensor_type]).reshape(shape)
-        return torch.from_numpy(dequantize(stored.data, stored.tensor_type)).reshape(shape)
+    def _read(self, name: str, place: int | None = None) -> Tensor:
+        """One tensor by its GGUF name, or one of those stacked in it, in memory of its own; block types become
+        float32."""
+        tensor = self._tensors[name]
+        shape, start, nbytes = tensor.shape, tensor.start, tensor.nbytes
+        if place is not None:
+            nbytes //= shape[0]
+            shape, start = shape[1:], start + place * nbytes
+        raw = self._bytes(start, nbytes)
+        if tensor.kind in PLAIN:
+            return torch.from_numpy(raw).view(PLAIN[tensor.kind]).reshape(shape)
+        return _dequantized(tensor, raw, shape)
+
+    def _bytes(self, start: int, nbytes: int) -> np.ndarray[Any, Any]:
+        try:
+            raw = np.fromfile(self.path, np.uint8, nbytes, offset=start)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+        if len(raw) != nbytes:
+            raise CheckpointError(f"{self.path} was cut short while it was read; fetch it again")
+        return raw
 
     def dtype(self) -> torch.dtype:
-        return torch.float16
+        return torch.bfloat16 if self.config["torch_dtype"] == "bfloat16" else torch.float16
 
     def stored_bytes(self) -> int:
         return self.path.stat().st_size
 
     def parameters(self) -> int:
-        return sum(int(self._stored[name].n_elements) for name in self._gguf_name.values())
+        return sum(int(np.prod(stored.shape)) for stored in self._stored.values())
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        model, pre = (self._metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-        if model not in ("gpt2", "llama") or (model == "gpt2" and pre not in _PRE_KNOWN | _PRE_DIGITS):
-            raise CheckpointError(f"{self.path}: the tokenizer {model!r} with pre-tokenizer {pre!r} is not "
-                                  "supported; open the model's Hugging Face directory instead")
-        assert self._reader is not None
-        with _lent(self._reader):
-            tokenizer = load_tokenizer(self.path.parent, vocab_size=self.config["vocab_size"],
-                                       gguf_file=self.path.name)
-        self._reader = None
-        if pre in _PRE_DIGITS:
-            split_digits(tokenizer)
+        assert self._vocabulary is not None
+        try:
+            tokenizer = tokenizer_of(self._vocabulary, self.config["vocab_size"])
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        self._vocabulary = None
         return tokenizer
 
     def save_tokenizer(self, out: Path) -> None:
@@ -189,54 +183,6 @@ class GGUFFile:
         """Nothing to compare: a GGUF file carries no hashes."""
 
 
-def unpermute(tensor: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's row order of q and k (weight [out, in] or bias [out]).
-
-    Its RoPE turns neighbouring rows (0, 1), (2, 3), ... of a head; Hugging Face's turns row i with i + dim/2.
-    """
-    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-class _Reader(GGUFReader):
-    """Views the file as a plain array. A slice is made for every token and merge, and slices of a ``memmap`` cost
-    several times as much."""
-
-    @property  # type: ignore[override]
-    def data(self) -> np.ndarray[Any, Any]:
-        return self._data
-
-    @data.setter
-    def data(self, mapped: np.ndarray[Any, Any]) -> None:
-        self._data = mapped.view(np.ndarray)
-
-
-@contextmanager
-def _lent(reader: GGUFReader) -> Iterator[None]:
-    """Lend ``reader`` to transformers, which would read the file again: most of the load time of a small model."""
-    before = gguf.GGUFReader
-    gguf.GGUFReader = lambda path: reader  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = before  # type: ignore[misc]
-
-
-def _open(path: Path) -> GGUFReader:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if magic != b"GGUF":
-        raise CheckpointError(
-            f"{path} is no GGUF file (it starts with {magic!r}); give a model directory or a .gguf file"
-        )
-    try:
-        reader = _Reader(path)
-    except (IndexError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
-        if "GGMLQuantizationType" in str(error):
-            raise CheckpointError(f"{path} holds a tensor of unknown type ({error})") from None
-        raise CheckpointError(f"{path} is truncated or damaged ({error}); fetch it again") from None
-    if reader.byte_order != "I":
-        raise CheckpointError(f"{path} was written for the other byte order; convert it for this machine")
-    return reader
+def _dequantized(tensor: StoredTensor, raw: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Tensor:
+    values = dequantize(raw.reshape(-1, tensor.nbytes // (tensor.elements // shape[-1])), tensor.kind)
+    return torch.from_numpy(np.ascontiguousarray(values)).reshape(shape)

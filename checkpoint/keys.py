@@ -7,10 +7,34 @@ from typing import Any
 
 Config = Mapping[str, Any]
 """The content of a config.json, with or without what transformers would add."""
+Names = Mapping[str, str]
+"""Keys of a family's configuration by Llama's."""
+
+GEMMA2: Names = {"hidden_act": "hidden_activation"}
+LAYER_NORM: Names = {"rms_norm_eps": "layer_norm_eps"}
+GPT_NEOX: Names = {**LAYER_NORM, "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+NEMOTRON: Names = {"rms_norm_eps": "norm_eps"}
+ERNIE4_5: Names = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+STARCODER2: Names = {**ERNIE4_5, "rms_norm_eps": "norm_epsilon"}
+STABLELM: Names = {**LAYER_NORM, "attention_bias": "use_qkv_bias", "use_qk_norm": "qk_layernorm"}
+FALCON: Names = {
+    "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation", "num_key_value_heads": "num_kv_heads",
+    "attention_bias": "bias", "mlp_bias": "bias", "intermediate_size": "ffn_hidden_size",
+}  # fmt: skip
+OPT: Names = {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}
+GPT2: Names = {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions", "intermediate_size": "n_inner", "rms_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}  # fmt: skip
+GPT_NEO: Names = {
+    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "rms_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function", "sliding_window": "window_size", "intermediate_size": "intermediate_size",
+}  # fmt: skip
 
 
 def gemma2(config: Config) -> dict[str, Any]:
-    return _renamed(config, hidden_act="hidden_activation")
+    return _renamed(config, GEMMA2)
 
 
 def attention_biased(config: Config) -> dict[str, Any]:
@@ -19,7 +43,7 @@ def attention_biased(config: Config) -> dict[str, Any]:
 
 
 def ernie4_5(config: Config) -> dict[str, Any]:
-    return _renamed(config, attention_bias="use_bias", mlp_bias="use_bias")
+    return _renamed(config, ERNIE4_5)
 
 
 def cwm(config: Config) -> dict[str, Any]:
@@ -31,7 +55,7 @@ def cwm(config: Config) -> dict[str, Any]:
 
 
 def cohere(config: Config) -> dict[str, Any]:
-    return _renamed(config, rms_norm_eps="layer_norm_eps")
+    return _renamed(config, LAYER_NORM)
 
 
 def cohere2(config: Config) -> dict[str, Any]:
@@ -42,8 +66,7 @@ def cohere2(config: Config) -> dict[str, Any]:
 
 
 def starcoder2(config: Config) -> dict[str, Any]:
-    biases = config.get("use_bias", True)
-    return {**_renamed(config, rms_norm_eps="norm_epsilon"), "attention_bias": biases, "mlp_bias": biases}
+    return {"attention_bias": True, "mlp_bias": True, **_renamed(config, STARCODER2)}
 
 
 def olmo(config: Config) -> dict[str, Any]:
@@ -51,20 +74,20 @@ def olmo(config: Config) -> dict[str, Any]:
 
 
 def nemotron(config: Config) -> dict[str, Any]:
-    return _renamed(config, rms_norm_eps="norm_eps")
+    return _renamed(config, NEMOTRON)
 
 
 def jais2(config: Config) -> dict[str, Any]:
     biases = {key: config.get(key, True) for key in ("attention_bias", "mlp_bias")}
-    return {**biases, **_renamed(config, rms_norm_eps="layer_norm_eps")}
+    return {**biases, **_renamed(config, LAYER_NORM)}
 
 
 def stablelm(config: Config) -> dict[str, Any]:
-    return _renamed(config, rms_norm_eps="layer_norm_eps", attention_bias="use_qkv_bias", use_qk_norm="qk_layernorm")
+    return _renamed(config, STABLELM)
 
 
 def phi(config: Config) -> dict[str, Any]:
-    return _renamed(config, rms_norm_eps="layer_norm_eps")
+    return _renamed(config, LAYER_NORM)
 
 
 def gpt_neox(config: Config) -> dict[str, Any]:
@@ -76,10 +99,7 @@ def gpt_neox(config: Config) -> dict[str, Any]:
 def falcon(config: Config) -> dict[str, Any]:
     """One key head with ``multi_query``; ``num_kv_heads`` counts only in the new architecture."""
     new = bool(config.get("new_decoder_architecture", False))
-    keys = _renamed(
-        config, rms_norm_eps="layer_norm_epsilon", hidden_act="activation", num_key_value_heads="num_kv_heads",
-        attention_bias="bias", mlp_bias="bias", intermediate_size="ffn_hidden_size",
-    )  # fmt: skip
+    keys = _renamed(config, FALCON)
     if not new:
         multi_query = config.get("multi_query", True)
         keys["num_key_value_heads"] = 1 if multi_query else config.get("num_attention_heads")
@@ -91,7 +111,7 @@ def falcon(config: Config) -> dict[str, Any]:
 
 def opt(config: Config) -> dict[str, Any]:
     biases = config.get("enable_bias", True)
-    keys = _renamed(config, intermediate_size="ffn_dim", hidden_act="activation_function")
+    keys = _renamed(config, OPT)
     projected = config.get("word_embed_proj_dim") not in (None, config.get("hidden_size"))
     return {
         **keys, "num_key_value_heads": config.get("num_attention_heads"), "rms_norm_eps": 1e-5,
@@ -100,20 +120,13 @@ def opt(config: Config) -> dict[str, Any]:
 
 
 def gpt2(config: Config) -> dict[str, Any]:
-    keys = _renamed(
-        config, hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
-        max_position_embeddings="n_positions", intermediate_size="n_inner", rms_norm_eps="layer_norm_epsilon",
-        hidden_act="activation_function",
-    )  # fmt: skip
+    keys = _renamed(config, GPT2)
     return _inner(config, {**keys, "num_key_value_heads": keys.get("num_attention_heads")})
 
 
 def gpt_neo(config: Config) -> dict[str, Any]:
     """``attention_types`` lists kinds of layers, and how often the list repeats."""
-    keys = _renamed(
-        config, num_hidden_layers="num_layers", num_attention_heads="num_heads", rms_norm_eps="layer_norm_epsilon",
-        hidden_act="activation_function", sliding_window="window_size", intermediate_size="intermediate_size",
-    )  # fmt: skip
+    keys = _renamed(config, GPT_NEO)
     listed = [kind for kinds, times in config.get("attention_types") or () for kind in list(kinds) * times]
     if listed:
         keys["layer_types"] = ["sliding_attention" if kind == "local" else "full_attention" for kind in listed]
@@ -143,5 +156,5 @@ def _inner(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _renamed(config: Config, **keys: str) -> dict[str, Any]:
-    return {name: config[own] for name, own in keys.items() if own in config}
+def _renamed(config: Config, names: Names) -> dict[str, Any]:
+    return {name: config[own] for name, own in names.items() if own in config}

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from qserve.checkpoint.card import CARD_FILE
-from qserve.checkpoint.demo import demo_path
+from qserve.checkpoint.demo import DEMOS, demo_path
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import sync, write_error
 from qserve.checkpoint.hub import PATTERNS, is_hub_id, split_hub_id
@@ -40,8 +40,8 @@ def find_removal(model: str) -> Removal:
     the demo.
     """
     path = Path(model).expanduser()
-    if model == "demo" and not path.is_dir():
-        return _demo()
+    if model in DEMOS and not path.is_dir():
+        return _demo(model)
     if path.is_dir():
         return _directory(path)
     if path.is_file():
@@ -51,8 +51,8 @@ def find_removal(model: str) -> Removal:
     raise CheckpointError(f"{model} does not exist; qserve list shows what is there")
 
 
-def _demo() -> Removal:
-    path = demo_path()
+def _demo(model: str) -> Removal:
+    path = demo_path(DEMOS[model])
     if not path.is_file():
         raise CheckpointError(f"the demo model is not in {path.parent}")
     return Removal(f"the demo model, {path}", path.stat().st_size, lambda: _unlink(path))

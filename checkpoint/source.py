@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
-from qserve.checkpoint.demo import fetch_demo
+from qserve.checkpoint.demo import DEMOS, fetch_demo
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.formats.format import Format, is_embedding
 from qserve.checkpoint.gguf import GGUFFile
@@ -124,14 +124,15 @@ def dense_linears(source: ModelSource) -> list[str]:
 def open_model(
     model: str | Path, *, offline: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> ModelSource:
-    """Open ``model``: a Hugging Face directory, a ``*.gguf`` file, ``demo``, or a hub id with or without ``@revision``.
+    """Open ``model``: a Hugging Face directory, a ``*.gguf`` file, ``demo`` or ``demo-gemma``, or a hub id with or
+    without ``@revision``.
 
-    ``offline`` forbids the network: the demo model and hub ids must then be in the cache already.
-    ``progress(done, total)`` counts the bytes of a download of the demo model.
+    ``offline`` forbids the network: demo models and hub ids must then be in the cache already.
+    ``progress(done, total)`` counts the bytes of a download of a demo model.
     """
     text = os.fspath(model)
-    if text == "demo" and not Path(text).is_dir():
-        return GGUFFile(fetch_demo(progress, offline=offline), name="demo")
+    if text in DEMOS and not Path(text).is_dir():
+        return GGUFFile(fetch_demo(progress, offline=offline, model=DEMOS[text]), name=text)
     path = Path(os.path.expanduser(text))
     if path.is_dir():
         return HFDirectory(path)

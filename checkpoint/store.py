@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qserve.checkpoint.card import QualityCard
-from qserve.checkpoint.demo import demo_path
+from qserve.checkpoint.demo import DEMOS, demo_path
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
@@ -53,7 +53,7 @@ class StoredModel:
 
 
 def find_models(directories: list[Path]) -> Iterator[StoredModel]:
-    """The models in ``directories`` and two levels below, in the hub's cache, and the demo model.
+    """The models in ``directories`` and two levels below, in the hub's cache, and the demo models.
 
     From the hub's cache come only models that qserve can read. Raises ``CheckpointError`` for what is not a directory.
     """
@@ -66,8 +66,10 @@ def find_models(directories: list[Path]) -> Iterator[StoredModel]:
                 seen.add(path.resolve())
                 yield _describe(path, str(path))
     yield from _cached_models()
-    if demo_path().is_file() and not (demo := _describe(demo_path(), "demo")).problem:
-        yield demo
+    for name, model in DEMOS.items():
+        path = demo_path(model)
+        if path.is_file() and not (demo := _describe(path, name)).problem:
+            yield demo
 
 
 def _candidates(directory: Path, depth: int) -> Iterator[Path]:

@@ -27,29 +27,26 @@ TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(directory: Path, *, vocab_size: Any = None,
-                   gguf_file: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer stored in ``directory`` (or in its GGUF file), without network and remote code.
+def load_tokenizer(directory: Path, *, vocab_size: Any = None) -> PreTrainedTokenizerBase:
+    """The tokenizer stored in ``directory``, without network and remote code.
 
     Raises ``CheckpointError`` where it cannot be loaded or has more tokens than the model's ``vocab_size``.
     """
     from transformers import AutoTokenizer
 
-    where = directory / gguf_file if gguf_file else directory
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(directory), use_fast=True, trust_remote_code=False, local_files_only=True, **extra
+            str(directory), use_fast=True, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # anything from KeyError to the Rust library's bare Exception
         if (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists():
-            require("sentencepiece", f"{where}: the tokenizer")
+            require("sentencepiece", f"{directory}: the tokenizer")
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{where}: the tokenizer cannot be loaded ({reason})") from error
+        raise CheckpointError(f"{directory}: the tokenizer cannot be loaded ({reason})") from error
     # Added tokens may lie beyond the embedding in good models (a padding token); the base vocabulary may not.
     if isinstance(vocab_size, int) and tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
-            f"{where}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}; "
+            f"{directory}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}; "
             "it belongs to another model"
         )
     return tokenizer
@@ -88,22 +85,12 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     tokenizer.chat_template = template
 
 
-def split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Cut each digit off before GPT-2's expression cuts the rest, as SmolLM's and StarCoder's vocabularies
-    were trained. Without it the two spaces of "x  5" fall apart and the model sees tokens it never saw."""
-    from tokenizers import pre_tokenizers
-
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-
-
 def save_portable(tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
     """Write the tokenizer's files into ``out`` under a class name that transformers 4 and 5 both know."""
     tokenizer.save_pretrained(str(out))
     path = out / "tokenizer_config.json"
     content = read_json_object(path)
     content["tokenizer_class"] = "PreTrainedTokenizerFast"
-    for key in ("name_or_path", "gguf_file", "is_local", "local_files_only", "backend"):
+    for key in ("name_or_path", "is_local", "local_files_only", "backend"):
         content.pop(key, None)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

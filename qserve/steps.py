@@ -12,7 +12,7 @@ from qserve import console
 from qserve.checkpoint import convert as conversion
 from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
-from qserve.checkpoint.demo import demo_path
+from qserve.checkpoint.demo import DEMOS, demo_path
 from qserve.checkpoint.errors import CheckpointError, QServeError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.checkpoint.tokenizer import use_chat_template
@@ -26,8 +26,10 @@ from qserve.runtime.memory import MemoryPlan
 
 
 def open_source(model: str, chat_template: Path | None = None) -> ModelSource:
-    """Open MODEL; the first use of the demo model downloads it. ``chat_template``: a file, instead of its own."""
-    if model == "demo" and not demo_path().exists():
+    """Open MODEL; the first use of a demo model downloads it. ``chat_template``: a file, instead of its own."""
+    if (demo := DEMOS.get(model)) and not demo_path(demo).exists():
+        if demo.notice:
+            console.note(demo.notice)
         with console.progress("download") as update:
             source = open_model(model, progress=update)
     else:
@@ -137,17 +139,13 @@ def show_card(card: QualityCard, gates: Sequence[GateReport]) -> None:
         console.line(text)
 
 
-def ask(url: str, model: str, question: str) -> None:
-    """One chat question over HTTP, streamed to the terminal."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "stream": True,
-        "temperature": 0,
-        "max_tokens": 64,
-    }
+def ask(url: str, model: str, question: str, *, chat: bool = True) -> None:
+    """One question over HTTP, its answer streamed to the terminal; without ``chat`` the model goes on with the text."""
+    body = {"model": model, "stream": True, "temperature": 0, "max_tokens": 64 if chat else 24}
+    body |= {"messages": [{"role": "user", "content": question}]} if chat else {"prompt": question}
     content = json.dumps(body).encode()
-    request = Request(f"{url}/chat/completions", content, {"Content-Type": "application/json"})
+    route = "chat/completions" if chat else "completions"
+    request = Request(f"{url}/{route}", content, {"Content-Type": "application/json"})
     direct = build_opener(ProxyHandler({}))  # this machine is not behind the proxy
     with direct.open(request, timeout=120) as response:
         for raw in response:
@@ -158,5 +156,6 @@ def ask(url: str, model: str, question: str) -> None:
             if "error" in chunk:
                 raise QServeError(f"the server answered: {chunk['error']['message']}")
             for choice in chunk["choices"]:
-                console.out.print(choice["delta"].get("content") or "", end="")
+                piece = choice["delta"].get("content") if chat else choice["text"]
+                console.out.print(piece or "", end="")
     console.line()

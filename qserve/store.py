@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qserve import console
-from qserve.checkpoint.demo import demo_path, fetch_demo
+from qserve.checkpoint.demo import DEMOS, demo_path, fetch_demo
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.pull import find_remote
 
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 def pull(model: str, file: str | None = None) -> list[str]:
     """Fetch a model; returns the result in lines."""
-    if model == "demo":
+    if demo := DEMOS.get(model):
         if file is not None:
-            raise UsageError("--file is for models on the hub: demo is one file")
-        before = demo_path().exists()
+            raise UsageError(f"--file is for models on the hub: {model} is one file")
+        before = demo_path(demo).exists()
+        if demo.notice and not before:
+            console.note(demo.notice)
         with console.progress("download") as update:
-            path = fetch_demo(update)
-        return [f"demo: {path} ({console.size(path.stat().st_size)}, {'there already' if before else 'fetched'})"]
+            path = fetch_demo(update, model=demo)
+        return [f"{model}: {path} ({console.size(path.stat().st_size)}, {'there already' if before else 'fetched'})"]
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     disable_progress_bars()  # we show our own
