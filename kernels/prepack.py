@@ -18,6 +18,7 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 LANES = 16
 _ROWS = 4096
+_CODES = 1 << 18  # that are laid out at a time
 
 
 @dataclass(frozen=True)
@@ -119,15 +120,17 @@ def int_tiles(packed: QuantizedWeight) -> IntTiles:
         codes = torch.where(order < 0, 0, codes[:, order.clamp_min(0)])
     k = codes.shape[1]
     tiles = -(-packed.out_features // LANES)
-    codes = F.pad(codes, (0, 0, 0, tiles * LANES - packed.out_features))
-    quads = codes.view(tiles, LANES, k // 4, 4).transpose(1, 2)  # [tiles, k / 4, 16, 4]
-    if packed.scheme.bits <= 4:
-        pairs = quads.reshape(tiles, k // 8, 2, LANES, 4)
-        weight = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).contiguous()
-    else:
-        weight = quads.contiguous()
+    if len(codes) % LANES:
+        codes = F.pad(codes, (0, 0, 0, tiles * LANES - packed.out_features))
+    # Four codes at a time, as the bytes of an int32: [tiles, k / 4, 16]. A few tiles at a time, which stay in the cache.
+    quads = codes.contiguous().view(torch.int32).view(tiles, LANES, k // 4).transpose(1, 2)
+    nibbles = packed.scheme.bits <= 4
+    weight = torch.empty(tiles, k // 8 if nibbles else k // 4, LANES, dtype=torch.int32)
+    step = max(1, _CODES // (LANES * k))
+    for some, out in zip(quads.split(step), weight.split(step), strict=True):
+        out.copy_(some[:, ::2] | (some[:, 1::2] << 4) if nibbles else some)
     return IntTiles(
-        weight=weight,
+        weight=weight.view(torch.uint8).view(tiles, -1, LANES, 4),
         scales=_tiles_of_rows(_narrowed(packed.scales.float())),
         zeros=None if packed.zeros is None else _tiles_of_rows(packed.zeros.to(torch.int32)),
         permutation=None if order is None else order.to(torch.int32),
