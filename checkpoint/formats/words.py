@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-
 _WORDS = 1 << 16
 """That are unpacked at a time."""
 

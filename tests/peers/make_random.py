@@ -1,9 +1,9 @@
 """A random 4-bit model in the shape of a large one: ``make_random.py SHAPE OUT``.
 
-OUT/w4 is a GPTQ checkpoint in groups of 64, OUT/Q4_0.gguf has the same weights, for llama.cpp (only where the ``gguf``
-package is installed and the shape has a name there): a group of 64 is two blocks of Q4_0 with the same scale. Embeddings
-and head are in 16 bits in the checkpoint, and in 8 bits in the file. The matrices of one size hold the same rows, turned
-further for each, so that a model of gigabytes is made in as long as it takes to write.
+OUT/w4 is a GPTQ checkpoint in groups of 64. OUT/Q4_0.gguf has the same weights, for llama.cpp: a group of 64 is two
+blocks of Q4_0 with the same scale. It is written where the ``gguf`` package is installed. Embeddings and head have 16
+bits in the checkpoint and 8 bits in the file. The matrices of one size hold the same rows, turned further for each, so
+that a model of gigabytes is made in as long as it takes to write.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class GGUF:
 
     def put(self, name: str, tensor: Tensor, kind: str = "F32") -> None:
         """``tensor``: numbers, or the bytes of Q4_0."""
-        of_kind, array = self._gguf.GGMLQuantizationType[kind], tensor.numpy() if kind == "Q4_0" else tensor.float().numpy()
+        of_kind = self._gguf.GGMLQuantizationType[kind]
+        array = tensor.numpy() if kind == "Q4_0" else tensor.float().numpy()
         if kind == "Q8_0":
             array = self._gguf.quants.quantize(array, of_kind)
         self._writer.add_tensor(f"{name}.weight", array, raw_dtype=None if kind == "F32" else of_kind)
