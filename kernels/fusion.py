@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 
-import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -81,19 +80,17 @@ def _with(product: FusedLinear, op: Activation | SoftCap) -> FusedLinear:
 
 
 def _alternating(linear: Linear) -> Linear:
-    order = _alternation(linear.out.shape[1])
-    bias = None if linear.bias is None else linear.bias[order]
+    bias = None if linear.bias is None else _alternate(linear.bias)
     return replace(linear, weight=alternating(linear.weight), bias=bias)
 
 
 def alternating(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
     """``weight`` of gates, then their factors, with the order of rows that a gated ``FusedLinear`` needs."""
     if isinstance(weight, Tensor):
-        return weight[_alternation(len(weight))]
-    order = _alternation(weight.out_features)
-    zeros = None if weight.zeros is None else weight.zeros[order]
-    return replace(weight, codes=weight.codes[order], scales=weight.scales[order], zeros=zeros)
+        return _alternate(weight)
+    zeros = None if weight.zeros is None else _alternate(weight.zeros)
+    return replace(weight, codes=_alternate(weight.codes), scales=_alternate(weight.scales), zeros=zeros)
 
 
-def _alternation(rows: int) -> Tensor:
-    return torch.arange(rows).view(2, rows // 2 // LANES, LANES).transpose(0, 1).flatten()
+def _alternate(rows: Tensor) -> Tensor:
+    return rows.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)

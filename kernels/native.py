@@ -28,6 +28,7 @@ from qserve.kernels.ops import (
     Cast,
     Embed,
     Experts,
+    HeadNorm,
     LayerNorm,
     Linear,
     Op,
@@ -261,7 +262,7 @@ class _NativeProgram:
                 return tile_experts(op, self._pool.arena.keep)
             case Route() if op.bias is not None:
                 return replace(op, bias=op.bias.float().contiguous())
-            case RMSNorm():
+            case RMSNorm() | HeadNorm():
                 return replace(op, weight=op.weight.float().contiguous())
             case LayerNorm():
                 return replace(op, weight=op.weight.float().contiguous(), bias=as_floats(op.bias))

@@ -128,6 +128,14 @@ class HeadNorm:
     head_dim: int
     eps: float
 
+    @property
+    def heads(self) -> int:
+        return self.x.shape[1] // self.head_dim
+
+    @property
+    def x_stride(self) -> int:
+        return self.x.stride(0)
+
 
 @dataclass(frozen=True)
 class Cast:

@@ -17,7 +17,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 LANES = 16
-_ROWS = 4096
+_CODES = 1 << 18  # that are laid out at a time
 
 
 @dataclass(frozen=True)
@@ -119,15 +119,17 @@ def int_tiles(packed: QuantizedWeight) -> IntTiles:
         codes = torch.where(order < 0, 0, codes[:, order.clamp_min(0)])
     k = codes.shape[1]
     tiles = -(-packed.out_features // LANES)
-    codes = F.pad(codes, (0, 0, 0, tiles * LANES - packed.out_features))
-    quads = codes.view(tiles, LANES, k // 4, 4).transpose(1, 2)  # [tiles, k / 4, 16, 4]
-    if packed.scheme.bits <= 4:
-        pairs = quads.reshape(tiles, k // 8, 2, LANES, 4)
-        weight = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).contiguous()
-    else:
-        weight = quads.contiguous()
+    if len(codes) % LANES:
+        codes = F.pad(codes, (0, 0, 0, tiles * LANES - packed.out_features))
+    # Four codes as the bytes of an int32: [tiles, k / 4, 16]. A few tiles at a time, which stay in the cache.
+    quads = codes.contiguous().view(torch.int32).view(tiles, LANES, k // 4).transpose(1, 2)
+    nibbles = packed.scheme.bits <= 4
+    weight = torch.empty(tiles, k // 8 if nibbles else k // 4, LANES, dtype=torch.int32)
+    step = max(1, _CODES // (LANES * k))
+    for some, out in zip(quads.split(step), weight.split(step), strict=True):
+        out.copy_(some[:, ::2] | (some[:, 1::2] << 4) if nibbles else some)
     return IntTiles(
-        weight=weight,
+        weight=weight.view(torch.uint8).view(tiles, -1, LANES, 4),
         scales=_tiles_of_rows(_narrowed(packed.scales.float())),
         zeros=None if packed.zeros is None else _tiles_of_rows(packed.zeros.to(torch.int32)),
         permutation=None if order is None else order.to(torch.int32),
@@ -161,11 +163,12 @@ def round_to_int8(weight: Tensor, group_size: int = 64) -> QuantizedWeight:
     width = scheme.group_width(inp)
     codes = torch.empty(out, inp, dtype=torch.uint8)
     scales = torch.empty(out, inp // width)
-    for start in range(0, out, _ROWS):  # in slices: a large head in float32 is gigabytes
-        grouped = weight[start : start + _ROWS].float().view(-1, inp // width, width)
+    rows = max(1, _CODES // inp)
+    for start in range(0, out, rows):  # in slices that stay in the cache: a large head in float32 is gigabytes
+        grouped = weight[start : start + rows].float().view(-1, inp // width, width)
         scale = (grouped.abs().amax(-1) / 127.0).clamp_min(2.0**-14)
         scale = torch.where(scale < 65504.0, scale.half().float(), scale)
         rounded = (grouped / scale[..., None]).round_().clamp_(-127, 127).add_(128)
-        codes[start : start + _ROWS] = rounded.view(-1, inp).to(torch.uint8)
-        scales[start : start + _ROWS] = scale
+        codes[start : start + rows] = rounded.view(-1, inp).to(torch.uint8)
+        scales[start : start + rows] = scale
     return QuantizedWeight(scheme, codes, scales)

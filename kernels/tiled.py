@@ -5,7 +5,7 @@ The fields are those of ``qs_linear`` and ``qs_embed`` in ``csrc/qserve.h``, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +157,7 @@ def tile_experts(op: Experts, keep: Keep) -> TiledExperts:
     inner = op.activated.shape[1]
     _require_shape(op.gate_up, 2 * inner, op.x.shape[1])
     _require_shape(op.down, op.out.shape[1], inner)
-    gate_up, gate_up_scales = _stacked([alternating(weight) for weight in op.gate_up], keep)
+    gate_up, gate_up_scales = _stacked(map(alternating, op.gate_up), keep)
     down, down_scales = _stacked(op.down, keep)
     return TiledExperts(
         gate_up=TiledLinear(
@@ -192,7 +192,7 @@ def _require_shape(weights: Sequence[Tensor | QuantizedWeight], out: int, inp: i
             raise ValueError(f"a weight of {shape} does not map {inp} inputs to {out} outputs")
 
 
-def _stacked(weights: Sequence[Tensor | QuantizedWeight], keep: Keep) -> tuple[dict[str, Any], Tensor | None]:
+def _stacked(weights: Iterable[Tensor | QuantizedWeight], keep: Keep) -> tuple[dict[str, Any], Tensor | None]:
     """The fields of the first of ``weights``, whose tensors hold all of them, one behind the other; and their input
     scales [weights], where they have static ones."""
     tiled = [_tiles(weight, lambda tensor: tensor) for weight in weights]

@@ -11,6 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+_WORDS = 1 << 16
+"""That are unpacked at a time."""
+
 
 def period(bits: int, unit: int = 32) -> tuple[int, int]:
     """(values, units): the smallest run of values that fills whole units of ``unit`` bits."""
@@ -42,6 +45,8 @@ def unpack_words(packed: Tensor, bits: int, columns: int) -> Tensor:
     """int32 [n, words_for(columns)] -> uint8 [n, columns]: the inverse of ``pack_words``."""
     count, size = period(bits, 8)
     rows = len(packed)
+    if bits == 4:
+        return _unpack_nibbles(packed)[:, :columns].contiguous()
     runs = _padded(packed.contiguous().view(torch.uint8), size).view(rows, -1, size)
     values = torch.empty(rows, runs.shape[1], count, dtype=torch.uint8)
     for index in range(count):
@@ -51,6 +56,18 @@ def unpack_words(packed: Tensor, bits: int, columns: int) -> Tensor:
             value |= runs[..., byte + 1] << (8 - shift)
         values[..., index] = value & ((1 << bits) - 1)
     return values.view(rows, -1)[:, :columns].contiguous()
+
+
+def _unpack_nibbles(packed: Tensor) -> Tensor:
+    """The two values of a byte become the bytes of a little-endian int16. A few rows at a time: what is made on the way
+    stays in the cache, and new memory is only that of the result."""
+    rows, words = packed.shape
+    values = torch.empty(rows, 4 * words, dtype=torch.int16)
+    step = max(1, _WORDS // max(1, words))
+    for part, out in zip(packed.split(step), values.split(step), strict=True):
+        pairs = part.contiguous().view(torch.uint8).to(torch.int16)
+        torch.bitwise_and(pairs.bitwise_or_(pairs << 4), 0x0F0F, out=out)
+    return values.view(torch.uint8)
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:

@@ -407,6 +407,13 @@ static void run_row(const struct job *job, int32_t thread, const qs_op *op, int6
         kernels->layernorm(op->layer_norm.x + r * op->layer_norm.width, op->layer_norm.weight, op->layer_norm.bias,
                            op->layer_norm.out + r * op->layer_norm.width, op->layer_norm.width, op->layer_norm.eps);
         break;
+    case QS_HEAD_NORM:
+        for (int64_t h = 0; h < op->head_norm.heads; h++) {
+            float *x = op->head_norm.x + r * op->head_norm.x_stride + h * op->head_norm.head_dim;
+            kernels->layernorm(x, op->head_norm.weight + h * op->head_norm.head_dim, NULL, x, op->head_norm.head_dim,
+                               op->head_norm.eps);
+        }
+        break;
     case QS_ROPE_KV: {
         int64_t width = (int64_t)(op->rope_kv.heads + 2 * op->rope_kv.kv_heads) * op->rope_kv.head_dim;
         if (op->rope_kv.norm_over_heads)
@@ -552,6 +559,7 @@ const char *qs_op_name(int32_t kind)
         [QS_POSITION_EMBED] = "position_embed",
         [QS_RMS_NORM] = "rms_norm",
         [QS_LAYER_NORM] = "layer_norm",
+        [QS_HEAD_NORM] = "head_norm",
         [QS_CAST] = "cast",
         [QS_LINEAR] = "linear",
         [QS_ROPE_KV] = "rope_kv",

@@ -26,18 +26,19 @@ enum qs_op_kind {
     QS_POSITION_EMBED = 1,
     QS_RMS_NORM = 2,
     QS_LAYER_NORM = 3,
-    QS_CAST = 4,
-    QS_LINEAR = 5,
-    QS_ROPE_KV = 6,
-    QS_ATTENTION = 7,
-    QS_ACTIVATION = 8,
-    QS_GATHER = 9,
-    QS_SOFT_CAP = 10,
-    QS_ARGMAX = 11,
-    QS_LOG_SOFTMAX = 12,
-    QS_ROUTE = 13,
-    QS_EXPERTS = 14,
-    QS_SIGMOID_MUL = 15,
+    QS_HEAD_NORM = 4,
+    QS_CAST = 5,
+    QS_LINEAR = 6,
+    QS_ROPE_KV = 7,
+    QS_ATTENTION = 8,
+    QS_ACTIVATION = 9,
+    QS_GATHER = 10,
+    QS_SOFT_CAP = 11,
+    QS_ARGMAX = 12,
+    QS_LOG_SOFTMAX = 13,
+    QS_ROUTE = 14,
+    QS_EXPERTS = 15,
+    QS_SIGMOID_MUL = 16,
 };
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
@@ -70,6 +71,10 @@ typedef struct { const float *x, *weight; float *out; int32_t accumulate, width;
 /* out[r, :] = (x[r, :] - mean(x[r])) / sqrt(variance(x[r]) + eps) * weight + bias;  x, out f32 [rows, width]; bias NULL
  * for none. */
 typedef struct { const float *x, *weight, *bias; float *out; int32_t width; float eps; } qs_layer_norm;
+
+/* In place: head h of x [rows, heads * head_dim] becomes that of qs_layer_norm, of its head_dim numbers alone, with the
+ * weight [heads * head_dim] and no bias. Row r starts at x + r * x_stride. */
+typedef struct { float *x; const float *weight; int32_t head_dim, heads, x_stride; float eps; } qs_head_norm;
 
 /* out[r, :] = x[r, :] */
 typedef struct { const float *x; float *out; int32_t width; } qs_cast;
@@ -202,6 +207,7 @@ typedef struct {
         qs_position_embed position_embed;
         qs_rms_norm rms_norm;
         qs_layer_norm layer_norm;
+        qs_head_norm head_norm;
         qs_cast cast;
         qs_linear linear;
         qs_rope_kv rope_kv;

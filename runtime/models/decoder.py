@@ -76,6 +76,11 @@ class Decoder:
         self._body: list[tuple[int, Program]] = []  # consecutive layers of one group, which see the same step
         embed = builder.embed()
         self.fallbacks = registry.fallbacks(executor, embed)
+        # Before the layers: a large head needs several times its size while it is laid out.
+        self._head, head = executor.program(rows), builder.head(int8=int8_head)
+        self._head.add(head)
+        head_fallbacks = registry.fallbacks(executor, head)
+        del head
         for i in range(layers):
             group, place = self.layout.place(i)
             if not self._body or self._body[-1][0] != group:
@@ -86,11 +91,10 @@ class Decoder:
             ops = builder.layer(i, *self._pages[place])
             program.add(ops)
             self.fallbacks += registry.fallbacks(executor, ops)
+            del ops  # what was read of this layer is gone before the next one is read
             if progress:
                 progress(i + 1, layers)
-        self._head, head = executor.program(rows), builder.head(int8=int8_head)
-        self._head.add(head)
-        self.fallbacks += registry.fallbacks(executor, head)
+        self.fallbacks += head_fallbacks
         self._final_norm = executor.program(rows)
         self._final_norm.add(builder.final_norm())
         self._log_softmax = executor.program(rows)

@@ -30,6 +30,7 @@ from qserve.kernels.ops import (
     Executor,
     Function,
     Gather,
+    HeadNorm,
     LayerNorm,
     Linear,
     LogSoftmax,
@@ -246,6 +247,31 @@ def test_layer_norm(x: Tensor, biased: bool) -> None:
     weight, bias = torch.rand(x.shape[1]) + 0.5, torch.rand(x.shape[1]) if biased else None
     make = lambda out: LayerNorm(x, weight, bias, out, 1e-5)  # noqa: E731
     check_rows(make, by_reference(make, (len(x), x.shape[1])), 2e-5, 1e-5)
+
+
+@holds(rows_of(), st.integers(1, 7), st.integers(0, 5), st.integers(0, 5))
+def test_head_norm(x: Tensor, heads: int, before: int, behind: int) -> None:
+    """Of columns in the middle of a buffer; the others stay as they are."""
+    x = torch.where(x.isfinite().all(-1, keepdim=True), x, torch.nan)
+    head_dim = max(1, (x.shape[1] - before - behind) // heads)
+    columns = slice(before, before + heads * head_dim)
+    assume(columns.stop <= x.shape[1])
+    weight = torch.rand(heads * head_dim) + 0.5
+    want = x.clone()
+    run(ReferenceExecutor(), [HeadNorm(want[:, columns], weight, head_dim, 1e-5)], make_step(len(x)))
+    results = {}
+    for isa in native.available():
+        got = results[isa] = x.clone()
+        run(executor(isa), [HeadNorm(got[:, columns], weight, head_dim, 1e-5)], make_step(len(x)))
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-5, equal_nan=True)
+        rest = torch.ones(x.shape[1], dtype=torch.bool)
+        rest[columns] = False
+        torch.testing.assert_close(got[:, rest], x[:, rest], rtol=0, atol=0, equal_nan=True)
+        alone = x[-1:].clone()
+        run(executor(isa, 1), [HeadNorm(alone[:, columns], weight, head_dim, 1e-5)], make_step(1))
+        torch.testing.assert_close(alone[0], got[-1], rtol=0, atol=0, equal_nan=True)
+    for isa in others():
+        torch.testing.assert_close(results[isa], results["scalar"], rtol=2e-5, atol=1e-5, equal_nan=True)
 
 
 EXACT: dict[Function, Callable[[Tensor], Tensor]] = {

@@ -1,0 +1,198 @@
+"""A random 4-bit model in the shape of a large one: ``make_random.py SHAPE OUT``.
+
+OUT/w4 is a GPTQ checkpoint in groups of 64. OUT/Q4_0.gguf has the same weights, for llama.cpp: a group of 64 is two
+blocks of Q4_0 with the same scale. It is written where the ``gguf`` package is installed. Embeddings and head have 16
+bits in the checkpoint and 8 bits in the file. The matrices of one size hold the same rows, turned further for each, so
+that a model of gigabytes is made in as long as it takes to write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from qserve.checkpoint.formats import FORMATS
+from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.writer import CheckpointWriter
+
+SCHEME = WeightScheme(4, 64)
+FORM = FORMATS["gptq"]
+COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "eos_token_id": 0}
+ATTENTION = {"num_attention_heads": 32, "head_dim": 128, "rope_theta": 1e6, "attention_bias": False}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        **COMMON, **ATTENTION, **QWEN3_MOE, "num_hidden_layers": 4, "vocab_size": 4096, "hidden_size": 2048,
+        "moe_intermediate_size": 768, "intermediate_size": 6144,
+    },
+    "qwen3-8b": {
+        **COMMON, **ATTENTION, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 8,
+        "num_hidden_layers": 36, "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [out, in] of each format: GPTQ's parts, whose last dimension is the outputs but for ``g_idx``, and the
+    bytes of Q4_0 [out, bytes]."""
+
+    parts: dict[str, Tensor]
+    blocks: Tensor
+
+
+@cache
+def pack(out: int, inp: int) -> Packed:
+    codes = torch.randint(0, 16, (out, inp), dtype=torch.uint8)
+    scales = ((0.75 + 0.5 * torch.rand(out, inp // 64)) / (4.6 * inp**0.5)).half()
+    pairs = codes.view(out, inp // 32, 2, 16)  # of the 32 numbers of a block the first 16 are in the low nibbles
+    nibbles = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    halves = scales.repeat_interleave(2, 1).view(torch.uint8).view(out, inp // 32, 2)
+    parts = FORM.pack(QuantizedWeight(SCHEME, codes, scales.float()))
+    return Packed(parts, torch.cat([halves, nibbles], -1).view(out, -1))
+
+
+def packed(out: int, inp: int, turn: int) -> Packed:
+    """The same rows, each ``turn`` places further."""
+    made = pack(out, inp)
+    parts = {name: part if name == "g_idx" else part.roll(turn, -1) for name, part in made.parts.items()}
+    return Packed(parts, made.blocks.roll(turn, 0))
+
+
+def linears(config: dict[str, Any]) -> Iterator[tuple[str, str, int, int, int]]:
+    """(module of a layer, its name in a GGUF, expert or -1, out, in), the experts of one name behind each other."""
+    width, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    kv = config["num_key_value_heads"] * dim
+    for name, short, out, inp in (("q_proj", "attn_q", heads * dim, width), ("k_proj", "attn_k", kv, width),
+                                  ("v_proj", "attn_v", kv, width), ("o_proj", "attn_output", width, heads * dim)):
+        yield f"self_attn.{name}", short, -1, out, inp
+    count = config.get("num_experts", 0)
+    inner = config["moe_intermediate_size" if count else "intermediate_size"]
+    for name in ("gate", "up", "down"):
+        out, inp = (width, inner) if name == "down" else (inner, width)
+        for e in range(count):
+            yield f"mlp.experts.{e}.{name}_proj", f"ffn_{name}_exps", e, out, inp
+        if not count:
+            yield f"mlp.{name}_proj", f"ffn_{name}", -1, out, inp
+
+
+def make(config: dict[str, Any], out: Path, file: Path | None = None) -> None:
+    """The checkpoint ``out``, and ``file`` with the same weights."""
+    torch.manual_seed(0)
+    width, dim, count = config["hidden_size"], config["head_dim"], config.get("num_experts", 0)
+    gguf = GGUF(file, config) if file else None
+    ignored = tuple(f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]) if count)
+    spec = QuantSpec("rtn", SCHEME, ignored=("lm_head", *ignored))
+    with CheckpointWriter(out, format=FORM) as writer:
+        for name, short in (("model.embed_tokens", "token_embd"), ("lm_head", "output")):
+            table = (torch.randn(config["vocab_size"], width) / width**0.5).bfloat16()
+            writer.put(f"{name}.weight", table)
+            if gguf:
+                gguf.put(short, table, "Q8_0")
+        writer.put("model.norm.weight", torch.ones(width).bfloat16())
+        if gguf:
+            gguf.put("output_norm", torch.ones(width))
+        writer.commit("ends")
+        for i in range(config["num_hidden_layers"]):
+            layer, block, experts = f"model.layers.{i}", f"blk.{i}", []
+            norms = {"input_layernorm": ("attn_norm", width), "post_attention_layernorm": ("ffn_norm", width),
+                     "self_attn.q_norm": ("attn_q_norm", dim), "self_attn.k_norm": ("attn_k_norm", dim)}
+            dense = {name: (short, torch.ones(size)) for name, (short, size) in norms.items()}
+            if count:
+                dense["mlp.gate"] = ("ffn_gate_inp", torch.randn(count, width) / width**0.5)
+            for name, (short, tensor) in dense.items():
+                writer.put(f"{layer}.{name}.weight", tensor.bfloat16())
+                if gguf:
+                    gguf.put(f"{block}.{short}", tensor.bfloat16())
+            for turn, (name, short, expert, rows, columns) in enumerate(linears(config)):
+                made = packed(rows, columns, 7 * turn + i)
+                for part, tensor in made.parts.items():
+                    writer.put(f"{layer}.{name}.{part}", tensor)
+                experts.append(made.blocks)
+                if expert in (-1, count - 1):
+                    if gguf:
+                        gguf.put(f"{block}.{short}", torch.stack(experts) if count > 1 and expert >= 0 else experts[0],
+                                 "Q4_0")
+                    experts = []
+            writer.commit(layer)
+        writer.put_json("config.json", {**config, "quantization_config": FORM.config_of(spec)})
+        writer.finish()
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(config["vocab_size"])}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0").save_pretrained(out)
+    if gguf:
+        gguf.finish()
+
+
+class GGUF:
+    """What llama.cpp loads, with a vocabulary that only has as many tokens as the model."""
+
+    def __init__(self, file: Path, config: dict[str, Any]) -> None:
+        import gguf
+
+        self._gguf = gguf
+        architecture = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe"}[config["model_type"]]
+        self._writer = writer = gguf.GGUFWriter(str(file), architecture, use_temp_file=True)
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        if "num_experts" in config:
+            writer.add_expert_count(config["num_experts"])
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
+        writer.add_token_types([1] * config["vocab_size"])
+        writer.add_token_merges(["t 1"])
+        writer.add_eos_token_id(config["eos_token_id"])
+
+    def put(self, name: str, tensor: Tensor, kind: str = "F32") -> None:
+        """``tensor``: numbers, or the bytes of Q4_0."""
+        of_kind = self._gguf.GGMLQuantizationType[kind]
+        array = tensor.numpy() if kind == "Q4_0" else tensor.float().numpy()
+        if kind == "Q8_0":
+            array = self._gguf.quants.quantize(array, of_kind)
+        self._writer.add_tensor(f"{name}.weight", array, raw_dtype=None if kind == "F32" else of_kind)
+
+    def finish(self) -> None:
+        self._writer.write_header_to_file()
+        self._writer.write_kv_data_to_file()
+        self._writer.write_tensors_to_file()
+        self._writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "Q4_0.gguf" if importlib.util.find_spec("gguf") else None
+    make(SHAPES[options.shape], options.out / "w4", file)
+
+
+if __name__ == "__main__":
+    main()
