@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], *, max_rank:
     Raises ``CheckpointError`` for files that are missing or damaged, that hold something else than LoRA of these
     linears, or a higher rank.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):  # a name that is too long is none, too
         raise CheckpointError(f"{path} is no directory; a LoRA adapter is one with {CONFIG} and {WEIGHTS}")
     content = _read_config(path / CONFIG)
     config = _parse_config(path / CONFIG, content)
@@ -101,13 +102,14 @@ def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], *, max_rank:
         if module not in shapes:
             raise CheckpointError(f"{path} adapts {module}, which is no linear of this model that can have an adapter")
         out, inp = shapes[module]
-        rank, alpha = _pattern(config, "rank_pattern", module, "r"), _pattern(config, "alpha_pattern", module, "lora_alpha")
+        rank = _pattern(config, "rank_pattern", module, "r")
+        alpha = _pattern(config, "alpha_pattern", module, "lora_alpha")
         if rank > max_rank:
             raise CheckpointError(f"{path}: {module} has rank {rank:g}, the limit is {max_rank}; raise --max-lora-rank")
         if a.shape != (rank, inp) or b.shape != (out, rank):
             raise CheckpointError(
-                f"{path}: {module} has matrices {list(a.shape)} and {list(b.shape)}; for rank {rank:g} this model takes "
-                f"{[int(rank), inp]} and {[out, int(rank)]}"
+                f"{path}: {module} has matrices {list(a.shape)} and {list(b.shape)}; for rank {rank:g} this model "
+                f"takes {[int(rank), inp]} and {[out, int(rank)]}"
             )
         scales[module] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     data = _read(path / WEIGHTS)

@@ -28,8 +28,8 @@ def write_adapter(
     size: float = 0.1,
     **config: Any,
 ) -> Path:
-    """An adapter of the linears ``shapes``, [out, in]. ``ranks``: of linears with another rank than ``r``; ``size``: the
-    standard deviation of its numbers."""
+    """An adapter of the linears ``shapes``, [out, in]. ``ranks``: of linears with another rank than ``r``; ``size``:
+    the standard deviation of its numbers."""
     g = torch.Generator().manual_seed(seed)
     path.mkdir(parents=True, exist_ok=True)
     content = CONFIG | config
@@ -37,7 +37,8 @@ def write_adapter(
     for module, (out, inp) in shapes.items():
         rank = (ranks or {}).get(module, content["r"])
         for matrix, shape in (("A", (rank, inp)), ("B", (out, rank))):
-            tensors[f"base_model.model.{module}.lora_{matrix}.weight"] = (size * torch.randn(shape, generator=g)).to(dtype)
+            numbers = size * torch.randn(shape, generator=g)
+            tensors[f"base_model.model.{module}.lora_{matrix}.weight"] = numbers.to(dtype)
     (path / "adapter_config.json").write_text(json.dumps(content, indent=2))
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     return path
