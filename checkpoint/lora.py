@@ -79,9 +79,11 @@ class LoraAdapter:
         return max(weight.rank for weight in self.modules.values())
 
 
-def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], *, max_rank: int) -> LoraAdapter:
+def read_adapter(
+    path: Path, shapes: Mapping[str, tuple[int, int]], *, max_rank: int, as_stored: bool = False
+) -> LoraAdapter:
     """Read the directory ``path``. ``shapes``: [out, in] of each linear of the base that can have an adapter; so they
-    and ``max_rank`` bound what is read.
+    and ``max_rank`` bound what is read. ``as_stored``: they are [in, out] where the adapter says that its base is so.
 
     Raises ``CheckpointError`` for files that are missing or damaged, that hold something else than LoRA of these
     linears, or a higher rank.
@@ -101,7 +103,7 @@ def read_adapter(path: Path, shapes: Mapping[str, tuple[int, int]], *, max_rank:
     for module, (a, b) in stored.items():
         if module not in shapes:
             raise CheckpointError(f"{path} adapts {module}, which is no linear of this model that can have an adapter")
-        out, inp = shapes[module]
+        out, inp = shapes[module][::-1] if as_stored and config.get("fan_in_fan_out") else shapes[module]
         rank = _pattern(config, "rank_pattern", module, "r")
         alpha = _pattern(config, "alpha_pattern", module, "lora_alpha")
         if rank > max_rank:
