@@ -42,8 +42,12 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "use_bdlora": (False, None),
     "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base, too
 }
-"""Keys of the configuration, and the values with which an adapter is a sum of ``B A``."""
+"""Keys of the configuration, and the values with which an adapter only adds ``scale * B A``."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\]"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4'"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA is served"),
         ({"r": "8"}, "r must be a positive number, not '8'"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be a positive number"),
