@@ -304,7 +304,7 @@ class LLM:
                 pool.add(asked.lora_name, asked.lora_path, pool.read(asked.lora_path))
             elif loaded[asked.lora_name] != asked.lora_path:
                 raise RequestError(f"the adapter {asked.lora_name!r:.200} is loaded from another path", "lora_request")
-        return [request and request.lora_name for request in each]
+        return [None if request is None else request.lora_name for request in each]
 
     def _answer(
         self,
