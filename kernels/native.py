@@ -31,6 +31,7 @@ from qserve.kernels.ops import (
     HeadNorm,
     LayerNorm,
     Linear,
+    Lora,
     Op,
     PositionEmbed,
     RMSNorm,
@@ -46,17 +47,19 @@ from qserve.kernels.tiled import (
     TiledEmbed,
     TiledExperts,
     TiledLinear,
+    TiledLora,
     as_floats,
     tile_embed,
     tile_experts,
     tile_linear,
+    tile_lora,
 )
 
 Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
 
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
-_TILED = (TiledEmbed, TiledLinear, TiledExperts)
+_TILED = (TiledEmbed, TiledLinear, TiledExperts, TiledLora)
 _DECLARED = {abi.name_of(op): op for op in (*get_args(Op), *_TILED)}  # the tiled ones come last
 
 
@@ -260,6 +263,8 @@ class _NativeProgram:
                 return tile_embed(op)
             case Experts():
                 return tile_experts(op, self._pool.arena.keep)
+            case Lora():
+                return tile_lora(op)
             case Route() if op.bias is not None:
                 return replace(op, bias=op.bias.float().contiguous())
             case RMSNorm() | HeadNorm():

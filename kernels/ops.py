@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels.lora_slots import LoraSlots
 
 BLOCK_SIZE = 16
 """Tokens per KV block: one 512-bit vector of scores."""
@@ -165,6 +166,19 @@ class Linear:
     bias: Tensor | None = None
     accumulate: bool = False
     rows: Rows = "tokens"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """out[r] += scale * B (A x[r]) for every row r whose token has an adapter (``Step.adapters``), in the columns of
+    each linear that the adapter changes (LoRA, arXiv 2106.09685). Other rows are not touched.
+
+    ``slots`` holds the adapters; it may change between steps. ``out`` is float32, with rows that may lie apart.
+    """
+
+    x: Tensor
+    out: Tensor
+    slots: LoraSlots
 
 
 @dataclass(frozen=True)
@@ -404,6 +418,7 @@ Op = (
     | Route
     | Experts
     | SigmoidMul
+    | Lora
 )
 
 
@@ -415,6 +430,7 @@ class Step:
     seq_start                    [sequences + 1]: sequence s owns tokens seq_start[s] .. seq_start[s + 1] - 1
     block_tables                 [sequences, widest table], padded with anything
     logit_rows                   [logits]: the tokens whose logits are wanted
+    adapters                     [tokens]: the slot of each token's adapter, -1 for none; None where no token has one
     """
 
     token_ids: Tensor
@@ -423,6 +439,7 @@ class Step:
     seq_start: Tensor
     block_tables: Tensor
     logit_rows: Tensor
+    adapters: Tensor | None = None
 
     @property
     def tokens(self) -> int:

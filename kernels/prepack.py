@@ -55,6 +55,11 @@ def float_tiles(weight: Tensor) -> Tensor:
     return _tiles_of_rows(weight.contiguous())
 
 
+def rows_of_tiles(tiles: Tensor, rows: int) -> Tensor:
+    """The inverse of ``float_tiles`` for a weight of so many ``rows``."""
+    return tiles.transpose(1, 2).flatten(0, 1)[:rows]
+
+
 def float8_tiles(packed: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """An fp8 weight as the bytes of e4m3 [tiles, in, 16], and its scales float32 [tiles, groups, 16]."""
     return _tiles_of_rows(packed.codes), _tiles_of_rows(packed.scales.float())

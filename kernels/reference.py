@@ -35,6 +35,7 @@ from qserve.kernels.ops import (
     LayerNorm,
     Linear,
     LogSoftmax,
+    Lora,
     Op,
     PositionEmbed,
     RMSNorm,
@@ -243,6 +244,17 @@ def _experts(op: Experts, rows: slice) -> None:
     op.out[rows] = op.out[rows] + total if op.accumulate else total
 
 
+def _lora(op: Lora, step: Step, rows: slice) -> None:
+    slots = torch.tensor([], dtype=torch.int32) if step.adapters is None else step.adapters[rows]
+    for slot in slots[slots >= 0].unique().tolist():
+        chosen = (slots == slot).nonzero().flatten() + rows.start
+        x = op.x[chosen].float()
+        for (start, size), held in zip(op.slots.parts, op.slots.held[slot]):
+            if held is not None:
+                a, b = held.matrices(size)
+                op.out[chosen, start : start + size] += held.scale * (x @ a.T) @ b.T
+
+
 @dataclass(frozen=True)
 class _Product:
     """A linear whose weight is dequantized once, at load."""
@@ -310,6 +322,8 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
             _route(op, rows)
         case Experts():
             _experts(op, rows)
+        case Lora():
+            _lora(op, step, rows)
         case SigmoidMul():
             op.out[rows] = (op.out[rows].float() * op.gate[rows].float().sigmoid()).to(op.out.dtype)
         case LogSoftmax():

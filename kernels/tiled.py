@@ -16,7 +16,7 @@ from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear, alternating
-from qserve.kernels.ops import Embed, Experts, LayerNorm
+from qserve.kernels.ops import Embed, Experts, LayerNorm, Lora
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
 
 _OF_ONE = {"input_scale", "permutation"}  # not the same for all experts
@@ -83,6 +83,20 @@ class TiledEmbed:
     group: int = 0
     zero: int = 0
     scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class TiledLora:
+    """``adapters``: the table of ``LoraSlots``, whose bytes change as adapters come and go."""
+
+    x: Tensor
+    out: Tensor
+    adapters: Tensor
+    columns: Tensor
+    width: int
+    out_stride: int
+    parts: int
+    max_rank: int
 
 
 def as_floats(x: Tensor | None) -> Tensor | None:
@@ -227,4 +241,12 @@ def tile_embed(op: Embed) -> TiledEmbed:
         group=table.scheme.group_width(width),
         zero=table.scheme.zero,
         scale=op.scale,
+    )
+
+
+def tile_lora(op: Lora) -> TiledLora:
+    slots = op.slots
+    columns = torch.tensor(slots.parts, dtype=torch.int32)
+    return TiledLora(
+        op.x, op.out, slots.table, columns, op.x.shape[1], op.out.stride(0), len(slots.parts), slots.max_rank
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard
     from qserve.checkpoint.errors import QServeError
     from qserve.checkpoint.spec import QuantSpec
-    from qserve.runtime.llm import LLM
+    from qserve.runtime.llm import LLM, LoRARequest
     from qserve.runtime.sampling import SamplingParams
 
 # In the sources these packages are links to the folders at the root. A zip, or a checkout by a git that makes no links,
@@ -25,10 +25,11 @@ if not Path(__file__).with_name("runtime").is_dir():
     )
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "QServeError", "QualityCard", "QuantSpec", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "QServeError", "QualityCard", "QuantSpec", "SamplingParams", "__version__"]
 
 _HOME = {
     "LLM": "qserve.runtime.llm",
+    "LoRARequest": "qserve.runtime.llm",
     "QServeError": "qserve.checkpoint.errors",
     "QualityCard": "qserve.checkpoint.card",
     "QuantSpec": "qserve.checkpoint.spec",

@@ -11,6 +11,7 @@ from qserve.runtime.classifier import Classifier
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import MemoryPlan
+from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.runner import ModelRunner
 
 
@@ -55,6 +56,7 @@ class LoadedModel:
         asynchronous: a run of the runner returns before it is computed.
         notes: remarks on how it is computed, in lines.
         gpu: the memory of the GPU that computes; None without one.
+        lora: where adapters act; None where none are served.
     """
 
     runner: ModelRunner
@@ -67,6 +69,7 @@ class LoadedModel:
     generates: bool = True
     notes: tuple[str, ...] = ()
     gpu: GpuMemory | None = None
+    lora: LoraLayers | None = None
 
 
 class Backend(Protocol):

@@ -54,6 +54,10 @@ class EngineConfig:
         reranker: qwen3 judges pairs of texts as Qwen3-Reranker does: in its template, by "yes" over "no". auto does so
             where config.json says it (``is_original_qwen3_reranker``), since such a model looks like any other.
         head: the output head of a quantized model: int8 (auto) or dense. A dense model's is dense.
+        enable_lora: serve LoRA adapters beside the model; ``lora_modules`` implies it.
+        lora_modules: (name, directory) of the adapters to load at the start; a mapping is taken, too.
+        max_loras: adapters loaded at once.
+        max_lora_rank: the highest rank of one.
     """
 
     max_model_len: int | None = None
@@ -76,6 +80,10 @@ class EngineConfig:
     generation_config: str = "auto"
     autotune: bool = False
     backend: str = "auto"
+    enable_lora: bool = False
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    max_loras: int = 64
+    max_lora_rank: int = 64
 
     @property
     def num_threads(self) -> int | None:
@@ -88,6 +96,10 @@ class EngineConfig:
         return usual if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
+        given = self.lora_modules
+        modules = tuple((str(name), str(path)) for name, path in (given.items() if isinstance(given, dict) else given))
+        object.__setattr__(self, "lora_modules", modules)
+        object.__setattr__(self, "enable_lora", self.enable_lora or bool(modules))
         for name, others in _OTHER_NAMES.items():
             object.__setattr__(self, name, others.get(getattr(self, name), getattr(self, name)))
         if self.kv_cache_dtype not in KV_DTYPES:
@@ -113,6 +125,8 @@ class EngineConfig:
             "max_waiting",
             "max_waiting_tokens",
             "threads",
+            "max_loras",
+            "max_lora_rank",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

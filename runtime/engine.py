@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels.threads import torch_threads
+from qserve.runtime.adapters import Adapter, AdapterPool
 from qserve.runtime.backend import Backend
 from qserve.runtime.backend_choice import backend_for
 from qserve.runtime.bad_words import bad_word_tokens
@@ -31,7 +32,7 @@ from qserve.runtime.grammar import GrammarCompiler, Vocabulary
 from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
 from qserve.runtime.limits import SchedulerConfig
-from qserve.runtime.memory import MemoryPlan
+from qserve.runtime.memory import MemoryPlan, available_memory
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.request import Request
 from qserve.runtime.runner import ModelRunner
@@ -80,6 +81,9 @@ class Engine:
         self.classifier, self._generates = loaded.classifier, loaded.generates
         self.limits, self.memory = loaded.limits, loaded.memory
         self.kernels, self.notes, self._gpu = loaded.kernels, loaded.notes, loaded.gpu
+        self.adapters = AdapterPool(loaded.lora, available_memory)
+        for name, path in config.lora_modules:
+            self.adapters.add(name, path, self.adapters.read(path))
         self.vocab_size, self.max_model_len = loaded.limits.vocab_size, loaded.limits.max_model_len
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -120,11 +124,13 @@ class Engine:
         tenant: str = "",
         weight: float = 1.0,
         matcher: LLMatcher | None = None,
+        adapter: str | Adapter | None = None,
     ) -> int:
         """Queue a request and return the number of its prompt tokens.
 
         ``tenant`` owns the request; if work waits, tenants are served in proportion to their ``weight``.
-        ``matcher``: for the constraint, if ``grammars`` has compiled it already.
+        ``matcher``: for the constraint, if ``grammars`` has compiled it already. ``adapter``: a
+        loaded one, or its name.
 
         Raises ``RequestError``, naming the field, for a request that can never run, and ``QueueFullError`` for one that
         may be sent again later. Either all of its n choices are queued or none.
@@ -142,6 +148,10 @@ class Engine:
             raise RequestError(
                 f"n {params.n} exceeds the {self.config.max_waiting} that may wait; raise --max-waiting", "n"
             )
+        slot = -1
+        if adapter is not None:
+            found = self.adapters.find(adapter) if isinstance(adapter, str) else adapter
+            slot, cache_salt = found.slot, found.salt(cache_salt)
         constraint = params.constraint
         if constraint is not None:
             matcher = matcher or self.grammars.matcher(constraint)
@@ -163,6 +173,7 @@ class Engine:
                 arrival_time=now,
                 parent=parent,
                 bad_words=bad_words,
+                adapter=slot,
             )
             choice = Choice(
                 request_id,
@@ -291,17 +302,25 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
-    def generate(self, prompts: list[str | list[int]], params: list[SamplingParams]) -> Iterator[RequestOutput]:
+    def generate(
+        self,
+        prompts: list[str | list[int]],
+        params: list[SamplingParams],
+        adapters: Sequence[str | None] | None = None,
+    ) -> Iterator[RequestOutput]:
         """Run requests to their end, yielding what each step adds; the id of a request is its place in the list.
+        ``adapters``: the name of each prompt's.
 
         For an engine that serves nobody else. Prompts beyond the queue's limit wait outside it.
         """
         tokens = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        todo = list(zip(map(str, count()), tokens, params))[::-1]
+        adapters = [None] * len(tokens) if adapters is None else adapters
+        todo = list(zip(map(str, count()), tokens, params, adapters))[::-1]
         try:
             while todo or self.has_work():
                 while todo and self._has_room(todo[-1][2].n, len(todo[-1][1])):
-                    self.submit(*todo.pop())
+                    request_id, prompt, asked, adapter = todo.pop()
+                    self.submit(request_id, prompt, asked, adapter=adapter)
                 yield from self.step()
         finally:
             self.abort_all()
@@ -342,6 +361,7 @@ class Engine:
         """Raise ``AssertionError`` where the scheduler, its blocks and the choices disagree."""
         self.scheduler.check()
         assert all(not choice.sequence.is_finished for choice in self._choices.values())
+        self.adapters.check(Counter(slot for each in self._choices.values() if (slot := each.sequence.adapter) >= 0))
         assert self._choices.keys() == self.scheduler.request_ids(), "a request has no text, or a text no request"
         of_requests = {key: choice for choices in self._choices_of.values() for key, choice in choices.items()}
         assert self._choices == of_requests and all(self._choices_of.values())
@@ -402,6 +422,7 @@ class Engine:
 
     def _hold(self, choice: Choice) -> None:
         key = choice.sequence.request_id
+        self.adapters.hold(choice.sequence.adapter)
         self._choices[key] = self._choices_of.setdefault(choice.request_id, {})[key] = choice
 
     def _end(self, key: str, reason: str, stop_reason: str | int | None = None) -> None:
@@ -409,6 +430,7 @@ class Engine:
         self.scheduler.finish(key, reason, stop_reason)
         choice = self._choices.pop(key, None)
         if choice is not None:
+            self.adapters.release(choice.sequence.adapter)
             others = self._choices_of[choice.request_id]
             del others[key]
             if not others:

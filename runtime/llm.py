@@ -30,6 +30,16 @@ Prompt = str | list[int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class LoRARequest:
+    """The LoRA adapter of a call, in the shape of vLLM's. It is loaded at its first use; later calls find it by its
+    name, and a name stands for one path. ``lora_int_id`` changes nothing."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass(frozen=True)
 class Logprob:
     """``logprob`` in nats; ``rank`` 1 is the most likely token."""
 
@@ -166,13 +176,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PromptCompletions]:
-        """Answer all prompts, batched. One ``sampling_params`` for all, or one for each; the order is kept.
+        """Answer all prompts, batched. One ``sampling_params`` and one ``lora_request`` for all, or one for each; the
+        order is kept.
 
-        ``use_tqdm`` shows a bar. Raises ``RequestError`` where a prompt can never run.
+        ``use_tqdm`` shows a bar. Raises ``RequestError`` where a prompt can never run, and what loading an adapter
+        raises.
         """
         batch = [self._read(prompt) for prompt in _listed(prompts)]
-        return self._answer(batch, self._for_each(sampling_params, len(batch)), use_tqdm)
+        adapters = self._adapters(lora_request, len(batch))
+        return self._answer(batch, self._for_each(sampling_params, len(batch)), use_tqdm, adapters)
 
     def chat(
         self,
@@ -185,6 +200,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PromptCompletions]:
         """Answer a conversation, or several. Each is a list of messages, checked and rendered as over HTTP.
 
@@ -206,7 +222,7 @@ class LLM:
             kept = params.num_prompt_kept(self.engine.max_model_len)
             ids = _rendered(encoder, asked | {"messages": list(conversation)}, kept)
             batch.append((encoder.decode(ids, skip_special_tokens=False), ids))
-        return self._answer(batch, each, use_tqdm)
+        return self._answer(batch, each, use_tqdm, self._adapters(lora_request, len(batch)))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: str | None = None, use_tqdm: bool = False
@@ -274,11 +290,28 @@ class LLM:
             raise RequestError(f"{count} prompts but {len(each)} sampling parameters", "sampling_params")
         return each
 
+    def _adapters(
+        self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+    ) -> list[str | None]:
+        """The name of each prompt's adapter; those that are not loaded yet are."""
+        each = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+        if len(each) != count:
+            raise RequestError(f"{count} prompts but {len(each)} adapters", "lora_request")
+        pool = self.engine.adapters
+        loaded = {adapter.name: adapter.path for adapter in pool.loaded}
+        for asked in {request for request in each if request is not None}:
+            if asked.lora_name not in loaded:
+                pool.add(asked.lora_name, asked.lora_path, pool.read(asked.lora_path))
+            elif loaded[asked.lora_name] != asked.lora_path:
+                raise RequestError(f"the adapter {asked.lora_name!r:.200} is loaded from another path", "lora_request")
+        return [None if request is None else request.lora_name for request in each]
+
     def _answer(
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
         each: list[SamplingParams],
         use_tqdm: bool,
+        adapters: list[str | None],
     ) -> list[PromptCompletions]:
         context = self.engine.max_model_len
         batch = [(text, params.kept(tokens, context)) for (text, tokens), params in zip(prompts, each)]
@@ -293,18 +326,22 @@ class LLM:
             if params.logprobs is not None:
                 for answer in result.outputs:
                     answer.cumulative_logprob, answer.logprobs = 0.0, []
-        for output in self._run([tokens for _, tokens in batch], each, use_tqdm):
+        for output in self._run([tokens for _, tokens in batch], each, use_tqdm, adapters):
             self._add(output, results[int(output.request_id)])
         return results
 
     def _run(
-        self, batch: list[list[int]], params: list[SamplingParams], use_tqdm: bool
+        self,
+        batch: list[list[int]],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        adapters: list[str | None] | None = None,
     ) -> Iterator[RequestOutput]:
         from tqdm.auto import tqdm
 
         answers = sum(each.n for each in params)
         with tqdm(total=answers, desc="Processed prompts", disable=not use_tqdm) as bar:
-            for output in self.engine.generate(list(batch), params):
+            for output in self.engine.generate(list(batch), params, adapters):
                 yield output
                 bar.update(output.finish_reason is not None)
 

@@ -22,6 +22,7 @@ from qserve.runtime.memory import GPU_SHARE, MemoryPlan, file_bytes, measured, p
 from qserve.runtime.models.config import DecoderConfig, decoder_config, is_classifier
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_scales import cache_dtype
+from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.runner import DecoderRunner
 
@@ -48,7 +49,12 @@ class NativeBackend:
                                 "leave it out, or choose auto")
         if config.autotune:
             registry.require_autotune(executor)
-        decoder, memory, notes = _load(source, model_config, config, executor, progress, planned)
+        if config.enable_lora and executor.placement.device.type != "cpu":
+            raise UsageError("adapters are computed on a CPU alone: choose --kernels native, or merge the adapter with "
+                             "qserve quantize --lora")
+        # Twice: of those that are replaced, some still end their requests.
+        lora = LoraLayers(2 * config.max_loras, config.max_lora_rank) if config.enable_lora else None
+        decoder, memory, notes = _load(source, model_config, config, executor, lora, progress, planned)
         limits = Limits(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,
@@ -67,6 +73,7 @@ class NativeBackend:
             not is_classifier(source.config),
             tuple(notes),
             GpuMemory(executor.placement.device) if executor.placement.device.type == "cuda" else None,
+            lora,
         )
 
 
@@ -75,6 +82,7 @@ def _load(
     model_config: DecoderConfig,
     config: EngineConfig,
     executor: Executor,
+    lora: LoraLayers | None,
     progress: Callable[[int, int], None] | None,
     planned: Callable[[MemoryPlan], None] | None,
 ) -> tuple[Decoder, MemoryPlan, list[str]]:
@@ -108,7 +116,7 @@ def _load(
             progress(done, total)
 
     decoder = Decoder(
-        source, model_config, executor, limits, kv_dtype=kv_dtype, int8_head=int8_head, progress=loaded
+        source, model_config, executor, limits, kv_dtype=kv_dtype, int8_head=int8_head, lora=lora, progress=loaded
     )
     heap.release()
     notes = [f"without a kernel, computed by the torch reference: {what}" for what in decoder.fallbacks]

@@ -33,6 +33,7 @@ class Request:
         prompt_token_ids: at least one token, none negative.
         eos_token_ids: tokens that end the output unless ``params.ignore_eos``.
         bad_words: sequences of tokens of which none may come.
+        adapter: the slot of its LoRA adapter, -1 for none.
         max_total_tokens: prompt and output tokens at most; ``Scheduler.add`` lowers it to the context.
         max_output_tokens: outputs at most; a prompt that fills the context still yields one, which is never fed back,
             unless it is for an embedding.
@@ -76,6 +77,7 @@ class Request:
     arrival_time: float = 0.0
     parent: Request | None = field(default=None, repr=False)
     bad_words: tuple[tuple[int, ...], ...] = ()
+    adapter: int = -1
 
     max_output_tokens: int = field(default=0, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
@@ -228,6 +230,7 @@ class Request:
             weight=self.weight,
             arrival=self.arrival,
             arrival_time=self.arrival_time,
+            adapter=self.adapter,
         )
         beam.output_token_ids = [*self.output_token_ids[:-1], token_id]
         beam.digests = list(self.digests)  # of the blocks computed so far, which they share

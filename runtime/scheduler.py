@@ -196,7 +196,10 @@ class Scheduler:
         prefills = [pair for pair in planned if pair[1].is_prefill]
         if drafts:
             self._add_drafts(decoded, [*first, *prefills], drafts)
-        planned = first + decoded + prefills
+        parts = [first + decoded, prefills]
+        if any(request.adapter >= 0 for part in parts for request, _ in part):  # those of an adapter run side by side
+            parts = [sorted(part, key=lambda pair: pair[0].adapter) for part in parts]
+        planned = parts[0] + parts[1]
         return self._plan(planned) if planned else None
 
     def commit(self, plan: StepPlan, results: Mapping[str, Sequence[int]]) -> list[RequestUpdate]:
@@ -490,7 +493,8 @@ class Scheduler:
         request.num_computed = start + 1
         request.num_in_flight += 1
         request.num_plans += 1
-        return ScheduledSequence(request_id, (newest,), start, self.blocks.block_tables(request_id), 1, False)
+        tables = self.blocks.block_tables(request_id)
+        return ScheduledSequence(request_id, (newest,), start, tables, 1, False, adapter=request.adapter)
 
     def _add_drafts(
         self,
@@ -557,6 +561,7 @@ class Scheduler:
             is_prefill=not request.is_decoding,
             wants_prompt_logprobs=scores and request.params.prompt_logprobs is not None,
             wants_prompt_states=scores and request.is_pooled,
+            adapter=request.adapter,
         )
         if scores:
             request.num_scored = min(stop, request.num_prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -33,7 +34,7 @@ class StepArrays:
         """The step as each group of layers sees it. Its logit rows are those that are sampled from. ``newest``: for
         requests whose newest token the plan does not know, where that token lies among the last greedy ones."""
         columns: Any = zip(*plan.sequences)
-        request_ids, runs, starts, tables, num_sampled, *_ = columns
+        request_ids, runs, starts, tables, num_sampled, *_, adapters = columns
         rows = self._tables.place(request_ids, tables)
         lengths = [*map(len, runs)]
         tokens, logits, sequences = sum(lengths), sum(num_sampled), len(runs)
@@ -57,6 +58,9 @@ class StepArrays:
         for source, (_, _, slots, _, block_tables, _) in zip(self._tables.arrays, arrays):
             block_tables[:] = source[rows, :widest]
             slots[:] = source[row_of_token, blocks] * BLOCK_SIZE + offsets
+        if max(adapters) >= 0:
+            of_tokens = torch.from_numpy(np.repeat(np.array(adapters, np.int32), lengths))
+            return tuple([replace(step, adapters=of_tokens) for step in steps])
         return steps
 
     def _arrays(

@@ -28,6 +28,7 @@ class ScheduledSequence(NamedTuple):
         wants_prompt_logprobs: deliver the log-probability rows of the prompt positions in this chunk. Every
             prompt position is asked for exactly once, even if the request is preempted.
         wants_prompt_states: the same for the model's last hidden states.
+        adapter: the slot of the request's LoRA adapter, -1 for none.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class ScheduledSequence(NamedTuple):
     is_prefill: bool
     wants_prompt_logprobs: bool = False
     wants_prompt_states: bool = False
+    adapter: int = -1
 
     @property
     def draft(self) -> tuple[int, ...]:
@@ -51,7 +53,8 @@ class StepPlan:
 
     Attributes:
         step: counts the plans of a scheduler from 0.
-        sequences: what runs, decodes first; no request twice.
+        sequences: what runs, decodes first; no request twice. Among decodes, and among the others, those of an adapter
+            follow each other.
         preempted: requests that lost their blocks since the last plan.
         copies: ``(source, destination)`` blocks to copy, in order, before anything else.
     """

@@ -54,6 +54,9 @@ class TransformersBackend:
         """``progress`` counts weights. Before anything is served, the logits of a prompt are compared with those of
         plain transformers, which reads the weights once more, one at a time."""
         require_stored_as(source, config.quantization)
+        if config.enable_lora:
+            raise UsageError(f"{source.name} is computed through transformers, where adapters are not served; merge "
+                             "the adapter with qserve quantize --lora")
         executor, kv_dtype = _executor(config), _cache_dtype(config, source)
         try:
             outline = _outline(source)

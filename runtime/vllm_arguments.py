@@ -50,7 +50,6 @@ NO_CHOICE: Mapping[str, NoChoice] = {
     "enable_expert_parallel": NoChoice((False,), _ONE_DEVICE),
     "distributed_executor_backend": NoChoice((None, "mp", "uni"), _ONE_DEVICE),
     "trust_remote_code": NoChoice((False,), "code that comes with a model is never run"),
-    "enable_lora": NoChoice((False,), "merge the adapter into the model first"),
     "speculative_config": NoChoice((None,), "answers are not drafted"),
     "hf_overrides": NoChoice((None, {}), "change config.json"),
     "cpu_offload_gb": NoChoice((0.0, 0), "weights stay where they are computed with; quantize the model to fewer bits"),

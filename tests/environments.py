@@ -47,6 +47,7 @@ INTEROP = {
         imports=("auto_gptq", "awq"),
         borrows=True,
     ),
+    "peft": Environment((TORCH, "transformers==5.23.0", "accelerate", "peft==0.21.2"), ("peft",), borrows=True),
     "compressed-tensors": Environment(
         packages=(TORCH, "transformers==5.23.0", "accelerate", "compressed-tensors==0.20.0"),
         imports=("compressed_tensors", "transformers"),

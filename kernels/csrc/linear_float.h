@@ -40,12 +40,11 @@ INLINE void float_block(const qs_linear *op, const float *input, const void *wei
             }
         }
     }
-    UNROLL for (int m = 0; m < MR; m++) {
-        float of_row[WIDE * LANES] __attribute__((aligned(64)));
+    float of_block[6 * WIDE * LANES] __attribute__((aligned(64)));
+    UNROLL for (int m = 0; m < MR; m++)
         UNROLL for (int v = 0; v < NV; v++)
-            store(of_row + v * LANES, sums[m][v]);
-        store_tiles(op, of_row, row + m, tile, NT);
-    }
+            store(of_block + (m * NV + v) * LANES, sums[m][v]);
+    store_block(op, of_block, row, tile, MR, NT);
 }
 
 #define FLOAT_BLOCKS(MR, NT, dtype)                                                                               \

@@ -238,6 +238,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
 }
 
 #include "experts.h"
+#include "lora.h"
 
 /* Makes room for what each thread needs for a product. */
 static void add_product(struct layout *layout, const qs_linear *op)
@@ -269,6 +270,8 @@ static struct layout plan_scratch(const qs_op *ops, int32_t count, int32_t rows)
             add_product(&layout, &op->experts.down);
             layout.shared = larger(layout.shared, experts_bytes(&op->experts, rows));
         }
+        if (op->kind == QS_LORA)
+            layout.shared = larger(layout.shared, lora_bytes(&op->lora, rows));
     }
     return layout;
 }
@@ -473,6 +476,8 @@ static void run_job(qs_pool *pool, int32_t thread)
             run_linear(job, pool, thread, phase, &op->linear, rows);
         else if (op->kind == QS_EXPERTS)
             run_experts(job, pool, thread, phase, &op->experts, rows);
+        else if (op->kind == QS_LORA)
+            run_lora(job, pool, phase, &op->lora, rows);
         else if (op->kind == QS_ATTENTION)
             run_attention(job, pool, phase, &op->attention,
                           i && is_joined(job, i - 1) ? &op[-1].rope_kv : NULL);
@@ -572,6 +577,7 @@ const char *qs_op_name(int32_t kind)
         [QS_ROUTE] = "route",
         [QS_EXPERTS] = "experts",
         [QS_SIGMOID_MUL] = "sigmoid_mul",
+        [QS_LORA] = "lora",
     };
     return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;
 }

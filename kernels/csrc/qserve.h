@@ -39,6 +39,7 @@ enum qs_op_kind {
     QS_ROUTE = 14,
     QS_EXPERTS = 15,
     QS_SIGMOID_MUL = 16,
+    QS_LORA = 17,
 };
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
@@ -200,6 +201,26 @@ typedef struct {
 /* out[r, j] *= sigmoid(gate[r, j]), or sigmoid(gate[r, 0]) where gates is 1;  gate f32 [rows, gates]. */
 typedef struct { const float *gate; float *out; int32_t width, gates; } qs_sigmoid_mul;
 
+/* The matrices of an adapter for one linear: a [rank / 16][width][16] and b [n / 16][rank][16], tiles as those of
+ * qs_linear, f32, f16 or bf16. A rank of 0: the linear stays as it is. */
+typedef struct {
+    const void *a, *b;
+    int32_t rank, a_dtype, b_dtype;
+    float scale;
+} qs_adapter;
+
+/* out[r, first + i] += scale * sum_j B[i, j] sum_k A[j, k] x[r, k], in f32, for each token r of the step with an adapter
+ * (qs_step.adapters) and each of `parts` linears, whose outputs are columns [part][2] = (first, n) of out. Each sum has
+ * the order of qs_linear. x [rows, width]; row r of out starts at out + r * out_stride. adapters [slot][part]; ranks are
+ * at most max_rank. */
+typedef struct {
+    const float *x;
+    float *out;
+    const qs_adapter *adapters;
+    const int32_t *columns;
+    int32_t width, out_stride, parts, max_rank;
+} qs_lora;
+
 typedef struct {
     int32_t kind, rows;
     union {
@@ -220,13 +241,15 @@ typedef struct {
         qs_route route;
         qs_experts experts;
         qs_sigmoid_mul sigmoid_mul;
+        qs_lora lora;
     };
 } qs_op;
 
 /* One step. Sequence s owns the tokens seq_start[s] .. seq_start[s + 1] - 1, at consecutive positions;
- * block_tables i32 [sequences, table_stride] names its KV blocks. slots[t] = block * 16 + offset. */
+ * block_tables i32 [sequences, table_stride] names its KV blocks. slots[t] = block * 16 + offset. adapters i32 [tokens],
+ * NULL for none, has the slot of each token's adapter, or -1. */
 typedef struct {
-    const int32_t *token_ids, *positions, *slots, *seq_start, *block_tables, *logit_rows;
+    const int32_t *token_ids, *positions, *slots, *seq_start, *block_tables, *logit_rows, *adapters;
     int32_t tokens, logits, sequences, table_stride;
 } qs_step;
 

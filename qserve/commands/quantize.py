@@ -150,6 +150,10 @@ def quantize(
     sequence_length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = _JOB.sequence_length,
     seed: Annotated[int, typer.Option(help="Which samples are drawn.")] = _JOB.seed,
     overwrite: Overwrite = _JOB.overwrite,
+    lora: Annotated[
+        Path | None,
+        typer.Option(help="A LoRA adapter (PEFT's directory) that is merged into MODEL first.", metavar="PATH"),
+    ] = None,
     offload: Annotated[bool, typer.Option(help="Keep hidden states on disk, few of them in memory.")] = _JOB.offload,
     max_memory: Annotated[
         str | None, typer.Option(help="Plan with this much memory, as 16GiB. [default: what is free]", metavar="SIZE")
@@ -213,6 +217,10 @@ def quantize(
         max_memory=byte_count(max_memory),
     )
     source = steps.open_source(model)
+    if lora is not None:
+        from qserve.checkpoint.merged import merged
+
+        source = merged(source, lora)
     if dry_run:
         for text in steps.plan(source, out, job):
             console.line(text)

@@ -155,6 +155,28 @@ def run(
     ] = ENGINE.autotune,
     threads: Threads = None,
     cpu_list: CpuList = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora",
+            "--lora-modules",
+            help="A LoRA adapter: what requests call it as their model, and its directory in PEFT's layout; may be "
+            "given several times.",
+            metavar="NAME=PATH",
+        ),
+    ] = None,
+    enable_lora: Annotated[
+        bool, typer.Option("--enable-lora", help="Serve adapters although none is loaded at the start.")
+    ] = ENGINE.enable_lora,
+    max_loras: Annotated[int, typer.Option(help="Adapters loaded at once.")] = ENGINE.max_loras,
+    max_lora_rank: Annotated[int, typer.Option(help="Highest rank of an adapter.")] = ENGINE.max_lora_rank,
+    lora_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Load adapters from below this directory while the server runs, by /v1/load_lora_adapter.",
+            metavar="DIR",
+        ),
+    ] = None,
     engine_process: Annotated[
         bool,
         typer.Option(
@@ -214,6 +236,10 @@ def run(
         reranker=reranker,
         autotune=autotune,
         generation_config=generation_config,
+        enable_lora=enable_lora or lora_dir is not None,
+        lora_modules=values.named_paths(lora or ()),
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
     )
     from qserve import steps
     from qserve.kernels.threads import cpu_ranges
@@ -237,6 +263,7 @@ def run(
         step_timeout=step_timeout,
         model_name=names[0] if names else None,
         model_aliases=tuple(names[1:]),
+        lora_dir=lora_dir,
         stream_interval=stream_interval,
         vllm_metrics=vllm_metrics,
         otlp_endpoint=otlp_endpoint,

@@ -54,6 +54,18 @@ def numbers(text: str, option: str) -> list[float]:
     return values
 
 
+def named_paths(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """``NAME=PATH`` each, no name twice."""
+    pairs = [text.partition("=") for text in texts]
+    for name, _, path in pairs:
+        if not name or not path:
+            raise UsageError(f"--lora must be like sql=adapters/sql, not {name + path!r:.100}")
+    names = [name for name, _, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--lora names {twice[0]!r:.100} twice")
+    return tuple((name, path) for name, _, path in pairs)
+
+
 def cpu_list(text: str | None) -> tuple[int, ...] | None:
     """``0,2-3`` as taskset takes it: CPU numbers and ranges; None where the option is not given."""
     if text is None:

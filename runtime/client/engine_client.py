@@ -18,8 +18,12 @@ from qserve.runtime.client.host import EngineHost
 from qserve.runtime.client.messages import (
     Abort,
     Accepted,
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
     Ended,
     Event,
+    LoadAdapter,
     PrepareGrammars,
     Refused,
     SnapshotTaken,
@@ -27,6 +31,7 @@ from qserve.runtime.client.messages import (
     StepFailed,
     Submit,
     TakeSnapshot,
+    UnloadAdapter,
 )
 from qserve.runtime.client.timeline import Timeline
 from qserve.runtime.journal import StepRecord
@@ -88,7 +93,7 @@ class EngineClient:
     """All coroutines that use it share one event loop. ``stats`` are as of the engine's last turn.
 
     A generation gets a choice's first token at once, and then ``stream_interval`` tokens at a time. ``failure`` says
-    why the engine ended, unless ``stop`` ended it.
+    why the engine ended, unless ``stop`` ended it. ``adapters`` are those that requests can name.
     """
 
     def __init__(self, host: EngineHost, steps: StepObserver | None = None, stream_interval: int = 1) -> None:
@@ -102,6 +107,8 @@ class EngineClient:
         self._ids = itertools.count()
         self._pending: dict[str, _Pending] = {}  # by the first of their request ids
         self._live: dict[str, _Live] = {}
+        self.adapters = {each.name: each for each in host.info.adapters}
+        self._changes: dict[int, asyncio.Future[None]] = {}  # of adapters, by number
         self._snapshots: deque[asyncio.Future[EngineSnapshot]] = deque()
         self._arriving = Backlog(host.info.max_waiting, host.info.max_waiting_tokens)
         self._ended = False
@@ -145,6 +152,7 @@ class EngineClient:
         cache_salt: str = "",
         tenant: str = "",
         weight: float = 1.0,
+        adapter: str | None = None,
         observer: Observer | None = None,
     ) -> Generation:
         """Queue all prompts or none. Raises ``RequestError``, ``QueueFullError`` or ``EngineFailure``.
@@ -163,7 +171,9 @@ class EngineClient:
             [Timeline(now, len(prompt), params.max_tokens, params.n) for prompt in prompts],
             observer,
         )
-        command = Submit(generation.request_ids, prompts, params, grammar, priority, cache_salt, tenant, weight)
+        command = Submit(
+            generation.request_ids, prompts, params, grammar, priority, cache_salt, tenant, weight, adapter
+        )
         pending = _Pending(generation, command, self._loop.create_future())
         self._pending[generation.request_ids[0]] = pending
         self._arriving.add(tenant, generation.prompt_tokens, pending.choices)
@@ -207,6 +217,31 @@ class EngineClient:
         self.host.send(TakeSnapshot())
         return await taken
 
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
+        """Load the adapter in the directory ``path``. Requests that have begun with another of this name end with it.
+        Raises ``RequestError`` or ``EngineFailure``."""
+        await self._change(LoadAdapter(next(self._ids), name, path, replace))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter, and return when those that run with it have ended."""
+        self.adapters.pop(name, None)  # at once: what is submitted from now on would be refused by the engine
+        await self._change(UnloadAdapter(next(self._ids), name))
+
+    async def _change(self, command: LoadAdapter | UnloadAdapter) -> None:
+        if self._ended:
+            raise EngineFailure("the engine has stopped")
+        self._loop = asyncio.get_running_loop()
+        changed = self._changes[command.number] = self._loop.create_future()
+        self.host.send(command)
+        await changed
+
+    def _changed(self, number: int, error: Exception | None = None) -> None:
+        if not (changed := self._changes.pop(number)).done():  # else its caller has gone
+            if error is None:
+                changed.set_result(None)
+            else:
+                changed.set_exception(error)
+
     def give_up(self, failure: str) -> None:
         """End every request with an error although the engine does not answer; the engine is left behind."""
         self._end(failure, "the engine is stuck; the server restarts")
@@ -234,6 +269,13 @@ class EngineClient:
                 case SnapshotTaken(snapshot):
                     if not (taken := self._snapshots.popleft()).done():
                         taken.set_result(snapshot)
+                case AdapterLoaded(number, adapter):
+                    self.adapters[adapter.name] = adapter
+                    self._changed(number)
+                case AdapterUnloaded(number):
+                    self._changed(number)
+                case AdapterRefused(number, message):
+                    self._changed(number, RequestError(message))
                 case StepFailed():
                     self._fail_live("the engine failed while it worked on this request")
                     if self._steps is not None:
@@ -314,6 +356,8 @@ class EngineClient:
         self.failure, self._ended = self.failure or failure, True
         self._fail_live(message)
         self._refuse_pending(message)
+        for number in list(self._changes):
+            self._changed(number, EngineFailure("the engine has stopped"))
         while self._snapshots:
             if not (taken := self._snapshots.popleft()).done():
                 taken.set_exception(EngineFailure("the engine has stopped"))

@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from qserve.checkpoint.errors import QServeError
 from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.client.messages import (
     Abort,
     Accepted,
+    AdapterInfo,
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
     Command,
     Ended,
     Event,
+    LoadAdapter,
     PrepareGrammars,
     RefusalKind,
     Refused,
@@ -27,13 +33,16 @@ from qserve.runtime.client.messages import (
     Stop,
     Submit,
     TakeSnapshot,
+    UnloadAdapter,
 )
 from qserve.runtime.sampling import RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from qserve.runtime.adapters import Adapter
     from qserve.runtime.engine import Engine
+    from qserve.runtime.models.lora_layers import LaidOut
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +57,14 @@ class _Compiled:
     result: LLMatcher | BaseException
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A command whose adapter another thread has read, or why it could not."""
+
+    command: LoadAdapter
+    result: LaidOut | BaseException
+
+
 class EngineLoop:
     """Runs ``engine.step()`` while there is work and waits for commands while there is none.
 
@@ -59,10 +76,11 @@ class EngineLoop:
     def __init__(self, engine: Engine, emit: Callable[[Sequence[Event]], None]) -> None:
         self._engine = engine
         self._emit = emit
-        self._commands: SimpleQueue[Command | _Compiled] = SimpleQueue()
+        self._commands: SimpleQueue[Command | _Compiled | _Read] = SimpleQueue()
         self._events: list[Event] = []
-        self._compilers = ThreadPoolExecutor(2, "qserve-compile")  # so that no step waits for a grammar
-        self._compiling: set[str] = set()  # the first ids of commands
+        self._compilers = ThreadPoolExecutor(2, "qserve-compile")  # so that no step waits for a grammar or a file
+        # The first ids of commands, with their adapters: these stay, although no sequence holds them yet.
+        self._compiling: dict[str, Adapter | None] = {}
         self._failed_steps = 0
         self._step_began: float | None = None
 
@@ -116,8 +134,15 @@ class EngineLoop:
                         self._compiled(command)
                     case Abort():
                         for request_id in command.request_ids:
-                            self._compiling.discard(request_id)
+                            if request_id in self._compiling:
+                                self._release(self._compiling.pop(request_id))
                             self._engine.abort(request_id)
+                    case LoadAdapter():
+                        self._compilers.submit(self._read_adapter, command)
+                    case _Read():
+                        self._add_adapter(command)
+                    case UnloadAdapter():
+                        self._remove_adapter(command)
                     case TakeSnapshot():
                         self._events.append(SnapshotTaken(self._engine.snapshot()))
                     case PrepareGrammars():
@@ -125,11 +150,54 @@ class EngineLoop:
         return True
 
     def _submit(self, command: Submit) -> None:
+        try:
+            adapter = None if command.adapter is None else self._engine.adapters.find(command.adapter)
+        except RequestError as error:
+            self._refuse(command, error)
+            return
         if command.params.constraint is None:
-            self._queue(command)
+            self._queue(command, adapter)
         else:
-            self._compiling.add(command.request_ids[0])
+            if adapter is not None:
+                self._engine.adapters.hold(adapter.slot)
+            self._compiling[command.request_ids[0]] = adapter
             self._compilers.submit(self._compile, command)
+
+    def _release(self, adapter: Adapter | None) -> None:
+        if adapter is not None:
+            self._engine.adapters.release(adapter.slot)
+
+    def _read_adapter(self, command: LoadAdapter) -> None:
+        result: LaidOut | BaseException
+        try:
+            result = self._engine.adapters.read(command.path)
+        except BaseException as error:  # in a thread of a pool, which would keep it to itself
+            result = error
+        self._commands.put(_Read(command, result))
+
+    def _add_adapter(self, read: _Read) -> None:
+        command = read.command
+        try:
+            if isinstance(read.result, BaseException):
+                raise read.result
+            added = self._engine.adapters.add(command.name, command.path, read.result, replace=command.replace)
+        except Exception as error:
+            self._refuse_adapter(command, error)
+        else:
+            self._events.append(AdapterLoaded(command.number, AdapterInfo(added.name, added.sha256)))
+
+    def _remove_adapter(self, command: UnloadAdapter) -> None:
+        unloaded = AdapterUnloaded(command.number)
+        try:
+            self._engine.adapters.remove(command.name, lambda: self._events.append(unloaded))
+        except Exception as error:
+            self._refuse_adapter(command, error)
+
+    def _refuse_adapter(self, command: LoadAdapter | UnloadAdapter, error: Exception) -> None:
+        if not isinstance(error, QServeError):
+            logger.error("an adapter could not be loaded or unloaded", exc_info=error)
+            error = QServeError("the engine failed on this adapter; its log says why")
+        self._events.append(AdapterRefused(command.number, str(error)))
 
     def _compile(self, command: Submit) -> None:
         assert command.params.constraint is not None
@@ -144,13 +212,14 @@ class EngineLoop:
         command, result = compiled.command, compiled.result
         if command.request_ids[0] not in self._compiling:
             return  # it was aborted
-        self._compiling.remove(command.request_ids[0])
+        adapter = self._compiling.pop(command.request_ids[0])
         if isinstance(result, BaseException):
             self._refuse(command, result)
         else:
-            self._queue(command, result)
+            self._queue(command, adapter, result)
+        self._release(adapter)
 
-    def _queue(self, command: Submit, matcher: LLMatcher | None = None) -> None:
+    def _queue(self, command: Submit, adapter: Adapter | None, matcher: LLMatcher | None = None) -> None:
         queued = []
         try:
             for request_id, prompt in zip(command.request_ids, command.prompts, strict=True):
@@ -164,6 +233,7 @@ class EngineLoop:
                     tenant=command.tenant,
                     weight=command.weight,
                     matcher=matcher,
+                    adapter=adapter,
                 )
         except BaseException as error:  # a RequestError, or a defect that must not end the loop
             for request_id in queued:

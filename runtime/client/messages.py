@@ -25,9 +25,18 @@ RefusalKind = Literal["request", "queue_full", "failure"]
 
 
 @dataclass(frozen=True)
+class AdapterInfo:
+    """A loaded adapter; ``sha256`` is of its content."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """Facts that do not change while an engine runs. ``kernels``: the name of its executor. ``classes``: what its
-    classifier tells apart, None without one. ``sampling_defaults``: for requests that do not say."""
+    classifier tells apart, None without one. ``sampling_defaults``: for requests that do not say.
+    ``adapters``: those that were loaded at the start."""
 
     model_name: str
     max_model_len: int
@@ -40,6 +49,7 @@ class EngineInfo:
     stats: EngineStats  # before the first request
     sampling_defaults: dict[str, int | float]
     classes: Classes | None = None
+    adapters: tuple[AdapterInfo, ...] = ()
 
     @classmethod
     def of(cls, engine: Engine) -> EngineInfo:
@@ -55,6 +65,7 @@ class EngineInfo:
             stats=engine.stats(),
             sampling_defaults=dict(engine.generation_config.defaults),
             classes=engine.classifier.classes if engine.classifier else None,
+            adapters=tuple(AdapterInfo(each.name, each.sha256) for each in engine.adapters.loaded),
         )
 
 
@@ -63,7 +74,7 @@ class Submit:
     """Prompts that belong together: either all are queued or none.
 
     ``request_ids``: one for each prompt, never used before. ``grammar``: ``params.constraint`` in llguidance's format,
-    if it is known to compile in time.
+    if it is known to compile in time. ``adapter``: the name of a loaded one.
     """
 
     request_ids: list[str]
@@ -74,6 +85,27 @@ class Submit:
     cache_salt: str = ""
     tenant: str = ""
     weight: float = 1.0
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Read an adapter from the directory ``path``; ``replace``: also where ``name`` is taken. Answered, under the same
+    ``number``, by ``AdapterLoaded`` or ``AdapterRefused``."""
+
+    number: int
+    name: str
+    path: str
+    replace: bool = False
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    """Take no more requests for ``name``. Answered by ``AdapterUnloaded``, when its requests have ended, or by
+    ``AdapterRefused``."""
+
+    number: int
+    name: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +138,7 @@ class Load:
     config: EngineConfig
 
 
-Command = Load | Submit | Abort | TakeSnapshot | PrepareGrammars | Stop
+Command = Load | Submit | LoadAdapter | UnloadAdapter | Abort | TakeSnapshot | PrepareGrammars | Stop
 
 
 @dataclass(frozen=True)
@@ -124,6 +156,23 @@ class Refused:
     kind: RefusalKind
     message: str
     param: str | None = None
+
+
+@dataclass(frozen=True)
+class AdapterLoaded:
+    number: int
+    adapter: AdapterInfo
+
+
+@dataclass(frozen=True)
+class AdapterUnloaded:
+    number: int
+
+
+@dataclass(frozen=True)
+class AdapterRefused:
+    number: int
+    message: str
 
 
 @dataclass(frozen=True)
@@ -164,4 +213,17 @@ class Heartbeat:
     step_seconds: float
 
 
-Event = Loaded | Heartbeat | Accepted | Refused | StepDone | StepFailed | SnapshotTaken | EngineStats | Ended
+Event = (
+    Loaded
+    | Heartbeat
+    | Accepted
+    | Refused
+    | AdapterLoaded
+    | AdapterUnloaded
+    | AdapterRefused
+    | StepDone
+    | StepFailed
+    | SnapshotTaken
+    | EngineStats
+    | Ended
+)

@@ -16,6 +16,7 @@ from qserve.kernels import pages, registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor, LogSoftmax, Placement, Program, Step
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.layers import Buffers, LayerBuilder
+from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.weights import Headers, Weights
 
 Progress = Callable[[int, int], None]
@@ -43,6 +44,8 @@ class Decoder:
 
     ``kv_dtype``: float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
 
+    ``lora``: gets the places where adapters act.
+
     ``fallbacks``: the operations for which the executor has no kernel, as ``registry.fallbacks`` names them.
 
     Raises ``CheckpointError`` where a weight or a scale is missing or has the wrong shape.
@@ -57,6 +60,7 @@ class Decoder:
         *,
         kv_dtype: torch.dtype = torch.float16,
         int8_head: bool = False,
+        lora: LoraLayers | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.config = config
@@ -71,7 +75,7 @@ class Decoder:
             config, self.placement, tokens=tokens, rows=rows, positions=limits.max_positions
         )
         self.logits, self.greedy, self.states = buffers.logits, buffers.greedy, buffers.states
-        builder = LayerBuilder(config, Weights(source), buffers, kv_dtype)
+        builder = LayerBuilder(config, Weights(source), buffers, kv_dtype, lora)
 
         self._body: list[tuple[int, Program]] = []  # consecutive layers of one group, which see the same step
         embed = builder.embed()

@@ -34,6 +34,7 @@ from qserve.kernels.ops import (
 from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig, is_classifier
 from qserve.runtime.models.kv_scales import cache_center, cache_scales
+from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.moe import MoeBuffers, routed
 from qserve.runtime.models.rope import query_scale, rope_tables
 from qserve.runtime.models.row_order import Orders, element_order, qkv_orders
@@ -120,9 +121,16 @@ class LayerBuilder:
     multiplier. The multiplier of the logits is in the norm before them.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Weights, buffers: Buffers, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        buffers: Buffers,
+        kv_dtype: torch.dtype,
+        lora: LoraLayers | None = None,
+    ) -> None:
         self._config, self._weights, self._buffers = config, weights, buffers
-        self._kv_dtype = kv_dtype
+        self._kv_dtype, self._lora = kv_dtype, lora
         self._eps = config.rms_norm_eps / config.multipliers.residual**2
         self._table: Weight | None = None
 
@@ -291,11 +299,16 @@ class LayerBuilder:
         """The linear ``module`` of ``x`` is added to the residual stream, behind ``norm`` where there is one."""
         config, stream, sublayer = self._config, self._buffers.x, self._buffers.sublayer
         weight, bias = self._linear(f"{layer}.{module}", config.hidden_size, x.shape[1])
+        out = stream if norm is None else sublayer
+        adapters: list[Op] = []
+        if self._lora is not None:
+            adapters.append(self._lora.after([f"{layer}.{module}"], [config.hidden_size], x, out))
         if norm is None:
-            return [Linear(x, weight, stream, bias, accumulate=True)]
+            return [Linear(x, weight, stream, bias, accumulate=True), *adapters]
         scale = self._norm_weight(f"{layer}.{norm}", (config.hidden_size,))
         return [
             Linear(x, weight, sublayer, bias),
+            *adapters,
             RMSNorm(sublayer, scale, stream, config.rms_norm_eps, accumulate=True),
         ]
 
@@ -309,10 +322,18 @@ class LayerBuilder:
         sizes: Sequence[int],
         x: Tensor,
         out: Tensor,
-        orders: Orders = (None, None),
+        orders: Orders = (None, None, None),
     ) -> list[Op]:
         """One product for the linears ``names`` of ``layer`` (with ``sizes`` outputs) that share an input, or one
-        product for each where their schemes differ. ``orders``: of their outputs in ``out``."""
+        product for each where their schemes differ; then their adapters. ``orders``: of their outputs in ``out``."""
+        ops = self._products(layer, names, sizes, x, out, orders)
+        if self._lora is not None:
+            ops.append(self._lora.after([f"{layer}.{name}" for name in names], sizes, x, out, orders))
+        return ops
+
+    def _products(
+        self, layer: str, names: Sequence[str], sizes: Sequence[int], x: Tensor, out: Tensor, orders: Orders
+    ) -> list[Op]:
         loaded = [
             (*self._linear(f"{layer}.{name}", size, x.shape[1], order), size)
             for name, size, order in zip(names, sizes, orders)

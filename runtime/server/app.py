@@ -13,6 +13,7 @@ from qserve.runtime.server.http.authentication import AuthenticationMiddleware
 from qserve.runtime.server.http.browser_guard import BrowserGuard
 from qserve.runtime.server.http.lingering_close import LingeringClose
 from qserve.runtime.server.routes import (
+    adapters,
     chat,
     classify,
     completions,
@@ -52,7 +53,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(LingeringClose)  # added last, so outermost: the time it waits is not part of a request
     _add_error_handlers(app)
     api = (completions, chat, responses, messages, embeddings, scores, classify, tokens)
-    for part in (probes, models, *api, websocket, engine, page, schema):
+    for part in (probes, models, *api, adapters, websocket, engine, page, schema):
         app.include_router(part.router(service))
     return app
 

@@ -30,6 +30,7 @@ class ServerConfig:
         step_timeout: seconds after which a step of the model counts as stuck and the server ends; 0 waits forever.
         model_name: what the model is called in requests and answers; None takes the engine's name.
         model_aliases: what else requests may call it.
+        lora_dir: adapters may be loaded from directories below this one while the server runs; None allows none.
         drain_timeout: seconds that running requests may still take after a first SIGTERM.
         max_body_bytes: larger request bodies are refused.
         max_message_bytes: larger messages of a WebSocket end it.
@@ -53,6 +54,7 @@ class ServerConfig:
     step_timeout: float = 120.0
     model_name: str | None = None
     model_aliases: tuple[str, ...] = ()
+    lora_dir: Path | None = None
     drain_timeout: float = 30.0
     max_body_bytes: int = 8 << 20
     max_message_bytes: int = 1 << 20
@@ -77,6 +79,8 @@ class ServerConfig:
         named = [name for name in (self.model_name, *self.model_aliases) if name is not None]
         if len(set(named)) < len(named) or not all(name and name.isprintable() for name in named):
             raise UsageError("--served-model-name must be printable, and each name another")
+        if self.lora_dir is not None and not self.lora_dir.is_dir():
+            raise UsageError(f"--lora-dir {self.lora_dir} is no directory")
         for name in self.allowed_hosts:
             if not _HOSTNAME.fullmatch(name):
                 raise UsageError(f"--allowed-hosts must be a name like llm.example.org, not {name!r:.100}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from qserve.checkpoint.errors import UsageError
 from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.client.engine_client import SHUTTING_DOWN, EngineClient
 from qserve.runtime.client.generation import Generation
@@ -54,6 +55,8 @@ class Service:
         self.keys = KeyRing(config.api_keys, config.api_keys_file) if keys is None else keys
         self.model_name = config.model_name or info.model_name
         self.model_names = (self.model_name, *config.model_aliases)
+        for adapter in info.adapters:
+            self.check_adapter_name(adapter.name)
         self.max_model_len = info.max_model_len
         self.embedding_size = info.hidden_size
         self.pooling = stated_pooling(source)
@@ -114,14 +117,41 @@ class Service:
             },
         }
 
+    def model_card(self, name: str) -> dict[str, Any]:
+        """The entry in ``/v1/models`` of the model or an adapter."""
+        if (adapter := self.engine.adapters.get(name)) is None:
+            return self.model(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "qserve",
+            "parent": self.model_name,
+            "max_model_len": self.max_model_len,
+            "qserve": {"lora_sha256": adapter.sha256, "sampling_defaults": self.sampling_defaults},
+        }
+
+    def adapter(self, name: str | None) -> str | None:
+        """The adapter that a request asks for as its ``model``; None for the model itself. Raises ``APIError`` 404."""
+        if name is None or name in self.model_names:
+            return None
+        if name in self.engine.adapters:
+            return name
+        served = [*self.model_names, *self.engine.adapters]
+        shown = " or ".join(map(repr, served[:10])) + (f", and {len(served) - 10} more" if len(served) > 10 else "")
+        raise APIError(
+            404, f"model {name!r:.200} is not served here; it is {shown}", param="model", code="model_not_found"
+        )
+
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.model_names:
-            raise APIError(
-                404,
-                f"model {name!r:.200} is not served here; it is {' or '.join(map(repr, self.model_names))}",
-                param="model",
-                code="model_not_found",
-            )
+        """For a route that only the model itself answers. Raises ``APIError``."""
+        if self.adapter(name) is not None:
+            raise APIError(400, f"adapters as {name!r:.200} only generate text; ask {self.model_name!r}", param="model")
+
+    def check_adapter_name(self, name: str) -> None:
+        """Raises ``UsageError`` where requests call the model itself so."""
+        if name in self.model_names:
+            raise UsageError(f"{name!r:.200} is the name of the model itself; give the adapter another")
 
     async def body(self, request: Request) -> dict[str, Any]:
         config = self.config
@@ -134,7 +164,12 @@ class Service:
         )
 
     async def submit(
-        self, call: Call, prompts: list[list[int]], params: SamplingParams, priority: int | None
+        self,
+        call: Call,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        priority: int | None,
+        adapter: str | None = None,
     ) -> Generation:
         self._require_ready()
         choices = len(prompts) * params.n
@@ -169,6 +204,7 @@ class Service:
                 cache_salt=call.tenant,
                 tenant=call.tenant,
                 weight=key.weight if key else 1.0,
+                adapter=adapter,
                 observer=self.accounting.open(key, choices, self._backlog_seconds()),
             )
         except QueueFullError as error:

@@ -124,7 +124,9 @@ def test_no_module_is_loaded_twice_in_this_session() -> None:
 
 
 def test_the_public_names_are_exact() -> None:
-    assert qserve.__all__ == ["LLM", "QServeError", "QualityCard", "QuantSpec", "SamplingParams", "__version__"]
+    assert qserve.__all__ == [
+        "LLM", "LoRARequest", "QServeError", "QualityCard", "QuantSpec", "SamplingParams", "__version__",
+    ]  # fmt: skip
     assert all(getattr(qserve, name) is not None for name in qserve.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
         _ = qserve.Engine  # type: ignore[attr-defined]

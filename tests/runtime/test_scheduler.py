@@ -98,6 +98,7 @@ def test_plan_is_plain_data() -> None:
                 "is_prefill": True,
                 "wants_prompt_logprobs": True,
                 "wants_prompt_states": False,
+                "adapter": -1,
             }
         ],
         "preempted": [],

@@ -83,12 +83,13 @@ def _presented(keys: KeyRing, given: dict[bytes, bytes]) -> ApiKey:
 
 
 def require_admin(request: Request) -> None:
-    """Raise ``APIError`` 403 where a key may not see what other keys do. Without keys everybody is an admin."""
+    """Raise ``APIError`` 403 where a key may not see or change what all keys have. Without keys everybody is an
+    admin."""
     key: ApiKey | None = request.scope["qserve.key"]
     if key is not None and not (key.admin or key.router):
         raise APIError(
             403,
-            "this shows what all callers do; in the file of API keys, 'admin = true' lets a key see it",
+            "this is of all callers; in the file of API keys, 'admin = true' lets a key have it",
             code="admin_only",
         )
 

@@ -18,7 +18,7 @@ from qserve.runtime.server.service import Service
 
 async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     body = parse(ChatRequest, content)
-    service.check_model(body.model)
+    adapter = service.adapter(body.model)
     try:
         messages = [message.for_template() for message in body.messages]
         params, use, options = body.sampling_params(service.sampling_defaults), body.tool_use(), body.template_options()
@@ -28,11 +28,11 @@ async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
         params = inputs.params
         if body.limit is None:
             params = params.within(len(inputs.prompt), service.max_model_len)
-        generation = await service.submit(call, [inputs.prompt], params, body.priority)
+        generation = await service.submit(call, [inputs.prompt], params, body.priority, adapter)
     except RequestError as error:
         raise RequestError(str(error), body.name_of(error.param)) from None
     answer = ChatAnswer(
-        model=service.model_name,
+        model=adapter or service.model_name,
         choices=params.n,
         usage=Usage(generation.prompt_tokens),
         texts=service.texts,

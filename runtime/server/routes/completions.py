@@ -17,7 +17,7 @@ from qserve.runtime.server.service import Service
 
 async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     body = parse(CompletionRequest, content)
-    service.check_model(body.model)
+    adapter = service.adapter(body.model)
     params, choices = body.sampling_params(service.sampling_defaults), body.n or 1
     encoder, kept = service.encoder, params.num_prompt_kept(service.max_model_len)
     prompts = await asyncio.to_thread(lambda: [encoder.encode(prompt, kept=kept) for prompt in body.prompt])
@@ -33,9 +33,9 @@ async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
         )
         firsts = [ids[0] if params.prompt_logprobs is not None else None for ids in prompts]
         echo = [Echo(text, first) for text, first in zip(texts, firsts) for _ in range(choices)]
-    generation = await service.submit(call, prompts, params, body.priority)
+    generation = await service.submit(call, prompts, params, body.priority, adapter)
     answer = (BestOfAnswer if params.n > choices else CompletionAnswer)(
-        model=service.model_name,
+        model=adapter or service.model_name,
         choices=choices * len(prompts),
         usage=Usage(generation.prompt_tokens),
         texts=service.texts,

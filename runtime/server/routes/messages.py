@@ -33,14 +33,14 @@ async def _inputs(service: Service, body: CountTokensRequest) -> ChatInputs:
 
 async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     body = parse(MessageRequest, content)
-    service.check_model(body.model)
+    adapter = service.adapter(body.model)
     try:
         inputs = await _inputs(service, body)
-        generation = await service.submit(call, [inputs.prompt], inputs.params, None)
+        generation = await service.submit(call, [inputs.prompt], inputs.params, None, adapter)
     except RequestError as error:
         raise RequestError(str(error), body.name_of(error.param)) from None
     parser = inputs.parser() if inputs.parser else None
-    answer = MessageAnswer(service.model_name, Usage(generation.prompt_tokens), parser)
+    answer = MessageAnswer(adapter or service.model_name, Usage(generation.prompt_tokens), parser)
     return Reply(generation, answer, body.delivery())
 
 
@@ -55,7 +55,7 @@ def router(service: Service) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         service.admit(call_of(request))
         body = parse(CountTokensRequest, await service.body(request))
-        service.check_model(body.model)
+        service.adapter(body.model)
         try:
             inputs = await _inputs(service, body)
         except RequestError as error:

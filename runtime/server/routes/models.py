@@ -1,4 +1,4 @@
-"""``/v1/models``: the model that is served, with its quality card."""
+"""``/v1/models``: the model that is served, with its quality card, and its adapters."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [service.model(name) for name in service.model_names]})
+        names = [*service.model_names, *service.engine.adapters]
+        return JSONResponse({"object": "list", "data": [service.model_card(name) for name in names]})
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        service.check_model(name)
-        return JSONResponse(service.model(name))
+        service.adapter(name)
+        return JSONResponse(service.model_card(name))
 
     return routes

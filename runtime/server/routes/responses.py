@@ -20,7 +20,7 @@ from qserve.runtime.server.service import Service
 
 async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
     body = parse(ResponseRequest, content)
-    service.check_model(body.model)
+    adapter = service.adapter(body.model)
     messages = body.messages()
     try:
         asked, use = body.sampling_params(service.sampling_defaults), body.tool_use()
@@ -28,11 +28,11 @@ async def begin(service: Service, call: Call, content: dict[str, Any]) -> Reply:
         params = inputs.params
         if body.max_output_tokens is None:
             params = params.within(len(inputs.prompt), service.max_model_len)
-        generation = await service.submit(call, [inputs.prompt], params, None)
+        generation = await service.submit(call, [inputs.prompt], params, None, adapter)
     except RequestError as error:
         raise RequestError(str(error), body.name_of(error.param)) from None
     answer = ResponseAnswer(
-        service.model_name,
+        adapter or service.model_name,
         body.shown(params),
         Usage(generation.prompt_tokens),
         inputs.parser() if inputs.parser else None,

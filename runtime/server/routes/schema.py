@@ -12,12 +12,14 @@ from qserve.runtime.server.service import Service
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
-    made: list[bytes] = []
+    made: dict[tuple[str, ...], bytes] = {}  # by the names of the model and its adapters
 
     @routes.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
-        if not made:  # at the first call every route exists
-            made.append(json.dumps(document(request.app.routes, service.model_names)).encode())
-        return Response(made[0], media_type="application/json")
+        names = (*service.model_names, *service.engine.adapters)
+        if names not in made:  # at the first call every route exists
+            made.clear()
+            made[names] = json.dumps(document(request.app.routes, names)).encode()
+        return Response(made[names], media_type="application/json")
 
     return routes

@@ -55,7 +55,7 @@ def router(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         service.admit(call_of(request))
         body = parse(TokenizeRequest, await service.body(request))
-        service.check_model(body.model)
+        service.adapter(body.model)
         tokens = await asyncio.to_thread(encode, body)
         pieces = await asyncio.to_thread(service.encoder.pieces, tokens) if body.return_token_strs else None
         return await service.writer.response({
@@ -69,7 +69,7 @@ def router(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         service.admit(call_of(request))
         body = parse(DetokenizeRequest, await service.body(request))
-        service.check_model(body.model)
+        service.adapter(body.model)
         tokens = body.tokens
         if tokens and min(tokens) < 0:
             raise RequestError(f"tokens holds the negative token id {min(tokens)}", "tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from qserve.runtime.constraint import Constraint
 from qserve.runtime.engine import Engine
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.sampling import RequestError, SamplingParams
+from tests.adapters import write_adapter
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -272,5 +274,38 @@ def test_a_client_that_gives_up_ends_everything(engine: Engine) -> None:
 
     asyncio.run(ask())
     assert counts.failed == 2 and client.failure == "no reason" and not client.alive
+    client.stop()
+    engine.check()
+
+
+def test_adapters_come_and_go_as_messages(tiny_model: Path, tmp_path: Path) -> None:
+    path = str(write_adapter(tmp_path / "sql", {"model.layers.0.mlp.up_proj": (128, 64)}, size=0.5))
+    config = EngineConfig(max_model_len=256, kv_cache_memory=4 << 20, lora_modules=(("first", path),))
+    client = EngineClient(CopyingHost(engine := Engine(str(tiny_model), config)))
+    client.start()
+
+    async def ask() -> None:
+        assert list(client.adapters) == ["first"]
+        await client.load_adapter("sql", path)
+        assert client.adapters["sql"].sha256 == client.adapters["first"].sha256
+        constrained = replace(GREEDY, constraint=Constraint("regex", "[a-z]{30}"))
+        both = [client.submit(PROMPTS[:1], params, adapter="sql") for params in (GREEDY, constrained)]
+        running = [asyncio.create_task(each) for each in both]
+        await asyncio.sleep(0)
+        unloaded = asyncio.create_task(client.unload_adapter("sql"))
+        answers = [await texts(await each) for each in running]
+        assert answers[0] == await texts(await client.submit(PROMPTS[:1], GREEDY, adapter="first"))
+        assert answers[0] != await texts(await client.submit(PROMPTS[:1], GREEDY))
+        await unloaded
+        for refused, line in (
+            (client.load_adapter("first", path), "an adapter 'first' is loaded already"),
+            (client.load_adapter("other", f"{path}/nothing"), "is no directory"),
+            (client.unload_adapter("sql"), "no adapter 'sql' is loaded"),
+            (client.submit(PROMPTS, GREEDY, adapter="sql"), "no adapter 'sql' is loaded"),
+        ):
+            with pytest.raises(RequestError, match=line):
+                await refused
+
+    asyncio.run(ask())
     client.stop()
     engine.check()

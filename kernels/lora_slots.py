@@ -1,0 +1,76 @@
+"""``LoraSlots``: the adapters of the linears that share an input, in numbered slots, as products read them.
+
+A slot is filled and emptied between two steps, and the operation that reads it stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.lora import LoraWeight
+from qserve.kernels.prepack import float_tiles, rows_of_tiles
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # as csrc/qserve.h numbers them
+# ``qs_adapter`` of the same file
+_ENTRY = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i4"), ("a_dtype", "i4"), ("b_dtype", "i4"), ("scale", "f4")])
+
+
+@dataclass(frozen=True)
+class LoraTiles:
+    """The matrices of an adapter's linear in tiles of 16 rows: a [rank / 16, in, 16], b [out / 16, rank, 16]."""
+
+    a: Tensor
+    b: Tensor
+    rank: int
+    scale: float
+
+    @classmethod
+    def of(cls, weight: LoraWeight, order: Tensor | None = None) -> LoraTiles:
+        """``order``: int64 [out], of the linear's outputs. Each matrix has the narrowest dtype that holds its numbers
+        exactly, so nothing is rounded."""
+        b = weight.b if order is None else weight.b[order]
+        return cls(float_tiles(_narrowed(weight.a)), float_tiles(_narrowed(b)), weight.rank, weight.scale)
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def matrices(self, out: int) -> tuple[Tensor, Tensor]:
+        """float32 [rank, in] and [out, rank]."""
+        return rows_of_tiles(self.a, self.rank).float(), rows_of_tiles(self.b, out).float()
+
+
+def _narrowed(matrix: Tensor) -> Tensor:
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(matrix.to(dtype).float(), matrix.float()):
+            return matrix.to(dtype)
+    return matrix
+
+
+class LoraSlots:
+    """``parts``: (first column, columns) of the output for each linear. ``held[slot]`` has an adapter's matrices for
+    each, or None where it leaves that linear as it is; ``table`` is the same for the C kernels."""
+
+    def __init__(self, parts: Sequence[tuple[int, int]], count: int, max_rank: int) -> None:
+        self.parts, self.max_rank = tuple(parts), max_rank
+        self.held: list[tuple[LoraTiles | None, ...]] = [(None,) * len(self.parts)] * count
+        self.table = torch.zeros(count, len(self.parts) * _ENTRY.itemsize, dtype=torch.uint8)
+        self._entries = self.table.numpy().view(_ENTRY)
+
+    def put(self, slot: int, matrices: Sequence[LoraTiles | None]) -> None:
+        """Fill a slot; ``matrices``: one for each part."""
+        self.held[slot] = tuple(matrices)
+        for part, tiles in enumerate(matrices):
+            self._entries[slot, part] = (0, 0, 0, 0, 0, 0.0) if tiles is None else (
+                tiles.a.data_ptr(), tiles.b.data_ptr(), tiles.rank, _FLOATS.index(tiles.a.dtype),
+                _FLOATS.index(tiles.b.dtype), tiles.scale,
+            )  # fmt: skip
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot that no token of a later step has."""
+        self.put(slot, (None,) * len(self.parts))

@@ -1,0 +1,74 @@
+"""``LoraLayers``: where adapters act in a decoder, and their matrices as its products read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qserve.checkpoint.lora import LoraAdapter
+from qserve.kernels.lora_slots import LoraSlots, LoraTiles
+from qserve.kernels.ops import Lora
+from qserve.runtime.models.row_order import Orders
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Linears that share an input: their names, and the orders of their outputs."""
+
+    modules: tuple[str, ...]
+    orders: tuple[Tensor | None, ...]
+    slots: LoraSlots
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """An adapter, with its matrices for each product of a decoder."""
+
+    sha256: str
+    matrices: tuple[tuple[LoraTiles | None, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tiles.nbytes for product in self.matrices for tiles in product if tiles is not None)
+
+
+class LoraLayers:
+    """Has ``count`` slots for adapters of ranks up to ``max_rank``. A builder asks for ``after`` each product; then
+    ``shapes`` has [out, in] of every linear that can have an adapter."""
+
+    def __init__(self, count: int, max_rank: int) -> None:
+        self.count, self.max_rank = count, max_rank
+        self.shapes: dict[str, tuple[int, int]] = {}
+        self._products: list[_Product] = []
+
+    def after(
+        self, modules: Sequence[str], sizes: Sequence[int], x: Tensor, out: Tensor, orders: Orders = (None, None, None)
+    ) -> Lora:
+        """The operation behind the product of ``modules``, whose outputs (of ``sizes``) lie side by side in ``out``."""
+        starts = [sum(sizes[:part]) for part in range(len(sizes))]
+        slots = LoraSlots(list(zip(starts, sizes)), self.count, self.max_rank)
+        self._products.append(_Product(tuple(modules), tuple(orders[: len(modules)]), slots))
+        self.shapes |= {module: (size, x.shape[1]) for module, size in zip(modules, sizes)}
+        return Lora(x, out, slots)
+
+    def lay_out(self, adapter: LoraAdapter) -> LaidOut:
+        """``adapter``, which was read with ``shapes``. Any thread may call it while steps run."""
+        return LaidOut(adapter.sha256, tuple(
+            tuple(
+                LoraTiles.of(adapter.modules[module], order) if module in adapter.modules else None
+                for module, order in zip(product.modules, product.orders)
+            )
+            for product in self._products
+        ))  # fmt: skip
+
+    def put(self, slot: int, adapter: LaidOut) -> None:
+        """Fill a slot, between two steps."""
+        for product, matrices in zip(self._products, adapter.matrices, strict=True):
+            product.slots.put(slot, matrices)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot that no token of a later step has."""
+        for product in self._products:
+            product.slots.clear(slot)
