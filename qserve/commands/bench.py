@@ -60,9 +60,12 @@ def bench(
                      metavar="JSONL"),
     ] = None,
     dataset: Annotated[
-        Path | None,
-        typer.Option(help="Ask what users asked: JSON lines of conversations, messages, or prompt and output.",
-                     metavar="JSONL"),
+        str | None,
+        typer.Option(
+            help="Ask what users asked: JSON lines of conversations, messages, or prompt and output; or edit, extract "
+            "or document, prompts that come with qserve and whose answers repeat them.",
+            metavar="JSONL",
+        ),
     ] = None,
     prefixes: Annotated[int | None, typer.Option(help="As many prefixes are shared by the prompts.")] = None,
     prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of each prefix, before those of --prompt.")] = None,
@@ -141,6 +144,7 @@ def bench(
     are installed, and with --tune the best configurations of the products are found.
     """
     from qserve import benching
+    from qserve.evals.bench.workload import dataset_path
     from qserve.evals.gate import enforce, judge_values, read_gates
     from qserve.evals.report import intervals_of
     from qserve.evals.report_files import write_report
@@ -181,7 +185,8 @@ def bench(
         job = benching.job(
             concurrency, rate, prompt, output or "64", endpoint or "completions", slo,
             dict(
-                requests=requests, warmup=warmup, burst=1 if burst is None else burst, trace=trace, dataset=dataset,
+                requests=requests, warmup=warmup, burst=1 if burst is None else burst, trace=trace,
+                dataset=None if dataset is None else dataset_path(dataset),
                 prefixes=prefixes or 0, prefix_tokens=prefix_tokens or 0, turns=1 if turns is None else turns,
                 think=think or 0.0,
                 seed=seed or 0,
