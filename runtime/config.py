@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
+from qserve.runtime.speculative_config import SpeculativeConfig
 
 RERANKERS = ("auto", "qwen3")
 KV_DTYPES = ("auto", "fp16", "bf16", "fp32", "int8", "fp8")
@@ -54,6 +55,8 @@ class EngineConfig:
         reranker: qwen3 judges pairs of texts as Qwen3-Reranker does: in its template, by "yes" over "no". auto does so
             where config.json says it (``is_original_qwen3_reranker``), since such a model looks like any other.
         head: the output head of a quantized model: int8 (auto) or dense. A dense model's is dense.
+        speculative_config: how tokens are drafted, so that a step may yield several; None drafts none. Answers stay the
+            same.
     """
 
     max_model_len: int | None = None
@@ -76,6 +79,13 @@ class EngineConfig:
     generation_config: str = "auto"
     autotune: bool = False
     backend: str = "auto"
+    speculative_config: SpeculativeConfig | None = None
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits of one step: one for each request, and enough for a draft of a single one."""
+        draft = self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+        return max(self.max_num_seqs, 1 + draft)
 
     @property
     def num_threads(self) -> int | None:

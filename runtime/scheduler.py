@@ -57,7 +57,8 @@ SHORT_PROMPT = 128  # prompt tokens for which others' decodes wait a step: it ta
 class Scheduler:
     """Continuous batching with chunked prefill under one token budget. Not thread-safe.
 
-    ``num_preemptions`` counts events; ``prefix_queries`` counts the prompt tokens of admitted requests that
+    ``num_preemptions`` counts events, ``num_drafts`` drafts, ``num_draft_tokens`` their tokens and
+    ``num_accepted_tokens`` those that were right; ``prefix_queries`` counts the prompt tokens of admitted requests that
     may use the prefix cache, ``prefix_hits`` those of them that were there already.
     """
 
@@ -66,6 +67,7 @@ class Scheduler:
         self.blocks = blocks
         self.backlog = Backlog(config.max_waiting, config.waiting_tokens_limit)
         self.num_preemptions = 0
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._step = 0
@@ -512,6 +514,8 @@ class Scheduler:
                 request.num_in_flight += count
                 request.num_computed += count
                 tokens, rows = tokens - count, rows - count
+                self.num_drafts += 1
+                self.num_draft_tokens += count
                 decoded[index] = request, sequence._replace(
                     token_ids=(*sequence.token_ids, *draft[:count]),
                     block_tables=self.blocks.block_tables(request.request_id),
@@ -531,6 +535,7 @@ class Scheduler:
     def _take_back(self, request: Request, end: int, *, accepted: int) -> None:
         """Forget what a draft computed past the ``end`` of the run that was taken."""
         request.num_drafted = 0
+        self.num_accepted_tokens += accepted
         self._shares.charge(request.tenant, 0, accepted, request.weight)
         if request.status is Status.RUNNING:
             request.num_computed = end

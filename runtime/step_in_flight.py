@@ -21,7 +21,8 @@ class StepInFlight:
     them may have.
 
     ``output`` is there as soon as the step has begun. ``is_chosen``: its tokens are the chosen ones, and the next step
-    may begin before they are known. ``threads`` draw them on the CPU, None for all cores.
+    may begin before they are known. ``threads`` draw them on the CPU, None for all cores. ``began``: seconds on the
+    engine's clock.
     """
 
     plan: StepPlan
@@ -30,6 +31,7 @@ class StepInFlight:
     output: StepOutput | None = None
     is_chosen: bool = False
     threads: int | None = None
+    began: float = 0.0
 
     def choose(self) -> None:
         """If nobody needs more of the logits, have the tokens chosen on their device as soon as they are computed."""

@@ -22,6 +22,7 @@ from qserve.commands.options import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     Model,
+    SpeculativeConfigJson,
     Threads,
 )
 from qserve.commands.vllm_options import options_of_file
@@ -155,6 +156,7 @@ def run(
     ] = ENGINE.autotune,
     threads: Threads = None,
     cpu_list: CpuList = None,
+    speculative_config: SpeculativeConfigJson = None,
     engine_process: Annotated[
         bool,
         typer.Option(
@@ -214,6 +216,7 @@ def run(
         reranker=reranker,
         autotune=autotune,
         generation_config=generation_config,
+        speculative_config=values.speculative_config(speculative_config),
     )
     from qserve import steps
     from qserve.kernels.threads import cpu_ranges

@@ -14,12 +14,14 @@ import torch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.constraint import Constraint
+from qserve.runtime.drafter import Drafter, NGramDrafter
 from qserve.runtime.engine import Engine
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, StepOutput
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.scheduler import Scheduler
+from qserve.runtime.speculative_config import SpeculativeConfig
 from qserve.runtime.step_plan import RequestUpdate, StepPlan
 
 SIZE = 4
@@ -57,13 +59,42 @@ class Guesses:
         self._chance = random.Random(seed)
         self.right = self.wrong = 0
 
-    def __call__(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+    def expects(self, requests: Sequence[Request]) -> bool:
+        return False
+
+    def timed(self, rows: int, seconds: float) -> None:
+        assert rows > 0 and seconds >= 0
+
+    def draft(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
         drafts = {}
         for request in requests:
             known = self._answers.get(request.request_id, ())[len(request.output_token_ids) :]
             draft = list(known[: self._chance.randrange(7)]) + [3] * self._chance.randrange(2)  # beyond the end too
             drafts[request.request_id] = [t if self._chance.random() < 0.8 else (t + 1) % 90 for t in draft]
         return drafts
+
+
+class Told(Guesses):
+    """A drafter that tells the answer as it is."""
+
+    def __init__(self, whole: list[int]) -> None:
+        self._whole = whole
+
+    def draft(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        return {each.request_id: self._whole[len(each.output_token_ids) :] for each in requests}
+
+
+class Cheap(NGramDrafter):
+    """Believes that further rows cost next to nothing."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        super().__init__(config, 64)
+        for rows in range(1, 65):
+            for _ in range(4):
+                super().timed(rows, 1 + rows / 1000)
+
+    def timed(self, rows: int, seconds: float) -> None:
+        pass
 
 
 class AheadRunner:
@@ -85,10 +116,10 @@ class AheadRunner:
 
 
 def answers_of(
-    model: Path, known: Answers | None = None, *, overlaps: bool = False, **config: Any
+    model: Path, known: Answers | None = None, *, overlaps: bool = False, drafter: Drafter | None = None, **config: Any
 ) -> tuple[Answers, Engine, int]:
     engine = Engine(str(model), EngineConfig(**{"kv_cache_memory": 1 << 20, "threads": 1, **config}))
-    engine.drafter = None if known is None else Guesses(known)
+    engine.drafter = drafter if known is None else Guesses(known)
     if overlaps:
         engine.runner, engine.overlaps = AheadRunner(engine.runner), True
     for index, (name, params) in enumerate(KINDS.items()):
@@ -142,12 +173,37 @@ def test_nobodys_answer_changes(
         assert fewer < steps
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapped"])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_nobodys_answer_changes_with_drafts_of_n_grams(
+    tiny_model: Path, plain: tuple[Answers, int], overlaps: bool, method: str
+) -> None:
+    drafter = Cheap(SpeculativeConfig(method, prompt_lookup_min=1))
+    for _ in range(2):
+        found, engine, steps = answers_of(tiny_model, overlaps=overlaps, drafter=drafter)
+        assert found == plain[0]
+        stats = engine.stats()
+        assert 0 < stats.num_drafts < stats.num_draft_tokens
+    assert (stats.num_accepted_tokens > 100 and steps < plain[1]) == (method == "suffix"), "it knows the first answers"
+
+
+def test_steps_overlap_while_there_are_no_drafts(tiny_model: Path) -> None:
+    engine = Engine(str(tiny_model), EngineConfig(kv_cache_memory=1 << 20, threads=1))
+    engine.runner, engine.overlaps = AheadRunner(engine.runner), True
+    engine.drafter = NGramDrafter(SpeculativeConfig(), 1)  # rows for no draft
+    engine.submit("a", prompt(1, 5), GREEDY)
+    engine.step()
+    while engine.has_work():
+        assert engine.scheduler.num_in_flight == 1, "the next step has begun"
+        engine.step()
+
+
 def test_a_right_draft_takes_one_step(tiny_model: Path) -> None:
     engine = Engine(str(tiny_model), EngineConfig(kv_cache_memory=1 << 20, threads=1))
     engine.submit("a", prompt(1, 5), GREEDY)
     whole = [token for _ in range(24) for output in engine.step() for token in output.token_ids]
     assert not engine.has_work() and len(whole) == 24
-    engine.drafter = lambda requests: {each.request_id: whole[len(each.output_token_ids) :] for each in requests}
+    engine.drafter = Told(whole)
     engine.submit("b", prompt(1, 5), GREEDY)
     first, second = engine.step(), engine.step()
     assert [output.token_ids for output in (*first, *second)] == [whole[:1], whole[1:]]
@@ -173,7 +229,7 @@ def test_what_is_not_a_number_behind_a_draft_is_found_by_the_next_step(tiny_mode
             return output
 
     engine.runner = Broken()
-    engine.drafter = lambda requests: {each.request_id: whole[len(each.output_token_ids) :] for each in requests}
+    engine.drafter = Told(whole)
     engine.submit("b", prompt(1, 5), GREEDY)
     outputs = [output for _ in range(3) for output in engine.step()]
     assert [token for output in outputs for token in output.token_ids] == whole[:6]  # those of positions 4 to 9
