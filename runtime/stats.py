@@ -20,9 +20,10 @@ class GpuUse:
 @dataclass(frozen=True)
 class EngineStats:
     """Gauges of one moment between two steps. ``prefix_queries``, ``prefix_hits`` (prompt tokens), ``num_preemptions``,
-    ``num_drafts``, ``num_draft_tokens`` and ``num_accepted_tokens`` count since the start. ``kv_fragmentation``: the share of the allocated KV positions that hold
-    nothing, 0 to 1. ``waiting``: for each tenant, the requests and prompt tokens that wait for their first step.
-    ``gpu``: None without one."""
+    ``num_drafts``, ``num_draft_tokens`` and ``num_accepted_tokens`` count since the start. ``kv_fragmentation``: the
+    share of the allocated KV positions that hold nothing, 0 to 1. ``waiting``: for each tenant, the requests and prompt
+    tokens that wait for their first step. ``gpu``: None without one.
+    """
 
     num_running: int
     num_waiting: int

@@ -68,7 +68,7 @@ class StepPlan:
     @property
     def is_decode(self) -> bool:
         """Whether it has no part of a prompt."""
-        return not any([s.is_prefill for s in self.sequences])
+        return not any(s.is_prefill for s in self.sequences)
 
     @property
     def rows(self) -> tuple[str, ...]:

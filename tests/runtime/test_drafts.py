@@ -179,12 +179,12 @@ def test_nobodys_answer_changes_with_drafts_of_n_grams(
     tiny_model: Path, plain: tuple[Answers, int], overlaps: bool, method: str
 ) -> None:
     drafter = Cheap(SpeculativeConfig(method, prompt_lookup_min=1))
-    for _ in range(2):
+    found, engine, _ = answers_of(tiny_model, overlaps=overlaps, drafter=drafter)
+    assert found == plain[0] and engine.stats().num_draft_tokens > engine.stats().num_drafts > 0
+    if method == "suffix":  # it knows the answers now
         found, engine, steps = answers_of(tiny_model, overlaps=overlaps, drafter=drafter)
-        assert found == plain[0]
-        stats = engine.stats()
-        assert 0 < stats.num_drafts < stats.num_draft_tokens
-    assert (stats.num_accepted_tokens > 100 and steps < plain[1]) == (method == "suffix"), "it knows the first answers"
+        assert found == plain[0] and steps < plain[1]
+        assert engine.stats().num_draft_tokens > engine.stats().num_accepted_tokens > 100
 
 
 def test_steps_overlap_while_there_are_no_drafts(tiny_model: Path) -> None:
