@@ -169,7 +169,7 @@ class Scheduler:
         that must wait for room. ``now`` (seconds) becomes the ``scheduled_time``.
 
         ``drafts``: by request, guesses of the tokens that follow its newest one. They are cut to the room there is, and
-        left out for beams, under a constraint, and where the newest token is not known yet.
+        left out for beams and where the newest token is not known yet.
         """
         running = Status.RUNNING  # looking up an enumeration member takes longer than the test here
         decodes = [request for request in self._running if _can_decode(request)]
@@ -505,7 +505,7 @@ class Scheduler:
         rows = self.config.logits_limit - len(decoded) - sum(each.num_sampled for _, each in others)
         for index, (request, sequence) in enumerate(decoded):
             draft = drafts.get(request.request_id)
-            if not draft or request.beams or request.num_plans > 1 or request.params.constraint is not None:
+            if not draft or request.beams or request.num_plans > 1:
                 continue
             left = request.max_output_tokens - len(request.output_token_ids) - 1
             count = self._room(request, min(len(draft), tokens, rows, left))

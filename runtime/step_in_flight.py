@@ -17,8 +17,8 @@ from qserve.runtime.step_plan import StepPlan
 
 @dataclass
 class StepInFlight:
-    """``choices`` get a run of tokens each, in the order of the plan. ``masks``, by request, say which tokens some of
-    them may have.
+    """``choices`` get a run of tokens each, in the order of the plan. ``masks``, by request and row, say which
+    tokens some of them may have.
 
     ``output`` is there as soon as the step has begun. ``is_chosen``: its tokens are the chosen ones, and the next step
     may begin before they are known. ``threads`` draw them on the CPU, None for all cores. ``began``: seconds on the
@@ -27,7 +27,7 @@ class StepInFlight:
 
     plan: StepPlan
     choices: Sequence[Choice]
-    masks: dict[str, Future[Tensor]]
+    masks: dict[str, Future[list[Tensor]]]
     output: StepOutput | None = None
     is_chosen: bool = False
     threads: int | None = None
@@ -63,7 +63,10 @@ class StepInFlight:
             sequences, seeds = [choice.sequence for choice, _ in rows], [choice.seed for choice, _ in rows]
             masks = [self.masks.get(sequence.request_id) for sequence in sequences]
             defects = [None if mask is None else mask.exception() for mask in masks]
-            allowed = [None if mask is None or defect else mask.result() for mask, defect in zip(masks, defects)]
+            allowed = [
+                None if mask is None or defect else mask.result()[len(draft)]
+                for mask, defect, (_, draft) in zip(masks, defects, rows)
+            ]
             with torch_threads(1):
                 found = sample(
                     self.output.logits, self.output.greedy, sequences, seeds, allowed, [draft for _, draft in rows],

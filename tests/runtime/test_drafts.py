@@ -47,6 +47,7 @@ KINDS: dict[str, SamplingParams] = {
     "stop token": replace(GREEDY, stop_token_ids=tuple(range(0, 90, 5)), min_tokens=3, max_tokens=40),
     "ends": replace(DRAWN, ignore_eos=False, max_tokens=60),
     "regex": replace(DRAWN, constraint=Constraint("regex", "[a-e ]{3,9}")),
+    "forced": replace(DRAWN, constraint=Constraint("regex", "(The quick brown fox|A lazy dog) [a-c]{2} jumps over it")),
     "beams": replace(GREEDY, n=2, use_beam_search=True, max_tokens=6),
 }
 
@@ -196,6 +197,25 @@ def test_steps_overlap_while_there_are_no_drafts(tiny_model: Path) -> None:
     while engine.has_work():
         assert engine.scheduler.num_in_flight == 1, "the next step has begun"
         engine.step()
+
+
+def test_what_a_grammar_forces_is_drafted(tiny_model: Path) -> None:
+    steps, found = [], []
+    for drafter in (None, Cheap(SpeculativeConfig())):
+        engine = Engine(str(tiny_model), EngineConfig(kv_cache_memory=1 << 20, threads=1))
+        engine.drafter = drafter
+        for name in "ab":
+            engine.submit(name, prompt(1, 5), replace(DRAWN, constraint=KINDS["forced"].constraint, max_tokens=60))
+        outputs = []
+        for step in range(1, 200):
+            outputs += [(output.request_id, output.text, output.token_ids) for output in engine.step()]
+            engine.check()
+            if not engine.has_work():
+                steps.append(step)
+                break
+        found.append(["".join(text for name, text, _ in outputs if name == wanted) for wanted in "ab"])
+    assert found[0] == found[1] and found[0][0] == found[0][1] != ""
+    assert engine.stats().num_accepted_tokens > 0 and steps[1] < steps[0]
 
 
 def test_a_right_draft_takes_one_step(tiny_model: Path) -> None:
