@@ -5,6 +5,7 @@ from __future__ import annotations
 _FINE = 16  # up to here every number of rows has an entry of its own, and beyond only each eighth
 _SURE = 3  # samples after which an entry is believed
 _FORGOTTEN = 512  # steps after which an entry without a new sample is not
+_RENEWED = 16  # steps between two estimates
 _SLOPE = 0.2  # what a further row is believed to cost before that was measured, as a share of the rows' mean
 _FAST, _SLOW = 0.2, 0.1  # weights of a new sample in the machine's pace and in an entry
 
@@ -26,7 +27,7 @@ class StepCosts:
         """Note a step of ``rows`` that took ``seconds``."""
         if not (0 < rows <= self._max_rows and seconds > 0):
             return
-        rows, self._steps, self._table = _entry(rows), self._steps + 1, None
+        rows, self._steps = _entry(rows), self._steps + 1
         value, count, last = self._entries.get(rows, (seconds / self._pace, 0, 0))
         if last < self._steps - _FORGOTTEN:
             count = 0
@@ -34,6 +35,8 @@ class StepCosts:
         self._pace += _FAST * (pace - self._pace)
         value += max(_SLOW, 1 / (count + 1)) * (min(seconds / self._pace, 2 * value) - value)
         self._entries[rows] = value, count + 1, self._steps
+        if count < _SURE or self._steps % _RENEWED == 0:
+            self._table = None
 
     def knows(self, rows: int) -> bool:
         """Whether steps of ``rows`` were measured often enough, and lately."""
