@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
@@ -55,10 +57,9 @@ KINDS: dict[str, SamplingParams] = {
 class Guesses:
     """A drafter that knows the answers and tells them with mistakes, as chance has it."""
 
-    def __init__(self, answers: Answers, seed: int = 0) -> None:
+    def __init__(self, answers: Answers, seed: int = 0, right: float = 0.8) -> None:
         self._answers = {f"{name}#{index}": answer[0] for (name, index), answer in answers.items()}
-        self._chance = random.Random(seed)
-        self.right = self.wrong = 0
+        self._chance, self._right = random.Random(seed), right
 
     def expects(self, requests: Sequence[Request]) -> bool:
         return False
@@ -71,7 +72,7 @@ class Guesses:
         for request in requests:
             known = self._answers.get(request.request_id, ())[len(request.output_token_ids) :]
             draft = list(known[: self._chance.randrange(7)]) + [3] * self._chance.randrange(2)  # beyond the end too
-            drafts[request.request_id] = [t if self._chance.random() < 0.8 else (t + 1) % 90 for t in draft]
+            drafts[request.request_id] = [t if self._chance.random() < self._right else (t + 1) % 90 for t in draft]
         return drafts
 
 
@@ -117,10 +118,10 @@ class AheadRunner:
 
 
 def answers_of(
-    model: Path, known: Answers | None = None, *, overlaps: bool = False, drafter: Drafter | None = None, **config: Any
+    model: Path, drafter: Drafter | None = None, *, overlaps: bool = False, **config: Any
 ) -> tuple[Answers, Engine, int]:
     engine = Engine(str(model), EngineConfig(**{"kv_cache_memory": 1 << 20, "threads": 1, **config}))
-    engine.drafter = drafter if known is None else Guesses(known)
+    engine.drafter = drafter
     if overlaps:
         engine.runner, engine.overlaps = AheadRunner(engine.runner), True
     for index, (name, params) in enumerate(KINDS.items()):
@@ -167,11 +168,28 @@ def test_nobodys_answer_changes(
     tiny_model: Path, plain: tuple[Answers, int], overlaps: bool, config: dict[str, Any]
 ) -> None:
     answers, steps = plain
-    found, engine, fewer = answers_of(tiny_model, answers, overlaps=overlaps, **config)
+    found, engine, fewer = answers_of(tiny_model, Guesses(answers), overlaps=overlaps, **config)
     assert found == answers
     assert bool(engine.scheduler.num_preemptions) == ("kv_cache_memory" in config)
     if not config:
         assert fewer < steps
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_nobodys_answer_changes_whatever_is_drafted(
+    tiny_model: Path, plain: tuple[Answers, int], data: st.DataObject
+) -> None:
+    seats = data.draw(st.integers(2, 16))
+    config = {
+        "max_num_seqs": seats,
+        "max_num_batched_tokens": data.draw(st.integers(seats, 80)),
+        "kv_cache_memory": data.draw(st.integers(45_100, 200_000)),
+        "enable_prefix_caching": data.draw(st.booleans()),
+    }
+    drafter = Guesses(plain[0], data.draw(st.integers(0, 1 << 30)), data.draw(st.floats(0, 1)))
+    assert answers_of(tiny_model, drafter, overlaps=data.draw(st.booleans()), **config)[0] == plain[0]
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapped"])
@@ -180,12 +198,21 @@ def test_nobodys_answer_changes_with_drafts_of_n_grams(
     tiny_model: Path, plain: tuple[Answers, int], overlaps: bool, method: str
 ) -> None:
     drafter = Cheap(SpeculativeConfig(method, prompt_lookup_min=1))
-    found, engine, _ = answers_of(tiny_model, overlaps=overlaps, drafter=drafter)
+    found, engine, _ = answers_of(tiny_model, drafter, overlaps=overlaps)
     assert found == plain[0] and engine.stats().num_draft_tokens > engine.stats().num_drafts > 0
     if method == "suffix":  # it knows the answers now
-        found, engine, steps = answers_of(tiny_model, overlaps=overlaps, drafter=drafter)
+        found, engine, steps = answers_of(tiny_model, drafter, overlaps=overlaps)
         assert found == plain[0] and steps < plain[1]
         assert engine.stats().num_draft_tokens > engine.stats().num_accepted_tokens > 100
+
+
+def test_a_server_of_one_request_has_room_for_its_draft(tiny_model: Path) -> None:
+    config = EngineConfig(kv_cache_memory=1 << 20, threads=1, max_num_seqs=1, speculative_config=SpeculativeConfig())
+    engine = Engine(str(tiny_model), config)
+    assert isinstance(engine.drafter, NGramDrafter) and engine.scheduler.config.logits_limit == 17
+    engine.drafter = Cheap(SpeculativeConfig())
+    list(engine.generate([[5, 6, 7, 8] * 9], [replace(GREEDY, logit_bias={token: 100.0 for token in (5, 6)})]))
+    assert engine.stats().num_draft_tokens > 0
 
 
 def test_steps_overlap_while_there_are_no_drafts(tiny_model: Path) -> None:
