@@ -212,6 +212,7 @@ class Engine:
         outputs = self._end_late(now)
         try:
             if not self._flights and not self._launch(now):
+                outputs, self._ended = outputs + self._ended, []
                 return outputs
             flight = self._flights[0]
             if flight.is_chosen and not self._waits_for_drafts(flight):
@@ -301,7 +302,10 @@ class Engine:
             name, grammar = choice.sequence.request_id, choice.grammar
             guess = drafts.pop(name, ())
             if grammar is not None and len(requests) <= GRAMMAR_DRAFTS:
-                drafts[name] = grammar.draft(guess)
+                try:
+                    drafts[name] = grammar.draft(guess)
+                except Exception as error:
+                    self._ended += self._break(choice, error)
         return drafts
 
     def _waits_for_drafts(self, flight: StepInFlight) -> bool:
@@ -312,10 +316,7 @@ class Engine:
 
     def _drafting(self) -> list[Request]:
         """The requests that can take a draft, when their tokens are known."""
-        return [
-            request for request in self.scheduler.running()
-            if request.is_decoding and not request.beams
-        ]
+        return [request for request in self.scheduler.running() if request.is_decoding and not request.beams]
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

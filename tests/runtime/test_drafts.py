@@ -211,7 +211,7 @@ def test_a_server_of_one_request_has_room_for_its_draft(tiny_model: Path) -> Non
     engine = Engine(str(tiny_model), config)
     assert isinstance(engine.drafter, NGramDrafter) and engine.scheduler.config.logits_limit == 17
     engine.drafter = Cheap(SpeculativeConfig())
-    list(engine.generate([[5, 6, 7, 8] * 9], [replace(GREEDY, logit_bias={token: 100.0 for token in (5, 6)})]))
+    list(engine.generate([[5, 6, 7, 8] * 9], [replace(GREEDY, logit_bias=dict.fromkeys((5, 6), 100.0))]))
     assert engine.stats().num_draft_tokens > 0
 
 
@@ -243,6 +243,23 @@ def test_what_a_grammar_forces_is_drafted(tiny_model: Path) -> None:
         found.append(["".join(text for name, text, _ in outputs if name == wanted) for wanted in "ab"])
     assert found[0] == found[1] and found[0][0] == found[0][1] != ""
     assert engine.stats().num_accepted_tokens > 0 and steps[1] < steps[0]
+
+
+def test_a_grammar_that_fails_on_a_draft_ends_its_request_alone(tiny_model: Path) -> None:
+    engine = Engine(str(tiny_model), EngineConfig(kv_cache_memory=1 << 20, threads=1))
+    engine.drafter = Cheap(SpeculativeConfig())
+    for good in (True, False):
+        engine.submit("bad", prompt(1, 5), KINDS["regex"])
+        grammar = engine._choices["bad#0"].grammar
+        assert grammar is not None
+        grammar.draft = lambda guess: 1 // 0  # type: ignore[method-assign, assignment]
+        if good:
+            engine.submit("good", prompt(2, 5), GREEDY)
+        ends = {}
+        while engine.has_work():
+            ends |= {output.request_id: output.finish_reason for output in engine.step() if output.finish_reason}
+            engine.check()
+        assert ends == {"bad": "error"} | ({"good": "length"} if good else {})
 
 
 def test_a_right_draft_takes_one_step(tiny_model: Path) -> None:
