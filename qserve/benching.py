@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from qserve.evals import throughput
 from qserve.evals.bench import batching
 from qserve.evals.bench import engine_time as engine_speed
 from qserve.evals.bench import kernels as linear_speed
+from qserve.evals.bench import speculation as speculative
 from qserve.evals.bench.client import Client
 from qserve.evals.bench.job import Job, run
 from qserve.evals.bench.server_process import ServerProcess
 from qserve.evals.bench.summary import bench_report
+from qserve.evals.bench.workload import read_dataset
 from qserve.evals.lengths import Lengths
 from qserve.evals.report import Report
 from qserve.evals.report_files import write_report
@@ -35,6 +37,7 @@ from qserve.kernels import registry
 from qserve.kernels.native import NativeExecutor
 from qserve.kernels.threads import default_threads
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.server.config import ServerConfig
 
 
@@ -126,6 +129,46 @@ def static(
     with console.progress("bench") as update:
         found = batching.compare(loaded, throughput.text_tokens(source), tokens, lengths, update)
     return batching.batching_report(found, f"Static and continuous batching of {source.name}", command_line())
+
+
+def speculation(
+    model: str, concurrency: str, prompt: str, output: str, dataset: Path | None, requests: int | None, repeats: int,
+    engine: EngineConfig,
+) -> Report:  # fmt: skip
+    """The same requests with and without drafts, in this process: greedy answers to a dataset, or drawn ones to
+    ordinary text."""
+    levels = integers(concurrency, "--concurrency")
+    lengths = [*integers(prompt, "--prompt"), *integers(output, "--output")]
+    if len(lengths) != 2 or repeats < 1 or (requests is not None and requests < 1):
+        raise UsageError("--speculative-config takes one --prompt and --output, and --repeats and --requests of at "
+                         "least 1")
+    source = steps.open_source(model)
+    most = max(levels)
+    config = replace(engine, max_num_seqs=max(most, ENGINE.max_num_seqs), max_waiting=max(most, ENGINE.max_waiting))
+    loaded = steps.load(source, config)
+    drafter = loaded.drafter
+    assert drafter is not None and config.speculative_config is not None
+    count = max(most, requests or 6)
+    if dataset is None:
+        name, texts = "drawn answers to ordinary text", throughput.text_tokens(source)
+        asked = [
+            (tokens, SamplingParams(max_tokens=lengths[1], temperature=1.0, ignore_eos=True, seed=seed))
+            for seed, tokens in enumerate(throughput.prompts_of(texts, count, lengths[0]))
+        ]
+    else:
+        name, talks = f"greedy answers to {dataset.stem}", islice(read_dataset(dataset, 1, 0), count)
+        asked = [
+            (speculative.prompt_tokens(loaded, turn.text or ""),
+             SamplingParams(max_tokens=turn.output, temperature=0.0))
+            for talk in talks for turn in talk.turns
+        ]
+    found = []
+    for level in levels:
+        with console.progress(f"{level} at once") as update:
+            some = asked[: max(level, requests or 6)]
+            found.append(speculative.compare(loaded, drafter, some, level, repeats, update))
+    settings = asdict(config.speculative_config)
+    return speculative.report(source.name, found, name, settings, command_line())
 
 
 def engine_time(model: str, concurrency: str, prompt: str, output: str, repeats: int) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
+from qserve.runtime.speculative_config import SpeculativeConfig
 
 RERANKERS = ("auto", "qwen3")
 KV_DTYPES = ("auto", "fp16", "bf16", "fp32", "int8", "fp8")
@@ -58,6 +59,8 @@ class EngineConfig:
         lora_modules: (name, directory) of the adapters to load at the start; a mapping is taken, too.
         max_loras: adapters loaded at once.
         max_lora_rank: the highest rank of one.
+        speculative_config: how tokens are drafted, so that a step may yield several; None drafts none. Answers stay the
+            same.
     """
 
     max_model_len: int | None = None
@@ -84,6 +87,13 @@ class EngineConfig:
     lora_modules: tuple[tuple[str, str], ...] = ()
     max_loras: int = 64
     max_lora_rank: int = 64
+    speculative_config: SpeculativeConfig | None = None
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits of one step: one for each request, and enough for a draft of a single one."""
+        draft = self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+        return max(self.max_num_seqs, 1 + draft)
 
     @property
     def num_threads(self) -> int | None:

@@ -27,6 +27,7 @@ from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.choice import Choice
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.drafter import Drafter, NGramDrafter
 from qserve.runtime.generation_config import GenerationConfig
 from qserve.runtime.grammar import GrammarCompiler, Vocabulary
 from qserve.runtime.grammar_state import GrammarState, MaskPool
@@ -46,8 +47,8 @@ from qserve.runtime.step_plan import RequestUpdate
 
 logger = logging.getLogger(__name__)
 
-Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
-"""Guesses by ``request_id`` what follows the tokens of decoding requests; a request that is left out gets no draft."""
+GRAMMAR_DRAFTS = 4
+"""Requests in a step up to which those with a constraint have drafts: to ask a grammar takes 30 to 60 us each."""
 
 
 class Engine:
@@ -55,7 +56,8 @@ class Engine:
 
     ``backend``: what computes the model, by default what ``config`` asks for. ``kernels`` names what it runs on;
     ``notes`` say, in lines, how a GPU divides its products and which operations have no kernel.
-    ``drafter``: asked before each step which tokens come next; its answers never change an output.
+    ``drafter``: asked before each step which tokens come next, by default as ``config.speculative_config`` says. Its
+    answers never change an output.
     ``overlaps``: whether a step may begin before the tokens of the last are known; turn it off to time single steps.
 
     Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
@@ -110,8 +112,11 @@ class Engine:
         self._next_deadline = math.inf  # no choice is late before this time
         self._flights: deque[StepInFlight] = deque()  # oldest first; a second one where steps overlap
         self._ended: list[RequestOutput] = []  # while a step was run, to be output by it
+        self._landed = 0.0  # when the last step did, on the clock
         self.overlaps = loaded.asynchronous
         self.drafter: Drafter | None = None
+        if config.speculative_config is not None:
+            self.drafter = NGramDrafter(config.speculative_config, self.scheduler.config.logits_limit)
 
     def submit(
         self,
@@ -208,7 +213,8 @@ class Engine:
         """Run one step of the model and return what it added to each request, in no particular order.
 
         If the executor is asynchronous and the step's tokens can be chosen on the device, the next step begins before
-        they are known, and is computed while they become text. For a choice that they end it is computed in vain.
+        they are known, and is computed while they become text. For a choice that they end it is computed in vain. Steps
+        with drafts do not overlap: where the next one begins is known when it is known which guesses were right.
 
         What fails on the rows, the mask, the tokens or the text of one request ends that request, and the log says why.
         If the model raises, every request ends, the engine is as good as new, and the caller gets the error.
@@ -217,9 +223,10 @@ class Engine:
         outputs = self._end_late(now)
         try:
             if not self._flights and not self._launch(now):
+                outputs, self._ended = outputs + self._ended, []
                 return outputs
             flight = self._flights[0]
-            if flight.is_chosen:
+            if flight.is_chosen and not self._waits_for_drafts(flight):
                 self._launch(now)
             runs = {choice.sequence.request_id: run for choice, run in zip(flight.choices, flight.land())
                     if not choice.sequence.is_finished}  # it may have ended since the step began
@@ -242,6 +249,9 @@ class Engine:
                 forks += [(choice, search, *fork) for fork in turn.forks]
                 for key in turn.ended:
                     self._end(key, "stop")
+            if self.drafter is not None and flight.plan.is_decode:
+                began, self._landed = max(flight.began, self._landed), self._clock()
+                self.drafter.timed(flight.plan.num_tokens, self._landed - began)
             updates = self.scheduler.commit(flight.plan, tokens)
             self._flights.popleft()
             for fork in forks:
@@ -266,12 +276,15 @@ class Engine:
         plan = self.scheduler.schedule(now, self._drafts())
         if plan is None:
             return False
-        choices = [self._choices[planned.request_id] for planned in plan.sequences if planned.num_sampled]
-        self._flights.append(flight := StepInFlight(plan, choices, {}, threads=self.config.threads))
+        sampling = [planned for planned in plan.sequences if planned.num_sampled]
+        choices = [self._choices[planned.request_id] for planned in sampling]
+        flight = StepInFlight(plan, choices, {}, threads=self.config.threads, began=self._clock())
+        self._flights.append(flight)
         self.journal.step(plan, now)
-        flight.masks = self._masks.start(
-            {choice.sequence.request_id: choice.grammar for choice in choices if choice.grammar}
-        )
+        flight.masks = self._masks.start({
+            planned.request_id: (choice.grammar, planned.draft)
+            for choice, planned in zip(choices, sampling) if choice.grammar
+        })
         with torch_threads(1):
             flight.output = self.runner.run(plan, self._take_rows)
             if self.overlaps:
@@ -292,12 +305,29 @@ class Engine:
 
     def _drafts(self) -> Mapping[str, Sequence[int]]:
         """Drafts for the requests that can take one."""
-        if self.drafter is None:
+        if self.drafter is None or self._flights:
             return NO_DRAFTS
-        return self.drafter([
-            request for request in self.scheduler.running()
-            if request.is_decoding and not request.num_in_flight and not request.beams and not request.params.constraint
-        ])
+        requests = self._drafting()
+        drafts = dict(self.drafter.draft(requests))
+        for choice in [self._choices[each.request_id] for each in requests if each.params.constraint is not None]:
+            name, grammar = choice.sequence.request_id, choice.grammar
+            guess = drafts.pop(name, ())
+            if grammar is not None and len(requests) <= GRAMMAR_DRAFTS:
+                try:
+                    drafts[name] = grammar.draft(guess)
+                except Exception as error:
+                    self._ended += self._break(choice, error)
+        return drafts
+
+    def _waits_for_drafts(self, flight: StepInFlight) -> bool:
+        """Whether the step after ``flight`` begins when the tokens of that are known, because it may have drafts."""
+        if self.drafter is None:
+            return False
+        return any(s.num_sampled > 1 for s in flight.plan.sequences) or self.drafter.expects(self._drafting())
+
+    def _drafting(self) -> list[Request]:
+        """The requests that can take a draft, when their tokens are known."""
+        return [request for request in self.scheduler.running() if request.is_decoding and not request.beams]
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

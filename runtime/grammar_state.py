@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -29,29 +29,44 @@ class GrammarState:
         self.param = param
         self._stuck = False
 
-    def allowed(self, vocab_size: int) -> Tensor:
-        """bool [vocab_size]: the tokens that may come next, an end-of-sequence token included where the text may end.
+    def allowed(self, vocab_size: int, draft: Sequence[int] = ()) -> list[Tensor]:
+        """bool [vocab_size], one more than ``draft`` has tokens: those that may come next, and after each token of the
+        draft. An end-of-sequence token is among them where the text may end.
 
         All False after an error. Releases the interpreter lock for nearly all of its time.
         """
-        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        first = self._mask(self._matcher, vocab_size)
+        self._stuck = not first.any()
+        if not draft:
+            return [first]
+        ahead, masks = self._matcher.deep_copy(), [first]
+        for token in draft:
+            ahead.consume_token(token)
+            masks.append(self._mask(ahead, vocab_size))
+        return masks
+
+    def draft(self, guess: Sequence[int]) -> list[int]:
+        """The tokens that must come next, where there are some, else as much of ``guess`` as may come. A model may
+        still spell in other tokens what must come."""
+        return self._matcher.compute_ff_tokens() or list(guess[: self._matcher.validate_tokens(list(guess))])
+
+    def _mask(self, matcher: LLMatcher, vocab_size: int) -> Tensor:
+        packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(packed, bitorder="little")[:vocab_size].view(np.bool_)
-        if self._matcher.is_error():
+        if matcher.is_error():
             mask[:] = False
-        choices = np.count_nonzero(mask)
-        self._stuck = choices == 0
-        if choices == 1:
-            self._spell_out(mask)
+        if np.count_nonzero(mask) == 1:
+            self._spell_out(matcher, mask)
         return torch.from_numpy(mask)
 
-    def _spell_out(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+    def _spell_out(self, matcher: LLMatcher, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
         """Correct the token of a text that must come now and looks like a special token.
 
         llguidance has the tokenizer cut such a text, and then allows the special token, which it would not accept.
         """
         only = int(mask.argmax())
         if self._tokenizer.is_special_token(only):
-            text = self._matcher.compute_ff_bytes()
+            text = matcher.compute_ff_bytes()
             if text and not text.startswith(_SPECIAL):
                 mask[only] = False
                 mask[self._tokenizer.greedy_tokenize(text.decode("utf-8", "replace"))[0]] = True
@@ -80,5 +95,8 @@ class MaskPool:
         self._vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "qserve-masks")
 
-    def start(self, states: Mapping[str, GrammarState]) -> dict[str, Future[Tensor]]:
-        return {key: self._pool.submit(state.allowed, self._vocab_size) for key, state in states.items()}
+    def start(self, states: Mapping[str, tuple[GrammarState, Sequence[int]]]) -> dict[str, Future[list[Tensor]]]:
+        """The masks of each state, and of those after each token of its draft."""
+        return {
+            key: self._pool.submit(state.allowed, self._vocab_size, draft) for key, (state, draft) in states.items()
+        }

@@ -90,7 +90,7 @@ def _load(
     kv_dtype = cache_dtype(config.kv_cache_dtype, source)
     int8_head = source.spec is not None and config.head != "dense"
     on_gpu = executor.placement.device.type == "cuda"
-    limits = DecoderLimits(config.step_tokens(on_gpu), config.max_num_seqs, 0, 0)
+    limits = DecoderLimits(config.step_tokens(on_gpu), config.logit_rows, 0, 0)
     memory = plan_memory(
         model_config.cache_layout,
         weights=weight_bytes(source, model_config.modules, executor, int8_head=int8_head),

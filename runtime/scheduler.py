@@ -57,7 +57,8 @@ SHORT_PROMPT = 128  # prompt tokens for which others' decodes wait a step: it ta
 class Scheduler:
     """Continuous batching with chunked prefill under one token budget. Not thread-safe.
 
-    ``num_preemptions`` counts events; ``prefix_queries`` counts the prompt tokens of admitted requests that
+    ``num_preemptions`` counts events, ``num_drafts`` drafts, ``num_draft_tokens`` their tokens and
+    ``num_accepted_tokens`` those that were right; ``prefix_queries`` counts the prompt tokens of admitted requests that
     may use the prefix cache, ``prefix_hits`` those of them that were there already.
     """
 
@@ -66,6 +67,7 @@ class Scheduler:
         self.blocks = blocks
         self.backlog = Backlog(config.max_waiting, config.waiting_tokens_limit)
         self.num_preemptions = 0
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._step = 0
@@ -167,7 +169,7 @@ class Scheduler:
         that must wait for room. ``now`` (seconds) becomes the ``scheduled_time``.
 
         ``drafts``: by request, guesses of the tokens that follow its newest one. They are cut to the room there is, and
-        left out for beams, under a constraint, and where the newest token is not known yet.
+        left out for beams and where the newest token is not known yet.
         """
         running = Status.RUNNING  # looking up an enumeration member takes longer than the test here
         decodes = [request for request in self._running if _can_decode(request)]
@@ -507,7 +509,7 @@ class Scheduler:
         rows = self.config.logits_limit - len(decoded) - sum(each.num_sampled for _, each in others)
         for index, (request, sequence) in enumerate(decoded):
             draft = drafts.get(request.request_id)
-            if not draft or request.beams or request.num_plans > 1 or request.params.constraint is not None:
+            if not draft or request.beams or request.num_plans > 1:
                 continue
             left = request.max_output_tokens - len(request.output_token_ids) - 1
             count = self._room(request, min(len(draft), tokens, rows, left))
@@ -516,6 +518,8 @@ class Scheduler:
                 request.num_in_flight += count
                 request.num_computed += count
                 tokens, rows = tokens - count, rows - count
+                self.num_drafts += 1
+                self.num_draft_tokens += count
                 decoded[index] = request, sequence._replace(
                     token_ids=(*sequence.token_ids, *draft[:count]),
                     block_tables=self.blocks.block_tables(request.request_id),
@@ -535,6 +539,7 @@ class Scheduler:
     def _take_back(self, request: Request, end: int, *, accepted: int) -> None:
         """Forget what a draft computed past the ``end`` of the run that was taken."""
         request.num_drafted = 0
+        self.num_accepted_tokens += accepted
         self._shares.charge(request.tenant, 0, accepted, request.weight)
         if request.status is Status.RUNNING:
             request.num_computed = end

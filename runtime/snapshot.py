@@ -59,6 +59,8 @@ class EngineSnapshot:
     prefix_queries: int
     prefix_hits: int
     num_preemptions: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 def take(scheduler: Scheduler, journal: Journal, now: float) -> EngineSnapshot:
@@ -97,4 +99,6 @@ def take(scheduler: Scheduler, journal: Journal, now: float) -> EngineSnapshot:
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,
         num_preemptions=scheduler.num_preemptions,
+        num_draft_tokens=scheduler.num_draft_tokens,
+        num_accepted_tokens=scheduler.num_accepted_tokens,
     )

@@ -19,10 +19,11 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Gauges of one moment between two steps. ``prefix_queries``, ``prefix_hits`` (prompt tokens) and
-    ``num_preemptions`` count since the start. ``kv_fragmentation``: the share of the allocated KV positions that hold
-    nothing, 0 to 1. ``waiting``: for each tenant, the requests and prompt tokens that wait for their first step.
-    ``gpu``: None without one."""
+    """Gauges of one moment between two steps. ``prefix_queries``, ``prefix_hits`` (prompt tokens), ``num_preemptions``,
+    ``num_drafts``, ``num_draft_tokens`` and ``num_accepted_tokens`` count since the start. ``kv_fragmentation``: the
+    share of the allocated KV positions that hold nothing, 0 to 1. ``waiting``: for each tenant, the requests and prompt
+    tokens that wait for their first step. ``gpu``: None without one.
+    """
 
     num_running: int
     num_waiting: int
@@ -31,6 +32,9 @@ class EngineStats:
     prefix_queries: int
     prefix_hits: int
     num_preemptions: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     waiting_tokens: int
     kv_fragmentation: float
     waiting: dict[str, tuple[int, int]]
@@ -48,6 +52,9 @@ class EngineStats:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             num_preemptions=scheduler.num_preemptions,
+            num_drafts=scheduler.num_drafts,
+            num_draft_tokens=scheduler.num_draft_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
             waiting_tokens=scheduler.backlog.tokens,
             kv_fragmentation=min(1.0, scheduler.num_unused_slots / max(1, blocks.num_used * blocks.block_size)),
             waiting=scheduler.backlog.counts(),

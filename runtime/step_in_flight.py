@@ -18,21 +18,23 @@ from qserve.runtime.step_plan import StepPlan
 
 @dataclass
 class StepInFlight:
-    """``choices`` get a run of tokens each, in the order of the plan. ``masks``, by request, say which tokens some of
-    them may have.
+    """``choices`` get a run of tokens each, in the order of the plan. ``masks``, by request and row, say which
+    tokens some of them may have.
 
     ``output`` is there as soon as the step has begun. ``is_chosen``: its tokens are the chosen ones, and the next step
     may begin before they are known. ``told``: then, by row, the logits whose log-probabilities are wanted, here and no
-    longer on the device, as soon as the tokens are known. ``threads`` draw on the CPU, None for all cores.
+    longer on the device, as soon as the tokens are known. ``threads`` draw on the CPU, None for all cores. ``began``:
+    seconds on the engine's clock.
     """
 
     plan: StepPlan
     choices: Sequence[Choice]
-    masks: dict[str, Future[Tensor]]
+    masks: dict[str, Future[list[Tensor]]]
     output: StepOutput | None = None
     is_chosen: bool = False
     told: dict[int, Tensor] = field(default_factory=dict)
     threads: int | None = None
+    began: float = 0.0
 
     def choose(self) -> None:
         """If nobody's logits are changed first, have the tokens chosen on their device as soon as they are computed."""
@@ -81,7 +83,10 @@ class StepInFlight:
             sequences, seeds = [choice.sequence for choice, _ in rows], [choice.seed for choice, _ in rows]
             masks = [self.masks.get(sequence.request_id) for sequence in sequences]
             defects = [None if mask is None else mask.exception() for mask in masks]
-            allowed = [None if mask is None or defect else mask.result() for mask, defect in zip(masks, defects)]
+            allowed = [
+                None if mask is None or defect else mask.result()[len(draft)]
+                for mask, defect, (_, draft) in zip(masks, defects, rows)
+            ]
             with torch_threads(1):
                 found = sample(
                     self.output.logits, self.output.greedy, sequences, seeds, allowed, [draft for _, draft in rows],

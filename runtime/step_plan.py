@@ -69,6 +69,11 @@ class StepPlan:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it has no part of a prompt."""
+        return not any(s.is_prefill for s in self.sequences)
+
+    @property
     def rows(self) -> tuple[str, ...]:
         """The request of each row of logits that the step computes, in order."""
         return tuple([s.request_id for s in self.sequences for _ in range(s.num_sampled)])

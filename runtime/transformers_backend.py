@@ -132,7 +132,7 @@ def _load(
     kv_dtype: torch.dtype,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[TransformersModel, MemoryPlan]:
-    limits = DecoderLimits(config.step_tokens(False), config.max_num_seqs, 0, 0)
+    limits = DecoderLimits(config.step_tokens(False), config.logit_rows, 0, 0)
     memory = plan_memory(
         outline.layout,
         weights=outline.weight_bytes(Parameters(outline.model, source), executor),

@@ -11,6 +11,7 @@ from typing import Any
 
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.speculative_config import SpeculativeConfig
 
 RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory", "model_impl": "backend"}
 FIELDS = tuple(each.name for each in fields(EngineConfig))
@@ -50,7 +51,6 @@ NO_CHOICE: Mapping[str, NoChoice] = {
     "enable_expert_parallel": NoChoice((False,), _ONE_DEVICE),
     "distributed_executor_backend": NoChoice((None, "mp", "uni"), _ONE_DEVICE),
     "trust_remote_code": NoChoice((False,), "code that comes with a model is never run"),
-    "speculative_config": NoChoice((None,), "answers are not drafted"),
     "hf_overrides": NoChoice((None, {}), "change config.json"),
     "cpu_offload_gb": NoChoice((0.0, 0), "weights stay where they are computed with; quantize the model to fewer bits"),
     "num_gpu_blocks_override": NoChoice((None,), "choose the size of the KV cache in bytes"),
@@ -82,6 +82,8 @@ def engine_config(options: Mapping[str, Any], base: EngineConfig | None = None) 
     changes: dict[str, Any] = {}
     for given, value in options.items():
         name = RENAMED.get(given, given)
+        if name == "speculative_config" and isinstance(value, Mapping):
+            value = SpeculativeConfig.of(value)
         if name in FIELDS:
             changes[name] = value
         elif name in NO_CHOICE:

@@ -112,6 +112,16 @@ class Words:
         return " ".join(random.Random(f"{self._salt} {key}").choices(COMMON, k=count))
 
 
+_PROMPTS = Path(__file__).with_name("prompts")
+DATASETS = tuple(sorted(path.stem for path in _PROMPTS.glob("*.jsonl")))
+"""Prompts that come with qserve, whose answers repeat much of them: ``--dataset`` takes their names."""
+
+
+def dataset_path(name: str) -> Path:
+    """The file of a dataset that comes with qserve, or the path as it is."""
+    return _PROMPTS / f"{name}.jsonl" if name in DATASETS else Path(name)
+
+
 # For running English text and the tokenizers in use; words of COMMON have one.
 _TOKENS_PER_WORD = 4 / 3
 
@@ -119,7 +129,8 @@ _TOKENS_PER_WORD = 4 / 3
 def read_dataset(path: Path, turns: int, seed: int) -> Iterator[Session]:
     """Sessions without end from JSON lines in the shapes of ShareGPT (``conversations``: ``from``, ``value``), of chats
     (``messages``: ``role``, ``content``) or of pairs (``prompt`` and ``output``, ``response`` or ``completion``), in
-    random order, again and again. Answers are as long as those in the file, by their words.
+    random order, again and again. Answers are as long as those in the file, by their words, or have the ``max_tokens``
+    beside a ``prompt``.
 
     Raises ``DataError``.
     """
@@ -144,6 +155,9 @@ def _talk(line: str, where: str) -> tuple[Turn, ...]:
     """The questions of one line that were answered; anything before the first question is left out."""
     try:
         content: dict[str, Any] = json.loads(line)
+        if "prompt" in content and "max_tokens" in content:
+            prompt = str(content["prompt"])
+            return (Turn(_tokens(prompt), min(MAX_TOKENS, max(1, int(content["max_tokens"]))), prompt),)
         if "prompt" in content:
             answer = next(content[key] for key in ("output", "response", "completion") if key in content)
             parts = [("user", str(content["prompt"])), ("assistant", str(answer))]

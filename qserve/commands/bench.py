@@ -11,7 +11,17 @@ import typer
 from qserve import console
 from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.commands import values
-from qserve.commands.options import ENGINE, CpuList, GateFile, HtmlOut, JsonOut, Kernels, MarkdownOut, Threads
+from qserve.commands.options import (
+    ENGINE,
+    CpuList,
+    GateFile,
+    HtmlOut,
+    JsonOut,
+    Kernels,
+    MarkdownOut,
+    SpeculativeConfigJson,
+    Threads,
+)
 from qserve.runtime.config import EngineConfig
 
 
@@ -60,9 +70,12 @@ def bench(
                      metavar="JSONL"),
     ] = None,
     dataset: Annotated[
-        Path | None,
-        typer.Option(help="Ask what users asked: JSON lines of conversations, messages, or prompt and output.",
-                     metavar="JSONL"),
+        str | None,
+        typer.Option(
+            help="Ask what users asked: JSON lines of conversations, messages, or prompt and output; or edit, extract "
+            "or document, prompts that come with qserve and whose answers repeat them.",
+            metavar="JSONL",
+        ),
     ] = None,
     prefixes: Annotated[int | None, typer.Option(help="As many prefixes are shared by the prompts.")] = None,
     prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of each prefix, before those of --prompt.")] = None,
@@ -101,7 +114,10 @@ def bench(
         bool,
         typer.Option("--without-model", help="Time the engine's own part of a step, on a model that computes nothing."),
     ] = False,
-    repeats: Annotated[int, typer.Option(help="Without a server: runs of each batch; the median counts.")] = 3,
+    speculative_config: SpeculativeConfigJson = None,
+    repeats: Annotated[
+        int, typer.Option(help="Without a server: runs of each batch, the median counts; with drafts pairs of runs.")
+    ] = 3,
     against: Annotated[
         str | None,
         typer.Option(help="Run this dense model in transformers too, one prompt at a time.", metavar="MODEL"),
@@ -133,14 +149,16 @@ def bench(
     """Measure speed: of MODEL in this process, or of a server under load.
 
     A MODEL runs closed batches, if asked beside transformers or beside static batching; with --without-model only the
-    engine's own part of each step is timed: schedule, arrays, sample, commit and text. A URL, or a MODEL with any
-    option of a load (--serve, --rate, --requests, --slo ...), is asked over HTTP: by so many users at once or at a
-    rate, and a list of either is a sweep that finds where the objective breaks. The word kernels times the linear
-    products of the CPU beside what this machine does at most; with --device cuda the products and the attention of
-    the GPU, also beside those of torch and of the packages gemlite, vllm (Marlin), humming and flashinfer where they
+    engine's own part of each step is timed: schedule, arrays, sample, commit and text. With --speculative-config the
+    same requests are answered with and without drafts, in turns: those of --dataset, or ordinary text. A URL, or a
+    MODEL with any option of a load (--serve, --rate, --requests, --slo ...), is asked over HTTP: by so many users at
+    once or at a rate, and a list of either is a sweep that finds where the objective breaks. The word kernels times the
+    linear products of the CPU beside what this machine does at most; with --device cuda the products and the attention
+    of the GPU, also beside those of torch and of the packages gemlite, vllm (Marlin), humming and flashinfer where they
     are installed, and with --tune the best configurations of the products are found.
     """
     from qserve import benching
+    from qserve.evals.bench.workload import dataset_path
     from qserve.evals.gate import enforce, judge_values, read_gates
     from qserve.evals.report import intervals_of
     from qserve.evals.report_files import write_report
@@ -152,11 +170,13 @@ def bench(
         "--think": think, "--slo": slo, "--endpoint": endpoint, "--model": name, "--timeout": timeout, "--seed": seed,
     }  # fmt: skip
     given = [option for option, value in load.items() if value is not None]
-    engine = EngineConfig(kernels=kernels, threads=threads, cpu_list=values.cpu_list(cpu_list))
+    drafts = values.speculative_config(speculative_config)
+    cpus = values.cpu_list(cpu_list)
+    engine = EngineConfig(kernels=kernels, threads=threads, cpu_list=cpus, speculative_config=drafts)
     if "://" in model and (serve or static or without_model or against is not None or engine != ENGINE):
         raise UsageError(
-            "--serve, --static, --without-model, --against, --kernels, --threads and --cpu-list are for a MODEL, "
-            "not for a URL"
+            "--serve, --static, --without-model, --against, --kernels, --threads, --cpu-list and --speculative-config "
+            "are for a MODEL, not for a URL"
         )
     if model == "kernels":
         here = serve or static or without_model or against is not None
@@ -165,6 +185,14 @@ def bench(
         report = benching.kernels(engine, repeats, device, tune, limit, json_path)
     elif device != "cpu" or tune is not None or limit is not None:
         raise UsageError("--device, --tune and --limit are for the word kernels: a MODEL runs where --kernels says")
+    elif drafts is not None and not serve:
+        others = [*["--static"] * static, *["--without-model"] * without_model, *["--against"] * (against is not None)]
+        if others := [*others, *(option for option in given if option not in ("--dataset", "--requests"))]:
+            raise UsageError(f"drafts are measured in this process: leave out {others[0]}, or give --serve")
+        report = benching.speculation(
+            model, concurrency or "1", prompt, output or "128", None if dataset is None else dataset_path(dataset),
+            requests, repeats, engine,
+        )
     elif without_model:
         others = [*given, *["--serve"] * serve, *["--static"] * static, *["--against"] * (against is not None)]
         if others := [*others, *["--kernels, --threads and --cpu-list"] * (engine != ENGINE)]:
@@ -181,7 +209,8 @@ def bench(
         job = benching.job(
             concurrency, rate, prompt, output or "64", endpoint or "completions", slo,
             dict(
-                requests=requests, warmup=warmup, burst=1 if burst is None else burst, trace=trace, dataset=dataset,
+                requests=requests, warmup=warmup, burst=1 if burst is None else burst, trace=trace,
+                dataset=None if dataset is None else dataset_path(dataset),
                 prefixes=prefixes or 0, prefix_tokens=prefix_tokens or 0, turns=1 if turns is None else turns,
                 think=think or 0.0,
                 seed=seed or 0,

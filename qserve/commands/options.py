@@ -102,6 +102,16 @@ KvCacheMemory = Annotated[
 ]
 Kernels = Annotated[str, typer.Option(help="Kernels to compute with; qserve doctor lists them.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels. [default: all cores]")]
+SpeculativeConfigJson = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        help="Draft tokens, so that a step may yield several; answers stay the same. JSON in vLLM's spelling: method "
+        "(ngram, or suffix, which also looks in recent answers), num_speculative_tokens (at most), prompt_lookup_min, "
+        "prompt_lookup_max, suffix_decoding_max_cached_requests.",
+        metavar="JSON",
+    ),
+]
 CpuList = Annotated[
     str | None,
     typer.Option(

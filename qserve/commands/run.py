@@ -22,6 +22,7 @@ from qserve.commands.options import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     Model,
+    SpeculativeConfigJson,
     Threads,
 )
 from qserve.commands.vllm_options import options_of_file
@@ -177,6 +178,7 @@ def run(
             metavar="DIR",
         ),
     ] = None,
+    speculative_config: SpeculativeConfigJson = None,
     engine_process: Annotated[
         bool,
         typer.Option(
@@ -240,6 +242,7 @@ def run(
         lora_modules=values.named_paths(lora or ()),
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
+        speculative_config=values.speculative_config(speculative_config),
     )
     from qserve import steps
     from qserve.kernels.threads import cpu_ranges

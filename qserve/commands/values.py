@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from qserve.checkpoint.errors import UsageError
+from qserve.runtime.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from qserve.evals.gate import Gate
@@ -64,6 +66,21 @@ def named_paths(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"--lora names {twice[0]!r:.100} twice")
     return tuple((name, path) for name, _, path in pairs)
+
+
+def speculative_config(text: str | None) -> SpeculativeConfig | None:
+    """How tokens are drafted, as JSON; None where the option is not given, or is null."""
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--speculative-config is no JSON: {error}") from None
+    if options is None:
+        return None
+    if not isinstance(options, dict):
+        raise UsageError(f"--speculative-config is a JSON object, as {{\"method\": \"ngram\"}}, not {text:.80}")
+    return SpeculativeConfig.of(options)
 
 
 def cpu_list(text: str | None) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ import pytest
 
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.speculative_config import SpeculativeConfig
 
 Cli = Callable[..., Any]
 Started = tuple[EngineConfig, ServerConfig]
@@ -57,6 +58,9 @@ def test_an_example_of_vllm(started: Callable[..., Started]) -> None:
         enable_prefix_caching=False, quantization="gptq",
     )  # fmt: skip
     assert server == ServerConfig(model_name="a", model_aliases=("b",), tool_format="llama")
+    drafting = started("--speculative-config", '{"method": "suffix", "num_speculative_tokens": 5}')[0]
+    assert drafting.speculative_config == SpeculativeConfig("suffix", 5)
+    assert started("--speculative-config", "null")[0].speculative_config is None
     assert started("--enable-prefix-caching")[0].enable_prefix_caching
     assert started() == (EngineConfig(), ServerConfig())
 
@@ -70,7 +74,9 @@ def test_an_example_of_vllm(started: Callable[..., Started]) -> None:
         (("--tensor-parallel-size",), "--tensor-parallel-size  is not served"),
         (("--trust-remote-code",), "--trust-remote-code is not served: code that comes with a model is never run"),
         (("--no-enable-chunked-prefill",), "--no-enable-chunked-prefill is not served"),
-        (("--speculative-config", '{"method": "ngram"}'), "--speculative-config"),
+        (("--speculative-config", '{"method": "mtp"}'), "method 'mtp' of --speculative-config is not served"),
+        (("--speculative-config", "ngram"), "--speculative-config is no JSON"),
+        (("--speculative-config", "[5]"), "--speculative-config is a JSON object"),
         (("--tool-call-parser", "qwen3_xml"), "unknown --tool-format 'qwen3_xml'"),
         (("--ssl-certfile", "cert.pem"), "--tls-cert and --tls-key are given together"),
         (("--dtype", "int3"), "unknown dtype 'int3'"),

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.constraint import Constraint
+from qserve.runtime.drafter import Drafter, NGramDrafter
 from qserve.runtime.engine import Engine
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request
 from qserve.runtime.runner import DecoderRunner, StepOutput
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.scheduler import Scheduler
+from qserve.runtime.speculative_config import SpeculativeConfig
 from qserve.runtime.step_plan import RequestUpdate, StepPlan
 
 SIZE = 4
@@ -45,6 +49,7 @@ KINDS: dict[str, SamplingParams] = {
     "stop token": replace(GREEDY, stop_token_ids=tuple(range(0, 90, 5)), min_tokens=3, max_tokens=40),
     "ends": replace(DRAWN, ignore_eos=False, max_tokens=60),
     "regex": replace(DRAWN, constraint=Constraint("regex", "[a-e ]{3,9}")),
+    "forced": replace(DRAWN, constraint=Constraint("regex", "(The quick brown fox|A lazy dog) [a-c]{2} jumps over it")),
     "beams": replace(GREEDY, n=2, use_beam_search=True, max_tokens=6),
 }
 
@@ -52,18 +57,46 @@ KINDS: dict[str, SamplingParams] = {
 class Guesses:
     """A drafter that knows the answers and tells them with mistakes, as chance has it."""
 
-    def __init__(self, answers: Answers, seed: int = 0) -> None:
+    def __init__(self, answers: Answers, seed: int = 0, right: float = 0.8) -> None:
         self._answers = {f"{name}#{index}": answer[0] for (name, index), answer in answers.items()}
-        self._chance = random.Random(seed)
-        self.right = self.wrong = 0
+        self._chance, self._right = random.Random(seed), right
 
-    def __call__(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+    def expects(self, requests: Sequence[Request]) -> bool:
+        return False
+
+    def timed(self, rows: int, seconds: float) -> None:
+        assert rows > 0 and seconds >= 0
+
+    def draft(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
         drafts = {}
         for request in requests:
             known = self._answers.get(request.request_id, ())[len(request.output_token_ids) :]
             draft = list(known[: self._chance.randrange(7)]) + [3] * self._chance.randrange(2)  # beyond the end too
-            drafts[request.request_id] = [t if self._chance.random() < 0.8 else (t + 1) % 90 for t in draft]
+            drafts[request.request_id] = [t if self._chance.random() < self._right else (t + 1) % 90 for t in draft]
         return drafts
+
+
+class Told(Guesses):
+    """A drafter that tells the answer as it is."""
+
+    def __init__(self, whole: list[int]) -> None:
+        self._whole = whole
+
+    def draft(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        return {each.request_id: self._whole[len(each.output_token_ids) :] for each in requests}
+
+
+class Cheap(NGramDrafter):
+    """Believes that further rows cost next to nothing."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        super().__init__(config, 64)
+        for rows in range(1, 65):
+            for _ in range(4):
+                super().timed(rows, 1 + rows / 1000)
+
+    def timed(self, rows: int, seconds: float) -> None:
+        pass
 
 
 class AheadRunner:
@@ -85,10 +118,10 @@ class AheadRunner:
 
 
 def answers_of(
-    model: Path, known: Answers | None = None, *, overlaps: bool = False, **config: Any
+    model: Path, drafter: Drafter | None = None, *, overlaps: bool = False, **config: Any
 ) -> tuple[Answers, Engine, int]:
     engine = Engine(str(model), EngineConfig(**{"kv_cache_memory": 1 << 20, "threads": 1, **config}))
-    engine.drafter = None if known is None else Guesses(known)
+    engine.drafter = drafter
     if overlaps:
         engine.runner, engine.overlaps = AheadRunner(engine.runner), True
     for index, (name, params) in enumerate(KINDS.items()):
@@ -135,11 +168,98 @@ def test_nobodys_answer_changes(
     tiny_model: Path, plain: tuple[Answers, int], overlaps: bool, config: dict[str, Any]
 ) -> None:
     answers, steps = plain
-    found, engine, fewer = answers_of(tiny_model, answers, overlaps=overlaps, **config)
+    found, engine, fewer = answers_of(tiny_model, Guesses(answers), overlaps=overlaps, **config)
     assert found == answers
     assert bool(engine.scheduler.num_preemptions) == ("kv_cache_memory" in config)
     if not config:
         assert fewer < steps
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_nobodys_answer_changes_whatever_is_drafted(
+    tiny_model: Path, plain: tuple[Answers, int], data: st.DataObject
+) -> None:
+    seats = data.draw(st.integers(2, 16))
+    config = {
+        "max_num_seqs": seats,
+        "max_num_batched_tokens": data.draw(st.integers(seats, 80)),
+        "kv_cache_memory": data.draw(st.integers(45_100, 200_000)),
+        "enable_prefix_caching": data.draw(st.booleans()),
+    }
+    drafter = Guesses(plain[0], data.draw(st.integers(0, 1 << 30)), data.draw(st.floats(0, 1)))
+    assert answers_of(tiny_model, drafter, overlaps=data.draw(st.booleans()), **config)[0] == plain[0]
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapped"])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_nobodys_answer_changes_with_drafts_of_n_grams(
+    tiny_model: Path, plain: tuple[Answers, int], overlaps: bool, method: str
+) -> None:
+    drafter = Cheap(SpeculativeConfig(method, prompt_lookup_min=1))
+    found, engine, _ = answers_of(tiny_model, drafter, overlaps=overlaps)
+    assert found == plain[0] and engine.stats().num_draft_tokens > engine.stats().num_drafts > 0
+    if method == "suffix":  # it knows the answers now
+        found, engine, steps = answers_of(tiny_model, drafter, overlaps=overlaps)
+        assert found == plain[0] and steps < plain[1]
+        assert engine.stats().num_draft_tokens > engine.stats().num_accepted_tokens > 100
+
+
+def test_a_server_of_one_request_has_room_for_its_draft(tiny_model: Path) -> None:
+    config = EngineConfig(kv_cache_memory=1 << 20, threads=1, max_num_seqs=1, speculative_config=SpeculativeConfig())
+    engine = Engine(str(tiny_model), config)
+    assert isinstance(engine.drafter, NGramDrafter) and engine.scheduler.config.logits_limit == 17
+    engine.drafter = Cheap(SpeculativeConfig())
+    list(engine.generate([[5, 6, 7, 8] * 9], [replace(GREEDY, logit_bias=dict.fromkeys((5, 6), 100.0))]))
+    assert engine.stats().num_draft_tokens > 0
+
+
+def test_steps_overlap_while_there_are_no_drafts(tiny_model: Path) -> None:
+    engine = Engine(str(tiny_model), EngineConfig(kv_cache_memory=1 << 20, threads=1))
+    engine.runner, engine.overlaps = AheadRunner(engine.runner), True
+    engine.drafter = NGramDrafter(SpeculativeConfig(), 1)  # rows for no draft
+    engine.submit("a", prompt(1, 5), GREEDY)
+    engine.step()
+    while engine.has_work():
+        assert engine.scheduler.num_in_flight == 1, "the next step has begun"
+        engine.step()
+
+
+def test_what_a_grammar_forces_is_drafted(tiny_model: Path) -> None:
+    steps, found = [], []
+    for drafter in (None, Cheap(SpeculativeConfig())):
+        engine = Engine(str(tiny_model), EngineConfig(kv_cache_memory=1 << 20, threads=1))
+        engine.drafter = drafter
+        for name in "ab":
+            engine.submit(name, prompt(1, 5), replace(DRAWN, constraint=KINDS["forced"].constraint, max_tokens=60))
+        outputs = []
+        for step in range(1, 200):
+            outputs += [(output.request_id, output.text, output.token_ids) for output in engine.step()]
+            engine.check()
+            if not engine.has_work():
+                steps.append(step)
+                break
+        found.append(["".join(text for name, text, _ in outputs if name == wanted) for wanted in "ab"])
+    assert found[0] == found[1] and found[0][0] == found[0][1] != ""
+    assert engine.stats().num_accepted_tokens > 0 and steps[1] < steps[0]
+
+
+def test_a_grammar_that_fails_on_a_draft_ends_its_request_alone(tiny_model: Path) -> None:
+    engine = Engine(str(tiny_model), EngineConfig(kv_cache_memory=1 << 20, threads=1))
+    engine.drafter = Cheap(SpeculativeConfig())
+    for good in (True, False):
+        engine.submit("bad", prompt(1, 5), KINDS["regex"])
+        grammar = engine._choices["bad#0"].grammar
+        assert grammar is not None
+        grammar.draft = lambda guess: 1 // 0  # type: ignore[method-assign, assignment]
+        if good:
+            engine.submit("good", prompt(2, 5), GREEDY)
+        ends = {}
+        while engine.has_work():
+            ends |= {output.request_id: output.finish_reason for output in engine.step() if output.finish_reason}
+            engine.check()
+        assert ends == {"bad": "error"} | ({"good": "length"} if good else {})
 
 
 def test_a_right_draft_takes_one_step(tiny_model: Path) -> None:
@@ -147,7 +267,7 @@ def test_a_right_draft_takes_one_step(tiny_model: Path) -> None:
     engine.submit("a", prompt(1, 5), GREEDY)
     whole = [token for _ in range(24) for output in engine.step() for token in output.token_ids]
     assert not engine.has_work() and len(whole) == 24
-    engine.drafter = lambda requests: {each.request_id: whole[len(each.output_token_ids) :] for each in requests}
+    engine.drafter = Told(whole)
     engine.submit("b", prompt(1, 5), GREEDY)
     first, second = engine.step(), engine.step()
     assert [output.token_ids for output in (*first, *second)] == [whole[:1], whole[1:]]
@@ -173,7 +293,7 @@ def test_what_is_not_a_number_behind_a_draft_is_found_by_the_next_step(tiny_mode
             return output
 
     engine.runner = Broken()
-    engine.drafter = lambda requests: {each.request_id: whole[len(each.output_token_ids) :] for each in requests}
+    engine.drafter = Told(whole)
     engine.submit("b", prompt(1, 5), GREEDY)
     outputs = [output for _ in range(3) for output in engine.step()]
     assert [token for output in outputs for token in output.token_ids] == whole[:6]  # those of positions 4 to 9

@@ -68,6 +68,8 @@ function draw() {
   put("waiting", now.num_waiting);
   put("usage", `${kv.used && Math.max(0.1, (100 * kv.used) / kv.total).toFixed(kv.used * 10 < kv.total ? 1 : 0)}%`);
   put("hits", now.prefix_queries ? `${Math.round((100 * now.prefix_hits) / now.prefix_queries)}%` : "–");
+  $("drafts").hidden = !now.num_draft_tokens; // most servers draft none
+  put("accepted", `${Math.round((100 * now.num_accepted_tokens) / (now.num_draft_tokens || 1))}%`);
   const speeds = rates.slice(1).map((rate, i) => {
     const before = rates[Math.max(0, i - 3)]; // over a second
     return [1 - (now.time - rate.time) / MINUTE, (rate.tokens - before.tokens) / (rate.time - before.time || 1)];

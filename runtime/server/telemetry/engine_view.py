@@ -96,6 +96,8 @@ def to_json(snapshot: EngineSnapshot) -> Json:
         "num_running": len(snapshot.running),
         "num_waiting": snapshot.num_waiting,
         "num_preemptions": snapshot.num_preemptions,
+        "num_draft_tokens": snapshot.num_draft_tokens,
+        "num_accepted_tokens": snapshot.num_accepted_tokens,
         "prompt_tokens": snapshot.prompt_tokens,
         "output_tokens": snapshot.output_tokens,
         "prefix_queries": snapshot.prefix_queries,

@@ -74,6 +74,11 @@ class Metrics:
             "prefix_queries": self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
             "prefix_hits": self._counter("prefix_cache_hits", "Prompt tokens taken from the prefix cache."),
             "num_preemptions": self._counter("num_preemptions", "Requests put back into the queue."),
+            "num_drafts": self._counter("spec_decode_num_drafts", "Drafts of the tokens that come next."),
+            "num_draft_tokens": self._counter("spec_decode_num_draft_tokens", "Their tokens."),
+            "num_accepted_tokens": self._counter(
+                "spec_decode_num_accepted_tokens", "Those that were right: each saved its request a step."
+            ),
         }
         self._counted = dict.fromkeys(self._totals, 0)
         self._gpu: dict[str, Gauge] = {}  # none without a GPU
