@@ -116,8 +116,8 @@ print(told("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process its peak")
 def test_a_load_needs_little_more_than_the_checkpoint(tmp_path: Path) -> None:
-    """A model whose ends are a quarter of it and whose layers are many, as in one of eight billion parameters."""
-    shape = {**make_random.SHAPES["qwen3-8b"], "num_hidden_layers": 14, "vocab_size": 24000, "hidden_size": 2048,
+    """A model whose ends are a fifth of it and whose layers are many, as in one of eight billion parameters."""
+    shape = {**make_random.SHAPES["qwen3-8b"], "num_hidden_layers": 22, "vocab_size": 24000, "hidden_size": 2048,
              "intermediate_size": 6144}  # fmt: skip
     make_random.make(shape, tmp_path / "w4")
     size = sum(file.stat().st_size for file in (tmp_path / "w4").glob("*.safetensors"))
