@@ -93,4 +93,4 @@ def alternating(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
 
 
 def _alternate(rows: Tensor) -> Tensor:
-    return rows.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
+    return rows.reshape(2, -1, LANES, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)

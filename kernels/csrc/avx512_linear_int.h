@@ -1,7 +1,7 @@
 /* The product of integers with AVX-512 and VNNI, behind store_tiles.h. */
 
 #define TILES 4      /* weight tiles of 16 outputs in one block */
-#define INT_ROWS 6   /* rows of an integer block: 16 accumulators and 8 unpacked tiles; 6 rows are no faster */
+#define INT_ROWS 6   /* rows of an integer block: 24 accumulators and 4 unpacked tiles */
 #define NEAR (128 << 10) /* bytes, a part of the second-level cache: the farthest prefetch */
 
 /* sum + the dot of each four bytes of w (unsigned) and x (signed). In assembly because with the intrinsic the compiler

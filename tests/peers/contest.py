@@ -7,7 +7,8 @@ the machine does at most is measured in every round, too.
 
 ``--isa avx2`` keeps those from AVX-512 that can be kept: qserve takes its kernels for AVX2, llama.cpp is built for it,
 torch obeys a variable. OpenVINO ends with an error where oneDNN is limited below what it sees: it uses what the machine
-has.
+has. ``--one-thread`` compares the processor seconds of one thread: on a busy machine a clock says little. MODELS and
+CHECKPOINT may be of ``make_random.py``, for llama.cpp with Q4_0 alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qserve.kernels import peaks
@@ -58,11 +60,12 @@ CASES = (
 
 @dataclass
 class Contestant:
-    """A process that takes turns. ``seconds``: of each case, by round."""
+    """A process that takes turns. ``seconds``: of each case, by round, on the ``clock`` of its answers."""
 
     name: str
     command: list[str]
     variables: dict[str, str]
+    clock: str = "seconds"
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -83,7 +86,7 @@ class Contestant:
         assert self.process.stdin is not None
         time.sleep(REST)
         print(json.dumps([requests, prompt, output, seed]), file=self.process.stdin, flush=True)
-        return self._answer()["seconds"]
+        return self._answer()[self.clock]
 
     def rate(self, case: Case) -> float:
         """Tokens per second, from the median; decoding is what follows the first token."""
@@ -93,7 +96,9 @@ class Contestant:
         return case.requests * case.counted / seconds
 
 
-def contestants(environments: Path, models: Path, checkpoint: str, isa: str | None) -> list[Contestant]:
+def contestants(
+    environments: Path, models: Path, checkpoint: str, isa: str | None, threads: str
+) -> list[Contestant]:
     """Ours first."""
 
     def entry(name: str, python: str, script: str, *arguments: str) -> Contestant:
@@ -103,21 +108,21 @@ def contestants(environments: Path, models: Path, checkpoint: str, isa: str | No
     llama = str(environments / ("llama-cpp-avx2" if isa else "llama-cpp") / "bin" / "python")
     dense, floats = str(models / "dense"), "float32" if isa else "bfloat16"
     return [
-        entry("qserve", sys.executable, "qserve_engine.py", checkpoint, THREADS, KERNELS[isa]),
-        entry("OpenVINO int4", openvino, "openvino_batching.py", str(models / "openvino-int4"), THREADS),
-        entry("OpenVINO int8", openvino, "openvino_batching.py", str(models / "openvino-int8"), THREADS),
-        entry("llama.cpp Q4_0", llama, "llama_cpp_batch.py", str(models / "Q4_0.gguf"), THREADS),
-        entry("llama.cpp Q8_0", llama, "llama_cpp_batch.py", str(models / "Q8_0.gguf"), THREADS),
-        entry(f"transformers {floats}", sys.executable, "transformers_generate.py", dense, THREADS, floats),
+        entry("qserve", sys.executable, "qserve_engine.py", checkpoint, threads, KERNELS[isa]),
+        entry("OpenVINO int4", openvino, "openvino_batching.py", str(models / "openvino-int4"), threads),
+        entry("OpenVINO int8", openvino, "openvino_batching.py", str(models / "openvino-int8"), threads),
+        entry("llama.cpp Q4_0", llama, "llama_cpp_batch.py", str(models / "Q4_0.gguf"), threads),
+        entry("llama.cpp Q8_0", llama, "llama_cpp_batch.py", str(models / "Q8_0.gguf"), threads),
+        entry(f"transformers {floats}", sys.executable, "transformers_generate.py", dense, threads, floats),
     ]
 
 
-def table(field_: list[Contestant]) -> str:
+def table(field_: list[Contestant], cases: Sequence[Case]) -> str:
     """Markdown: rates by case, and ours over the best of the others."""
     ours, peers = field_[0], field_[1:]
     lines = ["| tokens/s | " + " | ".join(c.name for c in field_) + " | over the best peer |"]
     lines.append("|---" * (len(field_) + 2) + "|")
-    for case in CASES[1:]:
+    for case in cases[1:]:
         best = max(peer.rate(case) for peer in peers)
         rates = " | ".join(f"{c.rate(case):.0f}" for c in field_)
         lines.append(f"| {case.name} | {rates} | {ours.rate(case) / best:.2f}x |")
@@ -131,19 +136,23 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--isa", choices=[isa for isa in KERNELS if isa])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--without", default=" ", help="contestants whose names begin so stay out")
+    parser.add_argument("--without", nargs="*", default=[], help="contestants whose names begin so stay out")
+    parser.add_argument("--one-request", action="store_true", help="without the cases of many requests")
+    parser.add_argument("--one-thread", action="store_true", help="processor seconds of one thread each")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    everyone = contestants(options.environments, options.models, options.checkpoint, options.isa)
-    running = [each for each in everyone if not each.name.startswith(options.without)]
+    threads, clock = ("1", "processor") if options.one_thread else (THREADS, "seconds")
+    cases = [case for case in CASES if case.requests == 1 or not options.one_request]
+    everyone = contestants(options.environments, options.models, options.checkpoint, options.isa, threads)
+    running = [replace(each, clock=clock) for each in everyone if not each.name.startswith(tuple(options.without))]
     try:
         for contestant in running:
             contestant.start()
             contestant.turn(*WARM_UP, seed=0)
         machine = []
         for turn in range(options.rounds):
-            machine.append(peaks.measure(int(THREADS), options.isa))
-            for case in CASES:
+            machine.append(peaks.measure(int(threads), options.isa))
+            for case in cases:
                 first = turn % len(running)
                 for contestant in running[first:] + running[:first]:
                     seconds = contestant.turn(case.requests, case.prompt, case.output, seed=turn + 1)
@@ -154,9 +163,11 @@ def main() -> None:
             if hasattr(contestant, "process"):
                 contestant.process.kill()
                 contestant.process.wait()
-    products, read = (statistics.median(figures) for figures in zip(*((p.products or 0.0, p.bytes) for p in machine)))
-    print(f"At most {products / 1e9:.0f} GMAC/s of bytes in registers and {read / 1e9:.1f} GB/s from memory.\n")
-    print(table(running))
+    if not options.one_thread:  # else the machine is busy, and these are measured by the clock
+        measured = zip(*((p.products or 0.0, p.bytes) for p in machine))
+        products, read = (statistics.median(figures) for figures in measured)
+        print(f"At most {products / 1e9:.0f} GMAC/s of bytes in registers and {read / 1e9:.1f} GB/s from memory.\n")
+    print(table(running, cases))
     if options.json:
         options.json.write_text(json.dumps({c.name: c.seconds for c in running}, indent=2))
 

@@ -18,6 +18,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.memory import plan_memory, weight_bytes
 from qserve.runtime.models.config import decoder_config
+from tests.peers import make_random
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -93,3 +94,34 @@ def test_the_peak_is_what_is_resident_at_most() -> None:
     done = subprocess.run([sys.executable, "-c", _FILL], capture_output=True, text=True, check=True)
     predicted, measured = map(int, done.stdout.split())
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+_LOAD = """
+import sys
+from pathlib import Path
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+
+def told(name):
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[name].split()[0]) * 1024
+
+before = told("VmRSS")
+config = EngineConfig(kv_cache_memory=8 << 20, max_num_seqs=8, max_num_batched_tokens=64, threads=1)
+engine = Engine(sys.argv[1], config)
+print(told("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process its peak")
+def test_a_load_needs_little_more_than_the_checkpoint(tmp_path: Path) -> None:
+    """A model whose ends are a fifth of it and whose layers are many, as in one of eight billion parameters."""
+    shape = {**make_random.SHAPES["qwen3-8b"], "num_hidden_layers": 22, "vocab_size": 24000, "hidden_size": 2048,
+             "intermediate_size": 6144}  # fmt: skip
+    make_random.make(shape, tmp_path / "w4")
+    size = sum(file.stat().st_size for file in (tmp_path / "w4").glob("*.safetensors"))
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(tmp_path / "w4")], capture_output=True, text=True, check=True
+    )
+    assert size > 500e6 and int(done.stdout) <= 1.15 * size
