@@ -17,6 +17,7 @@ more products than it saves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from qserve.kernels.ops import BLOCK_SIZE, Attention
 from qserve.kernels.triton.launch import at
+from qserve.kernels.triton.pointwise import tanh
 from qserve.kernels.triton.target import takes_ptx
 
 CHUNK = 256
@@ -57,7 +59,8 @@ def tile_shape(op: Attention, warp: int) -> Shape:
 def decode_shape(op: Attention) -> Shape:
     """For decodes: the heads of one query. A matrix unit takes at least 16."""
     rows, size = max(16, triton.next_power_of_2(op.heads // op.kv_heads)), op.k_cache.dtype.itemsize
-    return Shape(rows, 32 if op.head_dim > 128 else 64, 4, {1: 4, 2: 3}.get(size, 2), pairs=size == 1)
+    keys, warps = 32 if op.head_dim > 128 else 64, 4 if rows <= 64 else 8
+    return Shape(rows, keys, warps, {1: 4, 2: 3}.get(size, 2), pairs=size == 1)
 
 
 def resident(op: Attention, shape: Shape, shared_bytes: int) -> int:
@@ -145,7 +148,8 @@ def _decoded(codes, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PTX: tl.const
 def _chunk(
     q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """The partial softmax of queries q [ROWS, BLOCK_DIM] at positions ``at`` over keys from ``begin`` to ``end``."""
     dims = tl.arange(0, BLOCK_DIM)
@@ -180,6 +184,8 @@ def _chunk(
         else:
             k = tl.load(k_ptr + cells, mask=(dims < DIM)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, INTEGERS, PTX)), input_precision="ieee") * scale
+        if SOFTCAP > 0:  # the scale has divided by the cap, the cap has the factor of exp2
+            scores = tanh(scores) * SOFTCAP
         seen = keys[None, :] <= at[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > at[:, None] - WINDOW)
@@ -215,8 +221,8 @@ def _first_key(position, WINDOW: tl.constexpr):
 def tile_kernel(
     qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tiles_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, COMPUTE: tl.constexpr,
-    INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """A tile: (first row, queries, where its block table begins among the staged numbers)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -242,7 +248,7 @@ def tile_kernel(
         next_top, next_total, next_acc = _chunk(
             q, at, k_ptr, v_ptr, table_ptr, head,
             tl.maximum(begin, chunk * CHUNK), tl.minimum(end, (chunk + 1) * CHUNK), scale,
-            KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, INTEGERS, PAIRS, PTX,
+            KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX,
         )  # fmt: skip
         top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
     weight = 1.0
@@ -257,8 +263,8 @@ def decode_kernel(
     qkv_ptr, out_ptr, partial_ptr, softmax_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     units_ptr, count_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, COMPUTE: tl.constexpr,
-    INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """A unit: (row, chunk, where its block table begins among the staged numbers); each for every key head."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -281,7 +287,7 @@ def decode_kernel(
             top, total, acc = _chunk(
                 q, position + rows * 0, k_ptr, v_ptr, table_ptr, head,
                 tl.maximum(first // KEYS * KEYS, chunk * CHUNK), tl.minimum(position + 1, (chunk + 1) * CHUNK), k_scale,
-                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, PAGE, INTEGERS, PAIRS, PTX,
+                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX,
             )  # fmt: skip
             if first // CHUNK == position // CHUNK:  # all of its keys
                 weight = 1.0
@@ -300,7 +306,7 @@ def decode_kernel(
 def merge_kernel(
     out_ptr, partial_ptr, softmax_ptr, v_scale_ptr, decodes_ptr, positions_ptr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A decode: (row or -1, its first unit). Its chunks are folded in their order."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -318,7 +324,7 @@ def merge_kernel(
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-            for chunk in tl.range(first, last + 1, num_stages=4):  # each waits for memory, not for the previous one
+            for chunk in tl.range(first, last + 1, num_stages=STAGES):  # each waits for memory, not for the last
                 heads = (unit + chunk) * HEADS + head * GROUP + rows
                 next_top = tl.load(softmax_ptr + heads * 2, mask=mine, other=0.0)
                 next_total = tl.load(softmax_ptr + heads * 2 + 1, mask=mine, other=1.0)
@@ -339,22 +345,34 @@ def compute_dtype(op: Attention) -> torch.dtype:
     return op.k_cache.dtype
 
 
-def constants(op: Attention, shape: Shape) -> dict[str, object]:
+def constants(op: Attention, shape: Shape) -> dict[str, Any]:
     """The constants that the kernels are specialized for."""
     names = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     return {
         "HEADS": op.heads, "KV_HEADS": op.kv_heads, "DIM": op.head_dim,
         "BLOCK_DIM": triton.next_power_of_2(op.head_dim), "ROWS": shape.rows, "KEYS": shape.keys, "CHUNK": CHUNK,
-        "WINDOW": op.window, "PAGE": BLOCK_SIZE, "COMPUTE": names[compute_dtype(op)],
+        "WINDOW": op.window, "SOFTCAP": op.softcap * LOG2E, "PAGE": BLOCK_SIZE, "COMPUTE": names[compute_dtype(op)],
         "INTEGERS": op.k_cache.dtype == torch.int8, "PAIRS": shape.pairs,
         "PTX": takes_ptx(op.qkv.device),
     }  # fmt: skip
 
 
+def merge_constants(op: Attention, known: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``merge_kernel``, from ``constants``. As many chunks are in flight as 64 KiB hold, up to three."""
+    folded = {name: known[name] for name in ("HEADS", "KV_HEADS", "DIM", "BLOCK_DIM", "CHUNK", "WINDOW")}
+    rows = triton.next_power_of_2(op.heads // op.kv_heads)
+    return folded | {"ROWS": rows, "STAGES": 1 + min(3, (64 << 10) // (rows * folded["BLOCK_DIM"] * 4))}
+
+
+def _scale(op: Attention) -> float:
+    """What the products are multiplied by before ``exp2``, or before a cap."""
+    return op.scale / op.softcap if op.softcap > 0 else op.scale * LOG2E
+
+
 def attend_tiles(op: Attention, shape: Shape, tiles: Tensor, positions: Tensor, staged: Tensor) -> None:
     """The queries of ``tiles`` int32 [n, 3], see ``tile_kernel``; each at most ``shape.rows`` rows of a key head."""
     at(tile_kernel, (len(tiles), op.kv_heads))(
-        op.qkv, op.out, op.k_cache, op.v_cache, op.k_scale, op.v_scale, tiles, positions, staged, op.scale * LOG2E,
+        op.qkv, op.out, op.k_cache, op.v_cache, op.k_scale, op.v_scale, tiles, positions, staged, _scale(op),
         **constants(op, shape), num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
@@ -372,10 +390,9 @@ def attend_decodes(
     values = op.v_cache.view(torch.int16) if shape.pairs else op.v_cache
     at(decode_kernel, (programs,))(
         op.qkv, op.out, partial, softmax, op.k_cache, values, op.k_scale, op.v_scale, units, count, positions,
-        staged, op.scale * LOG2E, **known, num_warps=shape.warps, num_stages=shape.stages,
+        staged, _scale(op), **known, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    folded = {name: known[name] for name in ("HEADS", "KV_HEADS", "DIM", "BLOCK_DIM", "CHUNK", "WINDOW")}
-    rows = triton.next_power_of_2(op.heads // op.kv_heads)
+    folded = merge_constants(op, known)
     at(merge_kernel, (len(decodes), op.kv_heads))(
-        op.out, partial, softmax, op.v_scale, decodes, positions, **folded, ROWS=rows, num_warps=4, num_stages=4
+        op.out, partial, softmax, op.v_scale, decodes, positions, **folded, num_warps=4, num_stages=folded["STAGES"]
     )

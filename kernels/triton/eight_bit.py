@@ -21,6 +21,7 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import persistent
 from qserve.kernels.triton.finish import finish
+from qserve.kernels.triton.grouped import NOT_GROUPED, Grouping, grouped_rows
 from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import PAD_N, by_group, slots
@@ -38,27 +39,40 @@ WIDEST_GROUP = 2048
 
 @triton.jit(do_not_specialize=["rows", "blocks", "splits"])
 def eight_bit_kernel(
-    x, x_scales, weight, scales, bias, out, partial, arrived,
+    x, x_scales, weight, scales, bias, out, partial, arrived, tiles, order,
     rows, n, stride_x, stride_out, padded_n, blocks, splits, x_groups,
     GROUP: tl.constexpr, X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    EACH: tl.constexpr, TOP_K: tl.constexpr, SORTED_X: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = (x [rows, k] times weight [padded_n, k] transposed), both of int8 or both of e4m3, scaled.
 
     ``x_scales`` float32 [rows, x_groups]; ``scales`` float32 [groups, padded_n]; a group size of 0 is all inputs.
+    EACH > 0: as in ``weight_only_kernel``.
     """
     INTEGER: tl.constexpr = x.dtype.element_ty == tl.int8
     SUMS: tl.constexpr = tl.int32 if INTEGER else tl.float32
     tile, split = tl.program_id(0), tl.program_id(1)
-    tiles_m = tl.cdiv(rows, BLOCK_M)
-    ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if EACH > 0:
+        tiles_m = tl.num_programs(0) // tl.cdiv(n, BLOCK_N)
+        expert = tl.load(tiles + (tile % tiles_m) * 3)
+        if expert < 0:
+            return
+        x_rows, ms = grouped_rows(tiles, order, tile % tiles_m, rows, BLOCK_M, TOP_K, SORTED_X)
+        w_begin = expert * EACH
+    else:
+        tiles_m = tl.cdiv(rows, BLOCK_M)
+        ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+        x_rows = ms
+        w_begin = 0
     ns = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_ns = w_begin + ns
     ks = tl.arange(0, BLOCK_K)
     first = split * blocks // splits
     last = (split + 1) * blocks // splits
     seen = ms < rows
-    xs = x + ms[:, None].to(tl.int64) * stride_x + ks[None, :]
-    weights = weight + ns[None, :].to(tl.int64) * stride_x + ks[:, None]
+    xs = x + x_rows[:, None].to(tl.int64) * stride_x + ks[None, :]
+    weights = weight + w_ns[None, :].to(tl.int64) * stride_x + ks[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), SUMS)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):
@@ -75,17 +89,17 @@ def eight_bit_kernel(
             else:
                 part = tl.dot(block_x, block_w, max_num_imprecise_acc=BLOCK_K)
             if GROUP != 0:
-                part *= tl.load(scales + (block * BLOCK_K // GROUP) * padded_n + ns)[None, :]
+                part *= tl.load(scales + (block * BLOCK_K // GROUP) * padded_n + w_ns)[None, :]
             if X_GROUP != 0:
-                at = x_scales + ms * x_groups + block * BLOCK_K // X_GROUP
+                at = x_scales + x_rows * x_groups + block * BLOCK_K // X_GROUP
                 part *= tl.load(at, mask=seen, other=0.0)[:, None]
             total += part
     if GROUP == 0 and X_GROUP == 0:
         total = acc.to(tl.float32)
     if GROUP == 0:
-        total *= tl.load(scales + ns)[None, :]
+        total *= tl.load(scales + w_ns)[None, :]
     if X_GROUP == 0:
-        total *= tl.load(x_scales + ms, mask=seen, other=0.0)[:, None]
+        total *= tl.load(x_scales + x_rows, mask=seen, other=0.0)[:, None]
     finish(total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,
            splits, HAS_BIAS, ACCUMULATE, SPLIT)  # fmt: skip
 
@@ -142,15 +156,16 @@ def default(rows: int, grouped: bool, gpu: Target) -> Config:
 
 
 class EightBit:
-    """A product of 8-bit weights and inputs, made ready. Weights of fewer bits are held in 8."""
+    """A product of 8-bit weights and inputs, made ready. Weights of fewer bits are held in 8. ``experts``: as in
+    ``WeightOnly``."""
 
-    def __init__(self, op: ops.Linear, memory: Workspace, batch_invariant: bool) -> None:
+    def __init__(self, op: ops.Linear, memory: Workspace, batch_invariant: bool, experts: int = 0) -> None:
         weight = op.weight
         assert isinstance(weight, QuantizedWeight) and weight.activations is not None
         device = memory.device
-        self.op, self.memory, self.activations = op, memory, weight.activations
+        self.op, self.memory, self.activations, self.invariant = op, memory, weight.activations, batch_invariant
         self.dtype = torch.float8_e4m3fn if self.activations.grid is E4M3 else torch.int8
-        self.n, self.block_k = weight.out_features, block_k(weight.scheme, self.activations, weight.in_features)
+        self.n, self.block_k = op.out.shape[1], block_k(weight.scheme, self.activations, weight.in_features)
         groups = weight.scheme.groups(weight.in_features)
         self.group = 0 if groups == 1 else weight.scheme.group_size
         self.x_group = max(self.activations.group_size, 0)
@@ -158,9 +173,9 @@ class EightBit:
         self.order = None if order is None else order.to(device, torch.int32)
         values = _values(weight, self.dtype, order, device)
         width = -(-values.shape[1] // self.block_k) * self.block_k
-        self.padded_n = -(-self.n // PAD_N) * PAD_N
+        self.padded_n = -(-weight.out_features // PAD_N) * PAD_N
         self.k, self.blocks = width, width // self.block_k
-        padding = (0, width - values.shape[1], 0, self.padded_n - self.n)
+        padding = (0, width - values.shape[1], 0, self.padded_n - weight.out_features)
         self.weight = F.pad(values.view(torch.int8), padding).contiguous().view(self.dtype)
         self.scales = by_group(weight.scales, self.padded_n, 1 if groups == 1 else groups).to(device)
         self.bias = None if op.bias is None else op.bias.to(device)
@@ -168,7 +183,6 @@ class EightBit:
         self.gpu = gpu
         self.persistent = persistent.supports(weight, self.block_k, gpu) is None
         self.persistent &= "persistent" not in left_out(gpu)
-        self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         self.x_groups = -(-width // self.x_group) if self.x_group else 1
         rows = len(op.x)
         codes = memory.take("codes", rows * width, self.dtype)[: rows * width].view(rows, width)
@@ -176,6 +190,10 @@ class EightBit:
         self.rounded = Rounded(codes, scales.view(rows, self.x_groups), weight.input_scale)
         self._rounds = True
         self.gathered = memory.take("gathered", 0 if order is None else len(op.x) * len(order), op.x.dtype)
+        if experts:
+            self.each = self.padded_n // experts
+            return
+        self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         self.configure({})
 
     def configure(self, configs: dict[int, Config]) -> None:
@@ -225,6 +243,17 @@ class EightBit:
         else:
             round_rows(x, self.rounded, rows)
 
+    def config_grouped(self, rows: int) -> Config:
+        """For about ``rows`` rows of an expert."""
+        most = 32 if self.invariant else 64
+        return replace(default(min(rows, most), self.group + self.x_group > 0, self.gpu), splits=1)
+
+    def run_grouped(self, rows: int, grouping: Grouping, config: Config) -> None:
+        """The ``rows`` of x for the experts that ``grouping`` names."""
+        if self._rounds:
+            self.round(rows)
+        self._launch(self.rounded.codes, self.rounded.scales, self.op.out, grouping.choices, config, grouping)
+
     def run(self, rows: int) -> None:
         config, codes, scales = self.configs[bucket_of(rows)], self.rounded.codes, self.rounded.scales
         if self._rounds:
@@ -239,15 +268,22 @@ class EightBit:
         for start in range(0, rows, step):
             self._launch(codes[start:], scales[start:], self.op.out[start:], min(step, rows - start), config)
 
-    def _launch(self, codes: Tensor, x_scales: Tensor, out: Tensor, rows: int, config: Config) -> None:
-        grid = (-(-rows // config.block_m) * (self.padded_n // config.block_n), config.splits)
-        at(eight_bit_kernel, grid)(
-            codes, x_scales, self.weight, self.scales, out if self.bias is None else self.bias, out,
-            self.partial, self.arrived,
+    def _launch(
+        self, codes: Tensor, x_scales: Tensor, out: Tensor, rows: int, config: Config, grouping: Grouping | None = None
+    ) -> None:
+        memory: tuple[Tensor | None, ...]
+        if grouping is None:
+            tiles = -(-rows // config.block_m) * (self.padded_n // config.block_n)
+            memory, kind = (self.partial, self.arrived, None, None), NOT_GROUPED
+        else:
+            tiles = grouping.most * -(-self.n // config.block_n)
+            memory, kind = (None, None, grouping.tiles, grouping.order), grouping.constants(self.each)
+        at(eight_bit_kernel, (tiles, config.splits))(
+            codes, x_scales, self.weight, self.scales, out if self.bias is None else self.bias, out, *memory,
             rows, self.n, self.k, out.stride(0), self.padded_n, self.blocks, config.splits, self.x_groups,
             GROUP=self.group, X_GROUP=self.x_group, HAS_BIAS=self.bias is not None, ACCUMULATE=self.op.accumulate,
             SPLIT=config.splits > 1, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=self.block_k,
-            STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+            STAGES=config.stages, **kind, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
 

@@ -22,14 +22,22 @@ from qserve.kernels.ops import (
     Activation,
     Argmax,
     Attention,
+    Cast,
     Embed,
+    Experts,
     Gather,
+    HeadNorm,
+    LayerNorm,
     Linear,
     LogSoftmax,
     Op,
     Placement,
+    PositionEmbed,
     RMSNorm,
     RopeKV,
+    Route,
+    SigmoidMul,
+    SoftCap,
     Step,
 )
 from qserve.kernels.reference import Fallback, on_device
@@ -46,15 +54,17 @@ from qserve.kernels.triton.attention import (
 )
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.embed import embed
+from qserve.kernels.triton.experts import PreparedExperts
 from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.gather import gather
 from qserve.kernels.triton.inputs import Rounded
 from qserve.kernels.triton.launch import only_compiles
 from qserve.kernels.triton.log_softmax import log_softmax
-from qserve.kernels.triton.rms_norm import rms_norm
+from qserve.kernels.triton.norm import norm
+from qserve.kernels.triton.pointwise import activation, sigmoid_mul, soft_cap
 from qserve.kernels.triton.rope_kv import rope_kv
+from qserve.kernels.triton.route import route
 from qserve.kernels.triton.schedule import divide, is_decode
-from qserve.kernels.triton.silu_mul import silu_mul
 from qserve.kernels.triton.staging import Batch, Staging
 from qserve.kernels.triton.support import unsupported
 from qserve.kernels.triton.target import Target, target
@@ -66,6 +76,7 @@ GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The padded numbers of rows of a captured step; larger ones gain nothing from a graph."""
 
 Launch = Callable[[Batch], None]
+_Rows = RMSNorm | LayerNorm | Activation  # made row by row, so that a row can be rounded at once
 
 
 PARTIAL_BYTES = 256 << 20
@@ -183,8 +194,17 @@ class _TritonProgram:
         match op:
             case Embed():
                 return self._embed(op) if op.sampled is None else partial(self._fill, op.sampled, self._embed(op))
-            case RMSNorm() | Activation():
+            case PositionEmbed():
+                table, out, offset = self._hold(op.table), op.out, op.offset
+                return lambda batch: gather(
+                    table, batch.positions, out, batch.tokens, offset=offset, accumulate=True
+                )
+            case RMSNorm() | LayerNorm() | Activation():
                 return self._row_by_row(op)
+            case HeadNorm():
+                return self._norm_heads(op.x, op.weight, op.head_dim, op.eps, center=True)
+            case Cast():
+                return lambda batch: gather(op.x, None, op.out, batch.tokens)
             case Linear():
                 product = linear.prepare(op, self._executor.memory, self._executor.batch_invariant)
                 self._round_at_once(op, product)
@@ -193,15 +213,24 @@ class _TritonProgram:
                 rows = op.rows  # not ``op``, which holds the original weight
                 return lambda batch: product.run(_count(batch, rows))
             case RopeKV():
-                ready = self._rope_kv(op)
                 self._positions = len(op.cosine)
-                return lambda batch: rope_kv(ready, batch.positions, batch.slots, batch.tokens)
+                return self._rope_kv(op)
             case Attention():
                 k_scale, v_scale = (None if x is None else self._hold(x) for x in (op.k_scale, op.v_scale))
                 self._attention = replace(op, k_scale=k_scale, v_scale=v_scale)
                 return partial(self._attend, self._attention)
             case Gather():
                 return lambda batch: gather(op.x, batch.logit_rows, op.out, batch.logits)
+            case Route():
+                bias = None if op.bias is None else self._hold(op.bias.float())
+                return lambda batch: route(op, bias, batch.slots, batch.tokens)
+            case Experts():
+                experts = PreparedExperts(op, self._executor.memory, self._executor.batch_invariant)
+                return lambda batch: experts.run(batch.tokens)
+            case SoftCap():
+                return lambda batch: soft_cap(op, _count(batch, op.rows))
+            case SigmoidMul():
+                return lambda batch: sigmoid_mul(op, batch.tokens)
             case Argmax():
                 return lambda batch: argmax(op.x, op.out, batch.logits)
             case LogSoftmax():
@@ -214,24 +243,47 @@ class _TritonProgram:
         fallback = Fallback(op, invariant=self._executor.batch_invariant, device=self._executor.placement.device)
         return lambda batch: fallback.run(self._step)
 
-    def _row_by_row(self, op: RMSNorm | Activation, into: Rounded | None = None) -> Launch:
+    def _row_by_row(self, op: _Rows, into: Rounded | None = None) -> Launch:
         if isinstance(op, Activation):
-            return lambda batch: silu_mul(op.x, op.out, batch.tokens, into)
-        weight = self._hold(op.weight.float())
-        return lambda batch: rms_norm(op.x, weight, op.out, op.eps, _count(batch, op.rows), into)
+            return lambda batch: activation(op, batch.tokens, into)
+        weight, bias = self._hold(op.weight.float()), None
+        if isinstance(op, LayerNorm) and op.bias is not None:
+            bias = self._hold(op.bias.float())
+        kind = {"center": isinstance(op, LayerNorm), "accumulate": isinstance(op, RMSNorm) and op.accumulate}
+        x, out, eps, rows = op.x, op.out, op.eps, op.rows  # not ``op``, which holds the original weight
+        return lambda batch: norm(x, weight, bias, out, eps, _count(batch, rows), into, **kind)
+
+    def _norm_heads(self, x: Tensor, weight: Tensor, width: int, eps: float, *, center: bool) -> Launch:
+        """In place: norms of each ``width`` columns."""
+        weight, parts = self._hold(weight.float()), x.shape[1] // width
+        return lambda batch: norm(x, weight, None, x, eps, batch.tokens, center=center, parts=parts)
 
     def _round_at_once(self, op: Linear, product: linear.Product) -> None:
         """If the last operation makes the input of ``op``, have it round that input to the 8 bits of ``product``."""
         maker = self._last
-        if not isinstance(product, EightBit) or not isinstance(maker, RMSNorm | Activation) or maker.out is not op.x:
+        if not isinstance(product, EightBit) or not isinstance(maker, _Rows) or maker.out is not op.x:
             return
         if op.rows == getattr(maker, "rows", "tokens") and (into := product.take_rounded()) is not None:
             self._launches[-1] = self._row_by_row(maker, into)
 
-    def _rope_kv(self, op: RopeKV) -> RopeKV:
-        names = ("cosine", "sine", "q_norm", "k_norm", "k_scale", "v_scale", "k_center")
+    def _rope_kv(self, op: RopeKV) -> Launch:
+        names = ("cosine", "sine", "q_norm", "k_norm", "q_scale", "k_scale", "v_scale", "k_center")
         held: dict[str, Any] = {name: self._hold(x.float()) for name in names if (x := getattr(op, name)) is not None}
-        return replace(op, **held)
+        ready, norms = replace(op, **held), []
+        if op.norm_over_heads or (op.q_norm is None) != (op.k_norm is None):  # one program sees one head
+            sizes = [op.heads * op.head_dim, op.kv_heads * op.head_dim]
+            for x, weight in zip(op.qkv.split([*sizes, sizes[1]], 1), (op.q_norm, op.k_norm)):
+                if weight is not None:
+                    every, width = weight.repeat(x.shape[1] // len(weight)), len(weight)
+                    norms.append(self._norm_heads(x, every, width, op.eps, center=False))
+            ready = replace(ready, q_norm=None, k_norm=None)
+
+        def launch(batch: Batch) -> None:
+            for each in norms:
+                each(batch)
+            rope_kv(ready, batch.positions, batch.slots, batch.tokens)
+
+        return launch
 
     def _embed(self, op: Embed) -> Launch:
         if isinstance(op.table, Tensor):

@@ -22,7 +22,7 @@ _HALF = 1 << 16
 class Planes:
     """Integer weights as ``weight_only_kernel`` reads them.
 
-    words   int16 [blocks, padded outputs, slice]
+    words   int16 [blocks, padded outputs, slice]; numbers where ``bits`` is 16
     scales  int32 or float32 [groups or pairs of groups, padded outputs], as ``scales_kind`` says
     zeros   float32 in the shape of float32 scales, where they are not constant
     order   int32 [k]: the column of x behind each input, -1 for padding; or None
@@ -124,6 +124,15 @@ def planes(packed: QuantizedWeight, dtype: torch.dtype, device: torch.device) ->
         k=packed.in_features if order is None else k,
         zero=packed.scheme.zero if packed.zeros is None else -1,
     )
+
+
+def dense_planes(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Planes:
+    """A dense weight [out, in] as planes of one number to a word, which has the type of the inputs."""
+    size = SLICES[0]
+    out, k = weight.shape
+    padded = F.pad(weight.to(device, dtype), (0, -k % size, 0, -out % PAD_N))
+    words = padded.view(len(padded), -1, size).transpose(0, 1).contiguous()
+    return Planes(words, words.new_empty(0, dtype=torch.float32), None, None, "float", 16, size, 0, k, 0)
 
 
 def plane_bytes(scheme: WeightScheme, out: int, inp: int) -> int:

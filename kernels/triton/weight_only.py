@@ -20,9 +20,10 @@ from qserve.kernels import ops
 from qserve.kernels.triton import dequantize
 from qserve.kernels.triton.dense import multiply
 from qserve.kernels.triton.finish import finish
+from qserve.kernels.triton.grouped import NOT_GROUPED, Grouping, grouped_rows
 from qserve.kernels.triton.inputs import gather_columns
 from qserve.kernels.triton.launch import at
-from qserve.kernels.triton.prepack import planes
+from qserve.kernels.triton.prepack import dense_planes, planes
 from qserve.kernels.triton.target import Target, takes_ptx, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.tuning.tuned import choose, left_out
@@ -37,12 +38,12 @@ MOST_PLACES = 2**31 - 2**24
 
 @triton.jit(do_not_specialize=["rows", "blocks", "splits"])
 def weight_only_kernel(
-    x, weight, scales, zeros, bias, out, partial, arrived,
+    x, weight, scales, zeros, bias, out, partial, arrived, tiles, order,
     rows, n, k, stride_x, stride_out, padded_n, blocks, splits,
     ZERO: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, EACH: tl.constexpr, TOP_K: tl.constexpr, SORTED_X: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = x [rows, k] times weight [n, k] transposed.
 
@@ -50,7 +51,9 @@ def weight_only_kernel(
     scales  by group of GROUP inputs (0: all) and output; in words of 32 bits, so that they are copied asynchronously.
             SCALES "pairs": float16, two groups to a word; "zeros": float16 below and the zero point above, in the
             type of x; "float": float32, with ``zeros`` float32 where ZERO is -1
+    BITS of 16: a word is a number in the type of x, and has no scale
     SWAP puts the weights on the left of the product, where the matrix unit of sm_90 takes them from registers.
+    EACH > 0: the weights of all experts, EACH outputs of each; ``grouped_rows`` says which rows are whose
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     BLOCK_K: tl.constexpr = 16 // BITS * SLICE
@@ -58,23 +61,34 @@ def weight_only_kernel(
     # The inputs summed before a scale is due: a group, or the block where a group is wider.
     SUM: tl.constexpr = BLOCK_K if (GROUP == 0) or (GROUP > BLOCK_K) else GROUP
     tile, split = tl.program_id(0), tl.program_id(1)
-    tiles_m = tl.cdiv(rows, BLOCK_M)
-    ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if EACH > 0:
+        tiles_m = tl.num_programs(0) // tl.cdiv(n, BLOCK_N)
+        expert = tl.load(tiles + (tile % tiles_m) * 3)
+        if expert < 0:
+            return
+        x_rows, ms = grouped_rows(tiles, order, tile % tiles_m, rows, BLOCK_M, TOP_K, SORTED_X)
+        w_begin = expert * EACH
+    else:
+        tiles_m = tl.cdiv(rows, BLOCK_M)
+        ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+        x_rows = ms
+        w_begin = 0
     ns = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_ns = w_begin + ns
     ks = tl.arange(0, SLICE)
     first = split * blocks // splits
     last = (split + 1) * blocks // splits
     seen = ms < rows
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        w_at = ns[:, None] * SLICE + ks[None, :]
-        x_at = ms[None, :] * stride_x + ks[:, None]
+        w_at = w_ns[:, None] * SLICE + ks[None, :]
+        x_at = x_rows[None, :] * stride_x + ks[:, None]
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        w_at = ns[None, :] * SLICE + ks[:, None]
-        x_at = ms[:, None] * stride_x + ks[None, :]
+        w_at = w_ns[None, :] * SLICE + ks[:, None]
+        x_at = x_rows[:, None] * stride_x + ks[None, :]
     if GROUP == 0 and ZERO == -1:
-        zero_n = tl.load(zeros + ns).to(DTYPE)
+        zero_n = tl.load(zeros + w_ns).to(DTYPE)
     for block in tl.range(first, last, num_stages=STAGES):
         word = tl.load(weight + block * (padded_n * SLICE) + w_at)
         for part in tl.static_range(BLOCK_K // SUM):
@@ -82,16 +96,16 @@ def weight_only_kernel(
                 group = (block * BLOCK_K + part * SUM) // GROUP
                 if SCALES == "pairs":
                     if part % 2 == 0:
-                        packed = tl.load(scales + (group // 2) * padded_n + ns)
+                        packed = tl.load(scales + (group // 2) * padded_n + w_ns)
                     scale = half(packed, part % 2, tl.float16).to(tl.float32)
                 elif SCALES == "zeros":
-                    packed = tl.load(scales + group * padded_n + ns)
+                    packed = tl.load(scales + group * padded_n + w_ns)
                     scale = half(packed, 0, tl.float16).to(tl.float32)
                     zero_n = half(packed, 1, DTYPE)
                 else:
-                    scale = tl.load(scales + group * padded_n + ns)
+                    scale = tl.load(scales + group * padded_n + w_ns)
                     if ZERO == -1:
-                        zero_n = tl.load(zeros + group * padded_n + ns).to(DTYPE)
+                        zero_n = tl.load(zeros + group * padded_n + w_ns).to(DTYPE)
             if ZERO == -1:
                 zero = zero_n[:, None] if SWAP else zero_n[None, :]
             else:
@@ -104,7 +118,10 @@ def weight_only_kernel(
                     inside = at + ks < k
                     mask = mask & (inside[:, None] if SWAP else inside[None, :])
                 slice_x = tl.load(x + at + x_at, mask=mask, other=0.0)
-                slice_w = unpack(word, zero, part * (SUM // SLICE) + step, BITS, DTYPE, PTX)
+                if BITS == 16:
+                    slice_w = word
+                else:
+                    slice_w = unpack(word, zero, part * (SUM // SLICE) + step, BITS, DTYPE, PTX)
                 if SWAP:
                     acc = tl.dot(slice_w, slice_x, acc, input_precision=PRECISION)
                 else:
@@ -115,9 +132,10 @@ def weight_only_kernel(
                 total += acc * (scale[:, None] if SWAP else scale[None, :])
     if SWAP:
         total = tl.trans(total)
-    total *= unit(DTYPE)
-    if GROUP == 0:
-        total *= tl.load(scales + ns)[None, :]
+    if BITS < 16:
+        total *= unit(DTYPE)
+        if GROUP == 0:
+            total *= tl.load(scales + w_ns)[None, :]
     finish(total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,
            splits, HAS_BIAS, ACCUMULATE, SPLIT)  # fmt: skip
 
@@ -146,17 +164,26 @@ def most_rows(x: Tensor) -> int:
 
 
 class WeightOnly:
-    """A product with integer weights and inputs in floating point, made ready."""
+    """A product with integer weights and inputs in floating point, made ready.
 
-    def __init__(self, op: ops.Linear, memory: Workspace, batch_invariant: bool) -> None:
-        assert isinstance(op.weight, QuantizedWeight)
+    With ``experts`` the weight holds those of as many experts, one behind another, each padded to ``PAD_N`` outputs; it
+    may be dense, and ``run_grouped`` is what runs.
+    """
+
+    def __init__(self, op: ops.Linear, memory: Workspace, batch_invariant: bool, experts: int = 0) -> None:
         device = memory.device
-        self.op, self.memory = op, memory
-        self.n = op.weight.out_features
-        self.planes = planes(op.weight, op.x.dtype, device)
+        self.op, self.memory, self.invariant = op, memory, batch_invariant
+        self.n = op.out.shape[1]
+        if isinstance(op.weight, QuantizedWeight):
+            self.planes = planes(op.weight, op.x.dtype, device)
+        else:
+            self.planes = dense_planes(op.weight, op.x.dtype, device)
         self.padded_n = self.planes.padded_n
         self.bias = None if op.bias is None else op.bias.to(device)
-        gpu = target(device)
+        self.gpu = gpu = target(device)
+        if experts:
+            self.each = self.padded_n // experts
+            return
         self.dequantizes = op.x.dtype != torch.float32 and "dequantize" not in left_out(gpu)
         self.configs = {bucket: self.config_for(min(bucket, len(op.x)), gpu, batch_invariant) for bucket in BUCKETS}
         gathered = 0 if self.planes.order is None else len(op.x) * self.planes.k
@@ -210,6 +237,16 @@ class WeightOnly:
         for start in range(0, rows, step):
             self._launch(x[start:], self.op.out[start:], min(step, rows - start), config)
 
+    def config_grouped(self, rows: int) -> Config:
+        """For about ``rows`` rows of an expert."""
+        most = 32 if self.invariant else 64
+        held = self.planes
+        return replace(default(min(rows, most), held.bits, held.group, self.gpu, self.invariant), splits=1)
+
+    def run_grouped(self, rows: int, grouping: Grouping, config: Config) -> None:
+        """The ``rows`` of x for the experts that ``grouping`` names."""
+        self._launch(self.op.x, self.op.out, grouping.choices, config, grouping)
+
     def _dequantized(self) -> Tensor:
         """Memory for the part of a weight that is dequantized at a time."""
         held = self.planes
@@ -227,16 +264,24 @@ class WeightOnly:
             part = None if bias is None else bias[first:last]
             multiply(x, weight, part, self.op.out[: len(x), first:last], self.op.accumulate)
 
-    def _launch(self, x: Tensor, out: Tensor, rows: int, config: Config) -> None:
+    def _launch(
+        self, x: Tensor, out: Tensor, rows: int, config: Config, grouping: Grouping | None = None
+    ) -> None:
         held = self.planes
-        grid = (-(-rows // config.block_m) * (held.padded_n // config.block_n), config.splits)
-        at(weight_only_kernel, grid)(
+        memory: tuple[Tensor | None, ...]
+        if grouping is None:
+            tiles = -(-rows // config.block_m) * (held.padded_n // config.block_n)
+            memory, kind = (self.partial, self.arrived, None, None), NOT_GROUPED
+        else:
+            tiles = grouping.most * -(-self.n // config.block_n)
+            memory, kind = (None, None, grouping.tiles, grouping.order), grouping.constants(self.each)
+        at(weight_only_kernel, (tiles, config.splits))(
             x, held.words, held.scales, held.scales if held.zeros is None else held.zeros,
-            out if self.bias is None else self.bias, out, self.partial, self.arrived,
+            out if self.bias is None else self.bias, out, *memory,
             rows, self.n, held.k, x.stride(0), out.stride(0), held.padded_n, held.blocks, config.splits,
             ZERO=held.zero, BITS=held.bits, SLICE=held.slice, GROUP=held.group, SCALES=held.scales_kind,
             HAS_BIAS=self.bias is not None, ACCUMULATE=self.op.accumulate,
             EVEN_K=held.k == held.blocks * 16 // held.bits * held.slice, SWAP=config.swap, SPLIT=config.splits > 1,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, PTX=takes_ptx(x.device),
-            num_warps=config.warps, num_stages=config.stages,
+            **kind, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip

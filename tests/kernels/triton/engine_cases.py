@@ -6,23 +6,29 @@ Loaded by ``aot.py`` as a program, and by the tests for the names.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
 
+from qserve.kernels.ops import Function
 from qserve.kernels.triton import (
     argmax,
     attention,
     embed,
+    experts,
     fill,
     gather,
+    grouped,
     inputs,
     log_softmax,
-    rms_norm,
+    norm,
+    pointwise,
     rope_kv,
-    silu_mul,
+    route,
 )
 from qserve.kernels.triton.target import AMD, Target, described
 from tests.kernels.triton.aot import Case
@@ -48,21 +54,23 @@ def _case(
     return Case(kernel, full, known | dict.fromkeys(absent), gpu.architecture, warps, stages, tuple(signature))
 
 
-def attention_op(cache: str, window: int = 0, dim: int = 128, heads: int = 32, kv_heads: int = 8) -> Any:
+def attention_op(
+    cache: str, window: int = 0, dim: int = 128, heads: int = 32, kv_heads: int = 8, softcap: float = 0.0
+) -> Any:
     """As much of an operation as decides how its kernels are compiled."""
     return SimpleNamespace(
-        heads=heads, kv_heads=kv_heads, head_dim=dim, window=window, k_cache=torch.empty(0, dtype=CACHES[cache]),
-        qkv=torch.empty(0, dtype=torch.bfloat16),
+        heads=heads, kv_heads=kv_heads, head_dim=dim, window=window, softcap=softcap,
+        k_cache=torch.empty(0, dtype=CACHES[cache]), qkv=torch.empty(0, dtype=torch.bfloat16),
     )  # fmt: skip
 
 
 def attention_cases(
     gpu: Target, cache: str, window: int = 0, dim: int = 128, heads: int = 32, kv_heads: int = 8,
-    *, invariant: bool = False,
+    *, softcap: float = 0.0, invariant: bool = False,
 ) -> dict[str, Case]:  # fmt: skip
     """The kernels of attention by name, as the launchers would specialize them."""
     scales = "fp32" if cache in ("fp8e4nv", "i8") else ""
-    op = attention_op(cache, window, dim, heads, kv_heads)
+    op = attention_op(cache, window, dim, heads, kv_heads, softcap)
     common = f"qkv_ptr:bf16 out_ptr:bf16 k_ptr:{cache} k_scale_ptr:{scales} v_scale_ptr:{scales} positions_ptr:i32 "
     common += "staged_ptr:i32 "
     tile, decode = attention.tile_shape(op, gpu.warp), attention.decode_shape(op)
@@ -71,7 +79,7 @@ def attention_cases(
     values = {shape: f"v_ptr:{'i16' if shape.pairs else cache} " for shape in (tile, decode)}
     ptx = {"PTX": "ptx" in gpu.features}
     known = attention.constants(op, decode) | ptx
-    merged = {name: known[name] for name in ("HEADS", "KV_HEADS", "DIM", "BLOCK_DIM", "CHUNK", "WINDOW")}
+    merged = attention.merge_constants(op, known)
     return {
         "attention tiles": _case(
             attention.tile_kernel, common + values[tile] + "tiles_ptr:i32", gpu, attention.constants(op, tile) | ptx,
@@ -85,21 +93,24 @@ def attention_cases(
         "attention merge": _case(
             attention.merge_kernel,
             f"out_ptr:bf16 partial_ptr:fp32 softmax_ptr:fp32 v_scale_ptr:{scales} decodes_ptr:i32 positions_ptr:i32",
-            gpu, {**merged, "ROWS": triton.next_power_of_2(heads // kv_heads)}, stages=4,
+            gpu, merged, stages=merged["STAGES"],
         ),
     }  # fmt: skip
 
 
-def rope_case(gpu: Target, cache: str, norm: str = "fp32", center: str = "fp32") -> Case:
+def rope_case(
+    gpu: Target, cache: str, norm: str = "fp32", center: str = "fp32", turned: int = 64, scale: str = ""
+) -> Case:
     scales = "fp32" if cache in ("fp8e4nv", "i8") else ""
     pointers = (
         f"qkv_ptr:bf16 cosine_ptr:fp32 sine_ptr:fp32 q_norm_ptr:{norm} k_norm_ptr:{norm} k_center_ptr:{center} "
+        f"q_scale_ptr:{scale} "
         f"k_scale_ptr:{scales} v_scale_ptr:{scales} k_cache_ptr:{cache} v_cache_ptr:{cache} positions_ptr:i32 "
         "slots_ptr:i32"
     )
     known = {
-        "HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK_HALF": 64, "PAGE": 16, "TOKENS": rope_kv.TOKENS,
-        "ENCODING": {"i8": 1, "fp8e4nv": 2}.get(cache, 0),
+        "HEADS": 32, "KV_HEADS": 8, "DIM": 128, "TURNED": turned, "BLOCK_HALF": 64, "PAGE": 16,
+        "TOKENS": rope_kv.TOKENS, "ENCODING": {"i8": 1, "fp8e4nv": 2}.get(cache, 0),
     }  # fmt: skip
     return _case(rope_kv.rope_kv_kernel, pointers, gpu, known, "tokens:i32 eps:fp32", warps=1)
 
@@ -110,22 +121,34 @@ def rounding(codes: str) -> tuple[str, str, dict[str, Any]]:
     return pointers, "stride_codes:i32 input_scale:fp32", {"STATIC": False, "LIMIT": 127.0 if codes == "i8" else 448.0}
 
 
-def norm_case(gpu: Target, codes: str = "", width: int = 4096) -> Case:
+def norm_case(gpu: Target, codes: str = "", width: int = 4096, bias: str = "", **kind: bool) -> Case:
     pointers, numbers, known = rounding(codes)
     block = triton.next_power_of_2(width)
-    return _case(
-        rms_norm.rms_norm_kernel, f"x_ptr:fp32 weight_ptr:fp32 out_ptr:bf16 {pointers}", gpu,
-        known | {"WIDTH": width, "BLOCK": block}, f"eps:fp32 {numbers}", inputs.row_warps(block),
+    kind = {"CENTER": False, "ACCUMULATE": False} | kind
+    out = "fp32" if kind["ACCUMULATE"] else "bf16"
+    made = _case(
+        norm.norm_kernel, f"x_ptr:fp32 weight_ptr:fp32 bias_ptr:{bias} out_ptr:{out} {pointers}", gpu,
+        known | kind | {"WIDTH": width, "BLOCK": block}, f"stride_x:i32 stride_out:i32 eps:fp32 {numbers}",
+        inputs.row_warps(block),
     )  # fmt: skip
+    return replace(made, divisible=(*made.divisible, "stride_x", "stride_out"))
 
 
-def silu_case(gpu: Target, codes: str = "", width: int = 14336) -> Case:
+def activation_case(
+    gpu: Target, codes: str = "", width: int = 14336, function: str = "silu", *, gated: bool = True
+) -> Case:
     pointers, numbers, known = rounding(codes)
-    block = triton.next_power_of_2(width) if codes else silu_mul.BLOCK
+    block = triton.next_power_of_2(width) if codes else pointwise.BLOCK
     return _case(
-        silu_mul.silu_mul_kernel, f"gate_up_ptr:bf16 out_ptr:bf16 {pointers}", gpu,
-        known | {"WIDTH": width, "BLOCK": block}, numbers, inputs.row_warps(block),
+        pointwise.activation_kernel, f"x_ptr:bf16 out_ptr:bf16 {pointers}", gpu,
+        known | {"FUNCTION": function, "GATED": gated, "WIDTH": width, "BLOCK": block}, numbers,
+        inputs.row_warps(block),
     )  # fmt: skip
+
+
+def gather_case(gpu: Target, rows: str = "i32", *, accumulate: bool = False) -> Case:
+    known = {"SCALE": 1.0, "OFFSET": 2 * accumulate, "ACCUMULATE": accumulate, "WIDTH": 4096, "BLOCK": gather.BLOCK}
+    return _case(gather.gather_kernel, f"x_ptr:bf16 rows_ptr:{rows} out_ptr:fp32", gpu, known)
 
 
 def plain_cases(gpu: Target) -> dict[str, Case]:
@@ -134,14 +157,11 @@ def plain_cases(gpu: Target) -> dict[str, Case]:
     vocabulary = {"WIDTH": 128256, "BLOCK": 4096}
     packed = {"SCALE": 1.0, "ZERO": 8, "GROUP": 64, "GROUPS": 64, "WIDTH": 4096, "BLOCK": embed.BLOCK}
     return {
-        "rms_norm": norm_case(gpu),
-        "rms_norm rounded": norm_case(gpu, codes),
-        "silu_mul": silu_case(gpu),
-        "silu_mul rounded": silu_case(gpu, codes),
-        "gather": _case(
-            gather.gather_kernel, "x_ptr:bf16 rows_ptr:i32 out_ptr:fp32", gpu,
-            {"SCALE": 1.0, "WIDTH": 4096, "BLOCK": gather.BLOCK},
-        ),
+        "norm": norm_case(gpu),
+        "norm rounded": norm_case(gpu, codes),
+        "activation": activation_case(gpu),
+        "activation rounded": activation_case(gpu, codes),
+        "gather": gather_case(gpu),
         "fill": _case(fill.fill_kernel, "ids_ptr:i32 sampled_ptr:i32", gpu, {"BLOCK": fill.BLOCK}, "count:i32"),
         "embed": _case(
             embed.embed_kernel, "ids_ptr:i32 codes_ptr:u8 scales_ptr:fp32 zeros_ptr:u8 out_ptr:fp32", gpu, packed
@@ -157,6 +177,54 @@ def cases_of(gpu: Target, cache: str) -> dict[str, Case]:
     return {f"{name} {gpu.architecture}": case for name, case in made.items()}
 
 
+def mixture_cases(gpu: Target) -> dict[str, Case]:
+    """What is around the products of experts, for the 128 of Qwen3-30B-A3B and the 256 of DeepSeek-V3."""
+    routing = {
+        "COUNT": 128, "GROUPS": 1, "BLOCK_GROUPS": 1, "BLOCK_SIZE": 128, "TOP_K": 8, "TOP_GROUPS": 1, "GROUP_BEST": 2,
+        "BLOCK_TOP": 8, "SIGMOID": False, "RENORMALIZE": True,
+    }  # fmt: skip
+    by_groups = routing | {
+        "COUNT": 256, "GROUPS": 8, "BLOCK_GROUPS": 8, "BLOCK_SIZE": 32, "TOP_GROUPS": 4, "SIGMOID": True,
+    }  # fmt: skip
+    pointers = "logits_ptr:fp32 bias_ptr:{} slots_ptr:i32 experts_ptr:i32 weights_ptr:fp32"
+    return {
+        "route": _case(route.route_kernel, pointers.format(""), gpu, routing, "scale:fp32", warps=1),
+        "route groups": _case(route.route_kernel, pointers.format("fp32"), gpu, by_groups, "scale:fp32", warps=1),
+        "experts count": _case(
+            grouped.count_kernel, "experts_ptr:i32 counts_ptr:i32", gpu, {"BLOCK": 1024}, "choices:i32"
+        ),
+        "experts sort": _case(
+            grouped.sort_kernel, "experts_ptr:i32 counts_ptr:i32 order_ptr:i32 tiles_ptr:i32", gpu,
+            {"COUNT": 128, "BLOCK_COUNT": 128, "BLOCK_M": 16, "BLOCK": 1024}, "choices:i32 most_tiles:i32",
+        ),
+        "experts combine": _case(
+            experts.combine_kernel, "parts_ptr:bf16 weights_ptr:fp32 out_ptr:fp32", gpu,
+            {"TOP_K": 8, "ACCUMULATE": True, "WIDTH": 2048, "BLOCK": 1024},
+        ),
+    }  # fmt: skip
+
+
+def family_cases(gpu: Target) -> dict[str, Case]:
+    """What families other than Llama's need."""
+    capped = attention_cases(gpu, "bf16", 4096, 96, softcap=50.0)
+    made = {f"{name} capped": case for name, case in capped.items() if "merge" not in name} | {
+        "norm layer": norm_case(gpu, bias="fp32", CENTER=True),
+        "norm accumulated": norm_case(gpu, ACCUMULATE=True),
+        "rope_kv part": rope_case(gpu, "bf16", turned=32, scale="fp32"),
+        "activation gelu": activation_case(gpu, function="gelu", gated=False),
+        "sigmoid_mul": _case(
+            pointwise.sigmoid_mul_kernel, "gate_ptr:bf16 out_ptr:bf16", gpu,
+            {"GATES": 1, "WIDTH": 1408, "BLOCK": pointwise.BLOCK},
+        ),
+        "soft_cap": _case(
+            pointwise.soft_cap_kernel, "x_ptr:fp32", gpu, {"CAP": 30.0, "WIDTH": 256000, "BLOCK": pointwise.BLOCK}
+        ),
+        "gather added": gather_case(gpu, accumulate=True),
+        **mixture_cases(gpu),
+    }  # fmt: skip
+    return {f"{name} {gpu.architecture}": case for name, case in made.items()}
+
+
 def amd_cases() -> dict[str, Case]:
     """What ``cases`` has, for AMD, with codes of integers too."""
     found: dict[str, Case] = {}
@@ -165,14 +233,18 @@ def amd_cases() -> dict[str, Case]:
         for cache in ("i8", "fp8e4nv") if "fp8" in gpu.features else ("i8",):
             made = attention_cases(gpu, cache) | {"rope_kv": rope_case(gpu, cache)}
             found |= {f"{name} {cache} {gpu.architecture}": case for name, case in made.items()}
-    return found
+    return found | family_cases(described("gfx950"))
+
+
+def every_family_case() -> dict[str, Case]:
+    return {name: case for gpu in ARCHITECTURES for name, case in family_cases(gpu).items()}
 
 
 def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for gpu in ARCHITECTURES:
         found |= cases_of(gpu, "fp8e4nv" if "fp8" in gpu.features else "fp16")
-    return found
+    return found | family_cases(described("sm_90"))
 
 
 def decode_cases() -> dict[str, Case]:
@@ -186,20 +258,32 @@ def decode_cases() -> dict[str, Case]:
 def every_case() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for gpu in ARCHITECTURES:
+        found |= family_cases(gpu)
         for cache in CACHES:
             if cache == "fp8e4nv" and "fp8" not in gpu.features:
                 continue
             name = f"{cache} {gpu.architecture}"
             found[f"rope_kv {name}"] = rope_case(gpu, cache, "", "")
-            for dim, window, heads in ((64, 0, 24), (80, 4096, 32), (128, 0, 64), (256, 0, 16)):
-                made = attention_cases(gpu, cache, window, dim, heads)
-                found |= {f"{kernel} {dim} {name}": case for kernel, case in made.items()}
+            found[f"rope_kv still {name}"] = rope_case(gpu, cache, "", "", 0)
+            for dim, window, heads, cap in (
+                (64, 0, 24, 0.0), (80, 4096, 32, 0.0), (128, 0, 64, 0.0), (256, 0, 16, 0.0), (256, 4096, 16, 50.0),
+            ):  # fmt: skip
+                made = attention_cases(gpu, cache, window, dim, heads, softcap=cap)
+                found |= {f"{kernel} {dim} {f'capped {name}' if cap else name}": case for kernel, case in made.items()}
+            for dim, heads in ((64, 71), (128, 48)):  # Falcon 7B and StarCoder, whose heads share one of keys
+                made = attention_cases(gpu, cache, 0, dim, heads, 1)
+                found |= {f"{kernel} {dim} shared {name}": case for kernel, case in made.items()}
             invariant = attention_cases(gpu, cache, invariant=True)["attention decodes"]
             found[f"attention decodes invariant {name}"] = invariant
         for width in (512, 8192, 16384):
             for codes in ("", "i8", "fp8e4nv") if "fp8" in gpu.features else ("", "i8"):
                 name = f"{codes or 'alone'} {width} {gpu.architecture}"
-                found[f"rms_norm {name}"] = norm_case(gpu, codes, width)
+                found[f"norm {name}"] = norm_case(gpu, codes, width)
+                found[f"norm layer {name}"] = norm_case(gpu, codes, width, "fp32", CENTER=True)
                 if codes:
-                    found[f"silu_mul {name}"] = silu_case(gpu, codes, width)
+                    found[f"activation {name}"] = activation_case(gpu, codes, width)
+        for function, gated in itertools.product(get_args(Function), (False, True)):
+            name = f"activation {function} {'gated' if gated else 'plain'} {gpu.architecture}"
+            found[name] = activation_case(gpu, function=function, gated=gated)
+        found[f"cast {gpu.architecture}"] = gather_case(gpu, "")
     return found

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qserve.kernels.triton import dequantize, eight_bit, persistent, weight_only
+from qserve.kernels.triton.grouped import NOT_GROUPED
 from qserve.kernels.triton.inputs import (
     gather_columns_kernel,
     round_groups_kernel,
@@ -19,12 +20,13 @@ from qserve.kernels.triton.inputs import (
     row_block,
     row_warps,
 )
-from qserve.kernels.triton.prepack import _shape
+from qserve.kernels.triton.prepack import SLICES, _shape
 from qserve.kernels.triton.target import AMD, Target, described
 from qserve.kernels.triton.tuning.configs import Config
 from qserve.kernels.triton.tuning.tuned import DATA
 from tests.kernels.triton.aot import Case
 
+PLAIN = {"tiles": None, "order": None, **NOT_GROUPED}
 ARCHITECTURES = tuple(map(described, ("sm_80", "sm_89", "sm_90", "sm_100")))
 GPUS = {"A100": "sm_80", "L4": "sm_89", "L40S": "sm_89", "H100": "sm_90", "H200": "sm_90", "B200": "sm_100"}
 """Architectures, by a word of the name that the driver gives."""
@@ -47,12 +49,13 @@ def weight_only_case(
 ) -> Case:  # fmt: skip
     """``kind`` of scales, or "both" where scales and zero points are float32. None: the default of ``rows``."""
     config, planes = config or weight_only.default(rows, bits, group, gpu), 16 // bits
-    size = _shape(group or 4096, 32 if group else 1, 4096, planes)[0]
+    size = _shape(group or 4096, 32 if group else 1, 4096, planes)[0] if bits < 16 else SLICES[0]
     assert kind != "pairs" or planes * size // group in (2, 4)
     floats = kind in ("float", "both")
     signature = {
-        "x": "*" + dtype, "weight": "*i16", "scales": "*fp32" if floats else "*i32", "zeros": "*fp32",
-        "bias": "*" + dtype, "out": "*" + dtype, "partial": "*fp32", "arrived": "*i32",
+        "x": "*" + dtype, "weight": "*i16" if bits < 16 else "*" + dtype,
+        "scales": "*fp32" if floats else "*i32", "zeros": "*fp32", "bias": "*" + dtype, "out": "*" + dtype,
+        "partial": "*fp32", "arrived": "*i32",
         "rows": "i32", "n": "i32", "k": "i32", "stride_x": "i32", "stride_out": "i32", "padded_n": "i32",
         "blocks": "i32", "splits": "i32",
     }  # fmt: skip
@@ -62,7 +65,7 @@ def weight_only_case(
         "SWAP": config.swap, "SPLIT": config.splits != 1, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "STAGES": config.stages, "PTX": "ptx" in gpu.features,
     }  # fmt: skip
-    return _case(weight_only.weight_only_kernel, signature, constexprs, gpu, config)
+    return _case(weight_only.weight_only_kernel, signature, constexprs | PLAIN, gpu, config)
 
 
 def eight_bit_case(
@@ -80,7 +83,42 @@ def eight_bit_case(
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": min(128, group or 128, x_group or 128),
         "STAGES": config.stages,
     }  # fmt: skip
-    return _case(eight_bit.eight_bit_kernel, signature, constexprs, gpu, config)
+    return _case(eight_bit.eight_bit_kernel, signature, constexprs | PLAIN, gpu, config)
+
+
+def grouped_case(made: Case, *, sorted_x: bool = False) -> Case:
+    """``made`` for the 128 experts of Qwen3-30B-A3B: gate and up, or down where x is sorted."""
+    absent = {"partial": None, "arrived": None}
+    known = {"EACH": 2048 if sorted_x else 1536, "TOP_K": 8, "SORTED_X": sorted_x, "SPLIT": False, "ACCUMULATE": False}
+    constexprs = {name: value for name, value in made.constexprs.items() if name not in ("tiles", "order")}
+    signature = {name: kind for name, kind in made.signature.items() if name not in absent}
+    return replace(
+        made, signature=signature | {"tiles": "*i32", "order": "*i32"}, constexprs=constexprs | absent | known,
+        divisible=(*(name for name in made.divisible if name not in absent), "tiles", "order"),
+    )  # fmt: skip
+
+
+def expert_cases(gpu: Target, rows: int) -> dict[str, Case]:
+    """The products of experts with about ``rows`` rows each."""
+    made = {
+        "w4a16": weight_only_case(gpu, rows, dtype="bf16"),
+        "dense": weight_only_case(gpu, rows, 16, 0, "float", "bf16"),
+        "int8": eight_bit_case(gpu, rows, "i8", out="bf16"),
+    }  # fmt: skip
+    if "fp8" in gpu.features:
+        made["fp8"] = eight_bit_case(gpu, rows, "fp8e4nv", out="bf16")
+        made["fp8 blocks"] = eight_bit_case(gpu, rows, "fp8e4nv", 128, 128, out="bf16")
+    return {
+        f"experts {name} {'down' if down else 'up'} rows {rows} {gpu.architecture}": grouped_case(case, sorted_x=down)
+        for name, case in made.items() for down in (False, True)
+    }  # fmt: skip
+
+
+def every_expert_case() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for gpu, rows in product(ARCHITECTURES, (16, 32, 64)):
+        found |= expert_cases(gpu, rows)
+    return found
 
 
 def persistent_case(
@@ -175,7 +213,8 @@ def amd_cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for gpu in map(described, AMD):
         found |= cases_of(gpu)
-    return found
+    name = "experts w4a16 down rows 16 gfx950"
+    return found | {name: expert_cases(described("gfx950"), 16)[name]}
 
 
 def cases() -> dict[str, Case]:
@@ -186,6 +225,8 @@ def cases() -> dict[str, Case]:
     grouped, small = persistent.default(MANY, 256, grouped=True), persistent.default(512, 256, grouped=False)
     found["persistent blocks sm_90"] = persistent_case(described("sm_90"), grouped, "fp8e4nv", 128, 128)
     found["persistent small sm_90"] = persistent_case(described("sm_90"), small, "fp8e4nv", out="fp32", accumulate=True)
+    few = expert_cases(described("sm_90"), 16)
+    found |= {name: few[name] for name in ("experts w4a16 up rows 16 sm_90", "experts dense down rows 16 sm_90")}
     found["w8a16 few sm_80"] = weight_only_case(described("sm_80"), FEW, bits=8, group=64)
     return found
 
@@ -219,7 +260,7 @@ def tuned_cases(folder: Path = DATA) -> dict[str, Case]:
 
 def every_case() -> dict[str, Case]:
     """Every default configuration, and every way a kernel is specialized, for every architecture; what is shipped."""
-    found = tuned_cases()
+    found = tuned_cases() | every_expert_case()
     for gpu in ARCHITECTURES:
         for width in (4096, 8192, 16384, 32768):
             made = input_cases(gpu, width).items()

@@ -49,6 +49,7 @@ def test_the_tests_of_the_kernels(architecture: int, pytestconfig: pytest.Config
         some = ("test_gpu_linear.py", "test_gpu_engine.py", "-k", FEWER[architecture])
         assert emulate(architecture, *some, timeout=1700) >= 6
         return
-    files = ["gpu_linear", "gpu_engine", "linear", "many_rows", "rounded_rows", "packed_bytes", "engine_kernels"]
+    files = ["gpu_linear", "gpu_engine", "linear", "many_rows", "rounded_rows", "packed_bytes", "engine_kernels",
+             "row_kernels", "expert_kernels"]
     chosen = ("-k", f"not test_gpu or {FEW}")
     assert emulate(architecture, *(f"test_{name}.py" for name in files), *chosen, timeout=1700) >= 200

@@ -42,7 +42,7 @@ def compiled():  # type: ignore[no-untyped-def]
 
 def test_nothing_spills_and_shared_memory_suffices(compiled) -> None:  # type: ignore[no-untyped-def]
     assert {name.split()[0] for name in compiled} >= {
-        "w4a16", "w8a16", "int8", "fp8", "persistent", "dequantize", "gather_columns",
+        "w4a16", "w8a16", "int8", "fp8", "persistent", "dequantize", "gather_columns", "experts",
     }  # fmt: skip
     for name, made in compiled.items():
         check(name, made)
@@ -51,7 +51,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled) -> None:  # type: i
 def test_products_load_asynchronously(compiled) -> None:  # type: ignore[no-untyped-def]
     """Everything that the loop reads is copied ahead: weights, inputs and scales."""
     for name, made in compiled.items():
-        if name.startswith(("w4", "w8", "int8", "fp8")):
+        if name.startswith(("w4", "w8", "int8", "fp8", "experts")):
             assert "async_copy_global_to_local" in made.ttgir and "cp.async" in made.ptx, name
             assert "LDGSTS" in opcodes(made), name
             body = loop(made)
