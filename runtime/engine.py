@@ -32,6 +32,7 @@ from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.memory import MemoryPlan
+from qserve.runtime.offload import Offload
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.request import Request
 from qserve.runtime.runner import ModelRunner
@@ -44,6 +45,8 @@ from qserve.runtime.step_in_flight import StepInFlight
 from qserve.runtime.step_plan import RequestUpdate
 
 logger = logging.getLogger(__name__)
+
+_DISK_WAIT = 0.05  # seconds; then a caller may abort
 
 Drafter = Callable[[Sequence[Request]], Mapping[str, Sequence[int]]]
 """Guesses by ``request_id`` what follows the tokens of decoding requests; a request that is left out gets no draft."""
@@ -81,6 +84,7 @@ class Engine:
         self.limits, self.memory = loaded.limits, loaded.memory
         self.kernels, self.notes, self._gpu = loaded.kernels, loaded.notes, loaded.gpu
         self.vocab_size, self.max_model_len = loaded.limits.vocab_size, loaded.limits.max_model_len
+        self.offload = Offload(source, config, loaded) if config.offload_memory else None
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=self.max_model_len,
@@ -91,7 +95,8 @@ class Engine:
                 max_waiting_tokens=config.max_waiting_tokens,
             ),
             BlockManager(
-                loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching, loaded.cache.windows
+                loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching, loaded.cache.windows,
+                self.offload.tiers if self.offload else None,
             ),
         )
         self.journal = Journal()
@@ -206,12 +211,16 @@ class Engine:
         outputs = self._end_late(now)
         try:
             if not self._flights and not self._launch(now):
+                if self.offload:
+                    self.offload.settle(_DISK_WAIT)
                 return outputs
             flight = self._flights[0]
             if flight.is_chosen:
                 self._launch(now)
             runs = {choice.sequence.request_id: run for choice, run in zip(flight.choices, flight.land())
                     if not choice.sequence.is_finished}  # it may have ended since the step began
+            if self.offload:
+                self.offload.landed(flight.plan)
             outputs, self._ended = outputs + self._ended, []
             tokens: dict[str, list[int]] = {}
             for key, run in runs.items():
@@ -248,13 +257,22 @@ class Engine:
             self._ended.clear()
             for flight in flights[len(flights) - uncommitted :]:
                 self.scheduler.commit(flight.plan, {})
+            if self.offload:
+                self.offload.failed()
+                self.scheduler.forget()
             raise
 
     def _launch(self, now: float) -> bool:
         """Plan a step and begin it, if there is one."""
+        if self.offload:
+            self.offload.settle()
         plan = self.scheduler.schedule(now, self._drafts())
         if plan is None:
+            if self.offload:
+                self.offload.begin(self.scheduler.transfers())
             return False
+        if self.offload:
+            self.offload.launched(plan)
         choices = [self._choices[planned.request_id] for planned in plan.sequences if planned.num_sampled]
         self._flights.append(flight := StepInFlight(plan, choices, {}, threads=self.config.threads))
         self.journal.step(plan, now)
@@ -263,6 +281,8 @@ class Engine:
         )
         with torch_threads(1):
             flight.output = self.runner.run(plan, self._take_rows)
+            if self.offload:
+                self.offload.begin(self.scheduler.transfers())
             if self.overlaps:
                 flight.choose()
         return True
@@ -287,6 +307,11 @@ class Engine:
             request for request in self.scheduler.running()
             if request.is_decoding and not request.num_in_flight and not request.beams and not request.params.constraint
         ])
+
+    def close(self) -> None:
+        """Keep the KV cache on disk, where there is one, for the next engine. This one must not be used any more."""
+        if self.offload:
+            self.offload.close(self.scheduler.blocks.findable())
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

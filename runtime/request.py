@@ -59,6 +59,7 @@ class Request:
         num_scored: leading prompt tokens whose log-probabilities are delivered by the plans made so far.
         digests: chained digests of the leading full blocks, a memo of ``blocks.chain_digests``.
         scheduled_time: ``now`` of the first plan that held this request.
+        was_fetched: while it waits: its blocks on disk were asked for.
     """
 
     request_id: str
@@ -93,6 +94,7 @@ class Request:
     digests: list[bytes] = field(default_factory=list, init=False, repr=False)
     beams: list[Request] = field(default_factory=list, init=False, repr=False)
     scheduled_time: float | None = field(default=None, init=False)
+    was_fetched: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = tuple(self.prompt_token_ids)

@@ -53,7 +53,8 @@ class StepPlan:
         step: counts the plans of a scheduler from 0.
         sequences: what runs, decodes first; no request twice.
         preempted: requests that lost their blocks since the last plan.
-        copies: ``(source, destination)`` blocks to copy, in order, before anything else.
+        copies: ``(source, destination)`` blocks to copy, in order, before anything else. Numbers behind those of the
+            cache are slots of memory (``BlockTiers``): a copy into one saves a block, a copy from one brings it back.
     """
 
     step: int
