@@ -13,6 +13,10 @@ A block is in exactly one of three states:
     referenced  one or more block tables hold it
     evictable   no table holds it, but its content can be found under its digest; when no block is free, the least
                 recently used is taken first
+
+With ``BlockTiers``, what is evicted is copied into a slot of memory, and found there again. The slots are numbered
+behind the blocks, so both copies read like any other. Copies are made in order, after all plans before: a block that is
+loaded can therefore be found at once.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from qserve.runtime.block_tiers import BlockTiers, Key
 from qserve.runtime.cache import blocks_needed, tokens_held, window_blocks
 
 
@@ -46,10 +51,14 @@ def chain_digests(
 
 @dataclass(slots=True)
 class _Table:
-    """Blocks of a sequence from number ``first`` on; the window has passed those before it."""
+    """Blocks of a sequence from number ``first`` on; the window has passed those before it.
+
+    ``to_load``: between ``open`` and ``allocate`` the places of blocks that are in memory, with the slots and digests.
+    """
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
+    to_load: dict[int, tuple[int, bytes]] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -61,7 +70,7 @@ class BlockManager:
 
     ``windows``: for each group of layers how many keys a query sees, 0 for all. A request has tables from ``open`` or
     ``fork`` until ``free``. ``allocate`` makes them long enough and writable, ``publish`` makes one of their blocks
-    findable, ``release_passed`` gives back what lies behind the windows.
+    findable, ``release_passed`` gives back what lies behind the windows. ``tiers``: what is kept beside the cache.
     """
 
     def __init__(
@@ -70,6 +79,7 @@ class BlockManager:
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         windows: Sequence[int] = (0,),
+        tiers: BlockTiers | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"need at least one block of one position, not {num_blocks} of {block_size}")
@@ -78,6 +88,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.windows = tuple(windows)
         self.has_windows = any(windows)
+        self.tiers = tiers
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._refs = [0] * num_blocks
@@ -85,6 +96,7 @@ class BlockManager:
         self._shown: dict[str, tuple[tuple[int, ...], ...]] = {}  # ``block_tables`` until they change
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in self.windows)
         self._digest_of: dict[int, tuple[int, bytes]] = {}  # with the group
+        self._copies: list[tuple[int, int]] = []  # into slots and out of them, not yet handed out
 
     @property
     def num_free(self) -> int:
@@ -146,14 +158,38 @@ class BlockManager:
         return tuple(self._evictable)
 
     def open(self, request_id: str, digests: Sequence[bytes] = ()) -> int:
-        """Start tables with the longest cached run of leading ``digests``; returns how many positions."""
-        tables, count = self._new_tables(request_id), self._num_cached(digests)
-        for table, window, block_of in zip(tables, self.windows, self._block_of):
+        """Start tables with the longest run of leading ``digests`` in the cache and in memory; returns how many
+        positions. ``allocate`` gets what is in memory."""
+        tables, count = self._new_tables(request_id), self._num_known(digests, self._at_hand())
+        for group, (table, window, block_of) in enumerate(zip(tables, self.windows, self._block_of)):
             table.first = self._first(count * self.block_size, window)
-            for digest in digests[table.first : count]:
-                self._hold(block_of[digest])
-                table.blocks.append(block_of[digest])
+            for index, digest in enumerate(digests[table.first : count]):
+                block = block_of.get(digest, -1)
+                table.blocks.append(block)
+                if block >= 0:
+                    self._hold(block)
+                else:
+                    assert self.tiers is not None
+                    table.to_load[index] = self.tiers.load((group, digest)), digest
         return count * self.block_size
+
+    def awaits(self, digests: Sequence[bytes], *, ask: bool) -> bool:
+        """Whether ``open`` will find a longer run when blocks come from the disk. ``ask``: those that would make it
+        longer are asked for first, as many as there is room for."""
+        tiers = self.tiers
+        if tiers is None or not (tiers.num_reading or (ask and tiers.num_on_disk)):
+            return False
+        waits, now = False, self._num_known(digests, self._at_hand())
+        most = self._num_known(digests, self._known(tiers.in_reach))
+        if ask and most > now:
+            most = self._num_known(digests[: now + tiers.room // len(self.windows)], self._known(tiers.in_reach))
+        for group, (window, block_of) in enumerate(zip(self.windows, self._block_of)):
+            for digest in digests[self._first(most * self.block_size, window) : most]:
+                key = group, digest
+                if digest not in block_of and not tiers.touch(key) and ask and not tiers.is_reading(key):
+                    tiers.fetch(key)
+                waits = waits or tiers.is_reading(key)
+        return waits
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
         """Whether the parent still holds what a query behind its first ``num_tokens`` positions sees."""
@@ -187,7 +223,7 @@ class BlockManager:
     def missing(self, request_id: str, num_tokens: int, *, write_from: int, stepwise: bool = False) -> int:
         """Blocks that ``allocate`` would take."""
         return sum(
-            len(self._unwritable(table, stop, write_from)) + max(stop - table.end, 0)
+            len(self._unwritable(table, stop, write_from)) + max(stop - table.end, 0) + len(table.to_load)
             for table, stop in self._stops(request_id, num_tokens, stepwise)
         )
 
@@ -212,8 +248,9 @@ class BlockManager:
             raise ValueError(
                 f"no room for {num_tokens} tokens of {request_id}, {self.num_free} blocks are free"
             )
-        copies = []
         self._shown.pop(request_id, None)
+        self._load(request_id)
+        copies: list[tuple[int, int]] = []
         for table, stop in self._stops(request_id, num_tokens, stepwise):
             blocks = table.blocks
             for index in self._unwritable(table, stop, write_from):
@@ -223,6 +260,11 @@ class BlockManager:
                 self._release(source)
             while table.end < stop:
                 blocks.append(self._take())
+        return [*self.take_copies(), *copies]
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Copies into memory and back that no plan holds yet, in order; they come before those that follow."""
+        copies, self._copies = self._copies, []
         return copies
 
     def extend(self, request_id: str, num_tokens: int, *, spare: int) -> int:
@@ -276,13 +318,32 @@ class BlockManager:
             block_of[digest] = block
             self._digest_of[block] = group, digest
 
+    def forget(self) -> None:
+        """Let nothing be found any more, because a step failed and its copies may not have been made. No request has a
+        table."""
+        assert not self._tables
+        self._free += self._evictable
+        self._evictable.clear()
+        self._digest_of.clear()
+        for block_of in self._block_of:
+            block_of.clear()
+        self._copies.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    def findable(self) -> list[tuple[Key, int]]:
+        """(group, digest) and number of each block that can be found, the next to be evicted first."""
+        held = [block for block in self._digest_of if block not in self._evictable]
+        return [(self._digest_of[block], block) for block in (*self._evictable, *held)]
+
     def free(self, request_id: str) -> None:
         """End the tables. Their last blocks are evicted first: a chain is useless without its beginning, but a window
         is useless without its end."""
         self._shown.pop(request_id, None)
         for table, window in zip(self._tables.pop(request_id), self.windows):
             for block in table.blocks if window else reversed(table.blocks):
-                self._release(block)
+                if block >= 0:  # else it was not loaded
+                    self._release(block)
 
     def check(self) -> None:
         """Raise ``AssertionError`` if a block is lost, shared wrongly or findable wrongly, in any group."""
@@ -309,6 +370,8 @@ class BlockManager:
         for block, (group, _) in named.items():
             assert block not in held or block in groups[group], "a block is found by a group that does not hold it"
         assert set(self._evictable) == set(self._digest_of) - set(held), "evictable is findable and not held"
+        if self.tiers is not None:
+            self.tiers.check()
 
     def _new_tables(self, request_id: str) -> tuple[_Table, ...]:
         if request_id in self._tables:
@@ -330,30 +393,50 @@ class BlockManager:
             for table, window in zip(tables, self.windows)
         ]
 
-    def _num_cached(self, digests: Sequence[bytes]) -> int:
-        """How many leading ``digests`` are cached, in all groups, as far as they are seen."""
+    def _num_known(self, digests: Sequence[bytes], known: Sequence[Container[bytes]]) -> int:
+        """How many leading ``digests`` are ``known``, in all groups, as far as they are seen."""
         count = len(digests)
-        for window, block_of in zip(self.windows, self._block_of):
+        for window, group in zip(self.windows, known):
             if not window:
-                count = next((i for i, digest in enumerate(digests[:count]) if digest not in block_of), count)
-        while self.has_windows and (gap := self._gap(digests, count)) is not None:
+                count = next((i for i, digest in enumerate(digests[:count]) if digest not in group), count)
+        while self.has_windows and (gap := self._gap(digests, count, known)) is not None:
             count = gap
         return count
 
-    def _gap(self, digests: Sequence[bytes], count: int) -> int | None:
+    def _gap(self, digests: Sequence[bytes], count: int, known: Sequence[Container[bytes]]) -> int | None:
         """The last missing block that a window behind ``count`` blocks needs; None where it has all."""
-        for window, block_of in zip(self.windows, self._block_of):
+        for window, group in zip(self.windows, known):
             if window:
                 for index in range(count - 1, self._first(count * self.block_size, window) - 1, -1):
-                    if digests[index] not in block_of:
+                    if digests[index] not in group:
                         return index
         return None
+
+    def _at_hand(self) -> Sequence[Container[bytes]]:
+        """For each group what ``open`` finds."""
+        return self._block_of if self.tiers is None else self._known(self.tiers.in_memory)
+
+    def _known(self, elsewhere: Callable[[Key], bool]) -> Sequence[Container[bytes]]:
+        """For each group what is in the cache or ``elsewhere``."""
+        return [_Known(group, block_of, elsewhere) for group, block_of in enumerate(self._block_of)]
 
     def _unwritable(self, table: _Table, stop: int, write_from: int) -> list[int]:
         """Indices among the first ``stop`` blocks of the table that will be written but may not be."""
         blocks = table.blocks
         written = range(max(write_from // self.block_size - table.first, 0), min(stop - table.first, len(blocks)))
         return [i for i in written if self._refs[blocks[i]] > 1 or blocks[i] in self._digest_of]
+
+    def _load(self, request_id: str) -> None:
+        """Give blocks to what ``open`` found in memory alone, and let others find them."""
+        for group, (table, block_of) in enumerate(zip(self._tables[request_id], self._block_of)):
+            for index, (slot, digest) in table.to_load.items():
+                block = table.blocks[index] = self._take()
+                self._copies.append((self.num_blocks + slot, block))
+                if digest not in block_of:  # else a beam has just loaded it too
+                    block_of[digest], self._digest_of[block] = block, (group, digest)
+                if self.tiers is not None:
+                    self.tiers.loaded += 1
+            table.to_load.clear()
 
     def _hold(self, block: int) -> None:
         self._evictable.pop(block, None)
@@ -366,6 +449,8 @@ class BlockManager:
             block, _ = self._evictable.popitem(last=False)
             group, digest = self._digest_of.pop(block)
             del self._block_of[group][digest]
+            if self.tiers is not None and (slot := self.tiers.store((group, digest))) is not None:
+                self._copies.append((block, self.num_blocks + slot))
         self._refs[block] = 1
         return block
 
@@ -376,6 +461,16 @@ class BlockManager:
                 self._evictable[block] = None
             else:
                 self._free.append(block)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    group: int
+    block_of: Mapping[bytes, int]
+    elsewhere: Callable[[Key], bool]
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self.block_of or self.elsewhere((self.group, digest))  # type: ignore[arg-type]
 
 
 def _filled(table: _Table) -> tuple[int, ...]:

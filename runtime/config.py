@@ -17,6 +17,7 @@ _OTHER_NAMES = {  # of dtypes, in vLLM and torch
 }
 HEADS = ("auto", "dense", "int8")
 BACKENDS = ("auto", "native", "transformers")
+DISK_MEMORY = 1 << 30  # for blocks on their way to a disk and back
 STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
 """On a GPU, dequantizing 4-bit weights would add 45 % to the time of the products of a step of 512 tokens, and 11 % to
@@ -36,6 +37,11 @@ class EngineConfig:
         kv_cache_memory: bytes of the KV cache; None takes half of the memory that weights leave free, on a GPU 0.9.
         gpu_memory_utilization: the share of the GPU's whole memory that may be used, above 0 and at most 1; on a CPU of
             the machine's. The KV cache takes what is left of it. None leaves that to ``kv_cache_memory``.
+        kv_offload_memory: bytes of memory for KV blocks that the cache evicts; they come back when a prompt needs them.
+            None keeps none, or 1 GiB where there is ``kv_offload_dir``.
+        kv_offload_dir: directory on disk for the same, which a server that is restarted finds again. One process uses
+            it at a time.
+        kv_offload_dir_size: bytes that it may have; the blocks used least recently make room.
         kv_cache_dtype: auto (what the checkpoint was calibrated for, else fp16), fp16, bf16, fp32,
             int8 or fp8.
         dtype: in which products compute: float16 or bfloat16 on a GPU, float32 on a CPU; auto takes what suits the
@@ -70,6 +76,9 @@ class EngineConfig:
     max_waiting_tokens: int | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float | None = None
+    kv_offload_memory: int | None = None
+    kv_offload_dir: str | None = None
+    kv_offload_dir_size: int = 16 << 30
     kv_cache_dtype: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
@@ -100,6 +109,11 @@ class EngineConfig:
         """Threads of the native kernels, or None where no number is asked for."""
         return self.threads if self.cpu_list is None else len(self.cpu_list)
 
+    @property
+    def offload_memory(self) -> int:
+        """Bytes of memory for evicted KV blocks; 0 keeps none."""
+        return self.kv_offload_memory or (DISK_MEMORY if self.kv_offload_dir is not None else 0)
+
     def step_tokens(self, on_gpu: bool) -> int:
         """Tokens of one step: as configured, or what suits the device, and at least as many as requests may run."""
         usual = max(GPU_STEP_TOKENS if on_gpu else STEP_TOKENS, self.max_num_seqs)
@@ -128,6 +142,9 @@ class EngineConfig:
             raise UsageError(f"unknown backend {self.backend!r}: choose from {', '.join(BACKENDS)}")
         if self.reranker not in RERANKERS:
             raise UsageError(f"unknown reranker {self.reranker!r}: choose from {', '.join(RERANKERS)}")
+        if self.offload_memory and not self.enable_prefix_caching:
+            raise UsageError("KV blocks are found again by the prefix cache: leave out --no-prefix-caching, or "
+                             "--kv-offload-memory and --kv-offload-dir")
         for name in (
             "max_model_len",
             "max_num_seqs",

@@ -34,6 +34,7 @@ from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.memory import MemoryPlan, available_memory
+from qserve.runtime.offload import Offload
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.request import Request
 from qserve.runtime.runner import ModelRunner
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 GRAMMAR_DRAFTS = 4
 """Requests in a step up to which those with a constraint have drafts: to ask a grammar takes 30 to 60 us each."""
+_DISK_WAIT = 0.05  # seconds; then a caller may abort
 
 
 class Engine:
@@ -87,6 +89,7 @@ class Engine:
         for name, path in config.lora_modules:
             self.adapters.add(name, path, self.adapters.read(path))
         self.vocab_size, self.max_model_len = loaded.limits.vocab_size, loaded.limits.max_model_len
+        self.offload = Offload(source, config, loaded) if config.offload_memory else None
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=self.max_model_len,
@@ -97,7 +100,8 @@ class Engine:
                 max_waiting_tokens=config.max_waiting_tokens,
             ),
             BlockManager(
-                loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching, loaded.cache.windows
+                loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching, loaded.cache.windows,
+                self.offload.tiers if self.offload else None,
             ),
         )
         self.journal = Journal()
@@ -224,12 +228,16 @@ class Engine:
         try:
             if not self._flights and not self._launch(now):
                 outputs, self._ended = outputs + self._ended, []
+                if self.offload:
+                    self.offload.settle(_DISK_WAIT)
                 return outputs
             flight = self._flights[0]
             if flight.is_chosen and not self._waits_for_drafts(flight):
                 self._launch(now)
             runs = {choice.sequence.request_id: run for choice, run in zip(flight.choices, flight.land())
                     if not choice.sequence.is_finished}  # it may have ended since the step began
+            if self.offload:
+                self.offload.landed(flight.plan)
             outputs, self._ended = outputs + self._ended, []
             tokens: dict[str, list[int]] = {}
             for key, run in runs.items():
@@ -269,13 +277,22 @@ class Engine:
             self._ended.clear()
             for flight in flights[len(flights) - uncommitted :]:
                 self.scheduler.commit(flight.plan, {})
+            if self.offload:
+                self.offload.failed()
+                self.scheduler.forget()
             raise
 
     def _launch(self, now: float) -> bool:
         """Plan a step and begin it, if there is one."""
+        if self.offload:
+            self.offload.settle()
         plan = self.scheduler.schedule(now, self._drafts())
         if plan is None:
+            if self.offload:
+                self.offload.begin(self.scheduler.transfers())
             return False
+        if self.offload:
+            self.offload.launched(plan)
         sampling = [planned for planned in plan.sequences if planned.num_sampled]
         choices = [self._choices[planned.request_id] for planned in sampling]
         flight = StepInFlight(plan, choices, {}, threads=self.config.threads, began=self._clock())
@@ -287,6 +304,8 @@ class Engine:
         })
         with torch_threads(1):
             flight.output = self.runner.run(plan, self._take_rows)
+            if self.offload:
+                self.offload.begin(self.scheduler.transfers())
             if self.overlaps:
                 flight.choose()
         return True
@@ -328,6 +347,11 @@ class Engine:
     def _drafting(self) -> list[Request]:
         """The requests that can take a draft, when their tokens are known."""
         return [request for request in self.scheduler.running() if request.is_decoding and not request.beams]
+
+    def close(self) -> None:
+        """Keep the KV cache on disk, where there is one, for the next engine. This one must not be used any more."""
+        if self.offload:
+            self.offload.close(self.scheduler.blocks.findable())
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -162,6 +163,7 @@ class LLM:
             model = f"{model}@{revision}"
         self.engine = Engine(model, engine_config(options, config))
         self._texts = TokenTexts(self.engine.tokenizer)
+        weakref.finalize(self, self.engine.close)  # at the end of the process at the latest
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.engine.tokenizer

@@ -27,7 +27,8 @@ class MemoryPlan:
     """Bytes, and the KV blocks and context they allow.
 
     ``windows``: one for each group of layers (``CacheLayout``). ``process`` is resident before anything is loaded.
-    ``files`` are those of the checkpoint; their pages stay in memory until another process needs it.
+    ``kv_offload`` is for KV blocks that the cache evicts. ``files`` are those of the checkpoint; their pages stay in
+    memory until another process needs it.
     """
 
     weights: int
@@ -39,18 +40,20 @@ class MemoryPlan:
     process: int = 0
     files: int = 0
     windows: tuple[int, ...] = (0,)
+    kv_offload: int = 0
 
     @property
     def peak(self) -> int:
         """Bytes resident when every KV block has been used."""
-        return self.process + self.files + self.weights + self.workspace + self.kv_cache
+        return self.process + self.files + self.weights + self.workspace + self.kv_cache + self.kv_offload
 
     def lines(self) -> list[str]:
         """The plan for a person."""
         return [
             f"memory: {_mib(self.weights)} weights + {_mib(self.workspace)} workspace + {_mib(self.kv_cache)} "
             f"KV cache of {_mib(self.available)} available",
-            f"KV cache: {self.num_blocks} blocks of {BLOCK_SIZE} tokens; context {self.max_model_len} tokens",
+            f"KV cache: {self.num_blocks} blocks of {BLOCK_SIZE} tokens; context {self.max_model_len} tokens"
+            + (f"; {_mib(self.kv_offload)} of memory for evicted blocks" if self.kv_offload else ""),
             f"peak: {_mib(self.peak)} resident, with {_mib(self.process)} of the process itself and "
             f"{_mib(self.files)} of files that the system drops when it needs room",
         ]
@@ -105,6 +108,7 @@ def plan_memory(
     max_model_len: int | None = None,
     kv_cache_memory: int | None = None,
     gpu_memory_utilization: float | None = None,
+    kv_offload_memory: int = 0,
     files: int = 0,
     device: torch.device | None = None,
 ) -> MemoryPlan:
@@ -119,7 +123,11 @@ def plan_memory(
     block_bytes, windows = layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
-    free = available - weights - workspace
+    host = available_memory() if on_gpu else available - weights - workspace
+    if kv_offload_memory and kv_offload_memory + (0 if on_gpu else block_bytes) > host:
+        raise CapacityError(f"--kv-offload-memory {_mib(kv_offload_memory)} exceeds the {_mib(max(host, 0))} of memory "
+                            "that is left; lower it")
+    free = available - weights - workspace - (0 if on_gpu else kv_offload_memory)
     if free < block_bytes:
         raise CapacityError(
             f"the model does not fit: {_mib(weights)} weights + {_mib(workspace)} workspace + {_mib(block_bytes)} for "
@@ -150,6 +158,7 @@ def plan_memory(
         num_blocks=num_blocks,
         max_model_len=max_model_len or tokens_held(num_blocks, BLOCK_SIZE, windows, context),
         windows=windows,
+        kv_offload=kv_offload_memory,
         process=int(psutil.Process().memory_info().rss),
         files=files,
     )

@@ -62,6 +62,7 @@ class Request:
         digests: chained digests of the leading full blocks, a memo of ``blocks.chain_digests``.
         seen: its tokens as the penalties count them, with and without those of the prompt, a memo of the sampler.
         scheduled_time: ``now`` of the first plan that held this request.
+        was_fetched: while it waits: its blocks on disk were asked for.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class Request:
     seen: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
     beams: list[Request] = field(default_factory=list, init=False, repr=False)
     scheduled_time: float | None = field(default=None, init=False)
+    was_fetched: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = tuple(self.prompt_token_ids)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.files import file_sha256
+from qserve.kernels import native, pages
 from qserve.kernels.draw import RowSampling
-from qserve.kernels.ops import Executor, Step
+from qserve.kernels.ops import BLOCK_SIZE, Executor, Step
 from qserve.runtime.device_sampler import sample_rows, there
 from qserve.runtime.models.decoder import DecoderLimits
 from qserve.runtime.step_arrays import StepArrays
@@ -61,7 +64,8 @@ class StepModel(Protocol):
     def head(self, step: Step, rows: Tensor) -> None: ...
     def final_norm(self, step: Step, rows: Tensor) -> None: ...
     def log_softmax(self, step: Step, rows: Tensor) -> None: ...
-    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None: ...
+    @property
+    def kv(self) -> Tensor: ...
 
 
 class DecoderRunner:
@@ -73,10 +77,39 @@ class DecoderRunner:
         self._rows: dict[str, int] = {}  # of the last output, by request
         # The decoder's logits and greedy tokens of so many rows.
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._slots = torch.empty(0)
+
+    def add_slots(self, count: int) -> Tensor:
+        """Number ``count`` slots in this machine's memory behind the blocks of the cache, so that plans can copy blocks
+        there and back. Returns them, contiguous: [count, places, 2, …]."""
+        places, pair, _, width = self.decoder.kv.shape
+        self._slots = pages.empty((count, places, pair, width), self.decoder.kv.dtype)
+        return self._slots
+
+    def block(self, number: int) -> Tensor:
+        """The keys and values in a block or slot: [places, 2, …]."""
+        kv = self.decoder.kv
+        return kv[:, :, number] if number < kv.shape[2] else self._slots[number - kv.shape[2]]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks of keys and values, in order: ``(source, destination)``."""
+        for source, destination in copies:
+            self.block(destination).copy_(self.block(source))
+
+    def cache_facts(self) -> dict[str, str]:
+        """What the bits in the cache depend on, besides the checkpoint and the tokens."""
+        executor, kv = self.decoder.executor, self.decoder.kv
+        built = native.library_path() if executor.placement.device.type == "cpu" else None
+        return {
+            "kernels": f"{executor.name} {getattr(executor, 'isa', '')} {built and file_sha256(built)}",
+            "placement": str(executor.placement),
+            "cache": f"{kv.dtype}, {kv.shape[0]} places of {kv.shape[3]}, {BLOCK_SIZE} tokens",
+            "versions": f"qserve {version('qserve-llm')}, torch {torch.__version__}",
+        }
 
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         decoder = self.decoder
-        decoder.copy_blocks(plan.copies)
+        self.copy_blocks(plan.copies)
         steps = self._arrays.describe(plan, self._rows)
         decoder.run(*steps)
         step = steps[0]

@@ -25,7 +25,7 @@ plan in flight still reads or writes them, because plans run one after another i
 the next holder writes them in a later plan, and reads only what it wrote itself or found in the prefix
 cache. A block can be found only after a committed plan completed it, and plans in flight write past a
 request's committed positions, so they never touch it. The runner's part: plans in order; within a plan
-first the copies, then the rest.
+first the copies, then the rest. Copies also bring blocks to memory and back (``BlockTiers``): the same order holds.
 
 Beams. The beams of one search are ranked together and decode in the same step or not at all, so that the search sees
 all of them when it chooses. They are admitted and preempted together, so that no beam holds blocks while it waits for
@@ -40,6 +40,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from qserve.runtime.backlog import Backlog
+from qserve.runtime.block_tiers import Transfer
 from qserve.runtime.blocks import BlockManager, chain_digests
 from qserve.runtime.fairness import FairShares
 from qserve.runtime.limits import SchedulerConfig, fit
@@ -161,7 +162,7 @@ class Scheduler:
         return request is not None
 
     def schedule(self, now: float, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> StepPlan | None:
-        """Decide the next step; None when nothing can run before a commit or a new request.
+        """Decide the next step; None when nothing can run before a commit, a new request or a block from the disk.
 
         Each decode gets its one token, set aside from the budget, so that no prompt crowds it out; if it needs a block,
         another request may be preempted for it. The rest of the budget goes to prompts: the least served tenant is
@@ -254,6 +255,16 @@ class Scheduler:
             updates.append(RequestUpdate(request.request_id, tokens, reason, request.stop_reason))
         return updates
 
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What the disk may begin once the plans made so far have run. Nothing while copies wait for a plan."""
+        self._copies += self.blocks.take_copies()
+        return self.blocks.tiers.orders() if self.blocks.tiers and not self._copies else ()
+
+    def forget(self) -> None:
+        """Forget what the blocks hold, because plans failed. Every request has ended."""
+        self._copies.clear()
+        self.blocks.forget()
+
     def check(self) -> None:
         """Raise ``AssertionError`` unless queues, counters, block tables and plans in flight agree."""
         self.blocks.check()
@@ -320,6 +331,16 @@ class Scheduler:
             parent = request.parent = None  # its prompt may still be in the prefix cache
         return parent is not None and parent.num_committed < max(request.num_prompt - (not parent.is_scored), 1)
 
+    def _awaits_blocks(self, request: Request) -> bool:
+        """Whether blocks that it can use come from the disk. They are asked for once, so it never waits for long."""
+        ask, request.was_fetched = not request.was_fetched, True
+        return self.blocks.awaits(self._reusable(request), ask=ask)
+
+    def _reusable(self, request: Request) -> list[bytes]:
+        """The digests under which it may find blocks. At least one token is left to compute now: the last, whose logits
+        are needed, or the one before a beam's last."""
+        return [] if request.is_scored else self._digests(request, request.num_plannable - 1)
+
     def _prefill(self, active: list[Request], budget: int, now: float) -> list[tuple[Request, ScheduledSequence]]:
         """Plan up to ``budget`` prompt tokens, of the running ``active`` requests and of those that can be admitted."""
         full = self.num_running == self.config.max_num_seqs and self._shares.num_tenants == 1
@@ -335,7 +356,7 @@ class Scheduler:
             if is_ahead and ahead <= 0:
                 continue
             if request.status is not Status.RUNNING:
-                if self._awaits_parent(request):
+                if self._awaits_parent(request) or self._awaits_blocks(request):
                     continue
                 # A request that was just preempted must get its tokens in flight first.
                 waits = any(member.num_plans for member in request.members)
@@ -433,14 +454,12 @@ class Scheduler:
 
     def _open(self, request: Request) -> int:
         """Start the table of a waiting request with what others computed; returns the number of positions found."""
-        if request.is_scored:
-            return self.blocks.open(request.request_id)
-        if request.parent and self.blocks.can_fork(request.parent.request_id, request.num_prompt - 1):
+        parent, shared = request.parent, request.num_prompt - 1
+        if parent and not request.is_scored and self.blocks.can_fork(parent.request_id, shared):
             # All but the last token: its logits choose the first output, and it is written into a copy.
-            self.blocks.fork(request.parent.request_id, request.request_id, request.num_prompt - 1)
-            return request.num_prompt - 1
-        # At least one token is left to compute now: the last, whose logits are needed, or the one before a beam's last.
-        return self.blocks.open(request.request_id, self._digests(request, request.num_plannable - 1))
+            self.blocks.fork(parent.request_id, request.request_id, shared)
+            return shared
+        return self.blocks.open(request.request_id, self._reusable(request))
 
     def _can_write(self, request: Request) -> bool:
         """Whether its next position has room in all groups."""
@@ -483,6 +502,7 @@ class Scheduler:
             self.blocks.free(member.request_id)
             member.status = Status.PREEMPTED
             member.num_computed = member.num_committed = 0
+            member.was_fetched = False
             insort(self._waiting, member, key=self._rank)
             self._preempted.append(member.request_id)
             self.num_preemptions += 1
@@ -580,6 +600,9 @@ class Scheduler:
 
     def _plan(self, planned: list[tuple[Request, ScheduledSequence]]) -> StepPlan:
         requests, sequences = zip(*planned)
+        self._copies += self.blocks.take_copies()
+        if self.blocks.tiers is not None:
+            self.blocks.tiers.planned()
         plan = StepPlan(self._step, sequences, tuple(self._preempted), tuple(self._copies))
         self._in_flight.append((plan, requests))
         self._step += 1

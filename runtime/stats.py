@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qserve.runtime.block_tiers import BlockTiers
 from qserve.runtime.scheduler import Scheduler
 
 
@@ -18,11 +19,30 @@ class GpuUse:
 
 
 @dataclass(frozen=True)
+class OffloadUse:
+    """The tiers of the KV cache (``BlockTiers``). ``memory``: the share of the slots that hold a block, 0 to 1;
+    ``disk_blocks``: blocks on disk. The others count blocks since the start."""
+
+    memory: float
+    disk_blocks: int
+    stored: int
+    loaded: int
+    written: int
+    read: int
+    failed: int
+
+    @classmethod
+    def of(cls, tiers: BlockTiers) -> OffloadUse:
+        return cls(tiers.num_filled / tiers.num_slots, tiers.num_on_disk, tiers.stored, tiers.loaded, tiers.written,
+                   tiers.read, tiers.failed)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Gauges of one moment between two steps. ``prefix_queries``, ``prefix_hits`` (prompt tokens), ``num_preemptions``,
     ``num_drafts``, ``num_draft_tokens`` and ``num_accepted_tokens`` count since the start. ``kv_fragmentation``: the
     share of the allocated KV positions that hold nothing, 0 to 1. ``waiting``: for each tenant, the requests and prompt
-    tokens that wait for their first step. ``gpu``: None without one.
+    tokens that wait for their first step. ``gpu``, ``offload``: None without one.
     """
 
     num_running: int
@@ -39,6 +59,7 @@ class EngineStats:
     kv_fragmentation: float
     waiting: dict[str, tuple[int, int]]
     gpu: GpuUse | None = None
+    offload: OffloadUse | None = None
 
     @classmethod
     def of(cls, scheduler: Scheduler, gpu: GpuUse | None = None) -> EngineStats:
@@ -59,4 +80,5 @@ class EngineStats:
             kv_fragmentation=min(1.0, scheduler.num_unused_slots / max(1, blocks.num_used * blocks.block_size)),
             waiting=scheduler.backlog.counts(),
             gpu=gpu,
+            offload=OffloadUse.of(blocks.tiers) if blocks.tiers else None,
         )

@@ -56,7 +56,8 @@ class StepPlan:
         sequences: what runs, decodes first; no request twice. Among decodes, and among the others, those of an adapter
             follow each other.
         preempted: requests that lost their blocks since the last plan.
-        copies: ``(source, destination)`` blocks to copy, in order, before anything else.
+        copies: ``(source, destination)`` blocks to copy, in order, before anything else. Numbers behind those of the
+            cache are slots of memory (``BlockTiers``): a copy into one saves a block, a copy from one brings it back.
     """
 
     step: int

@@ -143,6 +143,7 @@ def _load(
         max_model_len=config.max_model_len,
         kv_cache_memory=config.kv_cache_memory,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_offload_memory=config.offload_memory,
         files=file_bytes(source),
     )
     limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)

@@ -160,18 +160,20 @@ INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, 
 ATTEND_ROWS(ATTEND)
 
 /* For each row, the tokens of the block from `token` on that it sees. Returns whether all rows see all of it. */
-static int find_seen(query_row *rows, const qs_queries *queries, int32_t token)
+static int find_seen(query_row *rows, const qs_queries *queries, int32_t row, int32_t count, int32_t token)
 {
     uint32_t common = 0xffff;
-    for (int r = 0; r < queries->count; r++) {
-        int32_t lo = queries->first[r] - token, hi = queries->last[r] - token;
+    for (int r = 0; r < count; r++) {
+        int32_t lo = queries->first[row + r] - token, hi = queries->last[row + r] - token;
         uint32_t upto = hi < 0 ? 0 : hi > 15 ? 0xffffu : (1u << (hi + 1)) - 1;
         common &= rows[r].seen = upto & ~(lo <= 0 ? 0 : lo > 15 ? 0xffffu : (1u << lo) - 1);
     }
     return common == 0xffff;
 }
 
-static void attend(const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head)
+/* The blocks from `start` to `stop` for the rows from `row` on, whose tables name the same ones. */
+static void attend_blocks(const qs_attention *op, const qs_queries *queries, query_row *rows, int32_t row, int32_t count,
+                          int32_t start, int32_t stop, float k_scale, int32_t kv_head)
 {
     static const struct {
         int32_t rows;
@@ -182,33 +184,52 @@ static void attend(const qs_attention *op, const qs_queries *queries, const int3
          [QS_F8] = attend_##R##_QS_F8, [QS_I8] = attend_##R##_QS_I8}},
         ATTEND_ROWS(BY_DTYPE)
     };
-    const int32_t dim = op->head_dim, dtype = op->kv_dtype, width = dim * QS_LANES, rows = queries->count;
-    const float lift = dtype == QS_F8 ? 256.0f : 1.0f;
+    const int32_t *table = queries->tables[row];
+    const int32_t width = op->head_dim * QS_LANES;
+    int32_t from = queries->first[row], to = queries->last[row];
+    for (int32_t r = row; r < row + count; r++) {
+        from = queries->first[r] < from ? queries->first[r] : from;
+        to = queries->last[r] > to ? queries->last[r] : to;
+    }
+    start = start < from / QS_LANES ? from / QS_LANES : start;
+    stop = stop > to / QS_LANES ? to / QS_LANES : stop;
+    for (int32_t block = start; block <= stop; block++) {
+        const int32_t token = block * QS_LANES, begin = from > token ? from - token : 0;
+        const int32_t end = to < token + QS_LANES - 1 ? to - token : QS_LANES - 1;
+        const int32_t every = find_seen(rows, queries, row, count, token);
+        int64_t base = ((int64_t)table[block] * op->kv_heads + kv_head) * width;
+        /* Fetch what comes next meanwhile: the next block, or the first one of the next head. */
+        int64_t next = block < stop ? ((int64_t)table[block + 1] * op->kv_heads + kv_head) * width
+                                    : ((int64_t)table[start] * op->kv_heads + kv_head + 1) * width;
+        for (int32_t at = 0, i = 0; at < count; at += kernels[i].rows) {
+            while (kernels[i].rows > count - at)
+                i++;
+            kernels[i].by_dtype[op->kv_dtype](op, rows + at, base, next, k_scale, begin, end, every);
+        }
+    }
+}
+
+/* Rows of several sequences go through the blocks that they share together: a block is loaded once for all, and there
+ * is more to do while a sum waits for the one before. Every row adds up its own blocks in the same order. */
+static void attend(const qs_attention *op, const qs_queries *queries, int32_t kv_head)
+{
+    const int32_t dim = op->head_dim, rows = queries->count;
+    const float lift = op->kv_dtype == QS_F8 ? 256.0f : 1.0f;
     const float k_scale = op->scale * (op->k_scale ? op->k_scale[kv_head] * lift : 1.0f);
     const float v_scale = op->v_scale ? op->v_scale[kv_head] * lift : 1.0f;
-    int32_t from = queries->first[0], to = queries->last[0];
     query_row at[QS_MAX_QUERY_ROWS] __attribute__((aligned(64)));
     for (int r = 0; r < rows; r++) {
         memcpy(at[r].q, queries->q[r], sizeof(float) * (size_t)dim);
         memset(at[r].sums, 0, sizeof at[r].sums);
         memset(at[r].total, 0, sizeof at[r].total);
         at[r].top = -1e30f;
-        from = queries->first[r] < from ? queries->first[r] : from;
-        to = queries->last[r] > to ? queries->last[r] : to;
     }
-    const int32_t start = from / QS_LANES, stop = to / QS_LANES;
-    for (int32_t block = start; block <= stop; block++) {
-        const int32_t token = block * QS_LANES, begin = from > token ? from - token : 0;
-        const int32_t end = to < token + QS_LANES - 1 ? to - token : QS_LANES - 1, every = find_seen(at, queries, token);
-        int64_t base = ((int64_t)block_table[block] * op->kv_heads + kv_head) * width;
-        /* Fetch what comes next meanwhile: the next block, or the first one of the next head. */
-        int64_t next = block < stop ? ((int64_t)block_table[block + 1] * op->kv_heads + kv_head) * width
-                                    : ((int64_t)block_table[start] * op->kv_heads + kv_head + 1) * width;
-        for (int32_t row = 0, i = 0; row < rows; row += kernels[i].rows) {
-            while (kernels[i].rows > rows - row)
-                i++;
-            kernels[i].by_dtype[dtype](op, at + row, base, next, k_scale, begin, end, every);
-        }
+    if (queries->shared)
+        attend_blocks(op, queries, at, 0, rows, 0, queries->shared - 1, k_scale, kv_head);
+    for (int32_t row = 0, end; row < rows; row = end) {
+        for (end = row + 1; end < rows && queries->tables[end] == queries->tables[row]; end++)
+            ;
+        attend_blocks(op, queries, at + row, row, end - row, queries->shared, INT32_MAX, k_scale, kv_head);
     }
     for (int r = 0; r < rows; r++) {
         vf parts[PARTS];

@@ -14,13 +14,16 @@ typedef struct {
     int32_t *sums;
 } qs_acts;
 
-/* The rows of one attention work item: query rows q[i] see the keys first[i] .. last[i] (inclusive). */
+/* The rows of one attention work item: query rows q[i] see the keys first[i] .. last[i] (inclusive), in the blocks that
+ * tables[i] names. Rows of one sequence follow each other and have the same table. The tables name the same first
+ * `shared` blocks, and every row sees all of these. */
 #define QS_MAX_QUERY_ROWS 12
 typedef struct {
     const float *q[QS_MAX_QUERY_ROWS];
     float *out[QS_MAX_QUERY_ROWS];
+    const int32_t *tables[QS_MAX_QUERY_ROWS];
     int32_t first[QS_MAX_QUERY_ROWS], last[QS_MAX_QUERY_ROWS];
-    int32_t count;
+    int32_t count, shared;
 } qs_queries;
 
 /* One table per ISA. Every function handles one work item alone; the program runner splits the work. */
@@ -48,7 +51,7 @@ typedef struct {
                          float *unpacked);
     /* A key head of one row: the query heads that share it, its key and its value. */
     void (*rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head);
-    void (*attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head);
+    void (*attend)(const qs_attention *op, const qs_queries *queries, int32_t kv_head);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
     void (*sweep)(const qs_sweep *op, int64_t chunk, float *errors);
     int32_t (*draw)(const qs_draw *op, int64_t row); /* -2 without memory */

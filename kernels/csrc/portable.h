@@ -491,7 +491,7 @@ static inline float QS_NAME(kv_value)(const void *cache, int64_t at, const int d
 }
 
 static inline __attribute__((always_inline)) void QS_NAME(attend_as)(
-    const qs_attention *op, const qs_queries *queries, const int32_t *block_table, int32_t kv_head, const int dtype)
+    const qs_attention *op, const qs_queries *queries, int32_t kv_head, const int dtype)
 {
     int32_t dim = op->head_dim;
     float k_scale = op->k_scale ? op->scale * op->k_scale[kv_head] : op->scale;
@@ -500,7 +500,7 @@ static inline __attribute__((always_inline)) void QS_NAME(attend_as)(
         float sum[256] = {0}, top = -1e30f, total = 0;
         for (int32_t block = queries->first[r] / QS_LANES; block <= queries->last[r] / QS_LANES; block++) {
             float scores[QS_LANES] = {0}, best = top;
-            int64_t base = ((int64_t)block_table[block] * op->kv_heads + kv_head) * dim * QS_LANES;
+            int64_t base = ((int64_t)queries->tables[r][block] * op->kv_heads + kv_head) * dim * QS_LANES;
             int32_t begin = queries->first[r] - block * QS_LANES, end = queries->last[r] - block * QS_LANES;
             begin = begin < 0 ? 0 : begin;
             end = end > QS_LANES - 1 ? QS_LANES - 1 : end;
@@ -530,15 +530,14 @@ static inline __attribute__((always_inline)) void QS_NAME(attend_as)(
     }
 }
 
-static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, const int32_t *block_table,
-                            int32_t kv_head)
+static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, int32_t kv_head)
 {
     switch (op->kv_dtype) {
-    case QS_F32: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_F32); break;
-    case QS_F16: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_F16); break;
-    case QS_BF16: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_BF16); break;
-    case QS_F8: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_F8); break;
-    case QS_I8: QS_NAME(attend_as)(op, queries, block_table, kv_head, QS_I8); break;
+    case QS_F32: QS_NAME(attend_as)(op, queries, kv_head, QS_F32); break;
+    case QS_F16: QS_NAME(attend_as)(op, queries, kv_head, QS_F16); break;
+    case QS_BF16: QS_NAME(attend_as)(op, queries, kv_head, QS_BF16); break;
+    case QS_F8: QS_NAME(attend_as)(op, queries, kv_head, QS_F8); break;
+    case QS_I8: QS_NAME(attend_as)(op, queries, kv_head, QS_I8); break;
     }
 }
 

@@ -99,6 +99,21 @@ def run(
         float, typer.Option(help="Seconds after which a stuck step of the model ends the server; 0 for never.")
     ] = 120.0,
     kv_cache_memory: KvCacheMemory = None,
+    kv_offload_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for KV blocks that the cache evicts, as 8GiB; they come back when a prompt needs them. "
+            "[default: none; 1GiB with --kv-offload-dir]",
+            metavar="SIZE",
+        ),
+    ] = None,
+    kv_offload_dir: Annotated[
+        Path | None,
+        typer.Option(help="The same on disk: where a server that is restarted finds its prefixes.", metavar="DIR"),
+    ] = None,
+    kv_offload_dir_size: Annotated[
+        str, typer.Option(help="What it may grow to; blocks used least recently make room.", metavar="SIZE")
+    ] = f"{ENGINE.kv_offload_dir_size >> 30}GiB",
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(
@@ -224,6 +239,9 @@ def run(
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
         kv_cache_memory=values.byte_count(kv_cache_memory),
+        kv_offload_memory=values.byte_count(kv_offload_memory),
+        kv_offload_dir=None if kv_offload_dir is None else str(kv_offload_dir),
+        kv_offload_dir_size=values.byte_count(kv_offload_dir_size) or ENGINE.kv_offload_dir_size,
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,

@@ -112,6 +112,7 @@ class EngineLoop:
         with contextlib.suppress(BaseException):  # who cannot go on may not be able to say how it is
             self._engine.abort_all()
             self._events.append(self._engine.stats())
+            self._engine.close()
         self._emit([*self._events, Ended(failure)])
 
     def _tell(self) -> None:

@@ -128,8 +128,3 @@ class TransformersModel:
     def log_softmax(self, step: Step, rows: Tensor) -> None:
         """Turn the logits just computed into log-probabilities, in place."""
         self._log_softmax.run(replace(step, logit_rows=rows))
-
-    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy whole blocks of keys and values, in order: ``(source, destination)``."""
-        for source, destination in copies:
-            self.kv[:, :, destination] = self.kv[:, :, source]

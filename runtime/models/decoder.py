@@ -138,11 +138,6 @@ class Decoder:
                 tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
         self._pages = self._pages or views
 
-    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy whole blocks of keys and values, in order: ``(source, destination)``."""
-        for source, destination in copies:
-            self.kv[:, :, destination] = self.kv[:, :, source]
-
 
 def _pages_of(place: Tensor, config: DecoderConfig, placement: Placement) -> tuple[Tensor, Tensor]:
     """The keys and values of a layer's place [2, blocks, …], in the shapes that the operations see."""

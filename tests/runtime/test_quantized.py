@@ -27,6 +27,7 @@ from qserve.runtime.engine import Engine
 from qserve.runtime.memory import weight_bytes
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.runner import DecoderRunner
 from qserve.runtime.sampling import SamplingParams
 
 INT8, FP8 = ActivationScheme("int8"), ActivationScheme("fp8")
@@ -258,7 +259,7 @@ def test_logits_do_not_depend_on_chunks_neighbours_or_copied_blocks(
     other = TOKENS[::-1][:9]
     chunks = [run(decoder, [(0, other, [3, 0, 0, 0]), (0, TOKENS[:16], TABLE)])[9:]]
     # The first block moves, as a block of the prefix cache does when it is written to.
-    decoder.copy_blocks(((5, 4),))
+    DecoderRunner(decoder).copy_blocks(((5, 4),))
     table = [4, *TABLE[1:]]
     chunks.append(run(decoder, [(16, TOKENS[16:17], table)]))
     chunks.append(run(decoder, [(17, TOKENS[17:], table), (9, other[:3], [3, 0, 0, 0])])[:-3])

@@ -10,6 +10,7 @@ caught when it happens.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -26,6 +27,7 @@ from hypothesis.stateful import (
 )
 
 from qserve.runtime.backlog import QueueFullError
+from qserve.runtime.block_tiers import BlockTiers, Key, Outcome, Transfer
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request
@@ -90,8 +92,34 @@ class FakeRunner:
     def __init__(self, block_size: int, windows: tuple[int, ...]) -> None:
         self.block_size = block_size
         self.windows = windows
-        self.kv: dict[tuple[int, int], int] = {}
+        self.kv: dict[tuple[int, int], int] = {}  # blocks, and the slots of memory behind them
         self.newest: dict[str, int] = {}
+        self.begun: list[tuple[Transfer, list[int]]] = []  # with what was in the slot then
+        self.disk: dict[Key, list[int]] = {}
+
+    def begin(self, transfers: Iterable[Transfer], num_blocks: int) -> None:
+        self.begun += [(each, self.slot(num_blocks + each.slot)) for each in transfers]
+
+    def slot(self, number: int) -> list[int]:
+        return [self.kv.get((number, offset), -1) for offset in range(self.block_size)]
+
+    def end(self, index: int, done: bool, num_blocks: int, room: int) -> Outcome:
+        """The disk makes a transfer, or fails to. It keeps ``room`` blobs."""
+        transfer, content = self.begun.pop(index)
+        number, dropped = num_blocks + transfer.slot, []
+        assert not transfer.to_disk or content == self.slot(number), "a slot changed while it was written"
+        if transfer.to_disk and done:
+            while len(self.disk) >= room:
+                dropped.append(next(iter(self.disk)))
+                del self.disk[dropped[-1]]
+            self.disk[transfer.key] = content
+        elif not transfer.to_disk:
+            done = done and transfer.key in self.disk
+            for offset, value in enumerate(self.disk[transfer.key] if done else [WRONG] * self.block_size):
+                self.kv[number, offset] = value
+            if not done:
+                self.disk.pop(transfer.key, None)
+        return Outcome(transfer, done, tuple(dropped))
 
     def run(self, plan: StepPlan, oracles: dict[str, Oracle]) -> dict[str, tuple[int, ...]]:
         size = self.block_size
@@ -148,6 +176,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     passed = 0  # sequences whose window gave blocks back
     accepted = 0  # tokens of drafts
     refused = 0
+    loaded = 0  # blocks that came back from memory
+    read = 0  # and from disk
 
     @initialize(
         positions=st.integers(8, 44),
@@ -158,6 +188,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_rows=st.integers(0, 8),
         depth=st.sampled_from((1, 2, 2, 3)),
         windows=st.sampled_from(((0,), (0,), (0, 5), (6,), (0, 1, 9))),
+        slots=st.sampled_from((30, 0, 12, 5, 1)),
+        room=st.sampled_from((60, 60, 4, 0)),
     )
     def start(
         self,
@@ -169,6 +201,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_rows: int,
         depth: int,
         windows: tuple[int, ...],
+        slots: int,
+        room: int,
     ) -> None:
         config = SchedulerConfig(
             max_model_len=40,
@@ -179,15 +213,56 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting_tokens=150,
             priority_aging=4.0,
         )
-        blocks = BlockManager(len(windows) * (positions // block_size), block_size, caching, windows)
-        self.scheduler = Scheduler(config, blocks)
+        self.slots, self.room = slots if caching else 0, room
+        self.make = lambda tiers: Scheduler(
+            config, BlockManager(len(windows) * (positions // block_size), block_size, caching, windows, tiers)
+        )
         self.runner = FakeRunner(block_size, windows)
+        self.scheduler = self.make(self.empty_tiers())
         self.depth = depth
         self.now = 0.0
         self.oracles: dict[str, Oracle] = {}
         self.live: dict[str, Oracle] = {}
         self.not_run: deque[StepPlan] = deque()
         self.not_committed: deque[tuple[StepPlan, dict[str, tuple[int, ...]]]] = deque()
+
+    def empty_tiers(self) -> BlockTiers | None:
+        """As after a start: nothing is in memory."""
+        return BlockTiers(self.slots, self.runner.disk if self.room else None) if self.slots else None
+
+    @precondition(lambda self: self.scheduler.blocks.tiers and self.scheduler.blocks.tiers.stored > 3)
+    @rule(event=st.sampled_from(("killed", "none", "none", "none", "fails")))
+    def lose(self, event: str) -> None:
+        """A step fails, or the process is killed: what was running ends, and only the disk is sure to be whole."""
+        if event == "none":
+            return
+        blocks = self.scheduler.blocks
+        for name in list(self.live):
+            self.scheduler.finish(name, "error")
+        self.live.clear()
+        self.not_run.clear()
+        self.not_committed.clear()
+        for number in range(blocks.num_blocks):
+            self.runner.kv |= {(number, offset): WRONG for offset in range(self.runner.block_size)}
+        if event == "fails":
+            while self.scheduler._in_flight:
+                self.scheduler.commit(self.scheduler._in_flight[0][0], {})
+            self.scheduler.forget()
+            return
+        self.runner.begun.clear()
+        self.runner.kv.clear()
+        self.count_all()
+        self.scheduler = self.make(self.empty_tiers())
+
+    @precondition(lambda self: self.runner.begun)
+    @rule(data=st.data(), done=st.sampled_from((True, True, True, False)))
+    def disk(self, data: st.DataObject, done: bool) -> None:
+        self.transfer(data.draw(st.integers(0, len(self.runner.begun) - 1)), done)
+
+    def transfer(self, index: int, done: bool) -> None:
+        tiers = self.scheduler.blocks.tiers
+        assert tiers is not None
+        tiers.finish(self.runner.end(index, done, self.scheduler.blocks.num_blocks, self.room))
 
     @rule(
         text=st.sampled_from(TEXTS),
@@ -277,8 +352,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += seconds
         plan = self.scheduler.schedule(self.now, self.drafts())
         if plan is None:
-            # Nothing can run only if there is nothing to run or everything waits for a commit.
-            assert not self.live or self.scheduler.num_in_flight
+            # Nothing can run only if there is nothing to run or everything waits for a commit or the disk.
+            tiers = self.scheduler.blocks.tiers
+            assert not self.live or self.scheduler.num_in_flight or (tiers and tiers.num_reading)
+            if not self.not_run:
+                self.runner.begin(self.scheduler.transfers(), self.scheduler.blocks.num_blocks)
             return
         assert 0 < plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len(plan.sequences) <= self.scheduler.config.max_num_seqs
@@ -323,6 +401,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A plan may run long after it was made, but plans run in order."""
         plan = self.not_run.popleft()
         self.not_committed.append((plan, self.runner.run(plan, self.oracles)))
+        if not self.not_run:
+            self.runner.begin(self.scheduler.transfers(), self.scheduler.blocks.num_blocks)
 
     @precondition(lambda self: self.scheduler.num_in_flight)
     @rule()
@@ -375,6 +455,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.scheduler.num_in_flight:
                 self.commit()
                 self.consistent()
+            if self.runner.begun:
+                self.transfer(0, True)
 
     @precondition(lambda self: len(self.live) > 3)
     @rule(data=st.data(), abort=st.booleans())
@@ -407,15 +489,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work() and not self.live, "a request never ends"
         blocks = self.scheduler.blocks
         assert blocks.num_used == 0 and blocks.num_free == blocks.num_blocks and not blocks.tables()
+        self.count_all()
+
+    def count_all(self) -> None:
+        """What a scheduler did until it ended."""
         SchedulerMachine.preemptions += self.scheduler.num_preemptions
         SchedulerMachine.hits += self.scheduler.prefix_hits
+        if tiers := self.scheduler.blocks.tiers:
+            SchedulerMachine.loaded += tiers.loaded
+            SchedulerMachine.read += tiers.read
 
 
 def drive(steps: int, *, derandomize: bool) -> None:
     """Run and check at least ``steps`` operations, and make sure that they were worth it."""
     machine = SchedulerMachine
     machine.count = machine.preemptions = machine.hits = machine.copies = machine.forks = machine.mixed = 0
-    machine.accepted = machine.refused = machine.passed = 0
+    machine.accepted = machine.refused = machine.passed = machine.loaded = machine.read = 0
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -432,8 +521,9 @@ def drive(steps: int, *, derandomize: bool) -> None:
     assert machine.copies > steps // 1000, "siblings hardly shared"
     assert machine.forks > steps // 100, "beams hardly forked"
     assert machine.mixed > steps // 400, "beams hardly ran beside other tenants"
-    assert min(machine.accepted, machine.refused) > steps // 40, "drafts were hardly ever right, or wrong"
+    assert min(machine.accepted, machine.refused) > steps // 50, "drafts were hardly ever right, or wrong"
     assert machine.passed > steps // 20, "windows hardly passed a block"
+    assert machine.loaded > steps // 200 and machine.read > steps // 2000, "hardly anything came back"
 
 
 def test_ten_thousand_random_steps() -> None:

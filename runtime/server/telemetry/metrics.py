@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qserve.checkpoint.card import QualityCard
     from qserve.runtime.journal import StepRecord
     from qserve.runtime.output import RequestOutput
-    from qserve.runtime.stats import EngineStats, GpuUse
+    from qserve.runtime.stats import EngineStats, GpuUse, OffloadUse
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
@@ -82,6 +82,8 @@ class Metrics:
         }
         self._counted = dict.fromkeys(self._totals, 0)
         self._gpu: dict[str, Gauge] = {}  # none without a GPU
+        self._offload_gauges: dict[str, Gauge] = {}  # none without tiers of the KV cache
+        self._offload_counters: dict[str, tuple[Counter, int]] = {}  # with what they show
         self._failures = self._counter("engine_step_failures", "Steps that failed and ended their requests.")
         self._prompt_total = self._counter("prompt_tokens", "Prompt tokens of requests.")
         self._output_total = self._counter("generation_tokens", "Tokens generated.")
@@ -176,11 +178,36 @@ class Metrics:
             self._counted[name] = getattr(stats, name)
         if stats.gpu is not None:
             self._show_gpu(stats.gpu)
+        if stats.offload is not None:
+            self._show_offload(stats.offload)
         text = generate_latest(self._registry)
         if self._alias:
             own = b"".join(line for line in text.splitlines(keepends=True) if b"qserve:" in line)
             text += re.sub(rb"(?m)^(# (?:HELP|TYPE) )?qserve:", rb"\1vllm:", own)
         return text
+
+    def _show_offload(self, use: OffloadUse) -> None:
+        gauges = {
+            "kv_offload_memory_usage_perc": ("Share of the memory for evicted KV blocks in use, 0 to 1.", use.memory),
+            "kv_offload_disk_blocks": ("KV blocks on disk.", use.disk_blocks),
+        }
+        counters = {
+            "kv_offload_stored_blocks": ("KV blocks that went from the cache to memory.", use.stored),
+            "kv_offload_loaded_blocks": ("KV blocks that came back from memory.", use.loaded),
+            "kv_offload_written_blocks": ("KV blocks that were written to disk.", use.written),
+            "kv_offload_read_blocks": ("KV blocks that were read from disk into memory.", use.read),
+            "kv_offload_failed_blocks": ("KV blocks that could not be written or read.", use.failed),
+        }
+        for name, (about, value) in gauges.items():
+            if name not in self._offload_gauges:
+                self._offload_gauges[name] = self._gauge(name, about)
+            self._offload_gauges[name].set(value)
+        for name, (about, count) in counters.items():
+            if name not in self._offload_counters:
+                self._offload_counters[name] = self._counter(name, about), 0
+            counter, shown = self._offload_counters[name]
+            counter.inc(count - shown)
+            self._offload_counters[name] = counter, count
 
     def _show_gpu(self, use: GpuUse) -> None:
         shown: dict[str, tuple[str, float]] = {
