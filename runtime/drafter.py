@@ -22,6 +22,7 @@ MARGIN = 1.03  # what drafts must promise to gain
 _LEAST = 0.02  # a guess less likely than this is no guess
 _HALVED = 32, 1024  # guesses after which those before count half: of one request, of all
 _PRIOR = 8.0  # how many guesses of its own outweigh those of others
+_NEW, _DOUBT = 0.4, 4.0  # how much of others' luck a new request is given, and how many right guesses that weighs
 
 
 class Drafter(Protocol):
@@ -53,7 +54,7 @@ class NGramDrafter:
         self._config = config
         self._max_rows = max_rows
         self._costs = StepCosts(max_rows)
-        self._trust = _Trust(config.prompt_lookup_max, _HALVED[1])
+        self._everyone = _Rates(config.prompt_lookup_max, _HALVED[1])
         self._readers: dict[str, _Reader] = {}
         self._answers: dict[tuple[str, str], _Answers] = {}  # by tenant and salt, the one used last at the end
 
@@ -98,7 +99,7 @@ class NGramDrafter:
             if reader is not None:
                 self._drop(reader)
             answers = self._answers_to(request) if self._config.method == "suffix" else None
-            reader = self._readers[request.request_id] = _Reader(request, self._config, self._trust, answers)
+            reader = self._readers[request.request_id] = _Reader(request, self._config, self._everyone, answers)
         reader.read()
         return reader
 
@@ -128,28 +129,49 @@ def _likelihood(chance: tuple[float, str]) -> float:
     return chance[0]
 
 
-class _Trust:
-    """How often guesses behind a match of each length were right. ``others`` count as ``_PRIOR`` guesses."""
+class _Rates:
+    """How often guesses behind a match of each length were right, lately."""
 
-    def __init__(self, longest: int, halved: int, others: _Trust | None = None) -> None:
-        self._right, self._tried = [0.0] * (longest + 1), [0.0] * (longest + 1)
-        self._halved, self._others = halved, others
-        self.rates = [self._rate(length) for length in range(longest + 1)]
+    def __init__(self, longest: int, halved: int) -> None:
+        self.right, self.tried, self._halved = [0.0] * (longest + 1), [0.0] * (longest + 1), halved
 
     def note(self, length: int, right: bool) -> None:
-        if self._others is not None:
-            self._others.note(length, right)
-        self._right[length] += right
-        self._tried[length] += 1
-        if self._tried[length] >= self._halved:
-            self._right[length] /= 2
-            self._tried[length] /= 2
-        self.rates[length] = self._rate(length)
+        self.right[length] += right
+        self.tried[length] += 1
+        if self.tried[length] >= self._halved:
+            self.right[length] /= 2
+            self.tried[length] /= 2
 
-    def _rate(self, length: int) -> float:
-        """Before anything is known: the longer a match, the likelier it goes on."""
-        prior = self._others.rates[length] if self._others else 0.3 + 0.6 * length / (len(self._right) - 1)
-        return (self._right[length] + _PRIOR * prior) / (self._tried[length] + _PRIOR)
+    def rate(self, length: int, prior: float) -> float:
+        """``prior`` counts as ``_PRIOR`` guesses."""
+        return (self.right[length] + _PRIOR * prior) / (self.tried[length] + _PRIOR)
+
+
+class _Trust:
+    """How likely a guess for one request is right. What is known of all requests counts for a new one only in part, and
+    more as its guesses turn out as those of others did. To begin with little costs little: guesses are counted whether
+    or not they are drafted.
+    """
+
+    def __init__(self, longest: int, everyone: _Rates) -> None:
+        self._own, self._everyone, self._longest = _Rates(longest, _HALVED[0]), everyone, longest
+        self._right = self._expected = 0.0
+
+    def note(self, length: int, right: bool) -> None:
+        self._expected += self._usual(length)
+        self._right += right
+        if self._expected >= _HALVED[0]:
+            self._right, self._expected = self._right / 2, self._expected / 2
+        self._own.note(length, right)
+        self._everyone.note(length, right)
+
+    def rate(self, length: int) -> float:
+        likeness = (self._right + _NEW * _DOUBT) / (self._expected + _DOUBT)
+        return self._own.rate(length, min(likeness, 1.0) * self._usual(length))
+
+    def _usual(self, length: int) -> float:
+        """That of all requests. Before anything is known: the longer a match, the likelier it goes on."""
+        return self._everyone.rate(length, 0.3 + 0.6 * length / self._longest)
 
 
 class _Answers:
@@ -179,13 +201,13 @@ class _Reader:
     no token.
     """
 
-    def __init__(self, request: Request, config: SpeculativeConfig, trust: _Trust, answers: _Answers | None) -> None:
+    def __init__(self, request: Request, config: SpeculativeConfig, everyone: _Rates, answers: _Answers | None) -> None:
         self.request = request
         self.answers = answers
         self._longest = config.prompt_lookup_max
         self._text = NGramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
         self._text.extend(request.prompt_token_ids[-MAX_PROMPT:])
-        self._trust = _Trust(self._longest, _HALVED[0], trust)
+        self._trust = _Trust(self._longest, everyone)
         self._num_read = 0
         self._source: NGramIndex | None = None
         self._at = self._length = 0
@@ -202,9 +224,9 @@ class _Reader:
         """How likely each of up to ``most`` further guesses is right, with all before it."""
         if self._source is None:
             return []
-        chance, found, rates, name = 1.0, [], self._trust.rates, self.request.request_id
+        chance, found, rate, name = 1.0, [], self._trust.rate, self.request.request_id
         for length in range(self._length, self._length + most):
-            chance *= rates[min(length, self._longest)]
+            chance *= rate(min(length, self._longest))
             if chance < _LEAST:
                 break
             found.append((chance, name))
