@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
-from queue import Empty, SimpleQueue
+from itertools import count
+from queue import Empty, PriorityQueue, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -26,16 +27,18 @@ class BlockStore:
     def __init__(self, slots: Tensor, files: BlockFiles | None = None) -> None:
         self.files = files
         self._slots = [_bytes(slot) for slot in slots]
-        self._orders: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._orders: PriorityQueue[tuple[int, int, Transfer | None]] = PriorityQueue()
+        self._arrivals = count()
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="qserve-kv-disk", daemon=True)
         if files is not None:
             self._thread.start()
 
     def begin(self, orders: Iterable[Transfer]) -> None:
-        """Hand transfers to the thread. The slots must hold what is to be written by now."""
+        """Hand transfers to the thread. The slots must hold what is to be written by now. Reads go before writes,
+        because requests wait for them."""
         for order in orders:
-            self._orders.put(order)
+            self._orders.put((int(order.to_disk), next(self._arrivals), order))
 
     def outcomes(self, timeout: float = 0.0) -> list[Outcome]:
         """The transfers that have ended since the last call. Waits up to ``timeout`` seconds for the first of them."""
@@ -51,7 +54,7 @@ class BlockStore:
         """End the thread after its last transfer. Then write ``blocks``, the least valuable first."""
         if self.files is None:
             return
-        self._orders.put(None)
+        self._orders.put((2, 0, None))
         self._thread.join()
         for key, block in blocks:
             self.files.write(key, _bytes(block.cpu().contiguous()))
@@ -59,7 +62,7 @@ class BlockStore:
 
     def _work(self) -> None:
         assert self.files is not None
-        while (order := self._orders.get()) is not None:
+        while (order := self._orders.get()[2]) is not None:
             done, dropped = False, tuple[Key, ...]()
             try:
                 if order.to_disk:

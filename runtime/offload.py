@@ -12,6 +12,7 @@ from torch import Tensor
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.staging import fingerprint
+from qserve.kernels.threads import torch_threads
 from qserve.runtime.backend import LoadedModel
 from qserve.runtime.block_files import BlockFiles
 from qserve.runtime.block_store import BlockStore
@@ -86,10 +87,11 @@ class Offload:
 def _copy_seconds(runner: DecoderRunner, num_blocks: int, slots: int) -> float:
     """Measured seconds to copy a block from memory into the cache, which is empty yet."""
     copies = [(num_blocks + i % slots, i % num_blocks) for i in range(_PROBED)]
-    for _ in range(2):  # memory that was never touched is slow
-        began = time.perf_counter()
-        runner.copy_blocks(copies)
-        seconds = (time.perf_counter() - began) / len(copies)
+    with torch_threads(1):  # as steps do
+        for _ in range(2):  # memory that was never touched is slow
+            began = time.perf_counter()
+            runner.copy_blocks(copies)
+            seconds = (time.perf_counter() - began) / len(copies)
     return seconds
 
 

@@ -2,9 +2,9 @@
 
     python -m qserve.evals.bench.offload MODEL [--tokens 4096] [--rounds 5] [--directory DIR]
 
-The three take turns. The KV cache has room for one prompt, so a prompt that nobody has seen evicts the known one to
-memory. For the disk, cache and memory are forgotten, as after a restart. The blobs are read twice: first from the disk
-itself (the system is told to drop them from its memory), then from the system's memory.
+They take turns. The KV cache has room for one prompt, so a prompt that nobody has seen evicts the known one to memory.
+For the disk the engine is started again. It reads the blobs first from the disk itself (the system is told to drop them
+from its memory), then, after another start, from the system's memory.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ def measure(model: str, tokens: int, rounds: int, directory: Path) -> dict[str, 
     """Seconds for each of ``_WAYS``. Raises ``RuntimeError`` where a block did not come back, or not as it was."""
     block_bytes = _block_bytes(model)
     blocks = blocks_needed(tokens + BLOCK_SIZE, BLOCK_SIZE, (0,)) + 8
-    engine = Engine(model, EngineConfig(
+    config = EngineConfig(
         max_model_len=tokens + BLOCK_SIZE, max_num_seqs=1, kv_cache_memory=blocks * block_bytes,
         kv_offload_memory=4 * blocks * block_bytes, kv_offload_dir=str(directory),
-        kv_offload_dir_size=20 * blocks * block_bytes,
-    ))  # fmt: skip
-    assert engine.offload is not None
+        kv_offload_dir_size=(rounds + 2) * 4 * blocks * block_bytes,
+    )  # fmt: skip
     random, found = Random(0), {way: list[float]() for way in _WAYS}
+    engine = Engine(model, config)
 
-    def fresh() -> list[int]:
-        return [random.randrange(engine.vocab_size) for _ in range(tokens)] + [1]
+    def fresh(count: int) -> list[int]:
+        return [random.randrange(engine.vocab_size) for _ in range(count)] + [1]
 
-    known = fresh()
+    known = fresh(tokens)
     _, want, _ = first_token(engine, known)
     for number in range(rounds + 1):
-        times = [first_token(engine, fresh())[0]]
-        _wait_for_disk(engine)
+        times = [first_token(engine, fresh(tokens))[0]]
         for way in _WAYS[1:]:
             if way != "in memory":
-                engine.scheduler.forget()
-            if way == "on disk":
-                _drop_pages(directory)
+                engine.close()
+                if way == "on disk":
+                    _drop_pages(directory)
+                engine = Engine(model, config)
+                first_token(engine, fresh(BLOCK_SIZE))  # touches what every step does
             seconds, token, cached = first_token(engine, known)
             if token != want or cached != tokens // BLOCK_SIZE * BLOCK_SIZE:
                 raise RuntimeError(f"{way}: {cached} tokens came back and token {token} of {want} was next")
@@ -78,17 +79,8 @@ def _block_bytes(model: str) -> int:
     return memory.kv_cache // memory.num_blocks
 
 
-def _wait_for_disk(engine: Engine) -> None:
-    """Until all that is in memory is on disk too."""
-    assert engine.offload is not None
-    tiers = engine.offload.tiers
-    while not all(tiers.is_on_disk(key) for key in tiers.filled()):
-        engine.offload.settle()
-        time.sleep(0.01)
-
-
 def _drop_pages(directory: Path) -> None:
-    for path in directory.glob("*/*.kv"):
+    for path in directory.glob("*/[0-9]*.kv"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
