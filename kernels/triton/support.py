@@ -17,6 +17,7 @@ from qserve.kernels.ops import (
     HeadNorm,
     LayerNorm,
     Linear,
+    Lora,
     Op,
     PositionEmbed,
     RMSNorm,
@@ -91,6 +92,8 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
             return _too_wide(op.heads * op.head_dim)
         case RopeKV() | Attention():
             return _cache(op, gpu, compiled)
+        case Lora():
+            return "lora has no Triton kernel"
     return None
 
 

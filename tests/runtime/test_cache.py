@@ -265,14 +265,21 @@ def test_drafts_change_nothing_where_there_are_windows(
     engine = engine_of(alternating[0])
     answers = {f"{name}#{index}": tokens for (name, index), (tokens, *_) in alone.items()}
 
-    def guess(requests: Sequence[Any]) -> dict[str, list[int]]:
-        drafts = {}
-        for request in requests:
-            count = len(request.output_token_ids)
-            drafts[request.request_id] = answers[request.request_id][count : count + 5] + [7] * (count % 3)
-        return drafts
+    class Guesses:
+        def draft(self, requests: Sequence[Any]) -> dict[str, list[int]]:
+            drafts = {}
+            for request in requests:
+                count = len(request.output_token_ids)
+                drafts[request.request_id] = answers[request.request_id][count : count + 5] + [7] * (count % 3)
+            return drafts
 
-    engine.drafter = guess
+        def expects(self, requests: Sequence[Any]) -> bool:
+            return True
+
+        def timed(self, rows: int, seconds: float) -> None:
+            pass
+
+    engine.drafter = Guesses()
     assert run(engine, list(KINDS)) == alone
 
 

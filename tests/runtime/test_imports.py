@@ -12,7 +12,7 @@ import pytest
 RUNTIME = Path(__file__).parents[2] / "runtime"
 PURE = (
     "constraint", "sampling", "request", "step_plan", "cache", "blocks", "backlog", "fairness", "limits", "scheduler",
-    "journal", "snapshot", "stats", "router",
+    "journal", "snapshot", "stats", "router", "block_tiers",
 )  # fmt: skip
 
 
