@@ -90,8 +90,8 @@ def route(
         allowed_hosts=tuple(allowed_hosts or ()),
         cors_origins=tuple(cors_origin or ()),
     )
-    say = logs.start(log_format, log_level, console.note)
     fleet = Fleet(replicas, routing, replica_key, health_interval)
+    say = logs.start(log_format, log_level, console.note)
     sock = claim_socket(host, port) if uds is None else UnixSocket(uds)
     server = RouterServer(fleet, config, sock)
     say(f"routing to {len(fleet.replicas)} servers on {url_of(sock, config)}")

@@ -13,6 +13,7 @@ from tests.kernels.triton import aot, engine_cases, linear_cases
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("amd" not in triton.backends.backends, reason="this Triton has no compiler for AMD")
 @pytest.mark.parametrize("file", ["linear_cases.py", "engine_cases.py"])
 def test_every_kernel_compiles_for_amd(file: str) -> None:
