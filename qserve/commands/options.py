@@ -119,3 +119,40 @@ CpuList = Annotated[
         metavar="LIST",
     ),
 ]
+
+# Of whoever listens.
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")]
+Uds = Annotated[Path | None, typer.Option(help="Listen on a Unix socket, in place of host and port.", metavar="PATH")]
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A key that callers must show; may be given several times. Other users of the machine see it in ps: "
+        "set QSERVE_API_KEY in the environment instead, or use --api-keys.",
+        metavar="KEY",
+    ),
+]
+ApiKeysFile = Annotated[
+    Path | None,
+    typer.Option(help="TOML file of hashed keys with limits, see qserve key; SIGHUP reads it again.", metavar="FILE"),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option("--tls-cert", "--ssl-certfile", help="Certificate chain (PEM), for HTTPS.", metavar="FILE"),
+]
+TlsKey = Annotated[
+    Path | None, typer.Option("--tls-key", "--ssl-keyfile", help="Its private key (PEM).", metavar="FILE")
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A name, besides localhost, that a server without keys answers to; may be given several times.",
+        metavar="NAME",
+    ),
+]
+CorsOrigin = Annotated[
+    list[str] | None,
+    typer.Option(help="A web origin whose pages may call; may be given several times.", metavar="URL"),
+]
+LogFormat = Annotated[str, typer.Option(help="Log lines as text or json.")]
+LogLevel = Annotated[str, typer.Option(help="Least level that is logged: debug, info, warning or error.")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +10,19 @@ import typer
 from qserve import console
 from qserve.checkpoint.errors import UsageError
 from qserve.commands import values
+from qserve.commands.options import (
+    AllowedHosts,
+    ApiKey,
+    ApiKeysFile,
+    CorsOrigin,
+    Host,
+    LogFormat,
+    LogLevel,
+    Port,
+    TlsCert,
+    TlsKey,
+    Uds,
+)
 from qserve.runtime.router import POLICIES
 
 
@@ -18,11 +30,9 @@ def route(
     replicas: Annotated[
         list[str], typer.Argument(metavar="URL...", help="The servers: http://HOST:PORT, https://HOST or unix:PATH.")
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
-    uds: Annotated[
-        Path | None, typer.Option(help="Listen on a Unix socket, in place of host and port.", metavar="PATH")
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    uds: Uds = None,
     routing: Annotated[str, typer.Option(help="prefix-aware, least-loaded or round-robin.")] = POLICIES[0],
     health_interval: Annotated[float, typer.Option(help="Seconds between two looks at each server.")] = 2.0,
     replica_key: Annotated[
@@ -35,36 +45,14 @@ def route(
             show_envvar=False,
         ),
     ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A key that callers must show; may be given several times. QSERVE_API_KEY in the environment is one.",
-            metavar="KEY",
-        ),
-    ] = None,
-    api_keys: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML file of hashed keys with limits, see qserve key; SIGHUP reads it again.", metavar="FILE"
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", help="Certificate chain (PEM), for HTTPS.", metavar="FILE")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key (PEM).", metavar="FILE")] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A name, besides localhost, that a router without keys answers to; may be given several times.",
-            metavar="NAME",
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="A web origin whose pages may call; may be given several times.", metavar="URL"),
-    ] = None,
-    log_format: Annotated[str, typer.Option(help="Log lines as text or json.")] = "text",
-    log_level: Annotated[str, typer.Option(help="Least level that is logged: debug, info, warning or error.")] = "info",
+    api_key: ApiKey = None,
+    api_keys: ApiKeysFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    allowed_hosts: AllowedHosts = None,
+    cors_origin: CorsOrigin = None,
+    log_format: LogFormat = "text",
+    log_level: LogLevel = "info",
 ) -> None:
     """Serve one address for several servers: each request goes where most of its prompt is cached."""
     if uds is not None and (host, port) != ("127.0.0.1", 8000):

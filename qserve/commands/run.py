@@ -13,17 +13,28 @@ from qserve.checkpoint.errors import UsageError
 from qserve.commands import values
 from qserve.commands.options import (
     ENGINE,
+    AllowedHosts,
+    ApiKey,
+    ApiKeysFile,
     ChatTemplate,
+    CorsOrigin,
     CpuList,
     GenerationConfigOf,
+    Host,
     Kernels,
     KvCacheMemory,
+    LogFormat,
+    LogLevel,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     Model,
+    Port,
     SpeculativeConfigJson,
     Threads,
+    TlsCert,
+    TlsKey,
+    Uds,
 )
 from qserve.commands.vllm_options import options_of_file
 from qserve.runtime.config import EngineConfig
@@ -43,43 +54,15 @@ def run(
             callback=options_of_file,
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
-    uds: Annotated[
-        Path | None, typer.Option(help="Listen on a Unix socket, in place of host and port.", metavar="PATH")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A key that callers must show; may be given several times. Other users of the machine see it in ps: "
-            "set QSERVE_API_KEY in the environment instead, or use --api-keys.",
-            metavar="KEY",
-        ),
-    ] = None,
-    api_keys: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML file of hashed keys with limits, see qserve key; SIGHUP reads it again.", metavar="FILE"
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option("--tls-cert", "--ssl-certfile", help="Certificate chain (PEM), for HTTPS.", metavar="FILE"),
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option("--tls-key", "--ssl-keyfile", help="Its private key (PEM).", metavar="FILE")
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A name, besides localhost, that a server without keys answers to; may be given several times.",
-            metavar="NAME",
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="A web origin whose pages may call; may be given several times.", metavar="URL"),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    uds: Uds = None,
+    api_key: ApiKey = None,
+    api_keys: ApiKeysFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    allowed_hosts: AllowedHosts = None,
+    cors_origin: CorsOrigin = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -204,8 +187,8 @@ def run(
         int, typer.Option(help="Tokens of one event of a stream, after the first.", min=1, max=1024)
     ] = 1,
     vllm_metrics: Annotated[bool, typer.Option(help="Repeat the metrics under vLLM's names.")] = False,
-    log_format: Annotated[str, typer.Option(help="Log lines as text or json.")] = "text",
-    log_level: Annotated[str, typer.Option(help="Least level that is logged: debug, info, warning or error.")] = "info",
+    log_format: LogFormat = "text",
+    log_level: LogLevel = "info",
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(
