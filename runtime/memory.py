@@ -165,10 +165,8 @@ def plan_memory(
 
 
 def file_bytes(source: ModelSource) -> int:
-    """Bytes of the files that hold the weights."""
-    path = source.path
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    return sum(file.stat().st_size for file in files)
+    """Bytes of the weights' files that are mapped into memory. What is read of a GGUF file is copied."""
+    return sum(file.stat().st_size for file in source.path.glob("*.safetensors"))
 
 
 def reserved(total: int, utilization: float) -> int:
