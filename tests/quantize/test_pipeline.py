@@ -906,7 +906,7 @@ _STAGES = {
             (3, ("probe.Probe", "of"), []),  # inside of the first block
             (2, ("PartWriter", "commit"), [1]),  # after the second, before its states are safe
             (25, ("PartWriter", "add"), [2, 3]),  # while those after a sample are written
-            (2, ("pathlib.Path", "unlink"), [4, 5, 6]),  # with a plan, before the states that led to it are gone
+            (3, ("pathlib.Path", "unlink"), [4, 5, 6]),  # with a plan, before the states that led to it are gone
         ],
     ),
     "distill": (
@@ -915,7 +915,7 @@ _STAGES = {
             (1, ("distill._Scaled", "take_gradient"), []),
             (2, ("PartWriter", "commit"), [*range(1, 20)]),  # with one state, before the second
             (50, ("PartWriter", "add"), [*range(11, 20)]),
-            (2, ("pathlib.Path", "unlink"), [*range(11, 121)]),
+            (3, ("pathlib.Path", "unlink"), [*range(11, 121)]),
         ],
     ),
 }

@@ -57,7 +57,7 @@ class RandomModel:
         return [f"model.layers.{i}.{module}" for i in layers for module in self._shapes]
 
     def has(self, name: str) -> bool:
-        return name.endswith(".weight")
+        return name.endswith(".weight") and name != "score.weight"  # which would make it a classifier
 
     def tensor(self, name: str) -> torch.Tensor:
         module = name.removesuffix(".weight")

@@ -26,7 +26,9 @@ def check(name: str, compiled: Any) -> None:
         # As wide as a row of a page allows.
         assert re.search(r"LDGSTS\.E\.\S*128", compiled.sass), f"{name} copies in small pieces"
     if name.startswith("attention decodes") and "invariant" not in name:
-        assert "mma.sync.aligned.m16n8k16" in compiled.ptx, name
+        # So many heads share a key head that their rows fill the larger unit of a Hopper or Blackwell, too.
+        units = ("mma.sync.aligned.m16n8k16", *(("wgmma.mma_async", "tcgen05.mma") if "shared" in name else ()))
+        assert any(unit in compiled.ptx for unit in units), name
     if name.startswith("attention tiles") and " 256 " not in name:
         unit = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(architecture, "mma.sync.aligned.m16n8k16")
         assert unit in compiled.ptx, name
