@@ -69,4 +69,5 @@ def test_every_block_type(kind, tmp_path) -> None:
     path = save(tmp_path / "m.gguf", kind, blocks)
     expected = torch.from_numpy(dequantize(blocks, kind))
     assert kind in BLOCKS and torch.equal(GGUFFile(path).tensor("model.embed_tokens.weight"), expected)
-    assert expected.isfinite().all() and expected.unique().numel() > 50
+    # More values than sixteen codes of one scale. MXFP4's scales are powers of two, and its products coincide.
+    assert expected.isfinite().all() and expected.unique().numel() > 20
