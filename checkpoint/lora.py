@@ -27,7 +27,11 @@ from qserve.checkpoint.safetensors_index import StoredTensor, read_header
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _MAX_CONFIG = 1 << 20
-_MAX_PATTERN = 200  # characters; patterns are regular expressions of the one who made the adapter
+_MAX_PATTERN = 200  # characters
+# Patterns are regular expressions of whoever made the adapter. These bounds keep the time of a match short: a repeated
+# group, or many repetitions, can take years on a name of forty characters.
+_MAX_REPEATS, _MAX_REPEATING = 2, 16
+_REPEAT, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"[)][*+?{]")
 _FLOATS = ("F32", "F16", "BF16")
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -166,15 +170,21 @@ def _parse_config(path: Path, content: bytes) -> dict[str, Any]:
         patterns = config.get(name) or {}
         if not isinstance(patterns, dict):
             raise CheckpointError(f"{path}: {name} must be an object")
+        if sum(_REPEAT.search(pattern) is not None for pattern in patterns) > _MAX_REPEATING:
+            raise CheckpointError(f"{path}: {name} has over {_MAX_REPEATING} patterns that repeat; name the linears")
         for pattern, value in patterns.items():
             _require_number(path, f"{name} of {pattern!r:.80}", value)
             try:
-                if len(pattern) > _MAX_PATTERN:
+                if len(pattern) > _MAX_PATTERN or not _is_simple(pattern):
                     raise ValueError
                 re.compile(_whole(pattern))
             except (ValueError, re.error):
-                raise CheckpointError(f"{path}: {name} has {pattern!r:.80}, no short regular expression") from None
+                raise CheckpointError(f"{path}: {name} has {pattern!r:.80}, no simple regular expression") from None
     return config
+
+
+def _is_simple(pattern: str) -> bool:
+    return len(_REPEAT.findall(pattern)) <= _MAX_REPEATS and _REPEATED_GROUP.search(pattern) is None
 
 
 def _require_number(path: Path, what: str, value: Any) -> None:

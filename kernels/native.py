@@ -91,11 +91,20 @@ def library() -> C.CDLL:
     products = (loaded.qs_pack_panels, loaded.qs_add_moment, loaded.qs_attend_causal, loaded.qs_multiply)
     for shared in (*rounding, *products):
         shared.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
-    loaded.qs_op_name.restype = C.c_char_p
-    named = _named(loaded)
-    if not named.keys() <= _DECLARED.keys() or loaded.qs_op_size() != C.sizeof(abi.operation(named, _DECLARED)):
+    if not agrees(loaded):
         raise OSError(f"{path.name} was built from other sources: reinstall qserve")
     return loaded
+
+
+def agrees(loaded: C.CDLL) -> bool:
+    """Whether a library declares operations and steps as this package does. One that was built before either changed
+    would compute something else, without an error."""
+    loaded.qs_op_name.restype = C.c_char_p
+    named = _named(loaded)
+    if not named.keys() <= _DECLARED.keys() or not hasattr(loaded, "qs_step_size"):
+        return False
+    sizes = loaded.qs_op_size(), loaded.qs_step_size()
+    return sizes == (C.sizeof(abi.operation(named, _DECLARED)), C.sizeof(abi.structure(Step)))
 
 
 def _named(loaded: C.CDLL) -> dict[str, int]:

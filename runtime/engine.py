@@ -236,8 +236,11 @@ class Engine:
                 self._launch(now)
             runs = {choice.sequence.request_id: run for choice, run in zip(flight.choices, flight.land())
                     if not choice.sequence.is_finished}  # it may have ended since the step began
+            began, self._landed = max(flight.began, self._landed), self._clock()
             if self.offload:
-                self.offload.landed(flight.plan)
+                self.offload.landed(flight.plan, self._landed - began)
+            if self.drafter is not None and flight.plan.is_decode:
+                self.drafter.timed(flight.plan.num_tokens, self._landed - began)
             outputs, self._ended = outputs + self._ended, []
             tokens: dict[str, list[int]] = {}
             for key, run in runs.items():
@@ -257,9 +260,6 @@ class Engine:
                 forks += [(choice, search, *fork) for fork in turn.forks]
                 for key in turn.ended:
                     self._end(key, "stop")
-            if self.drafter is not None and flight.plan.is_decode:
-                began, self._landed = max(flight.began, self._landed), self._clock()
-                self.drafter.timed(flight.plan.num_tokens, self._landed - began)
             updates = self.scheduler.commit(flight.plan, tokens)
             self._flights.popleft()
             for fork in forks:
@@ -278,7 +278,6 @@ class Engine:
             for flight in flights[len(flights) - uncommitted :]:
                 self.scheduler.commit(flight.plan, {})
             if self.offload:
-                self.offload.failed()
                 self.scheduler.forget()
             raise
 
@@ -291,8 +290,6 @@ class Engine:
             if self.offload:
                 self.offload.begin(self.scheduler.transfers())
             return False
-        if self.offload:
-            self.offload.launched(plan)
         sampling = [planned for planned in plan.sequences if planned.num_sampled]
         choices = [self._choices[planned.request_id] for planned in sampling]
         flight = StepInFlight(plan, choices, {}, threads=self.config.threads, began=self._clock())

@@ -46,8 +46,6 @@ class Offload:
             disk_seconds = files.probe()
         self.tiers = BlockTiers(count, None if files is None else files.keys(), Rates(memory_seconds, disk_seconds))
         self._store = BlockStore(slots, files)
-        self._launched: dict[int, float] = {}  # by the number of a plan
-        self._landed = 0.0
 
     def settle(self, timeout: float = 0.0) -> None:
         """Note what the disk has done. Waits up to ``timeout`` seconds if requests wait for it."""
@@ -57,20 +55,10 @@ class Offload:
     def begin(self, transfers: Iterable[Transfer]) -> None:
         self._store.begin(transfers)
 
-    def launched(self, plan: StepPlan) -> None:
-        """A plan is about to run."""
-        self._launched[plan.step] = time.perf_counter()
-
-    def landed(self, plan: StepPlan) -> None:
-        """A plan was computed; what that took tells what a block costs."""
-        now = time.perf_counter()
-        seconds, self._landed = now - max(self._launched.pop(plan.step), self._landed), now
+    def landed(self, plan: StepPlan, seconds: float) -> None:
+        """A plan was computed in ``seconds``, which tell what a block costs."""
         if sum(len(each.token_ids) for each in plan.sequences if each.is_prefill) >= _PREFILL:
             self.tiers.computed(seconds / plan.num_tokens * self._block_share)
-
-    def failed(self) -> None:
-        """Plans in flight were dropped."""
-        self._launched.clear()
 
     def close(self, findable: Iterable[tuple[Key, int]]) -> None:
         """Write to disk what is in memory and what is ``findable`` in the cache, and end."""

@@ -333,6 +333,8 @@ class Scheduler:
 
     def _awaits_blocks(self, request: Request) -> bool:
         """Whether blocks that it can use come from the disk. They are asked for once, so it never waits for long."""
+        if self.blocks.tiers is None:
+            return False
         ask, request.was_fetched = not request.was_fetched, True
         return self.blocks.awaits(self._reusable(request), ask=ask)
 

@@ -588,6 +588,11 @@ int32_t qs_op_size(void)
     return (int32_t)sizeof(qs_op);
 }
 
+int32_t qs_step_size(void)
+{
+    return (int32_t)sizeof(qs_step);
+}
+
 const char *qs_op_name(int32_t kind)
 {
     static const char *const names[] = {

@@ -395,8 +395,9 @@ int64_t qs_peak_read(const void *memory, int64_t bytes);
 int32_t qs_best_isa(void);
 int32_t qs_has_isa(int32_t isa);
 
-/* sizeof(qs_op), so that the caller can check that its own declaration agrees. */
+/* sizeof(qs_op) and sizeof(qs_step), so that the caller can check that its own declarations agree. */
 int32_t qs_op_size(void);
+int32_t qs_step_size(void);
 
 /* The name of an operation, as in qs_op; NULL behind the last one. */
 const char *qs_op_name(int32_t kind);

@@ -60,7 +60,10 @@ def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA is served"),
         ({"r": "8"}, "r must be a positive number, not '8'"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be a positive number"),
-        ({"rank_pattern": {"(": 4}}, "no short regular expression"),
+        ({"rank_pattern": {"(": 4}}, "no simple regular expression"),
+        ({"rank_pattern": {r"(\w+\.?)+!": 4}}, "no simple regular expression"),  # this one would not end
+        ({"alpha_pattern": {".*.*.*!": 4}}, "no simple regular expression"),
+        ({"alpha_pattern": {f".*{i}": 4 for i in range(17)}}, "over 16 patterns that repeat"),
         ({"rank_pattern": {"q_proj": 4}}, r"q_proj has matrices \[8, 32\] and \[48, 8\]; for rank 4 this model takes"),
         ({"r": 9}, "has rank 9, the limit is 8; raise --max-lora-rank"),
     ],

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qserve.kernels import abi
+from qserve.kernels import abi, native
 from qserve.kernels.ops import Activation, Function, Op, Step
 from qserve.kernels.tiled import TiledEmbed, TiledExperts, TiledLinear, TiledLora
 
@@ -83,3 +83,22 @@ def test_dtypes_have_their_numbers(tmp_path: Path) -> None:
     numbers = compiled([f'printf("{name} %d\\n", QS_{name});' for name in names], tmp_path)
     assert (numbers["U8"], numbers["U4"], numbers["F8"], numbers["I8"]) == (abi.U8, abi.U4, abi.F8, abi.I8)
     assert [numbers[name] for name in names[:3]] == list(abi.FLOATS.values())
+
+
+@pytest.mark.parametrize(
+    ("step", "same"), [("qs_step", True), ("struct { qs_step step; void *more; }", False), (None, False)]
+)
+def test_a_library_of_other_sources_is_not_used(step: str | None, same: bool, tmp_path: Path) -> None:
+    """It may know fewer operations. One that takes other steps, or does not say which, computes something else."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler here")
+    source, library = tmp_path / "old.c", tmp_path / "old.so"
+    source.write_text(
+        '#include <stddef.h>\n#include "qserve.h"\n'
+        'const char *qs_op_name(int32_t kind) { return kind ? NULL : "linear"; }\n'
+        "int32_t qs_op_size(void) { return 8 + sizeof(qs_linear); }\n"
+        + ("" if step is None else f"int32_t qs_step_size(void) {{ return sizeof({step}); }}\n")
+    )
+    subprocess.run([compiler, "-shared", "-fPIC", "-I", str(CSRC), str(source), "-o", str(library)], check=True)
+    assert native.agrees(C.CDLL(str(library))) == same
