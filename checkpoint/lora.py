@@ -29,7 +29,7 @@ WEIGHTS = "adapter_model.safetensors"
 _MAX_CONFIG = 1 << 20
 _MAX_PATTERN = 200  # characters
 # Patterns are regular expressions of whoever made the adapter. These bounds keep the time of a match short: a repeated
-# group, or many repetitions, can take years on a name of forty characters.
+# group, or many repetitions, can take minutes on a name of thirty characters.
 _MAX_REPEATS, _MAX_REPEATING = 2, 16
 _REPEAT, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"[)][*+?{]")
 _FLOATS = ("F32", "F16", "BF16")

@@ -61,7 +61,7 @@ def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
         ({"r": "8"}, "r must be a positive number, not '8'"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be a positive number"),
         ({"rank_pattern": {"(": 4}}, "no simple regular expression"),
-        ({"rank_pattern": {r"(\w+\.?)+!": 4}}, "no simple regular expression"),  # this one would not end
+        ({"rank_pattern": {r"(\w+\.?)+!": 4}}, "no simple regular expression"),  # seconds for each linear
         ({"alpha_pattern": {".*.*.*!": 4}}, "no simple regular expression"),
         ({"alpha_pattern": {f".*{i}": 4 for i in range(17)}}, "over 16 patterns that repeat"),
         ({"rank_pattern": {"q_proj": 4}}, r"q_proj has matrices \[8, 32\] and \[48, 8\]; for rank 4 this model takes"),
