@@ -61,9 +61,6 @@ class Facts:
             raise CheckpointError(f"{self.architecture}.{name} must list {layers} layers, not say {_short(value)}")
         return [bool(item) for item in listed]
 
-    def __contains__(self, name: str) -> bool:
-        return f"{self.architecture}.{name}" in self.metadata
-
     def has(self, tensor: str) -> bool:
         return tensor in self.shapes
 
