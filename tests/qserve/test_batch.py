@@ -193,7 +193,15 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(engine: Engine, tiny_model
 
 def grammar_workers(pid: int) -> list[psutil.Process]:
     children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if "qserve.runtime.grammar_worker" in child.cmdline()]
+    return [child for child in children if "qserve.runtime.grammar_worker" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Nothing of a process that has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 @pytest.mark.parametrize("fails", [False, True])
