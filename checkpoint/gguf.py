@@ -106,6 +106,10 @@ class GGUFFile:
         kinds = {self._tensors[part].kind.name for part in stored.names}
         return int(np.prod(stored.shape)) * (2 if kinds <= {"F16", "BF16"} else 4)
 
+    def keeps_float32(self, name: str) -> bool:
+        """What block types decode to was not stored so."""
+        return self.has(name) and any(self._tensors[part].kind.name == "F32" for part in self._stored[name].names)
+
     def tensor(self, name: str) -> Tensor:
         stored = self._where(name)
         parts = [self._read(part, stored.place) for part in stored.names]

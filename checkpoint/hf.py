@@ -144,6 +144,9 @@ class HFDirectory:
     def nbytes(self, name: str) -> int:
         return self._stored(name).nbytes
 
+    def keeps_float32(self, name: str) -> bool:
+        return self.has(name) and DTYPES.get(self._stored(name).dtype) == torch.float32
+
     def tensor(self, name: str) -> Tensor:
         """Read, not mapped: mapped pages count as memory of this process, and those of a large model add up."""
         stored = self._stored(name)

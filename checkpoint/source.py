@@ -73,6 +73,10 @@ class ModelSource(Protocol):
         """Bytes that ``tensor(name)`` takes in memory, without reading it."""
         ...
 
+    def keeps_float32(self, name: str) -> bool:
+        """Whether ``name`` is a dense tensor that the model stores in float32."""
+        ...
+
     def tensor(self, name: str) -> Tensor:
         """One dense tensor in its stored dtype (GGUF block types: float32), in memory of its own."""
         ...

@@ -285,7 +285,7 @@ def _commit(
         writer.put_linear(module, packed)
     for name, tensor in result.dense.items():
         # The tensors of the KV cache are float32 in every format.
-        kept = tensor if is_kv(name) else narrow(name, tensor, prepared.dtype)
+        kept = tensor if is_kv(name) else narrow(prepared.skeleton.source, name, tensor, prepared.dtype)
         writer.put(name, prepared.skeleton.as_stored(name, kept))
     writer.commit(visit.name, {
         "reports": [report.to_json() for report in result.reports],

@@ -193,7 +193,7 @@ def _check_rest(source: ModelSource, skeleton: Skeleton, dtype: torch.dtype) -> 
     inside = _weights(skeleton)
     for name in source.names():
         if name not in inside:
-            narrow(name, source.tensor(name), dtype)
+            narrow(source, name, source.tensor(name), dtype)
 
 
 def check_blocks(skeleton: Skeleton) -> None:
@@ -210,13 +210,14 @@ def _weights(skeleton: Skeleton) -> set[str]:
     return {f"{module}.weight" for module in skeleton.shapes}
 
 
-def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floats become float16, unless the model is natively bfloat16 (there, float32 was chosen on purpose).
+def narrow(source: ModelSource, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` as it is written: floats become ``dtype``, but in a bfloat16 model what is stored in float32, which was
+    chosen on purpose.
 
     Raises ``CheckpointError`` for NaN, infinity, and what float16 cannot hold.
     """
     narrowed = tensor
-    if dtype == torch.float16 and tensor.is_floating_point():
+    if tensor.is_floating_point() and (dtype == torch.float16 or not source.keeps_float32(name)):
         narrowed = tensor.to(dtype)
     _require_finite(name, tensor)
     if narrowed is not tensor and not is_finite(narrowed):

@@ -40,7 +40,7 @@ def write_rest(
         done.add("lm_head.weight")
     for name in source.names():
         if name not in done:
-            writer.put(name, narrow(name, source.tensor(name), prepared.dtype))
+            writer.put(name, narrow(source, name, source.tensor(name), prepared.dtype))
     _write_configuration(prepared, writer)
     return reports
 

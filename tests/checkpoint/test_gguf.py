@@ -234,6 +234,7 @@ def test_block_types(tmp_path, architecture, kind, tolerance) -> None:
     expected = {Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}.get(kind, torch.float32)
     assert source.tensor(name).dtype == expected
     assert source.tensor("model.norm.weight").dtype == torch.float32
+    assert source.keeps_float32("model.norm.weight") and not source.keeps_float32(name)
     for name in source.names():
         weight, stored = model.state_dict()[name], source.tensor(name).to(torch.float32)
         assert (weight - stored).abs().max() <= tolerance * weight.abs().max(), name

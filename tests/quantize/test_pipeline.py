@@ -132,6 +132,17 @@ def test_dense_tensors_configuration_and_tokenizer(llama, qwen2, tmp_path):
         assert read.generation_config() == source.generation_config()
 
 
+@pytest.mark.parametrize("options", [dict(scheme="w8a8"), dict(method="awq")])
+def test_a_bfloat16_model_keeps_float32_only_where_it_had_it(qwen2, options, tmp_path):
+    shutil.copytree(qwen2, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    norm = "model.layers.1.input_layernorm.weight"
+    save_file(tensors | {norm: tensors[norm].float()}, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    pipeline.run(HFDirectory(tmp_path / "model"), tmp_path / "out", QuantizeJob(**SMALL | options))
+    read = HFDirectory(tmp_path / "out")
+    assert {name for name in read.names() if read.tensor(name).dtype != torch.bfloat16} == {norm}
+
+
 def test_gptq_beats_rounding_on_text_that_was_not_calibrated_on(llama, tmp_path):
     source = HFDirectory(llama)
     for method in ("gptq", "rtn"):
