@@ -211,7 +211,7 @@ def _weights(skeleton: Skeleton) -> set[str]:
 
 
 def narrow(source: ModelSource, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` as it is written: floats become ``dtype``, but in a bfloat16 model what is stored in float32, which was
+    """``tensor`` as it is written: floats become ``dtype``, but in a bfloat16 model what is stored in float32: that was
     chosen on purpose.
 
     Raises ``CheckpointError`` for NaN, infinity, and what float16 cannot hold.
