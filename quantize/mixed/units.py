@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,6 +19,8 @@ Offered = Mapping[Unit, Sequence[WeightScheme | None]]
 """The schemes that each unit can have; None keeps 16-bit floats."""
 
 _GROUP_SIZES = (32, 64, 128, -1)
+_USUAL_BITS = (4, 8)
+"""The widths that most loaders read."""
 _EXPERT = re.compile(r"(.*?\.\d+\..*?)\.\d+\.")
 
 
@@ -39,13 +42,27 @@ def of_experts(unit: Unit) -> bool:
 
 
 def offered(job: QuantizeJob, shapes: Mapping[str, tuple[int, int]], format: Format) -> Offered:
-    """What mixed precision chooses from; empty where ``job`` is not mixed."""
+    """What mixed precision chooses from; empty where ``job`` is not mixed. A size that 4 and 8 bits can have is made of
+    those."""
     if not job.mixed:
         return {}
-    if job.activations is None:
-        return candidates(shapes, format, job.loaders, symmetric=job.symmetric)
-    # Where inputs are rounded too, the only other choice is to leave weights and inputs alone.
-    return dict.fromkeys(units(shapes), (job.weights, None))
+    if job.activations is not None:
+        # Where inputs are rounded too, the only other choice is to leave weights and inputs alone.
+        return dict.fromkeys(units(shapes), (job.weights, None))
+    every = candidates(shapes, format, job.loaders, symmetric=job.symmetric)
+    usual = {unit: fit for unit, schemes in every.items() if (fit := [s for s in schemes if s.bits in _USUAL_BITS])}
+    suffices = job.target_bits is not None and _fewest_bits(usual, shapes, format) <= job.target_bits
+    return usual if suffices and usual.keys() == every.keys() else every
+
+
+def _fewest_bits(choices: Offered, shapes: Mapping[str, tuple[int, int]], format: Format) -> float:
+    """Stored bits per weight where every unit has the smallest of its ``choices``."""
+    def bits(unit: Unit, scheme: WeightScheme | None) -> int:
+        assert scheme is not None
+        return sum(scheme.storage_bits(*shapes[each], symmetric_zeros=format.symmetric_zeros) for each in unit)
+
+    stored = sum(min(bits(unit, scheme) for scheme in schemes) for unit, schemes in choices.items())
+    return stored / max(1, sum(math.prod(shapes[each]) for unit in choices for each in unit))
 
 
 def candidates(

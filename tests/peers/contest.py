@@ -8,7 +8,8 @@ the machine does at most is measured in every round, too.
 ``--isa avx2`` keeps those from AVX-512 that can be kept: qserve takes its kernels for AVX2, llama.cpp is built for it,
 torch obeys a variable. OpenVINO ends with an error where oneDNN is limited below what it sees: it uses what the machine
 has. ``--one-thread`` compares the processor seconds of one thread: on a busy machine a clock says little. MODELS and
-CHECKPOINT may be of ``make_random.py``, for llama.cpp with Q4_0 alone.
+CHECKPOINT may be of ``make_random.py``, or a folder with any GGUF file and what ``qserve quantize`` makes of it:
+llama.cpp runs every ``*.gguf`` there.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def contestants(
         entry("qserve", sys.executable, "qserve_engine.py", checkpoint, threads, KERNELS[isa]),
         entry("OpenVINO int4", openvino, "openvino_batching.py", str(models / "openvino-int4"), threads),
         entry("OpenVINO int8", openvino, "openvino_batching.py", str(models / "openvino-int8"), threads),
-        entry("llama.cpp Q4_0", llama, "llama_cpp_batch.py", str(models / "Q4_0.gguf"), threads),
-        entry("llama.cpp Q8_0", llama, "llama_cpp_batch.py", str(models / "Q8_0.gguf"), threads),
+        *(entry(f"llama.cpp {file.stem}", llama, "llama_cpp_batch.py", str(file), threads)
+          for file in sorted(models.glob("*.gguf"))),
         entry(f"transformers {floats}", sys.executable, "transformers_generate.py", dense, threads, floats),
     ]
 

@@ -19,11 +19,12 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import fitted, gptq, rtn
 from qserve.quantize.fitted import Fitted
+from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed import sensitivity
 from qserve.quantize.mixed.probe import Probe
 from qserve.quantize.mixed.rounders import Compensated
 from qserve.quantize.mixed.sensitivity import Compensation, excerpt, measure
-from qserve.quantize.mixed.units import Unit, candidates, units
+from qserve.quantize.mixed.units import Unit, candidates, offered, units
 
 SCHEMES = (WeightScheme(3, 32), WeightScheme(4, 32), WeightScheme(6, 32))
 Q, K, V, OUT, GATE, UP, DOWN = (
@@ -301,6 +302,17 @@ def test_candidates_are_what_format_and_loaders_take():
     } | {(4, -1), (8, 128), (8, -1)}
     for_vllm = candidates(shapes, format_named("gptq"), ("qserve", "vllm"))
     assert {s.bits for s in for_vllm[DOWN,]} == {4, 8}
+
+
+@pytest.mark.parametrize("asked, widths", [
+    (dict(target_bits=4.25), {4, 8}), (dict(target_bits=6.0), {4, 8}), (dict(target_bits=4.0), {2, 3, 4, 8}),
+    (dict(target_bits=3.7), {2, 3, 4, 8}), (dict(max_kl=0.03), {2, 3, 4, 8}),
+])  # fmt: skip
+def test_a_size_that_most_loaders_read_is_made_of_what_they_read(asked, widths):
+    shapes = {Q: (576, 576), K: (192, 576), V: (192, 576), DOWN: (576, 1536)}
+    found = offered(QuantizeJob(**asked), shapes, format_named("gptq"))
+    assert found.keys() == {(Q, K, V), (DOWN,)}
+    assert {scheme.bits for schemes in found.values() for scheme in schemes} == widths
 
 
 def test_the_excerpt_is_small():
