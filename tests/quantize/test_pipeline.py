@@ -895,7 +895,7 @@ def in_a_process(model, out, options, after=0, places=_WRITER):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [dict(), dict(method="awq+gptq"), dict(target_bits=5.0), dict(effort="best")], ids=str
+    "options", [dict(method="awq+gptq"), dict(target_bits=5.0), dict(effort="best")], ids=str
 )
 def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(options, qwen2, tmp_path):
     run = functools.partial(in_a_process, qwen2, options=options)
