@@ -70,6 +70,9 @@ class Unpacked:
             return math.prod(self.shape(name)) * self.dtype().itemsize
         return self._source.nbytes(name)
 
+    def keeps_float32(self, name: str) -> bool:
+        return self._source.has(name) and self._source.keeps_float32(name)
+
     def tensor(self, name: str) -> Tensor:
         if name in self._weights:
             return self._source.linear(self._weights[name]).dequantize().to(self.dtype())

@@ -24,6 +24,9 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.memory import MemoryPlan
 
+_BARS = ("generate", "sensitivity", "quantize", "distill")
+"""The phases of quantizing that show a bar here."""
+
 
 def open_source(model: str, chat_template: Path | None = None) -> ModelSource:
     """Open MODEL; the first use of a demo model downloads it. ``chat_template``: a file, instead of its own."""
@@ -87,9 +90,9 @@ def quantize(
             if event.phase != phase:
                 bar.close()
                 phase = event.phase
-                if phase in ("sensitivity", "quantize", "distill"):
+                if phase in _BARS:
                     update = bar.enter_context(console.progress(phase))
-            if event.phase in ("sensitivity", "quantize", "distill"):
+            if event.phase in _BARS:
                 update(event.done, event.total)
 
         return pipeline.run(source, out, job, progress=tell, measure=measure, accept=accept, permit=permit)

@@ -30,7 +30,8 @@ class QuantizeJob:
     target_bits      mixed precision: stored bits per weight at most, scales included; with w8a8 and fp8 it chooses the
                      linears that are kept in 16-bit floats
     max_kl           mixed precision: the smallest checkpoint within this divergence (nats)
-    calibration      a SOURCE of ``load_text`` or None (every input counts the same)
+    calibration      a SOURCE of ``load_text``; self: the builtin text and as much that the model writes
+                     (``generated_windows``); or None (every input counts the same)
     format           of the checkpoint, or auto
     loaders          must accept the checkpoint, or the job is refused before calibration
     overwrite        replace a checkpoint at OUT

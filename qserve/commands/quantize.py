@@ -141,8 +141,8 @@ def quantize(
     calibration: Annotated[
         str,
         typer.Option(
-            help="Calibration text: builtin, a text or JSONL file (lines with text or messages), a dataset, or none "
-            "(rtn).",
+            help="Calibration text: self (the model writes half of it), builtin, a text or JSONL file (lines with "
+            "text or messages), a dataset, or none (rtn).",
             metavar="SOURCE",
         ),
     ] = _JOB.calibration or "none",

@@ -132,6 +132,20 @@ def test_dense_tensors_configuration_and_tokenizer(llama, qwen2, tmp_path):
         assert read.generation_config() == source.generation_config()
 
 
+def test_text_that_the_model_writes(llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, job = HFDirectory(llama), QuantizeJob(**SMALL, method="gptq", calibration="self")
+    pipeline.check(source, tmp_path / "out", job)
+    assert not (tmp_path / "cache").exists()
+    told = []
+    report = pipeline.run(source, tmp_path / "out", job, progress=told.append)
+    assert [event.phase for event in told if event.total == SMALL["samples"] // 2 * (SMALL["sequence_length"] - 1)]
+    record = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert record["data_name"] == "self" and record["data_sha256"] == report.calibration_sha256
+    builtin = pipeline.run(source, tmp_path / "other", QuantizeJob(**SMALL, method="gptq"))
+    assert report.layers != builtin.layers
+
+
 @pytest.mark.parametrize("options", [dict(scheme="w8a8"), dict(method="awq")])
 def test_a_bfloat16_model_keeps_float32_only_where_it_had_it(qwen2, options, tmp_path):
     shutil.copytree(qwen2, tmp_path / "model")
