@@ -22,8 +22,6 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
 
-SELF = "self"
-"""The SOURCE of calibration text that stands for it."""
 _AT_ONCE = 64
 
 Progress = Callable[[int, int], None]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Split = Literal["calibrate", "evaluate"]
 
+SELF = "self"
+"""The SOURCE that stands for text of the model's own, which ``generated_windows`` makes."""
 BUILTIN_CALIBRATION_SHARE = 0.8
 # A streamed dataset may be endless; this is about eight million tokens, more than any calibration uses.
 DATASET_CHARACTERS = 32_000_000

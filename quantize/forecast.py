@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
+from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
@@ -61,6 +62,10 @@ GATHERED = 32
 _MEASURING = 0.4
 # Part of the free memory that a job may plan with where the samples can go through in parts.
 _SHARE = 0.8
+
+
+# Bytes for each weight of a dense model that writes text: 16 bits and what a step of it needs.
+_RUNNING_BYTES = 3
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,10 @@ def forecast(
     passes = fitted.PASSES.value * outputs / weights
     seconds = products * (fitted.OVERHEAD.value / speed.products + passes / speed.passes)
     seconds += (job.algorithm.cost * rounded + _compensating_products(job, shapes)) / speed.float32
+    if job.text == SELF:  # the model runs, dense, to write every second window
+        peak = max(peak, rss + _RUNNING_BYTES * skeleton.source.parameters())
+        written = (job.samples + 1) // 2 * job.sequence_length
+        seconds += fitted.WRITING.value * written * skeleton.source.parameters() / speed.products
     stored = _checkpoint_bytes(job, skeleton, shapes, spec, format, offered)
     kept = _tuning_bytes(shapes, spec, offered) if distills else 0
     if job.mixed:
@@ -296,6 +305,8 @@ def require_memory(expected: Forecast, job: QuantizeJob) -> None:
     limit = job.max_memory if job.max_memory is not None else used + available_memory()
     if expected.peak_bytes > limit:
         flag = "use --offload, or lower --samples or --sequence-length" if job.tokens else "free some memory"
+        if job.text == SELF:
+            flag += ", or give --calibration builtin"
         raise CapacityError(
             f"about {expected.peak_bytes / 2**20:,.0f} MiB are needed and {limit / 2**20:,.0f} MiB are there "
             f"({job.samples} x {job.sequence_length} tokens); {flag}"

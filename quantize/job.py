@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, WeightScheme
 from qserve.quantize.methods import METHODS, Method, usual_method
@@ -53,7 +54,7 @@ class QuantizeJob:
     act_order: bool = True
     target_bits: float | None = None
     max_kl: float | None = None
-    calibration: str | None = "builtin"
+    calibration: str | None = SELF
     samples: int = 128
     sequence_length: int = 512
     seed: int = 0

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from qserve.calibration.blocks import walk
-from qserve.calibration.generated import SELF, generated_windows
+from qserve.calibration.generated import generated_windows
 from qserve.calibration.head import head_importance
 from qserve.calibration.kv import KVRecorder
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
-from qserve.calibration.text import Text, load_text
+from qserve.calibration.text import SELF, Text, load_text
 from qserve.calibration.visit import Visit
 from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.calibration_record import CALIBRATION_FILE, CalibrationRecord

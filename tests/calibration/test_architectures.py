@@ -246,7 +246,9 @@ def test_the_best_effort_tunes_every_family(
     """A few steps only: that every weight is found, and that what is written can be read and run."""
     monkeypatch.setattr(block.signround, "tune", partial(block.signround.tune, iterations=2))
     monkeypatch.setattr(pipeline.distill, "distill", partial(pipeline.distill.distill, steps=6))
-    job = QuantizeJob(effort="best", samples=1, sequence_length=16, group_size=16, format="compressed-tensors")
+    job = QuantizeJob(
+        effort="best", samples=1, sequence_length=16, group_size=16, format="compressed-tensors", calibration="builtin"
+    )
     report = pipeline.run(open_model(saved_model(family)), tmp_path / "out", job)
     assert "scales tuned end to end" in report.notices[-1]
     TransformersScorer(open_model(tmp_path / "out"))

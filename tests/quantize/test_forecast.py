@@ -18,7 +18,8 @@ from qserve.quantize.job import QuantizeJob
 
 assert gptq._DOUBLE == forecast._WIDE
 gptq._DOUBLE = forecast._WIDE = int(sys.argv[4])
-report = pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), QuantizeJob(**json.loads(sys.argv[3])))
+job = QuantizeJob(**{"calibration": "builtin"} | json.loads(sys.argv[3]))
+report = pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), job)
 print(report.forecast.peak_bytes, report.peak_bytes)
 """
 

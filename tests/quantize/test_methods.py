@@ -41,8 +41,8 @@ def test_a_method_is_refused_for_what_it_is_not_for(method: Method):
 def test_text_that_nothing_uses_is_not_read():
     job = QuantizeJob(method="hqq", symmetric=False)
     assert job.text is None and job.tokens == 0
-    assert dataclasses.replace(job, kv_cache="int8").text == dataclasses.replace(job, target_bits=5.0).text == "builtin"
-    assert QuantizeJob(method="rtn").text == "builtin"
+    assert dataclasses.replace(job, kv_cache="int8").text == dataclasses.replace(job, target_bits=5.0).text == "self"
+    assert QuantizeJob(method="rtn").text == "self"
 
 
 def test_a_row_is_enough_to_add_a_method(monkeypatch, llama, tmp_path):

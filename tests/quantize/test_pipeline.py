@@ -32,7 +32,7 @@ from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 
-SMALL = dict(samples=4, sequence_length=32, group_size=32)
+SMALL = dict(samples=4, sequence_length=32, group_size=32, calibration="builtin")
 CARD = QualityCard(
     base_name="base", base_sha256="0" * 64, data_name="builtin", data_sha256="1" * 64, tokens=10, window=10,
     perplexity_base=2.0, perplexity=2.1, kl_mean=0.1, kl_median=0.1, kl_p90=0.2, top1_agreement=0.9,
@@ -119,7 +119,7 @@ def test_what_is_read_back_is_what_was_installed(model, options, installed, tmp_
 def test_dense_tensors_configuration_and_tokenizer(llama, qwen2, tmp_path):
     for path, dtype in ((llama, torch.float16), (qwen2, torch.bfloat16)):
         source, out = HFDirectory(path), tmp_path / path.parent.name
-        pipeline.run(source, out, QuantizeJob(method="rtn", calibration=None, **SMALL))
+        pipeline.run(source, out, QuantizeJob(**SMALL | dict(method="rtn", calibration=None)))
         read = HFDirectory(out)
         assert set(read.names()) == {name for name in source.names() if "proj" not in name}
         for name in read.names():
@@ -134,7 +134,7 @@ def test_dense_tensors_configuration_and_tokenizer(llama, qwen2, tmp_path):
 
 def test_text_that_the_model_writes(llama, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source, job = HFDirectory(llama), QuantizeJob(**SMALL, method="gptq", calibration="self")
+    source, job = HFDirectory(llama), QuantizeJob(**SMALL | dict(method="gptq", calibration="self"))
     pipeline.check(source, tmp_path / "out", job)
     assert not (tmp_path / "cache").exists()
     told = []
@@ -385,7 +385,7 @@ def test_what_fails_a_gate_is_published_by_a_looser_one_without_making_it_again(
     def fail(card):
         raise GateFailed("kl")
 
-    source, job = HFDirectory(llama), QuantizeJob(overwrite=True, **SMALL, **options)
+    source, job = HFDirectory(llama), QuantizeJob(overwrite=True, **SMALL | options)
     pipeline.run(source, tmp_path / "whole", job)
     pipeline.run(source, tmp_path / "out", dataclasses.replace(job, bits=8))
     before = HFDirectory(tmp_path / "out").sha256()
@@ -825,7 +825,7 @@ def test_attempts_go_on_after_an_interruption(llama, tmp_path, monkeypatch, stop
 
 
 def test_what_no_calibration_text_passes_through_goes_on_too(llama, tmp_path, monkeypatch):
-    source, job = HFDirectory(llama), QuantizeJob(method="rtn", calibration=None, **SMALL)
+    source, job = HFDirectory(llama), QuantizeJob(**SMALL | dict(method="rtn", calibration=None))
     pipeline.run(source, tmp_path / "whole", job)
     original, seen = block.BlockQuantizer.run, []
 
@@ -844,7 +844,7 @@ def test_what_no_calibration_text_passes_through_goes_on_too(llama, tmp_path, mo
 
 def test_a_rounded_head_and_embedding_are_not_rounded_again(wide, tmp_path, monkeypatch):
     options = dict(method="rtn", calibration=None, format="compressed-tensors", head_bits=8, embedding_bits=8)
-    source, job = HFDirectory(wide), QuantizeJob(**SMALL, **options)
+    source, job = HFDirectory(wide), QuantizeJob(**SMALL | options)
     whole = pipeline.run(source, tmp_path / "whole", job)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(HFDirectory, "stored_bytes", interrupted)
@@ -894,7 +894,8 @@ def counted(original):
 for place, name in places:
     owner = eval(place)
     setattr(owner, name, counted(getattr(owner, name)))
-job = QuantizeJob(samples=4, sequence_length=32, group_size=32, **eval(sys.argv[4]))
+small = dict(samples=4, sequence_length=32, group_size=32, calibration="builtin")
+job = QuantizeJob(**small | eval(sys.argv[4]))
 tell = lambda event: print(event.phase, event.done, event.total, flush=True)
 pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), job, progress=tell)
 """
