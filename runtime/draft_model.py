@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.kernels.threads import torch_threads
@@ -77,11 +77,15 @@ class DraftModel:
             free = min(free, torch.cuda.mem_get_info()[0])
         wanted = config.max_num_seqs * blocks_needed(context, BLOCK_SIZE, layout.windows)
         num_blocks = min(wanted, max(1, free // _CACHE_SHARE // block_bytes))
-        loaded = NativeBackend().load(source, replace(
+        options = replace(
             config, max_model_len=None, kv_cache_memory=num_blocks * block_bytes, gpu_memory_utilization=None,
             kv_offload_memory=None, kv_offload_dir=None, kv_cache_dtype="auto", quantization=None, enable_lora=False,
             lora_modules=(), speculative_config=None,
-        ))  # fmt: skip
+        )  # fmt: skip
+        try:
+            loaded = NativeBackend().load(source, options)
+        except CapacityError as error:
+            raise CapacityError(f"draft model {source.name}: {error}") from None
         if not loaded.generates:
             raise UsageError(f"draft model {source.name} is a classifier and generates no text")
         assert isinstance(loaded.runner, DecoderRunner)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
-from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.source import open_model
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.cache import tokens_held
@@ -217,6 +217,13 @@ def test_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path) -> None
     other = save_tiny_model(tmp_path / "other", ["<|more|>"])
     config = EngineConfig(**SMALL, speculative_config=SpeculativeConfig("draft_model", model=str(other)))
     with pytest.raises(UsageError, match=r"other has another vocabulary than tiny: token '!' is number 4 there and 3"):
+        Engine(str(tiny_model), config)
+
+
+def test_a_draft_model_that_does_not_fit_is_named(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qserve.runtime.memory.available_memory", lambda: 1 << 20)
+    config = EngineConfig(**SMALL, speculative_config=SpeculativeConfig("draft_model", model=str(tiny_model)))
+    with pytest.raises(CapacityError, match=r"draft model tiny: the model does not fit: .* MiB weights"):
         Engine(str(tiny_model), config)
 
 
