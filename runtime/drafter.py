@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from qserve.runtime.acceptance import AcceptanceRates
 from qserve.runtime.ngrams import NGramIndex
 from qserve.runtime.request import Request
 from qserve.runtime.speculative_config import SpeculativeConfig
@@ -19,9 +20,8 @@ MAX_PROMPT = 1 << 15  # of a longer prompt only the end is indexed
 MAX_TENANTS = 64
 MAX_CACHED_TOKENS = 1 << 16  # of a tenant's recent answers
 MARGIN = 1.03  # what drafts must promise to gain
-_LEAST = 0.02  # a guess less likely than this is no guess
-_HALVED = 32, 1024  # guesses after which those before count half: of one request, of all
-_PRIOR = 8.0  # how many guesses of its own outweigh those of others
+LEAST = 0.02  # a guess less likely than this is no guess
+HALVED = 32, 1024  # guesses after which those before count half: of one request, of all
 _NEW, _DOUBT = 0.4, 4.0  # how much of others' luck a new request is given, and how many right guesses that weighs
 
 
@@ -54,7 +54,7 @@ class NGramDrafter:
         self._config = config
         self._max_rows = max_rows
         self._costs = StepCosts(max_rows)
-        self._everyone = _Rates(config.prompt_lookup_max, _HALVED[1])
+        self._everyone = AcceptanceRates(config.prompt_lookup_max + 1, HALVED[1])
         self._readers: dict[str, _Reader] = {}
         self._answers: dict[tuple[str, str], _Answers] = {}  # by tenant and salt, the one used last at the end
 
@@ -129,38 +129,20 @@ def _likelihood(chance: tuple[float, str]) -> float:
     return chance[0]
 
 
-class _Rates:
-    """How often guesses behind a match of each length were right, lately."""
-
-    def __init__(self, longest: int, halved: int) -> None:
-        self.right, self.tried, self._halved = [0.0] * (longest + 1), [0.0] * (longest + 1), halved
-
-    def note(self, length: int, right: bool) -> None:
-        self.right[length] += right
-        self.tried[length] += 1
-        if self.tried[length] >= self._halved:
-            self.right[length] /= 2
-            self.tried[length] /= 2
-
-    def rate(self, length: int, prior: float) -> float:
-        """``prior`` counts as ``_PRIOR`` guesses."""
-        return (self.right[length] + _PRIOR * prior) / (self.tried[length] + _PRIOR)
-
-
 class _Trust:
     """How likely a guess for one request is right. What is known of all requests counts for a new one only in part, and
     more as its guesses turn out as those of others did. To begin with little costs little: guesses are counted whether
     or not they are drafted.
     """
 
-    def __init__(self, longest: int, everyone: _Rates) -> None:
-        self._own, self._everyone, self._longest = _Rates(longest, _HALVED[0]), everyone, longest
+    def __init__(self, longest: int, everyone: AcceptanceRates) -> None:
+        self._own, self._everyone, self._longest = AcceptanceRates(longest + 1, HALVED[0]), everyone, longest
         self._right = self._expected = 0.0
 
     def note(self, length: int, right: bool) -> None:
         self._expected += self._usual(length)
         self._right += right
-        if self._expected >= _HALVED[0]:
+        if self._expected >= HALVED[0]:
             self._right, self._expected = self._right / 2, self._expected / 2
         self._own.note(length, right)
         self._everyone.note(length, right)
@@ -201,7 +183,9 @@ class _Reader:
     no token.
     """
 
-    def __init__(self, request: Request, config: SpeculativeConfig, everyone: _Rates, answers: _Answers | None) -> None:
+    def __init__(
+        self, request: Request, config: SpeculativeConfig, everyone: AcceptanceRates, answers: _Answers | None
+    ) -> None:
         self.request = request
         self.answers = answers
         self._longest = config.prompt_lookup_max
@@ -227,7 +211,7 @@ class _Reader:
         chance, found, rate, name = 1.0, [], self._trust.rate, self.request.request_id
         for length in range(self._length, self._length + most):
             chance *= rate(min(length, self._longest))
-            if chance < _LEAST:
+            if chance < LEAST:
                 break
             found.append((chance, name))
         return found

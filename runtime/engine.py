@@ -27,6 +27,7 @@ from qserve.runtime.beam import Beam, BeamSearch
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.choice import Choice
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.draft_model import DraftModel
 from qserve.runtime.drafter import Drafter, NGramDrafter
 from qserve.runtime.generation_config import GenerationConfig
 from qserve.runtime.grammar import GrammarCompiler, Vocabulary
@@ -34,6 +35,7 @@ from qserve.runtime.grammar_state import GrammarState, MaskPool
 from qserve.runtime.journal import Journal
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.memory import MemoryPlan, available_memory
+from qserve.runtime.model_drafter import ModelDrafter
 from qserve.runtime.offload import Offload
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.request import Request
@@ -80,6 +82,10 @@ class Engine:
         self.model_name = source.name
         self.tokenizer = source.tokenizer()
         self.generation_config = GenerationConfig.of(source, config.generation_config)
+        drafts = config.speculative_config
+        draft_model = None
+        if drafts is not None and drafts.model is not None:
+            draft_model = DraftModel.load(drafts.model, config, source, self.tokenizer.get_vocab())
         loaded = (backend or backend_for(source, config)).load(source, config, progress, planned)
         self.runner: ModelRunner = loaded.runner
         self.classifier, self._generates = loaded.classifier, loaded.generates
@@ -119,8 +125,12 @@ class Engine:
         self._landed = 0.0  # when the last step did, on the clock
         self.overlaps = loaded.asynchronous
         self.drafter: Drafter | None = None
-        if config.speculative_config is not None:
-            self.drafter = NGramDrafter(config.speculative_config, self.scheduler.config.logits_limit)
+        most = self.scheduler.config.logits_limit
+        if draft_model is not None and drafts is not None:
+            self.drafter = ModelDrafter(draft_model, drafts, most, self.vocab_size)
+            self.notes += (draft_model.note,)
+        elif drafts is not None:
+            self.drafter = NGramDrafter(drafts, most)
 
     def submit(
         self,

@@ -6,8 +6,7 @@ More plans may be made before the first is committed; tokens still in flight are
 
 Drafts. A decode may compute tokens that are only guessed to come next. The plan then asks for a row of logits for each
 of them too, and the commit takes a run: the guesses that were right, and one more token. What was computed past the run
-is taken back, with its blocks. Without a draft the run is one token. A draft takes what others leave of a step's
-tokens, rows and blocks: no request is preempted or delayed for it.
+is taken back, with its blocks (``Drafts``). Without a draft the run is one token.
 
 Order. Requests are ranked by ``priority + arrival_time / priority_aging``, then by arrival. Seconds of waiting thus
 weigh like priority, and only the finitely many requests that arrive soon enough can ever go before a given one. A rank
@@ -42,6 +41,7 @@ from itertools import islice
 from qserve.runtime.backlog import Backlog
 from qserve.runtime.block_tiers import Transfer
 from qserve.runtime.blocks import BlockManager, chain_digests
+from qserve.runtime.drafts import Drafts
 from qserve.runtime.fairness import FairShares
 from qserve.runtime.limits import SchedulerConfig, fit
 from qserve.runtime.request import PLACEHOLDER, Request, Status
@@ -58,17 +58,16 @@ SHORT_PROMPT = 128  # prompt tokens for which others' decodes wait a step: it ta
 class Scheduler:
     """Continuous batching with chunked prefill under one token budget. Not thread-safe.
 
-    ``num_preemptions`` counts events, ``num_drafts`` drafts, ``num_draft_tokens`` their tokens and
-    ``num_accepted_tokens`` those that were right; ``prefix_queries`` counts the prompt tokens of admitted requests that
-    may use the prefix cache, ``prefix_hits`` those of them that were there already.
+    ``num_preemptions`` counts events; ``prefix_queries`` counts the prompt tokens of admitted requests that may use the
+    prefix cache, ``prefix_hits`` those of them that were there already. ``drafts`` counts drafts.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.config = config
         self.blocks = blocks
         self.backlog = Backlog(config.max_waiting, config.waiting_tokens_limit)
+        self.drafts = Drafts(config, blocks)
         self.num_preemptions = 0
-        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._step = 0
@@ -198,7 +197,8 @@ class Scheduler:
         ]
         prefills = [pair for pair in planned if pair[1].is_prefill]
         if drafts:
-            self._add_drafts(decoded, [*first, *prefills], drafts)
+            # Each running request keeps a block: else the next decode would preempt another for a guess.
+            self._copies += self.drafts.add(decoded, [*first, *prefills], drafts, spare=self.num_running)
         parts = [first + decoded, prefills]
         if any(request.adapter >= 0 for part in parts for request, _ in part):  # those of an adapter run side by side
             parts = [sorted(part, key=lambda pair: pair[0].adapter) for part in parts]
@@ -245,7 +245,8 @@ class Scheduler:
                 if self.blocks.has_windows:
                     self.blocks.release_passed(request.request_id, end)
             if wanted > 1:
-                self._take_back(request, end, accepted=len(tokens) - 1)
+                self.drafts.take_back(request, end, accepted=len(tokens) - 1)
+                self._shares.charge(request.tenant, 0, len(tokens) - 1, request.weight)
             if not wanted:
                 if not request.is_pooled or end < request.num_prompt:
                     continue
@@ -519,53 +520,6 @@ class Scheduler:
         request.num_plans += 1
         tables = self.blocks.block_tables(request_id)
         return ScheduledSequence(request_id, (newest,), start, tables, 1, False, adapter=request.adapter)
-
-    def _add_drafts(
-        self,
-        decoded: list[tuple[Request, ScheduledSequence]],
-        others: list[tuple[Request, ScheduledSequence]],
-        drafts: Mapping[str, Sequence[int]],
-    ) -> None:
-        """Lengthen planned decodes by their drafts, as far as ``others`` leave tokens and rows of the step."""
-        tokens = self.config.max_num_batched_tokens - len(decoded) - sum(len(each.token_ids) for _, each in others)
-        rows = self.config.logits_limit - len(decoded) - sum(each.num_sampled for _, each in others)
-        for index, (request, sequence) in enumerate(decoded):
-            draft = drafts.get(request.request_id)
-            if not draft or request.beams or request.num_plans > 1:
-                continue
-            left = request.max_output_tokens - len(request.output_token_ids) - 1
-            count = self._room(request, min(len(draft), tokens, rows, left))
-            if count > 0:
-                request.num_drafted = count
-                request.num_in_flight += count
-                request.num_computed += count
-                tokens, rows = tokens - count, rows - count
-                self.num_drafts += 1
-                self.num_draft_tokens += count
-                decoded[index] = request, sequence._replace(
-                    token_ids=(*sequence.token_ids, *draft[:count]),
-                    block_tables=self.blocks.block_tables(request.request_id),
-                    num_sampled=1 + count,
-                )
-
-    def _room(self, request: Request, count: int) -> int:
-        """Make up to ``count`` more positions of a planned decode writable, and return how many there is room for. Each
-        running request keeps a block to spare: else the next decode would preempt another for a guess."""
-        name, start, spare = request.request_id, request.num_computed, self.num_running
-        while count > 0 and not self.blocks.can_allocate(name, start + count, write_from=start, spare=spare):
-            count -= 1
-        if count > 0:
-            self._copies += self.blocks.allocate(name, start + count, write_from=start)
-        return count
-
-    def _take_back(self, request: Request, end: int, *, accepted: int) -> None:
-        """Forget what a draft computed past the ``end`` of the run that was taken."""
-        request.num_drafted = 0
-        self.num_accepted_tokens += accepted
-        self._shares.charge(request.tenant, 0, accepted, request.weight)
-        if request.status is Status.RUNNING:
-            request.num_computed = end
-            self.blocks.truncate(request.request_id, end + 1)
 
     def _stop(self, request: Request, budget: int) -> int:
         """Where up to ``budget`` further tokens of a running request end."""

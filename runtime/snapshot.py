@@ -99,6 +99,6 @@ def take(scheduler: Scheduler, journal: Journal, now: float) -> EngineSnapshot:
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,
         num_preemptions=scheduler.num_preemptions,
-        num_draft_tokens=scheduler.num_draft_tokens,
-        num_accepted_tokens=scheduler.num_accepted_tokens,
+        num_draft_tokens=scheduler.drafts.num_draft_tokens,
+        num_accepted_tokens=scheduler.drafts.num_accepted_tokens,
     )

@@ -60,6 +60,8 @@ def test_an_example_of_vllm(started: Callable[..., Started]) -> None:
     assert server == ServerConfig(model_name="a", model_aliases=("b",), tool_format="llama")
     drafting = started("--speculative-config", '{"method": "suffix", "num_speculative_tokens": 5}')[0]
     assert drafting.speculative_config == SpeculativeConfig("suffix", 5)
+    asks = started("--speculative-config", '{"model": "small"}')[0]
+    assert asks.speculative_config == SpeculativeConfig("draft_model", model="small")
     assert started("--speculative-config", "null")[0].speculative_config is None
     assert started("--enable-prefix-caching")[0].enable_prefix_caching
     assert started() == (EngineConfig(), ServerConfig())
