@@ -56,6 +56,8 @@ def supports(op: ops.Experts, gpu: Target) -> str | None:
     widest = max(op.gate_up_out.stride(0), op.x.stride(0), op.parts.stride(0))
     if len(op.parts) * widest > MOST_PLACES:
         return f"{len(op.parts):,} choices of {widest:,} numbers: {MOST_PLACES:,} are the most that the kernel counts"
+    if op.gate_up_bias is not None or op.down_bias is not None:
+        return "experts with biases have no Triton kernel"
     for weights in (op.gate_up, op.down):
         if len(set(map(_kind, weights))) > 1:
             return "experts that differ in their schemes have no Triton kernel"
@@ -136,7 +138,7 @@ class PreparedExperts:
         assert up.block_m == down.block_m, "both go by the same tiles"
         grouping: Grouping = sort(op.experts, self.counts, self.order, self.tiles, choices, up.block_m)
         self.up.run_grouped(rows, grouping, up)
-        activation(ops.Activation(op.gate_up_out, op.activated, "silu", gated=True), choices, self.rounded)
+        activation(ops.Activation(op.gate_up_out, op.activated, op.function, gated=True), choices, self.rounded)
         self.down.run_grouped(choices, replace(grouping, sorted_x=True), down)
         width = op.out.shape[1]
         at(combine_kernel, (rows, triton.cdiv(width, _BLOCK)))(

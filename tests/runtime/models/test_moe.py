@@ -20,7 +20,7 @@ from qserve.kernels import native, registry
 from qserve.quantize import rtn
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
-from tests.runtime.models.test_decoder import SMALL, run_chunks
+from tests.runtime.models.test_decoder import SMALL, run_chunks, without
 
 GLM = {
     "n_routed_experts": 9, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
@@ -28,6 +28,12 @@ GLM = {
 }  # fmt: skip
 MULTIPLIERS = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 6.0,
+}  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    "initializer_range": 0.1, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+        "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
+    },
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
@@ -59,6 +65,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoeshared-without": (
         "granitemoeshared", {**MULTIPLIERS, "num_local_experts": 4, "shared_intermediate_size": 0},
     ),
+    "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_local_experts": 6, "head_dim": 16, "sliding_window": 9}),
+    "gpt_oss-more": (
+        "gpt_oss",
+        {**GPT_OSS, "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32, "num_hidden_layers": 4,
+         "sliding_window": 21, "num_key_value_heads": 1, "hidden_size": 80, "intermediate_size": 48},
+    ),
 }  # fmt: skip
 LIMITS = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_blocks=24)
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())))
@@ -76,6 +88,8 @@ def make(case: str) -> Any:
             parameter.data = 0.3 * torch.randn_like(parameter)
         if name.endswith("bias") or "norm" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)
+        if kind == "gpt_oss" and name.endswith(("sinks", "gate_up_proj_bias")):  # some gates beyond the limit of 7
+            parameter.data = 2.0 * torch.randn_like(parameter)
     return model
 
 
@@ -127,6 +141,8 @@ def test_logits_are_those_of_transformers(case: str, kernels: str, tmp_path: Pat
         ("glm4_moe", {"scale": 1.0}),
         ("glm4_moe", {"renormalize": False}),
         ("glm4_moe", {"shared": 0}),
+        ("gpt_oss", {"function": "silu"}),
+        ("gpt_oss", {"renormalize": False}),
     ],
 )
 def test_without_one_feature_the_logits_are_others(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -134,6 +150,34 @@ def test_without_one_feature_the_logits_are_others(case: str, changes: dict[str,
     model.save_pretrained(tmp_path)
     got = run_chunks(decoder(tmp_path, **changes), tokens().tolist(), [40])
     assert (got - logits(model)).abs().max() > 1e-3
+
+
+def test_each_part_of_gpt_oss_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gpt_oss")
+    model.save_pretrained(tmp_path)
+    want = logits(model)
+
+    def differs() -> bool:
+        small = Decoder(HFDirectory(tmp_path), config, registry.make("reference"), LIMITS, kv_dtype=torch.float32)
+        return bool((run_chunks(small, tokens().tolist(), [40]) - want).abs().max() > 1e-2)
+
+    whole = config = decoder_config(HFDirectory(tmp_path).config, "small")
+    assert not differs()
+    for features in ({"sinks": False}, {"windows": (0, 0, 0)}, {"rope_kinds": ("plain",) * 3}):
+        config = without(whole, **features)
+        config.hf.rope_parameters = {**whole.hf.rope_parameters, "plain": {"rope_theta": 1000.0}}
+        assert differs(), features
+    config = whole
+    with monkeypatch.context() as patched:
+        patched.setattr("qserve.kernels.reference.CLAMP", 1e9)
+        assert differs()
+    stored = load_file(tmp_path / "model.safetensors")
+    for part in ("q_proj.bias", "o_proj.bias", "router.bias", "gate_up_proj_bias", "down_proj_bias"):
+        save_file(
+            {name: torch.zeros_like(tensor) if name.endswith(part) else tensor for name, tensor in stored.items()},
+            tmp_path / "model.safetensors", {"format": "pt"},
+        )  # fmt: skip
+        assert differs(), part
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
