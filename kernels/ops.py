@@ -363,8 +363,8 @@ class Route:
 @dataclass(frozen=True)
 class Experts:
     """out[r] = sum over j of weights[r, j] * y_j, or added to ``out[r]`` where ``accumulate``. For the expert
-    e = experts[r, j]: gate_up[e] x[r] is a gate and a factor, and y_j = down[e] (function(gate) * factor). Both products
-    may have biases, float32 [experts, 2 * inner] and [experts, out width].
+    e = experts[r, j]: gate_up[e] x[r] is a gate and a factor, and y_j = down[e] (function(gate) * factor). Both
+    products may have biases, float32 [experts, 2 * inner] and [experts, out width].
 
     experts int32 and weights float32 [tokens, top_k], as ``Route`` fills them: a token's experts differ. gate_up
     [2 * inner, width] and down [out width, inner]: one weight for each expert, all dense in one dtype, or all packed by

@@ -189,9 +189,14 @@ def tile_experts(op: Experts, keep: Keep) -> TiledExperts:
             **gate_up,
         ),
         down=TiledLinear(
-            x=op.activated, out=op.parts, n=op.out.shape[1], x_width=inner, out_stride=op.out.shape[1],
-            bias=as_floats(op.down_bias), **down,
-        ),  # fmt: skip
+            x=op.activated,
+            out=op.parts,
+            n=op.out.shape[1],
+            x_width=inner,
+            out_stride=op.out.shape[1],
+            bias=as_floats(op.down_bias),
+            **down,
+        ),
         experts=op.experts,
         weights=op.weights,
         out=op.out,

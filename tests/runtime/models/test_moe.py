@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.formats import FORMATS
@@ -76,10 +78,10 @@ LIMITS = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_block
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())))
 
 
-def make(case: str) -> Any:
+def make(case: str, **more: Any) -> Any:
     kind, changes = CASES[case]
     torch.manual_seed(0)
-    small = {**SMALL, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "pad_token_id": 0, **changes}
+    small = {**SMALL, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "pad_token_id": 0, **changes, **more}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small), attn_implementation="eager").eval()
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if "expert" in name or "mlp" in name:
@@ -178,6 +180,40 @@ def test_each_part_of_gpt_oss_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
             tmp_path / "model.safetensors", {"format": "pt"},
         )  # fmt: skip
         assert differs(), part
+
+
+def publish(model: Any, path: Path) -> None:
+    """``model`` as OpenAI publishes GPT-OSS, with random experts in MXFP4. Those of ``model`` become the same."""
+    model.save_pretrained(path)
+    stored, held = load_file(path / "model.safetensors"), model.state_dict()
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, inp, out = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (count, out, inp // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(119, 123, (count, out, inp // 32), dtype=torch.uint8)
+        held[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_local_experts": 9, "num_experts_per_tok": 4, "head_dim": 48}])
+def test_published_gpt_oss_runs_its_experts_as_they_are(shape: dict[str, Any], tmp_path: Path) -> None:
+    model = make("gpt_oss", hidden_size=96, intermediate_size=64, **shape)
+    publish(model, tmp_path)
+    want = logits(model)
+    got = run_chunks(decoder(tmp_path), tokens().tolist(), [40])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    if native.missing() is None:
+        small = decoder(tmp_path, "native")
+        assert not small.fallbacks
+        got = run_chunks(small, tokens().tolist(), [40])  # the products round their inputs
+        assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.02
+        for chunks in ([17, 1, 22], [1] * 40):
+            assert torch.equal(run_chunks(small, tokens().tolist(), chunks), got)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
