@@ -71,7 +71,13 @@ E4M3 = Grid("fp8", (8,), zero_points=False, exact=False, largest=448.0, numbers=
 """OCP 8-bit floating point, 2023."""
 E2M1 = _from_codebook("fp4", (*_E2M1, *(-number for number in _E2M1)), unit=0.5)
 """Four bits of the OCP Microscaling Formats specification, 2023: MXFP4 and NVFP4. Twice a number is an integer."""
-GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1)}
+NF4 = _from_codebook("nf4", (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+))  # fmt: skip
+"""Quantiles of a normal distribution (Dettmers et al., arXiv 2305.14314): bitsandbytes."""
+GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4)}
 _OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
 
 
