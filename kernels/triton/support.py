@@ -90,8 +90,6 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
             return experts.supports(op, gpu)
         case RopeKV() if op.norm_over_heads and op.heads * op.head_dim > _WIDEST_ROW:
             return _too_wide(op.heads * op.head_dim)
-        case Attention(sinks=Tensor()):
-            return "attention with sinks has no Triton kernel"
         case RopeKV() | Attention():
             return _cache(op, gpu, compiled)
         case Lora():
