@@ -408,5 +408,6 @@ def attend_decodes(
     )  # fmt: skip
     folded = merge_constants(op, known)
     at(merge_kernel, (len(decodes), op.kv_heads))(
-        op.out, partial, softmax, op.v_scale, op.sinks, decodes, positions, **folded, num_warps=4, num_stages=folded["STAGES"]
+        op.out, partial, softmax, op.v_scale, op.sinks, decodes, positions,
+        **folded, num_warps=4, num_stages=folded["STAGES"],
     )

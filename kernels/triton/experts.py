@@ -164,5 +164,6 @@ class PreparedExperts:
         self.down.run_grouped(choices, replace(grouping, sorted_x=True), down)
         width = op.out.shape[1]
         at(combine_kernel, (rows, triton.cdiv(width, _BLOCK)))(
-            op.parts, op.weights, op.out, op.experts, op.down_bias, op.experts.shape[1], op.accumulate, width, _BLOCK, num_warps=4
-        )
+            op.parts, op.weights, op.out, op.experts, op.down_bias, op.experts.shape[1], op.accumulate, width, _BLOCK,
+            num_warps=4,
+        )  # fmt: skip
