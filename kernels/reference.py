@@ -321,7 +321,11 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
             _attention(op, step, rows)
         case Activation():
             x = op.x[rows].float()
-            y = gated(*x.chunk(2, -1), op.function) if op.gated else _FUNCTIONS[op.function](x)
+            if op.gated:
+                gate, up = x.chunk(2, -1)
+                y = gated(gate, up, op.function)
+            else:
+                y = _FUNCTIONS[op.function](x)
             op.out[rows] = y.to(op.out.dtype)
         case Gather():
             op.out[rows] = op.x[step.logit_rows[rows].long()]

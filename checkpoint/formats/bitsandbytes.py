@@ -128,4 +128,4 @@ def _scales(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
     if len(numbers) != 256 or len(of_blocks) != -(-len(absmax) // state["nested_blocksize"]):
         raise CheckpointError(f"nested scales are {len(numbers)} numbers and {len(of_blocks)} scales of scales")
     spread = of_blocks.repeat_interleave(state["nested_blocksize"])[: len(absmax)]
-    return numbers[absmax.int()] * spread + state["nested_offset"]
+    return numbers[absmax.int()] * spread + float(state["nested_offset"])

@@ -197,9 +197,8 @@ def _groups(config: Mapping[str, Any]) -> list[_Group]:
         if order not in (*_PLAIN_ORDER, "group", "dynamic"):
             raise CheckpointError(f"{_WHAT} configuration: actorder {order!r} is not supported")
         weights = _weights(entry["weights"])
-        if (weights.grid is E2M1) != (stored in _FP4_GROUPS) or weights.group_size != _FP4_GROUPS.get(
-            stored, weights.group_size
-        ):
+        size = _FP4_GROUPS.get(str(stored))
+        if (weights.grid is E2M1) != (size is not None) or size not in (None, weights.group_size):
             raise CheckpointError(f"{_WHAT} format {stored!r} does not hold {weights}")
         targets = names_from(_WHAT, f"targets of {name}", entry.get("targets"))
         groups.append(_Group(tuple(_target(text) for text in targets), weights,
@@ -226,7 +225,7 @@ def _weights(args: Mapping[str, Any]) -> WeightScheme:
     if kind not in ("int", "float", None) or (kind == "float" and bits not in (4, 8)):
         raise CheckpointError(f"{_WHAT} configuration: weights of type {kind!r} with {bits} bits are not supported")
     scheme = scheme_from(_WHAT, bits=bits, group_size=size, symmetric=args.get("symmetric", True), rows=rows,
-                         dtype={4: "fp4", 8: "fp8"}[bits] if kind == "float" else "int")
+                         dtype="int" if kind != "float" else "fp4" if bits == 4 else "fp8")
     if not scheme.symmetric and rows != 1:
         raise CheckpointError(f"{_WHAT} configuration: zero points for {scheme} are not supported")
     return scheme

@@ -216,8 +216,8 @@ class _TritonProgram:
                 self._positions = len(op.cosine)
                 return self._rope_kv(op)
             case Attention():
-                held = {name: self._hold(x) for name in ("k_scale", "v_scale", "sinks")
-                        if (x := getattr(op, name)) is not None}  # fmt: skip
+                names = ("k_scale", "v_scale", "sinks")
+                held: dict[str, Any] = {name: self._hold(x) for name in names if (x := getattr(op, name)) is not None}
                 self._attention = replace(op, **held)
                 return partial(self._attend, self._attention)
             case Gather():
