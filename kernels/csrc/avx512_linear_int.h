@@ -171,10 +171,12 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
      * thread too, is fetched meanwhile (measured on one row: 24 GB/s instead of 15; on tiles of 32 KB the processor
      * does so by itself). */
     int64_t ahead = stride * tiles <= NEAR ? stride * tiles : 0;
-    if (wide)
-        (op->codebook ? book_wide : u4 ? u4_wide : u8_wide)(op, acts, row, end, tile, weight, stride, ahead);
-    else
-        for (int32_t t = 0; t < tiles; t++)
-            (op->codebook ? book_narrow : u4 ? u4_narrow : u8_narrow)(op, acts, row, end, tile + t, weight + t * stride, stride, ahead);
+    if (op->codebook && wide)
+        book_wide(op, acts, row, end, tile, weight, stride, ahead);
+    else if (wide)
+        (u4 ? u4_wide : u8_wide)(op, acts, row, end, tile, weight, stride, ahead);
+    for (int32_t t = 0; t < tiles && !wide; t++)
+        (op->codebook ? book_narrow : u4 ? u4_narrow : u8_narrow)(op, acts, row, end, tile + t, weight + t * stride,
+                                                                  stride, ahead);
     end_streams();
 }

@@ -81,7 +81,8 @@ def routed(
         ),
         Experts(
             x, read.gate_up, read.down, buffers.experts, buffers.weights, buffers.gate_up, buffers.activated,
-            buffers.parts, out, True, config.function, read.gate_up_bias, read.down_bias,
+            buffers.parts, out, accumulate=True, function=config.function, gate_up_bias=read.gate_up_bias,
+            down_bias=read.down_bias,
         ),
     ]  # fmt: skip
 
