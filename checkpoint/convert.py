@@ -66,6 +66,8 @@ def convert(
         json.dumps([source.config, source.generation_config()], allow_nan=False)
     except ValueError:
         raise CheckpointError(f"{source.name}: its configuration holds NaN or infinity") from None
+    if source.format is not None and source.format.name == "mxfp4":
+        raise UsageError(f"{source.name}: experts that are stored together in mxfp4 are served, but not rewritten")
     tell = progress or (lambda done, total: None)
     if format == DENSE:
         return _dense(source, out, overwrite, tell)

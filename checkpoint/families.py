@@ -44,6 +44,7 @@ class Experts:
         dense_layers: the number of first layers that have a plain feed-forward instead.
         dense_between: so have the layers in ``mlp_only_layers``, and all but every ``decoder_sparse_step``-th.
         biases: router and experts have biases.
+        function: of their gates.
         sigmoid: scores are the sigmoid of what the router gives, not the softmax.
         score_bias: a bias for each expert corrects its score.
         renormalize: the weights of a token sum to one; None where the configuration says (``norm_topk_prob``).
@@ -61,6 +62,7 @@ class Experts:
     dense_layers: str | None = None
     dense_between: bool = False
     biases: bool = False
+    function: Literal["silu", "swigluoai"] = "silu"
     sigmoid: bool = False
     score_bias: bool = False
     renormalize: bool | None = None
@@ -395,8 +397,9 @@ FAMILIES = {
     "granitemoe": _GRANITE_MOE,
     "granitemoeshared": replace(_GRANITE_MOE, experts=replace(_MIXTRAL, shared_inner="shared_intermediate_size")),
     "gpt_oss": Family(
-        qkv_bias=True, out_bias=True, sliding=2, sinks=True,
-        experts=Experts(("num_local_experts",), "intermediate_size", biases=True),
+        native=True, qkv_bias=True, out_bias=True, sliding=2, sinks=True, modules=lambda config: modules.GPT_OSS,
+        served={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        experts=replace(_MIXTRAL, biases=True, function="swigluoai"),
     ),
     "deepseek_v2": Family(latent=True, experts=_DEEPSEEK),
     "deepseek_v3": Family(latent=True, experts=_DEEPSEEK_V3),

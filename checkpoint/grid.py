@@ -26,6 +26,8 @@ class Grid:
     largest      the largest magnitude of an input that is rounded to the grid in 8 bits
     numbers      uint8 codes of any shape -> float32: the numbers they stand for, before zero point and scale
     nan          the code of NaN without its sign bit, or None
+    codebook     the number of each code, where a table gives them
+    unit         of an exact grid: all its numbers are whole multiples of it
     """
 
     name: str
@@ -35,6 +37,8 @@ class Grid:
     largest: float
     numbers: Callable[[Tensor], Tensor]
     nan: int | None = None
+    codebook: tuple[float, ...] | None = None
+    unit: float = 1.0
 
 
 def _whole(codes: Tensor) -> Tensor:
@@ -47,10 +51,33 @@ def _e4m3(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
+def _from_codebook(name: str, codebook: tuple[float, ...], *, unit: float | None = None) -> Grid:
+    """A grid of four bits. It is exact where its numbers are multiples of a ``unit``."""
+
+    def numbers(codes: Tensor) -> Tensor:
+        import torch
+
+        return torch.tensor(codebook).index_select(0, codes.flatten().int()).view(codes.shape)
+
+    return Grid(
+        name, (4,), zero_points=False, exact=unit is not None, largest=max(map(abs, codebook)), numbers=numbers,
+        codebook=codebook, unit=unit or 1.0,
+    )  # fmt: skip
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 INTEGERS = Grid("int", (2, 3, 4, 6, 8), zero_points=True, exact=True, largest=127.0, numbers=_whole)
 E4M3 = Grid("fp8", (8,), zero_points=False, exact=False, largest=448.0, numbers=_e4m3, nan=0x7F)
 """OCP 8-bit floating point, 2023."""
-GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3)}
+E2M1 = _from_codebook("fp4", (*_E2M1, *(-number for number in _E2M1)), unit=0.5)
+"""Four bits of the OCP Microscaling Formats specification, 2023: MXFP4 and NVFP4. Twice a number is an integer."""
+NF4 = _from_codebook("nf4", (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+))  # fmt: skip
+"""Quantiles of a normal distribution (Dettmers et al., arXiv 2305.14314): bitsandbytes."""
+GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4)}
 _OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
 
 

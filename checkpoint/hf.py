@@ -21,7 +21,9 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.files import file_sha256, read_json_object
 from qserve.checkpoint.formats import FORMATS, format_of
+from qserve.checkpoint.formats.bitsandbytes import name_parts
 from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.formats.mxfp4 import split_experts
 from qserve.checkpoint.manifest import FileEntry, read_manifest, verify_manifest
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor, read_index
@@ -36,8 +38,8 @@ _FLOATS = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}
 
 
 def _named(stored: dict[str, StoredTensor], config: dict[str, Any]) -> dict[str, StoredTensor]:
-    family = FAMILIES.get(str(config.get("model_type")))
-    return stored if family is None else family.modules(config).named_as_transformers(stored)
+    family, stored = FAMILIES.get(str(config.get("model_type"))), name_parts(stored)
+    return split_experts(stored if family is None else family.modules(config).named_as_transformers(stored))
 
 
 class HFDirectory:

@@ -18,6 +18,7 @@ class Modules:
         layers, embedding, norm, head: of the model; ``norm`` is the last norm.
         positions: the table of learned positions; None where there is none.
         position_offset: the row of position 0 in that table.
+        sinks: the scores of each head that belong to no key, in families that have them.
         attention: the module to which the scales of the KV cache belong.
         attention_norm: the norm of the attention's input; None where it is the residual stream itself.
         attention_out_norm: the norm of the attention's output, before it is added to the stream; None without.
@@ -34,7 +35,9 @@ class Modules:
         experts: the module that holds the experts, numbered.
         expert_up, expert_down: the linears of an expert, gate and up first.
         stacked: the tensors [experts, out, in] of all their gate and up projections joined, and of all their down
-            projections, where they are not stored one by one.
+            projections, where they are not stored one by one. Those of their biases end in ``_bias``.
+        stacked_transposed: these tensors are [experts, in, out].
+        alternating: the rows of an expert's joined projections are those of gate and up in turn.
         shared_up, shared_down: the linears of the expert that every token takes.
         shared_gate: the linear of its gate.
         grouped: the joined linear holds for each key head its queries, then its key, then its value.
@@ -55,6 +58,7 @@ class Modules:
     mlp_out_norm: str | None = None
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -65,6 +69,8 @@ class Modules:
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     stacked: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    stacked_transposed: bool = False
+    alternating: bool = False
     shared_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
@@ -122,6 +128,7 @@ GRANITE_MOE = Modules(
     stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     shared_up=("shared_mlp.input_linear",), shared_down="shared_mlp.output_linear",
 )  # fmt: skip
+GPT_OSS = Modules(router="mlp.router", expert_up=("gate_up_proj",), stacked_transposed=True, alternating=True)
 GLM = Modules(up=("mlp.gate_up_proj",), interleaved=True)
 GLM4 = replace(GLM, attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
 INTERLEAVED = Modules(interleaved=True)

@@ -17,7 +17,8 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 @dataclass(frozen=True)
 class QuantizedWeight:
     """W[o, i] = (number(codes[o, i]) - zeros[o, g(i)]) * scales[o, g(i)]. The scheme's grid gives the number: for
-    integers the code itself, for fp8 the e4m3 number of that byte. Grids without zero points subtract nothing.
+    integers the code itself, for fp8 the e4m3 number of that byte, for fp4 the e2m1 number of those four bits. Grids
+    without zero points subtract nothing.
 
     codes        uint8 [out, in], each in [0, 2**bits)
     scales       float32 [out, groups]; where the scheme shares a scale among outputs, their rows repeat it

@@ -18,7 +18,8 @@ class WeightScheme:
     A scale is shared by ``group_size`` inputs (-1: all of them) of ``rows`` outputs (-1: all of them): (64, 1) is
     the usual group, (-1, 1) per channel, (-1, -1) per tensor, (128, 128) a block.
     ``dtype`` names the ``grid`` of its codes: ``int``, unsigned codes around a zero point, which is
-    ``2 ** (bits - 1)`` where it is symmetric; ``fp8``, e4m3 numbers. Raises ``UsageError`` for what is not known.
+    ``2 ** (bits - 1)`` where it is symmetric; ``fp8``, e4m3 numbers; ``fp4``, e2m1 numbers. Raises ``UsageError`` for
+    what is not known.
     """
 
     bits: int

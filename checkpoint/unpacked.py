@@ -1,4 +1,4 @@
-"""``Unpacked``: a model that was released in fp8, as if its weights were stored in its 16-bit dtype."""
+"""``Unpacked``: a model with packed weights, as if these were stored in its 16-bit dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.formats.format import Format
-from qserve.checkpoint.grid import E4M3
+from qserve.checkpoint.grid import Grid
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import QuantSpec
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def is_released_in_fp8(source: ModelSource) -> bool:
-    """Whether every packed weight is fp8, as DeepSeek and Qwen publish them, and nothing was calibrated here."""
+def is_in(source: ModelSource, *grids: Grid) -> bool:
+    """Whether every packed weight is of one of ``grids``, and nothing was calibrated here: so are models published in
+    fp8 (DeepSeek, Qwen) and in bitsandbytes' nf4."""
     if source.spec is None or source.calibration is not None:
         return False
     schemes = [source.spec.scheme_of(module) for module in source.linears()]
-    return bool(schemes) and all(scheme is not None and scheme.grid is E4M3 for scheme in schemes)
+    return bool(schemes) and all(scheme is not None and scheme.grid in grids for scheme in schemes)
 
 
 class Unpacked:

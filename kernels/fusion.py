@@ -80,17 +80,18 @@ def _with(product: FusedLinear, op: Activation | SoftCap) -> FusedLinear:
 
 
 def _alternating(linear: Linear) -> Linear:
-    bias = None if linear.bias is None else _alternate(linear.bias)
+    bias = None if linear.bias is None else alternate(linear.bias)
     return replace(linear, weight=alternating(linear.weight), bias=bias)
 
 
 def alternating(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
     """``weight`` of gates, then their factors, with the order of rows that a gated ``FusedLinear`` needs."""
     if isinstance(weight, Tensor):
-        return _alternate(weight)
-    zeros = None if weight.zeros is None else _alternate(weight.zeros)
-    return replace(weight, codes=_alternate(weight.codes), scales=_alternate(weight.scales), zeros=zeros)
+        return alternate(weight)
+    zeros = None if weight.zeros is None else alternate(weight.zeros)
+    return replace(weight, codes=alternate(weight.codes), scales=alternate(weight.scales), zeros=zeros)
 
 
-def _alternate(rows: Tensor) -> Tensor:
+def alternate(rows: Tensor) -> Tensor:
+    """Rows of gates, then of their factors, in the order of ``alternating``."""
     return rows.reshape(2, -1, LANES, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)

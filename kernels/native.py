@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CapacityError
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
@@ -290,7 +290,7 @@ def _unsupported(weight: Tensor | QuantizedWeight) -> str | None:
     if isinstance(weight, Tensor):
         return None if weight.dtype in abi.FLOATS else f"weights in {weight.dtype} have no C kernel"
     scheme, activations = weight.scheme, weight.activations
-    if scheme.grid not in (INTEGERS, E4M3):
+    if scheme.grid not in (INTEGERS, E4M3, E2M1):
         return f"{scheme} weights have no C kernel"
     if weight.g_idx is not None and scheme.grid is E4M3:
         return "fp8 weights with groups out of order have no C kernel"

@@ -27,8 +27,10 @@ SCALED_KV = (torch.int8, torch.float8_e4m3fn)
 """The KV caches that need scales."""
 
 Rows = Literal["tokens", "logits"]
-Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-"""x * sigmoid(x), GELU by erf and by tanh, max(x, 0) and its square. C numbers them in this order, from 1."""
+Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
+"""x * sigmoid(x), GELU by erf and by tanh, max(x, 0) and its square, and GPT-OSS's: y * sigmoid(1.702 y) for
+y = min(x, 7). Where the last is a gate, what it gates is clamped to -7 .. 7, and 1 is added to it. C numbers them in
+this order, from 1."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ class Attention:
     """Causal attention of the step's queries over the paged cache; ``window`` > 0 keeps the last that many keys.
 
     A score is query times key times ``scale``; where ``softcap`` > 0, it becomes softcap * tanh(score / softcap).
+    sinks, float32 [heads], are scores that belong to no key: each takes its share of the softmax and adds nothing.
 
     Caches and their scales are those of ``RopeKV``.
     """
@@ -249,6 +252,7 @@ class Attention:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     softcap: float = 0.0
+    sinks: Tensor | None = None
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -359,7 +363,8 @@ class Route:
 @dataclass(frozen=True)
 class Experts:
     """out[r] = sum over j of weights[r, j] * y_j, or added to ``out[r]`` where ``accumulate``. For the expert
-    e = experts[r, j]: gate_up[e] x[r] is a gate and a factor, and y_j = down[e] (silu(gate) * factor).
+    e = experts[r, j]: gate_up[e] x[r] is a gate and a factor, and y_j = down[e] (function(gate) * factor). Both
+    products may have biases, float32 [experts, 2 * inner] and [experts, out width].
 
     experts int32 and weights float32 [tokens, top_k], as ``Route`` fills them: a token's experts differ. gate_up
     [2 * inner, width] and down [out width, inner]: one weight for each expert, all dense in one dtype, or all packed by
@@ -382,6 +387,9 @@ class Experts:
     parts: Tensor
     out: Tensor
     accumulate: bool = False
+    function: Function = "silu"
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
@@ -28,7 +28,7 @@ class IntTiles:
     them), else float32; zeros int32 of the same shape, or None for the constant ``zero``; permutation int32 [k], the
     column of x behind each input (-1 for padding), or None.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
-    activation scale.
+    activation scale. Codes stand for the numbers of ``codebook``, uint8 [16], where there is one.
     """
 
     weight: Tensor
@@ -41,6 +41,7 @@ class IntTiles:
     act_group: int
     act_span: int
     zero: int
+    codebook: Tensor | None = None
 
 
 def _tiles_of_rows(values: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def float8_tiles(packed: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 def is_expanded(scheme: WeightScheme, activations: ActivationScheme | None) -> bool:
     """Whether no kernel multiplies the packed weight, so it is held in float32: integer weights, e4m3 inputs."""
-    return scheme.grid is INTEGERS and activations is not None and activations.grid is E4M3
+    return scheme.grid.exact and activations is not None and activations.grid is E4M3
 
 
 def tile_bytes(
@@ -78,7 +79,7 @@ def tile_bytes(
     if is_expanded(scheme, activations):
         return 4 * out * inp
     codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
-    scale = 2 if half_scales and scheme.grid is INTEGERS else 4
+    scale = 2 if half_scales and scheme.grid.exact else 4
     return codes + out * scheme.groups(inp) * (scale + (0 if scheme.symmetric else 4))
 
 
@@ -100,7 +101,8 @@ def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple
 
 
 def int_tiles(packed: QuantizedWeight) -> IntTiles:
-    """Tiles of 4-bit nibbles for up to 4 bits, of bytes above.
+    """Tiles of 4-bit nibbles for up to 4 bits, of bytes above. The codebook of an exact grid is one of integers: the
+    multiples of its unit, which the scales take up. They are lifted by ``zero``, so that none is negative.
 
     Inputs are reordered where groups are not consecutive, and padded where groups are short, so that every group has
     the same width and holds a whole number of activation groups. Without an activation scheme, inputs get scales of
@@ -131,11 +133,16 @@ def int_tiles(packed: QuantizedWeight) -> IntTiles:
     nibbles = packed.scheme.bits <= 4
     weight = torch.empty(tiles, k // 8 if nibbles else k // 4, LANES, dtype=torch.int32)
     step = max(1, _CODES // (LANES * k))
+    grid, book, zero = packed.scheme.grid, None, packed.scheme.zero
+    if grid.codebook is not None:
+        levels = (torch.tensor(grid.codebook) / grid.unit).round().int()
+        zero = -int(levels.min())
+        book = (levels + zero).to(torch.uint8)
     for some, out in zip(quads.split(step), weight.split(step), strict=True):
         out.copy_(some[:, ::2] | (some[:, 1::2] << 4) if nibbles else some)
     return IntTiles(
         weight=weight.view(torch.uint8).view(tiles, -1, LANES, 4),
-        scales=_tiles_of_rows(_narrowed(packed.scales.float())),
+        scales=_tiles_of_rows(_narrowed(packed.scales.float() * grid.unit)),
         zeros=None if packed.zeros is None else _tiles_of_rows(packed.zeros.to(torch.int32)),
         permutation=None if order is None else order.to(torch.int32),
         k=k,
@@ -143,7 +150,8 @@ def int_tiles(packed: QuantizedWeight) -> IntTiles:
         group=group,
         act_group=act_group,
         act_span=act_span or k,
-        zero=packed.scheme.zero,
+        zero=zero,
+        codebook=book,
     )
 
 

@@ -51,13 +51,21 @@ INT8_MAX = 127.0
 _NAN_CODE = -128  # of an int8 cache, whose numbers end at -127
 _SMALLEST = 1e-30  # below it, 1 / scale would overflow
 _SMALLEST_SUM = 1e-20  # of scores that are divided by it
+CLAMP = 7.0
+"""Of GPT-OSS's gates and of what they gate."""
 _FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "swigluoai": lambda x: x.clamp(max=CLAMP) * (1.702 * x.clamp(max=CLAMP)).sigmoid(),
 }
+
+
+def gated(gate: Tensor, factor: Tensor, function: Function) -> Tensor:
+    """``function`` of the gate, times its factor."""
+    return _FUNCTIONS[function](gate) * (factor.clamp(-CLAMP, CLAMP) + 1.0 if function == "swigluoai" else factor)
 
 
 def round_e4m3(x: Tensor) -> Tensor:
@@ -185,7 +193,10 @@ def _attention(op: Attention, step: Step, rows: slice) -> None:
         scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * op.scale
         if op.softcap > 0:
             scores = op.softcap * (scores / op.softcap).tanh()
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if op.sinks is not None:
+            scores = torch.cat([scores, op.sinks.view(-1, 1, 1).expand(-1, len(positions), 1)], -1)
+        weights = scores.softmax(-1)[..., :length]
         out = weights @ v.repeat_interleave(group, 0)
         op.out[begin:end] = out.transpose(0, 1).reshape(end - begin, -1)
 
@@ -222,12 +233,12 @@ def _highest(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _product(x: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+def _product(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
-        return F.linear(x, weight.float())
+        return F.linear(x, weight.float(), bias)
     if weight.activations is not None:
         x = round_input(x, weight.activations, weight.input_scale)
-    return F.linear(x, weight.dequantize())
+    return F.linear(x, weight.dequantize(), bias)
 
 
 def _experts(op: Experts, rows: slice) -> None:
@@ -235,8 +246,9 @@ def _experts(op: Experts, rows: slice) -> None:
     parts = torch.empty(*chosen.shape, op.out.shape[1], device=x.device)
     for e in chosen.unique().tolist():
         token, j = (chosen == e).nonzero(as_tuple=True)
-        gate, up = _product(x[token], op.gate_up[e]).chunk(2, -1)
-        parts[token, j] = _product(F.silu(gate) * up, op.down[e])
+        biases = [None if each is None else each[e] for each in (op.gate_up_bias, op.down_bias)]
+        gate, up = _product(x[token], op.gate_up[e], biases[0]).chunk(2, -1)
+        parts[token, j] = _product(gated(gate, up, op.function), op.down[e], biases[1])
     # One term after the other: a sum over a dimension may have another order.
     total = torch.zeros_like(parts[:, 0])
     for j in range(chosen.shape[1]):
@@ -308,9 +320,13 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
         case Attention():
             _attention(op, step, rows)
         case Activation():
-            x, function = op.x[rows].float(), _FUNCTIONS[op.function]
-            gate, up = x.chunk(2, -1) if op.gated else (x, 1.0)
-            op.out[rows] = (function(gate) * up).to(op.out.dtype)
+            x = op.x[rows].float()
+            if op.gated:
+                gate, up = x.chunk(2, -1)
+                y = gated(gate, up, op.function)
+            else:
+                y = _FUNCTIONS[op.function](x)
+            op.out[rows] = y.to(op.out.dtype)
         case Gather():
             op.out[rows] = op.x[step.logit_rows[rows].long()]
         case SoftCap():

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import abi
-from qserve.kernels.fusion import FusedLinear, alternating
+from qserve.kernels.fusion import FusedLinear, alternate, alternating
 from qserve.kernels.ops import Embed, Experts, LayerNorm, Lora
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
 
 _OF_ONE = {"input_scale", "permutation"}  # not the same for all experts
+_OF_ALL = {"codebook"}
 
 Keep = Callable[[Tensor], Tensor]
 """Moves tiles to the place where they stay."""
@@ -41,6 +42,7 @@ class TiledLinear:
     norm: Tensor | None = None
     norm_bias: Tensor | None = None
     permutation: Tensor | None = None
+    codebook: Tensor | None = None
     scale_dtype: int = 0
     group: int = 0
     act_dtype: int = 0
@@ -137,7 +139,7 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
         return {"weight": keep(float_tiles(weight)), "k": weight.shape[1], "dtype": abi.FLOATS[weight.dtype]}
     scheme, activations = weight.scheme, weight.activations
     inputs = {"input_scale": weight.input_scale or 0.0}
-    if scheme.grid is INTEGERS and not is_expanded(scheme, activations):
+    if scheme.grid.exact and not is_expanded(scheme, activations):
         tiles = int_tiles(weight)
         return {
             # In this order: at the end of the preceding weights, the prefetch runs into these scales.
@@ -145,6 +147,7 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
             "zeros": None if tiles.zeros is None else keep(tiles.zeros),
             "weight": keep(tiles.weight),
             "permutation": None if tiles.permutation is None else keep(tiles.permutation),
+            "codebook": tiles.codebook,
             "scale_dtype": abi.FLOATS[tiles.scales.dtype],
             "k": tiles.k,
             "dtype": abi.U4 if tiles.bits == 4 else abi.U8,
@@ -159,7 +162,7 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
     if activations is not None:
         inputs["act_dtype"] = abi.F8 if activations.grid is E4M3 else abi.I8
         inputs["act_span"] = activations.group_size if activations.granularity == "group" else inp
-    if scheme.grid is INTEGERS:
+    if scheme.grid.exact:
         return {"weight": keep(float_tiles(weight.dequantize())), "k": inp, "dtype": 0, **inputs}
     codes, scales = (keep(each) for each in float8_tiles(weight))
     group = scheme.group_width(inp)
@@ -180,12 +183,19 @@ def tile_experts(op: Experts, keep: Keep) -> TiledExperts:
             n=2 * inner,
             x_width=op.x.shape[1],
             out_stride=inner,
-            function=abi.FUNCTIONS["silu"],
+            bias=None if op.gate_up_bias is None else alternate(op.gate_up_bias.float().T).T.contiguous(),
+            function=abi.FUNCTIONS[op.function],
             gated=True,
             **gate_up,
         ),
         down=TiledLinear(
-            x=op.activated, out=op.parts, n=op.out.shape[1], x_width=inner, out_stride=op.out.shape[1], **down
+            x=op.activated,
+            out=op.parts,
+            n=op.out.shape[1],
+            x_width=inner,
+            out_stride=op.out.shape[1],
+            bias=as_floats(op.down_bias),
+            **down,
         ),
         experts=op.experts,
         weights=op.weights,
@@ -218,9 +228,9 @@ def _stacked(weights: Iterable[Tensor | QuantizedWeight], keep: Keep) -> tuple[d
         in_order = torch.arange(first["k"], dtype=torch.int32)
         tiled = [{**each, "permutation": in_order if each["permutation"] is None else each["permutation"]}
                  for each in tiled]  # fmt: skip
-    tensors = {name for name, value in tiled[0].items() if isinstance(value, Tensor)}
+    tensors = {name for name, value in tiled[0].items() if isinstance(value, Tensor)} - _OF_ALL
     for each in tiled[1:]:
-        if any(each[name] != value for name, value in first.items() if name not in tensors | _OF_ONE):
+        if any(each[name] != value for name, value in first.items() if name not in tensors | _OF_ONE | _OF_ALL):
             raise ValueError("the weights of the experts differ in their schemes")
     first |= {name: keep(torch.stack([each[name] for each in tiled])) for name in tiled[0] if name in tensors}
     scales = torch.tensor([each.get("input_scale", 0.0) for each in tiled])

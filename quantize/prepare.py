@@ -17,10 +17,11 @@ from qserve.calibration.skeleton import Skeleton, is_finite
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import default_format, format_named
 from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.grid import E4M3, NF4
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
 from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
-from qserve.checkpoint.unpacked import Unpacked, is_released_in_fp8
+from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed.units import Offered, offered
@@ -89,7 +90,7 @@ class Preparation:
 def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
     """Refuse here everything that can be refused: ``UsageError`` for options, ``CapacityError`` for memory,
     ``CheckpointError`` for the model. Reads the dense tensors once."""
-    if is_released_in_fp8(source):
+    if is_in(source, E4M3, NF4):
         source = Unpacked(source)
     if source.spec is not None:
         raise UsageError(f"{source.name} is already quantized; give the model it was made from")

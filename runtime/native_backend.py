@@ -9,7 +9,9 @@ import torch
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
+from qserve.checkpoint.grid import NF4
 from qserve.checkpoint.source import ModelSource
+from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.runtime import heap, warmup
@@ -40,6 +42,9 @@ class NativeBackend:
         """``progress`` counts layers, and then, if products are timed, the timed products. On a GPU the KV cache gets
         what is left after the heaviest steps that may come; ``planned`` gets what is expected."""
         require_stored_as(source, config.quantization)
+        converted = is_in(source, NF4)
+        if converted:
+            source = Unpacked(source)
         model_config = decoder_config(source.config, source.name)
         activations = activation_dtype(source, config.dtype)
         executor = registry.make(config.kernels, config.threads, activations, config.cpu_list)
@@ -55,6 +60,9 @@ class NativeBackend:
         # Twice: of those that are replaced, some still end their requests.
         lora = LoraLayers(2 * config.max_loras, config.max_lora_rank) if config.enable_lora else None
         decoder, memory, notes = _load(source, model_config, config, executor, lora, progress, planned)
+        if converted:
+            held = str(source.dtype()).removeprefix("torch.")
+            notes.insert(0, f"weights in nf4 are held in {held}: no kernel multiplies them as they are stored")
         limits = Limits(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,

@@ -53,6 +53,7 @@ INTEROP = {
         imports=("compressed_tensors", "transformers"),
         borrows=True,
     ),
+    "bitsandbytes": Environment((TORCH, "bitsandbytes==0.50.2"), ("bitsandbytes",), borrows=True),
 }
 JUDGES = {
     "javascript": Environment(("openai@7.57.0",), node=True),

@@ -5,9 +5,11 @@ This file has the layouts of one module; the configuration is in ``compressed_te
 W is [out, in], b the bits, s = 2 ** (b - 1); every part is stored row by row
     weight_packed      int32 [out, ceil(in * b / 32)]   codes along the input, unsigned  (pack-quantized)
     weight_shape       int64 [2]                        out, in                          (pack-quantized)
+    weight_packed      uint8 [out, in / 2]              e2m1, the first in the low bits (mxfp4-, nvfp4-pack-quantized)
     weight             int8 [out, in]                   code - s                         (int-quantized)
     weight             e4m3 [out, in]                   the numbers     (float-quantized, naive-quantized)
-    weight_scale       [out, groups], [out, 1], [1], or one per block of outputs and inputs
+    weight_scale       [out, groups], [out, 1], [1], or one per block of outputs and inputs; uint8 is e8m0 (mxfp4)
+    weight_global_scale  f32 [1]                        divides the scales               (nvfp4-pack-quantized)
     weight_zero_point  int32 [ceil(out * b / 32), groups], packed along the output (pack-quantized), or
                        int8 [out, groups], zero point - s; only where the weight is asymmetric
     weight_g_idx       int32 [in]                       the group of each input feature, in files of older writers
@@ -38,8 +40,9 @@ from qserve.checkpoint.formats.format import (
     require,
     spread,
 )
+from qserve.checkpoint.formats.mxfp4 import read_e2m1, read_e8m0
 from qserve.checkpoint.formats.words import pack_words, unpack_words, words_for
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
@@ -51,7 +54,7 @@ class CompressedTensors:
     name: str = "compressed-tensors"
     parts: tuple[str, ...] = (
         "weight_scale", "weight_packed", "weight", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
-        "bias",
+        "bias", "weight_global_scale",
     )
     marks: tuple[str, ...] = ("weight_scale",)
     symmetric_zeros: bool = False
@@ -111,7 +114,9 @@ class CompressedTensors:
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
     ) -> QuantizedWeight:
         """The parts that exist decide the layout, not its name in the configuration."""
-        if "weight_packed" in parts:
+        if scheme.grid is E2M1:
+            codes, zeros = read_e2m1(require(parts, "weight_packed", torch.uint8, 2)), None
+        elif "weight_packed" in parts:
             codes, zeros = _unpack(parts, scheme)
         else:
             codes, zeros = _read(parts, scheme)
@@ -119,7 +124,7 @@ class CompressedTensors:
         weight = QuantizedWeight(
             scheme,
             codes,
-            spread(require(parts, "weight_scale"), scheme, out, inp),
+            spread(_scale(parts), scheme, out, inp),
             zeros,
             require(parts, "weight_g_idx", dim=1).to(torch.int32) if "weight_g_idx" in parts else None,
             bias_from(parts, out),
@@ -138,7 +143,16 @@ class CompressedTensors:
         if "weight_shape" in shapes:
             return _stored_shape(read("weight_shape"), shapes["weight_packed"])
         out, words = shapes["weight_packed"]
-        return out, words * 32 // scheme.bits
+        return out, words * (8 if scheme.grid is E2M1 else 32) // scheme.bits
+
+
+def _scale(parts: Mapping[str, Tensor]) -> Tensor:
+    scale = require(parts, "weight_scale")
+    if scale.dtype == torch.uint8:
+        return read_e8m0(scale)
+    if "weight_global_scale" in parts:
+        return scale.float() / one_number(parts, "weight_global_scale")
+    return scale
 
 
 def _unpack(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:

@@ -20,13 +20,15 @@ from qserve.checkpoint.formats.format import (
     pattern_from,
     scheme_from,
 )
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 _WHAT = "compressed-tensors"
 Granularity = Literal["token", "group", "tensor"]
 Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"]
-_LAYOUTS = get_args(Layout)
+_FP4_GROUPS = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
+"""Layouts that are read, and not written, and the size of their groups."""
+_LAYOUTS = (*get_args(Layout), *_FP4_GROUPS)
 _TYPES = {INTEGERS: "int", E4M3: "float"}
 _MIXED = "mixed-precision"
 _PLAIN_ORDER = (None, False, "weight", "static")
@@ -44,7 +46,7 @@ def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout
 def unsayable(scheme: WeightScheme, activations: ActivationScheme | None) -> str | None:
     """Why the configuration cannot express a scheme, or None."""
     if scheme.grid not in _TYPES:
-        return f"compressed-tensors has no layout for {scheme}"
+        return f"{scheme} weights are not written as compressed-tensors"
     if scheme.rows != 1 and (scheme.rows == -1) != (scheme.group_size == -1):
         return f"compressed-tensors cannot say {scheme}"
     if scheme.rows != 1 and not scheme.symmetric:
@@ -194,8 +196,12 @@ def _groups(config: Mapping[str, Any]) -> list[_Group]:
         order = entry["weights"].get("actorder")
         if order not in (*_PLAIN_ORDER, "group", "dynamic"):
             raise CheckpointError(f"{_WHAT} configuration: actorder {order!r} is not supported")
+        weights = _weights(entry["weights"])
+        size = _FP4_GROUPS.get(str(stored))
+        if (weights.grid is E2M1) != (size is not None) or size not in (None, weights.group_size):
+            raise CheckpointError(f"{_WHAT} format {stored!r} does not hold {weights}")
         targets = names_from(_WHAT, f"targets of {name}", entry.get("targets"))
-        groups.append(_Group(tuple(_target(text) for text in targets), _weights(entry["weights"]),
+        groups.append(_Group(tuple(_target(text) for text in targets), weights,
                              _activations(entry.get("input_activations")), order not in _PLAIN_ORDER))
     return groups
 
@@ -214,12 +220,12 @@ def _weights(args: Mapping[str, Any]) -> WeightScheme:
         rows, size = block
     elif strategy in ("channel", "tensor"):
         rows, size = (1 if strategy == "channel" else -1), -1
-    elif strategy != "group":
+    elif strategy != "group" and not (strategy == "tensor_group" and bits == 4 and kind == "float"):
         raise CheckpointError(f"{_WHAT} configuration: weight strategy {strategy!r} is not supported")
-    if kind not in ("int", "float", None) or (kind == "float" and bits != 8):
+    if kind not in ("int", "float", None) or (kind == "float" and bits not in (4, 8)):
         raise CheckpointError(f"{_WHAT} configuration: weights of type {kind!r} with {bits} bits are not supported")
     scheme = scheme_from(_WHAT, bits=bits, group_size=size, symmetric=args.get("symmetric", True), rows=rows,
-                         dtype="fp8" if kind == "float" else "int")
+                         dtype="int" if kind != "float" else "fp4" if bits == 4 else "fp8")
     if not scheme.symmetric and rows != 1:
         raise CheckpointError(f"{_WHAT} configuration: zero points for {scheme} are not supported")
     return scheme

@@ -222,7 +222,8 @@ static void attend(const qs_attention *op, const qs_queries *queries, int32_t kv
         memcpy(at[r].q, queries->q[r], sizeof(float) * (size_t)dim);
         memset(at[r].sums, 0, sizeof at[r].sums);
         memset(at[r].total, 0, sizeof at[r].total);
-        at[r].top = -1e30f;
+        at[r].top = queries->top[r];
+        at[r].total[0] = queries->total[r];
     }
     if (queries->shared)
         attend_blocks(op, queries, at, 0, rows, 0, queries->shared - 1, k_scale, kv_head);

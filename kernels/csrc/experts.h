@@ -72,6 +72,8 @@ static qs_linear of_expert(const qs_linear *op, const float *input_scales, int64
         one.scales = (const uint8_t *)op->scales + e * tiles * groups * QS_LANES * (op->scale_dtype == QS_F16 ? 2 : 4);
     if (op->zeros)
         one.zeros = op->zeros + e * tiles * groups * QS_LANES;
+    if (op->bias)
+        one.bias = op->bias + e * op->n;
     if (op->permutation)
         one.permutation = op->permutation + e * op->k;
     if (input_scales)

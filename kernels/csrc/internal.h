@@ -16,13 +16,15 @@ typedef struct {
 
 /* The rows of one attention work item: query rows q[i] see the keys first[i] .. last[i] (inclusive), in the blocks that
  * tables[i] names. Rows of one sequence follow each other and have the same table. The tables name the same first
- * `shared` blocks, and every row sees all of these. */
+ * `shared` blocks, and every row sees all of these. A row's softmax begins with the score top[i] of the weight total[i],
+ * which has no value. */
 #define QS_MAX_QUERY_ROWS 12
 typedef struct {
     const float *q[QS_MAX_QUERY_ROWS];
     float *out[QS_MAX_QUERY_ROWS];
     const int32_t *tables[QS_MAX_QUERY_ROWS];
     int32_t first[QS_MAX_QUERY_ROWS], last[QS_MAX_QUERY_ROWS];
+    float top[QS_MAX_QUERY_ROWS], total[QS_MAX_QUERY_ROWS];
     int32_t count, shared;
 } qs_queries;
 

@@ -19,12 +19,18 @@
 #define ROWS 4
 #define HALVES 2 /* vectors of a tile */
 #define SPAN 32  /* inputs to an int16 sum of products with nibbles: 8 pairs of at most 2 * 15 * 128 */
+#define BOOK_SPAN 16 /* the same with numbers of a codebook: 4 pairs of at most 2 * 31 * 128 */
 
 #include "linear_int.h"
 
 INLINE __m256i four(const int8_t *x)
 {
     return _mm256_set1_epi32(*(const int32_t *)(const void *)x);
+}
+
+INLINE __m256i both(const uint8_t *codebook)
+{
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codebook));
 }
 
 /* Adds the products of each pair of nibbles and inputs to an int16 sum. In assembly because the compiler adds the
@@ -42,10 +48,11 @@ INLINE void add_dot(int32_t *dot, __m256i pairs, __m256i times)
     _mm256_store_si256(at, _mm256_add_epi32(_mm256_load_si256(at), _mm256_madd_epi16(pairs, times)));
 }
 
-/* `width` inputs of `rows` rows by a tile of nibbles. */
+/* `width` inputs of `rows` rows by a tile of nibbles, which stand for numbers of `codebook` unless that is NULL. */
 INLINE void dot_u4(const int8_t *x, int64_t x_stride, const uint8_t *w, int32_t width, int32_t dots[ROWS][QS_LANES],
-                   const int rows)
+                   const uint8_t *codebook, const int rows)
 {
+    const __m256i book = codebook ? both(codebook) : _mm256_setzero_si256();
     const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
     __m256i pairs[ROWS][HALVES], codes[HALVES];
     UNROLL for (int m = 0; m < rows; m++)
@@ -54,6 +61,8 @@ INLINE void dot_u4(const int8_t *x, int64_t x_stride, const uint8_t *w, int32_t 
     for (int32_t j = 0; j < width; j += 8, w += 64) {
         UNROLL for (int v = 0; v < HALVES; v++)
             codes[v] = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(w + 32 * v)), low);
+        UNROLL for (int v = 0; codebook && v < HALVES; v++)
+            codes[v] = _mm256_shuffle_epi8(book, codes[v]);
         UNROLL for (int m = 0; m < rows; m++) {
             __m256i first = four(x + m * x_stride + j);
             UNROLL for (int v = 0; v < HALVES; v++)
@@ -61,6 +70,8 @@ INLINE void dot_u4(const int8_t *x, int64_t x_stride, const uint8_t *w, int32_t 
         }
         UNROLL for (int v = 0; v < HALVES; v++)
             codes[v] = _mm256_and_si256(_mm256_srli_epi16(_mm256_loadu_si256((const __m256i *)(w + 32 * v)), 4), low);
+        UNROLL for (int v = 0; codebook && v < HALVES; v++)
+            codes[v] = _mm256_shuffle_epi8(book, codes[v]);
         UNROLL for (int m = 0; m < rows; m++) {
             __m256i second = four(x + m * x_stride + j + 4);
             UNROLL for (int v = 0; v < HALVES; v++)
@@ -109,11 +120,12 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
             _mm256_store_si256((__m256i *)(void *)(dots[m] + 8 * v), start);
         }
     }
-    for (int32_t j = 0; j < width; j += SPAN) {
-        int32_t span = width - j < SPAN ? width - j : SPAN;
+    const int32_t most = u4 == BOOK ? BOOK_SPAN : SPAN;
+    for (int32_t j = 0; j < width; j += most) {
+        int32_t span = width - j < most ? width - j : most;
         const uint8_t *w = at->w + (int64_t)j * (u4 ? 8 : 16);
         if (u4)
-            dot_u4(at->x + j, at->x_stride, w, span, dots, rows);
+            dot_u4(at->x + j, at->x_stride, w, span, dots, u4 == BOOK ? at->codebook : NULL, rows);
         else
             UNROLL for (int v = 0; v < HALVES; v++)
                 dot_u8(at->x + j, at->x_stride, w, span, dots, v, rows);

@@ -52,6 +52,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
                       const int u4)
 {
     const __m256i low = _mm256_set1_epi8(15);
+    const __m256i book = u4 == BOOK ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)at->codebook)) : low;
     const uint8_t *w = at->w;
     __m256i dot[ROWS][HALVES], other[ROWS][HALVES], codes[HALVES]; /* other: second sums: few rows need not wait */
     UNROLL for (int m = 0; m < rows; m++) {
@@ -68,6 +69,8 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
             codes[v] = _mm256_loadu_si256((const __m256i *)(w + 32 * v));
             if (u4)
                 codes[v] = _mm256_and_si256(codes[v], low);
+            if (u4 == BOOK)
+                codes[v] = _mm256_shuffle_epi8(book, codes[v]);
         }
         UNROLL for (int m = 0; m < rows; m++) {
             __m256i first = four(at->x + m * at->x_stride + j);
@@ -76,8 +79,11 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         }
         if (!u4)
             continue;
-        UNROLL for (int v = 0; v < HALVES; v++)
+        UNROLL for (int v = 0; v < HALVES; v++) {
             codes[v] = _mm256_and_si256(_mm256_srli_epi16(_mm256_loadu_si256((const __m256i *)(w + 32 * v)), 4), low);
+            if (u4 == BOOK)
+                codes[v] = _mm256_shuffle_epi8(book, codes[v]);
+        }
         UNROLL for (int m = 0; m < rows; m++) {
             __m256i second = four(at->x + m * at->x_stride + j + 4);
             UNROLL for (int v = 0; v < HALVES; v++)

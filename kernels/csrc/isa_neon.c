@@ -44,12 +44,13 @@ int32_t qs_has_dot_products(void)
 #include "linear_int.h"
 
 /* 16 codes as signed bytes: one `half` of each byte, or each byte less 128, which the zero point compensates. */
-INLINE int8x16_t signed_codes(const uint8_t *w, int part, const int half, const int u4)
+INLINE int8x16_t signed_codes(const uint8_t *w, int part, uint8x16_t book, const int half, const int u4)
 {
     uint8x16_t bytes = vld1q_u8(w + 16 * part + (u4 ? 0 : 64 * half));
     if (!u4)
         return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(128)));
-    return vreinterpretq_s8_u8(half ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+    uint8x16_t codes = half ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+    return vreinterpretq_s8_u8(u4 == BOOK ? vqtbl1q_u8(book, codes) : codes);
 }
 
 /* sum + the dots of four codes and four inputs, the first or the second. In assembly because clang before version 16
@@ -69,6 +70,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
                       const int u4)
 {
     const uint8_t *w = at->w;
+    const uint8x16_t book = u4 == BOOK ? vld1q_u8(at->codebook) : vdupq_n_u8(0);
     int32x4_t dot[ROWS][PARTS];
     UNROLL for (int part = 0; part < PARTS; part++) {
         int32x4_t zeros = at->zeros ? vld1q_s32(at->zeros + 4 * part) : vdupq_n_s32(zero);
@@ -82,12 +84,12 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         UNROLL for (int m = 0; m < rows; m++)
             x[m] = vld1_s8(at->x + m * at->x_stride + j);
         UNROLL for (int part = 0; part < PARTS; part++)
-            codes[part] = signed_codes(w, part, 0, u4);
+            codes[part] = signed_codes(w, part, book, 0, u4);
         UNROLL for (int m = 0; m < rows; m++)
             UNROLL for (int part = 0; part < PARTS; part++)
                 dot[m][part] = dot4(dot[m][part], codes[part], x[m], 0);
         UNROLL for (int part = 0; part < PARTS; part++)
-            codes[part] = signed_codes(w, part, 1, u4);
+            codes[part] = signed_codes(w, part, book, 1, u4);
         UNROLL for (int m = 0; m < rows; m++)
             UNROLL for (int part = 0; part < PARTS; part++)
                 dot[m][part] = dot4(dot[m][part], codes[part], x[m], 1);

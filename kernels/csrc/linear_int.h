@@ -1,5 +1,7 @@
 /* The integer product tile by tile, for short vectors. Behind store_tiles.h; an ISA defines ROWS, the most rows of a
- * block, and then int_group. */
+ * block, and then int_group, whose `u4` is BOOK where codes stand for numbers of a codebook. */
+
+#define BOOK 2
 
 /* Where a product of one tile reads and adds: advanced by one activation group at a time. */
 typedef struct {
@@ -10,6 +12,7 @@ typedef struct {
     const float *scales;   /* NULL where they are f16 */
     const uint16_t *halves;
     const int32_t *zeros;  /* like scales, or NULL */
+    const uint8_t *codebook;
     int64_t x_stride, groups;
 } int_walk;
 
@@ -31,6 +34,7 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         .scales = op->scale_dtype == QS_F16 ? NULL : (const float *)op->scales + scales_at,
         .halves = (const uint16_t *)op->scales + scales_at,
         .zeros = op->zeros ? op->zeros + scales_at : NULL,
+        .codebook = op->codebook,
         .x_stride = op->k,
         .groups = groups,
     };
@@ -66,7 +70,9 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
 {
     (void)unpacked;
     for (int32_t t = tile; t < tile + tiles; t++) {
-        if (op->dtype == QS_U4)
+        if (op->codebook)
+            int_rows(op, acts, row, end, t, BOOK);
+        else if (op->dtype == QS_U4)
             int_rows(op, acts, row, end, t, 1);
         else
             int_rows(op, acts, row, end, t, 0);

@@ -58,6 +58,8 @@ static void attend_tokens(const struct job *job, const qs_attention *op, int32_t
             queries.out[i] = op->out + ((int64_t)t * op->heads + head) * dim;
             queries.last[i] = position;
             queries.first[i] = op->window > 0 && position >= op->window ? position - op->window + 1 : 0;
+            queries.top[i] = op->sinks ? op->sinks[head] : -1e30f;
+            queries.total[i] = op->sinks ? 1.0f : 0.0f;
         }
     job->kernels->attend(op, &queries, kv_head);
 }

@@ -124,6 +124,17 @@ static inline float QS_NAME(gelu_tanh)(float x)
     return x / (1.0f + QS_NAME(exp)(-x * (1.59576912f + 0.0713548163f * x * x)));
 }
 
+static inline float QS_NAME(clamp)(float x, float low, float high)
+{
+    return x < low ? low : (x > high ? high : x);
+}
+
+static inline float QS_NAME(swigluoai)(float x)
+{
+    float y = x > 7.0f ? 7.0f : x;
+    return y / (1.0f + QS_NAME(exp)(-1.702f * y));
+}
+
 static inline __attribute__((always_inline)) float QS_NAME(activated)(float x, const int32_t function)
 {
     float positive = x < 0.0f ? 0.0f : x; /* and NaN */
@@ -133,17 +144,25 @@ static inline __attribute__((always_inline)) float QS_NAME(activated)(float x, c
     case QS_GELU_TANH: return QS_NAME(gelu_tanh)(x);
     case QS_RELU: return positive;
     case QS_RELU2: return positive * positive;
+    case QS_SWIGLUOAI: return QS_NAME(swigluoai)(x);
     }
     return x;
 }
 
-/* out = function(x), times `factor` unless it is NULL. */
+static inline __attribute__((always_inline)) float QS_NAME(gated)(float gate, float factor, const int32_t function)
+{
+    if (function == QS_SWIGLUOAI)
+        factor = QS_NAME(clamp)(factor, -7.0f, 7.0f) + 1.0f;
+    return QS_NAME(activated)(gate, function) * factor;
+}
+
+/* out = function(x), with its factor unless that is NULL. */
 static void QS_NAME(activate)(const float *x, const float *factor, float *out, int32_t width, int32_t function)
 {
 #define QS_ACTIVATE(known)                                                                                        \
     case known:                                                                                                   \
         for (int32_t j = 0; j < width; j++)                                                                       \
-            out[j] = QS_NAME(activated)(x[j], known) * (factor ? factor[j] : 1.0f);                               \
+            out[j] = factor ? QS_NAME(gated)(x[j], factor[j], known) : QS_NAME(activated)(x[j], known);           \
         break;
     switch (function) {
         QS_ACTIVATE(QS_SILU)
@@ -151,6 +170,7 @@ static void QS_NAME(activate)(const float *x, const float *factor, float *out, i
         QS_ACTIVATE(QS_GELU_TANH)
         QS_ACTIVATE(QS_RELU)
         QS_ACTIVATE(QS_RELU2)
+        QS_ACTIVATE(QS_SWIGLUOAI)
     }
 #undef QS_ACTIVATE
 }
@@ -238,11 +258,6 @@ static inline float QS_NAME(span_scale)(const qs_linear *op, uint32_t top, float
     return scale;
 }
 
-static inline float QS_NAME(clamp)(float x, float low, float high)
-{
-    return x < low ? low : (x > high ? high : x);
-}
-
 /* `direct`: the inputs are the columns of x in order, so that the loops can be vectorized. */
 static inline __attribute__((always_inline)) void QS_NAME(quantize_columns)(
     const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums, const int direct)
@@ -312,7 +327,7 @@ static inline void QS_NAME(store_tile)(const qs_linear *op, const float *sums, i
         if (!op->gated)
             value = QS_NAME(activated)(value, op->function);
         else if (tile % 2) /* the gate is kept where its product will go */
-            value *= QS_NAME(activated)(out[i], op->function);
+            value = QS_NAME(gated)(out[i], value, op->function);
         if (op->cap != 0.0f)
             value = QS_NAME(capped)(value, op->cap);
         out[i] = op->accumulate ? out[i] + value : value;
@@ -332,6 +347,8 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
                     unpacked[j * 128 + i] = packed[j * 64 + i] & 15;
                     unpacked[j * 128 + 64 + i] = packed[j * 64 + i] >> 4;
                 }
+            for (int32_t j = 0; op->codebook && j < op->k * QS_LANES; j++)
+                unpacked[j] = op->codebook[unpacked[j]];
             codes = unpacked;
         }
         for (int32_t row = first; row < end; row++) {
@@ -497,7 +514,7 @@ static inline __attribute__((always_inline)) void QS_NAME(attend_as)(
     float k_scale = op->k_scale ? op->scale * op->k_scale[kv_head] : op->scale;
     float v_scale = op->v_scale ? op->v_scale[kv_head] : 1.0f;
     for (int32_t r = 0; r < queries->count; r++) {
-        float sum[256] = {0}, top = -1e30f, total = 0;
+        float sum[256] = {0}, top = queries->top[r], total = queries->total[r];
         for (int32_t block = queries->first[r] / QS_LANES; block <= queries->last[r] / QS_LANES; block++) {
             float scores[QS_LANES] = {0}, best = top;
             int64_t base = ((int64_t)queries->tables[r][block] * op->kv_heads + kv_head) * dim * QS_LANES;

@@ -46,8 +46,11 @@ enum qs_op_kind {
 enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6 };
 /* QS_AVX512 has VNNI, QS_NEON the dot product of Armv8.2. QS_AVXVNNI is QS_AVX2 with VNNI for its vectors. */
 enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3, QS_AVXVNNI = 4 };
-/* silu(x) = x / (1 + exp(-x)), gelu by erf or by tanh, relu(x) = max(x, 0), relu2 its square. */
-enum qs_function { QS_NONE = 0, QS_SILU = 1, QS_GELU = 2, QS_GELU_TANH = 3, QS_RELU = 4, QS_RELU2 = 5 };
+/* silu(x) = x / (1 + exp(-x)), gelu by erf or by tanh, relu(x) = max(x, 0), relu2 its square. swigluoai(x) is
+ * y / (1 + exp(-1.702 y)) for y = min(x, 7); the factor f of such a gate is min(max(f, -7), 7) + 1. */
+enum qs_function {
+    QS_NONE = 0, QS_SILU = 1, QS_GELU = 2, QS_GELU_TANH = 3, QS_RELU = 4, QS_RELU2 = 5, QS_SWIGLUOAI = 6
+};
 enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
 
 /* out[r, :] = table[token_ids[r], :] * scale;  out f32; table [vocab, width] of dtype f32, f16 or bf16, or quantized:
@@ -89,7 +92,8 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  *   f8            [tile][k][16]                     none of them NaN
  * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32; those of u8 and u4 may be f16, as
  * scale_dtype says. u8 and u4: W = (code - zero) * scale, with either the constant `zero` (zeros NULL) or zeros i32
- * [tile][groups][16]. f8: W = e4m3 * scale, and the last group may be short.
+ * [tile][groups][16]. codebook (u8 [16], NULL for none; u4 only): the code stands for one of these numbers, which are at
+ * most 31. f8: W = e4m3 * scale, and the last group may be short.
  *
  * The input is rounded as act_dtype says; `act_span` inputs of a row (the last span may be short) share a scale:
  *   f32  not at all: the product is one of floats. For float and f8 weights.
@@ -119,6 +123,7 @@ typedef struct {
     const int32_t *zeros;
     const float *bias, *norm, *norm_bias;
     const int32_t *permutation;
+    const uint8_t *codebook;
     int32_t k, n, x_width, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero, accumulate, centred,
         function, gated;
     float input_scale, eps, cap;
@@ -144,13 +149,13 @@ typedef struct {
 
 /* Causal attention of each query over the cached keys of its sequence, block after block with a running
  * softmax. window > 0 limits a query to the last `window` positions. A softcap other than 0 makes a score s
- * softcap * tanh(s / softcap). out f32 [tokens, heads * head_dim].
+ * softcap * tanh(s / softcap). sinks f32 [heads], or NULL: scores without a value. out f32 [tokens, heads * head_dim].
  * Caches and their scales are those of qs_rope_kv; scales are NULL for f32, f16 and bf16. head_dim is at most 256. */
 typedef struct {
     const float *qkv;
     float *out;
     const void *k_cache, *v_cache;
-    const float *k_scale, *v_scale;
+    const float *k_scale, *v_scale, *sinks;
     int32_t heads, kv_heads, head_dim, window, kv_dtype;
     float scale, softcap;
 } qs_attention;
@@ -186,8 +191,8 @@ typedef struct {
 
 /* out[r, :] = sum over j of weights[r, j] * down_e(gate_up_e(x[r])), e = experts[r, j], in the order of j, or added to
  * out where `accumulate` is set. gate_up is gated and has no norm, down reads what it writes and writes parts; both have
- * room for tokens * top_k rows. Their structures are those of expert 0; in weight, scales, zeros and permutation the
- * `count` experts follow each other. They have no bias. gate_up_scales and down_scales f32 [count], or NULL: static
+ * room for tokens * top_k rows. Their structures are those of expert 0; in weight, scales, zeros, bias and permutation
+ * the `count` experts follow each other. gate_up_scales and down_scales f32 [count], or NULL: static
  * input scales. experts i32 and weights f32 [tokens, top_k]; the experts of a token differ. */
 typedef struct {
     qs_linear gate_up, down;

@@ -80,6 +80,12 @@ INLINE vf gelu_tanh(vf x)
     return x / (all(1.0f) + exp_lanes((all(0.0f) - x) * slope));
 }
 
+INLINE vf swigluoai(vf x)
+{
+    vf y = lower(all(7.0f), x);
+    return y / (all(1.0f) + exp_lanes(all(-1.702f) * y));
+}
+
 INLINE vf activated(vf x, const int32_t function)
 {
     vf positive = higher(all(0.0f), x);
@@ -89,8 +95,16 @@ INLINE vf activated(vf x, const int32_t function)
     case QS_GELU_TANH: return gelu_tanh(x);
     case QS_RELU: return positive;
     case QS_RELU2: return positive * positive;
+    case QS_SWIGLUOAI: return swigluoai(x);
     }
     return x;
+}
+
+INLINE vf gated(vf gate, vf factor, const int32_t function)
+{
+    if (function == QS_SWIGLUOAI)
+        factor = lower(all(7.0f), higher(all(-7.0f), factor)) + all(1.0f);
+    return activated(gate, function) * factor;
 }
 
 INLINE vf capped(vf x, float cap)
@@ -179,8 +193,8 @@ INLINE int32_t activate_as(const float *x, const float *factor, float *out, int3
 {
     int32_t j = 0;
     for (; j + LANES <= width; j += LANES) {
-        vf value = activated(load(x + j), function);
-        store(out + j, factor ? value * load(factor + j) : value);
+        vf value = load(x + j);
+        store(out + j, factor ? gated(value, load(factor + j), function) : activated(value, function));
     }
     return j;
 }
@@ -194,6 +208,7 @@ static void activate(const float *x, const float *factor, float *out, int32_t wi
     case QS_GELU_TANH: j = activate_as(x, factor, out, width, QS_GELU_TANH); break;
     case QS_RELU: j = activate_as(x, factor, out, width, QS_RELU); break;
     case QS_RELU2: j = activate_as(x, factor, out, width, QS_RELU2); break;
+    case QS_SWIGLUOAI: j = activate_as(x, factor, out, width, QS_SWIGLUOAI); break;
     }
     QS_NAME(activate)(x + j, factor ? factor + j : NULL, out + j, width - j, function);
 }

@@ -28,9 +28,9 @@ static __attribute__((noinline)) void store_tiles(const qs_linear *op, const flo
                 vf gate = load(of_tile - QS_LANES + i);
                 if (op->bias)
                     gate = gate + load(bias - QS_LANES + i);
-                value = value * activated(gate, op->function);
+                value = gated(gate, value, op->function);
             } else if (op->gated && (tile + t) % 2)
-                value = value * activated(load(out + i), op->function);
+                value = gated(load(out + i), value, op->function);
             else if (!op->gated)
                 value = activated(value, op->function);
             if (op->cap != 0.0f)
@@ -62,7 +62,7 @@ static __attribute__((noinline)) void join(float *sums, int pairs, int32_t funct
     case known:                                                                                                   \
         for (float *end = sums + pairs * 2 * QS_LANES; sums < end; sums += 2 * QS_LANES)                          \
             UNROLL for (int i = 0; i < QS_LANES; i += LANES)                                                      \
-                store(sums + i, load(sums + QS_LANES + i) * activated(load(sums + i), known));                    \
+                store(sums + i, gated(load(sums + i), load(sums + QS_LANES + i), known));                         \
         break;
     switch (function) {
         JOIN(QS_SILU)
@@ -70,6 +70,7 @@ static __attribute__((noinline)) void join(float *sums, int pairs, int32_t funct
         JOIN(QS_GELU_TANH)
         JOIN(QS_RELU)
         JOIN(QS_RELU2)
+        JOIN(QS_SWIGLUOAI)
     }
 #undef JOIN
 }

@@ -90,6 +90,13 @@ def _fold(top, total, acc, next_top, next_total, next_acc):
     return largest, tl.fma(total, old, next_total * new), acc
 
 
+@triton.jit
+def _fold_sinks(top, total, acc, sinks_ptr, heads, mine):
+    """A softmax with the scores of its rows' ``heads`` that belong to no key."""
+    sinks = tl.load(sinks_ptr + heads, mask=mine, other=0.0) * 1.4426950408889634
+    return _fold(top, total, acc, sinks, tl.full(total.shape, 1.0, tl.float32), tl.zeros_like(acc))
+
+
 def _signed(out: str, bits: str) -> str:
     """Two integers as float16: the sign bit turned, under the bits of 1280. The least gets the bits of 1.0 on top,
     which makes it NaN."""
@@ -219,7 +226,7 @@ def _first_key(position, WINDOW: tl.constexpr):
 
 @triton.jit
 def tile_kernel(
-    qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tiles_ptr, positions_ptr, staged_ptr, scale,
+    qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, tiles_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
@@ -251,6 +258,9 @@ def tile_kernel(
             KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX,
         )  # fmt: skip
         top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
+    if sinks_ptr is not None:
+        mine = rows < queries * GROUP
+        top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows % GROUP, mine)
     weight = 1.0
     if v_scale_ptr is not None:
         weight = tl.load(v_scale_ptr + head)
@@ -260,7 +270,7 @@ def tile_kernel(
 
 @triton.jit
 def decode_kernel(
-    qkv_ptr, out_ptr, partial_ptr, softmax_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    qkv_ptr, out_ptr, partial_ptr, softmax_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
     units_ptr, count_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
@@ -290,6 +300,8 @@ def decode_kernel(
                 KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX,
             )  # fmt: skip
             if first // CHUNK == position // CHUNK:  # all of its keys
+                if sinks_ptr is not None:
+                    top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, rows < GROUP)
                 weight = 1.0
                 if v_scale_ptr is not None:
                     weight = tl.load(v_scale_ptr + head)
@@ -304,7 +316,7 @@ def decode_kernel(
 
 @triton.jit
 def merge_kernel(
-    out_ptr, partial_ptr, softmax_ptr, v_scale_ptr, decodes_ptr, positions_ptr,
+    out_ptr, partial_ptr, softmax_ptr, v_scale_ptr, sinks_ptr, decodes_ptr, positions_ptr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -330,6 +342,8 @@ def merge_kernel(
                 next_total = tl.load(softmax_ptr + heads * 2 + 1, mask=mine, other=1.0)
                 next_acc = tl.load(partial_ptr + heads[:, None] * DIM + dims[None, :], mask=real, other=0.0)
                 top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
+            if sinks_ptr is not None:
+                top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, mine)
             weight = 1.0
             if v_scale_ptr is not None:
                 weight = tl.load(v_scale_ptr + head)
@@ -372,8 +386,8 @@ def _scale(op: Attention) -> float:
 def attend_tiles(op: Attention, shape: Shape, tiles: Tensor, positions: Tensor, staged: Tensor) -> None:
     """The queries of ``tiles`` int32 [n, 3], see ``tile_kernel``; each at most ``shape.rows`` rows of a key head."""
     at(tile_kernel, (len(tiles), op.kv_heads))(
-        op.qkv, op.out, op.k_cache, op.v_cache, op.k_scale, op.v_scale, tiles, positions, staged, _scale(op),
-        **constants(op, shape), num_warps=shape.warps, num_stages=shape.stages,
+        op.qkv, op.out, op.k_cache, op.v_cache, op.k_scale, op.v_scale, op.sinks, tiles, positions, staged,
+        _scale(op), **constants(op, shape), num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
 
@@ -389,10 +403,11 @@ def attend_decodes(
     known = constants(op, shape)
     values = op.v_cache.view(torch.int16) if shape.pairs else op.v_cache
     at(decode_kernel, (programs,))(
-        op.qkv, op.out, partial, softmax, op.k_cache, values, op.k_scale, op.v_scale, units, count, positions,
+        op.qkv, op.out, partial, softmax, op.k_cache, values, op.k_scale, op.v_scale, op.sinks, units, count, positions,
         staged, _scale(op), **known, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     folded = merge_constants(op, known)
     at(merge_kernel, (len(decodes), op.kv_heads))(
-        op.out, partial, softmax, op.v_scale, decodes, positions, **folded, num_warps=4, num_stages=folded["STAGES"]
+        op.out, partial, softmax, op.v_scale, op.sinks, decodes, positions,
+        **folded, num_warps=4, num_stages=folded["STAGES"],
     )

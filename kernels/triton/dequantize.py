@@ -11,7 +11,7 @@ from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import Planes
 from qserve.kernels.triton.target import takes_ptx
 from qserve.kernels.triton.tuning.configs import Config
-from qserve.kernels.triton.unpack import half, unit, unpack
+from qserve.kernels.triton.unpack import e2m1, half, unit, unpack
 
 CONFIG = Config(16, 32, warps=4, stages=1, splits=1, kernel="dequantize")
 """A program writes a block of K of this many outputs; the product itself is cuBLAS's."""
@@ -59,7 +59,10 @@ def dequantize_kernel(
                 zero = tl.load(zeros + group * padded_n + ns, mask=mine, other=0.0).to(DTYPE)[:, None]
         if ZERO != -1:
             zero = tl.full((1, 1), ZERO, DTYPE)
-        value = unpack(word, zero, plane, BITS, DTYPE, PTX).to(tl.float32) * (unit(DTYPE) * scale)[:, None]
+        if ZERO == -2:
+            value = e2m1(word, plane, DTYPE).to(tl.float32) * scale[:, None]
+        else:
+            value = unpack(word, zero, plane, BITS, DTYPE, PTX).to(tl.float32) * (unit(DTYPE) * scale)[:, None]
         place = rows[:, None].to(tl.int64) * stride_out + (column + ks)[None, :]
         tl.store(out + place, value.to(DTYPE), mask=mine[:, None])
 

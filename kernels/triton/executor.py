@@ -216,8 +216,9 @@ class _TritonProgram:
                 self._positions = len(op.cosine)
                 return self._rope_kv(op)
             case Attention():
-                k_scale, v_scale = (None if x is None else self._hold(x) for x in (op.k_scale, op.v_scale))
-                self._attention = replace(op, k_scale=k_scale, v_scale=v_scale)
+                names = ("k_scale", "v_scale", "sinks")
+                held: dict[str, Any] = {name: self._hold(x) for name in names if (x := getattr(op, name)) is not None}
+                self._attention = replace(op, **held)
                 return partial(self._attend, self._attention)
             case Gather():
                 return lambda batch: gather(op.x, batch.logit_rows, op.out, batch.logits)

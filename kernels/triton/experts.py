@@ -31,10 +31,10 @@ _MOST = 1024
 
 @triton.jit
 def combine_kernel(
-    parts_ptr, weights_ptr, out_ptr,
+    parts_ptr, weights_ptr, out_ptr, experts_ptr, bias_ptr,
     TOP_K: tl.constexpr, ACCUMULATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = the sum of weights[r, j] * parts[r, j] in the order of j, or added to it."""
+    """out[r] = the sum of weights[r, j] * (parts[r, j] + bias[experts[r, j]]) in the order of j, or added to it."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -42,10 +42,27 @@ def combine_kernel(
     for j in tl.static_range(TOP_K):
         choice = row * TOP_K + j
         part = tl.load(parts_ptr + choice * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            expert = tl.maximum(tl.load(experts_ptr + choice), 0)
+            part += tl.load(bias_ptr + expert.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
         total += tl.load(weights_ptr + choice) * part
     at = out_ptr + row * WIDTH + columns
     if ACCUMULATE:
         total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_bias_kernel(out_ptr, order_ptr, experts_ptr, bias_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] += bias of the expert of choice order[i]. Behind the last real choice both are rubbish."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    choice = tl.minimum(tl.maximum(tl.load(order_ptr + row), 0), tl.num_programs(0) - 1)
+    expert = tl.maximum(tl.load(experts_ptr + choice), 0).to(tl.int64)
+    at = out_ptr + row * WIDTH + columns
+    total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(bias_ptr + expert * WIDTH + columns, mask=inside, other=0.0)
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -125,7 +142,9 @@ class PreparedExperts:
         self.counts = memory.take("expert counts", count, torch.int32)[:count]
         self.order = memory.take("expert order", choices, torch.int32)
         self.tiles = memory.take("expert tiles", 3 * most_tiles(choices, count, _LEAST_TILE), torch.int32)
-        self.op = replace(op, gate_up=(), down=())
+        biases = {name: x.to(memory.device, torch.float32).contiguous() for name in ("gate_up_bias", "down_bias")
+                  if (x := getattr(op, name)) is not None}  # fmt: skip
+        self.op = replace(op, gate_up=(), down=(), **biases)
 
     def run(self, rows: int) -> None:
         """``op`` for the first ``rows``. Nothing is computed for an expert of -1, whose row of ``out`` is rubbish."""
@@ -136,9 +155,15 @@ class PreparedExperts:
         assert up.block_m == down.block_m, "both go by the same tiles"
         grouping: Grouping = sort(op.experts, self.counts, self.order, self.tiles, choices, up.block_m)
         self.up.run_grouped(rows, grouping, up)
-        activation(ops.Activation(op.gate_up_out, op.activated, "silu", gated=True), choices, self.rounded)
+        if op.gate_up_bias is not None:
+            both = op.gate_up_out.shape[1]
+            at(add_bias_kernel, (choices, triton.cdiv(both, _BLOCK)))(
+                op.gate_up_out, self.order, op.experts, op.gate_up_bias, both, _BLOCK, num_warps=4
+            )
+        activation(ops.Activation(op.gate_up_out, op.activated, op.function, gated=True), choices, self.rounded)
         self.down.run_grouped(choices, replace(grouping, sorted_x=True), down)
         width = op.out.shape[1]
         at(combine_kernel, (rows, triton.cdiv(width, _BLOCK)))(
-            op.parts, op.weights, op.out, op.experts.shape[1], op.accumulate, width, _BLOCK, num_warps=4
-        )
+            op.parts, op.weights, op.out, op.experts, op.down_bias, op.experts.shape[1], op.accumulate, width, _BLOCK,
+            num_warps=4,
+        )  # fmt: skip

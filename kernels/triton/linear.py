@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
@@ -48,8 +48,10 @@ def supports(weight: Tensor | QuantizedWeight, gpu: Target) -> str | None:
     """None, or why no kernel here multiplies by ``weight`` on ``gpu``."""
     if isinstance(weight, Tensor):
         return None
-    if weight.scheme.grid not in (INTEGERS, E4M3):
+    if weight.scheme.grid not in (INTEGERS, E4M3, E2M1):
         return f"{weight.scheme} weights"
+    if weight.activations is not None and weight.scheme.grid is E2M1:
+        return f"{weight.scheme} weights whose inputs are rounded"
     if weight.activations is not None:
         return eight_bit.supports(weight, gpu)
     if weight.scheme.grid is E4M3:

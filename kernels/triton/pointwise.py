@@ -35,6 +35,9 @@ def _function(x, FUNCTION: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif FUNCTION == "gelu_tanh":  # 0.5 * (1 + tanh(y)) is the sigmoid of 2 * y
         return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif FUNCTION == "swigluoai":
+        y = tl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return y / (1.0 + tl.exp(-1.702 * y))
     else:
         positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return positive * positive if FUNCTION == "relu2" else positive
@@ -52,7 +55,10 @@ def activation_kernel(
     at = x_ptr + row * (2 * WIDTH if GATED else WIDTH) + columns
     value = _function(tl.load(at, mask=inside, other=0.0).to(tl.float32), FUNCTION)
     if GATED:
-        value *= tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        if FUNCTION == "swigluoai":
+            factor = tl.clamp(factor, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        value *= factor
     value = value.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * WIDTH + columns, value, mask=inside)
     if codes_ptr is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qserve.checkpoint.grid import E2M1
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 
@@ -27,7 +28,7 @@ class Planes:
     zeros   float32 in the shape of float32 scales, where they are not constant
     order   int32 [k]: the column of x behind each input, -1 for padding; or None
     group   inputs that share a scale, 0 for all; ``k`` counts inputs, with padding where ``order`` holds it
-    zero    the zero point, or -1 where it varies
+    zero    the zero point, -1 where it varies, or -2 where fields are e2m1 numbers
     """
 
     words: Tensor
@@ -94,7 +95,7 @@ def slots(packed: QuantizedWeight, group: int) -> Tensor | None:
 
 
 def planes(packed: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> Planes:
-    """A packed weight of integers, for inputs of ``dtype``."""
+    """A packed weight of integers or e2m1 numbers, for inputs of ``dtype``."""
     bits = 4 if packed.scheme.bits <= 4 else 8
     count = 16 // bits
     groups = packed.scheme.groups(packed.in_features)
@@ -122,7 +123,7 @@ def planes(packed: QuantizedWeight, dtype: torch.dtype, device: torch.device) ->
         slice=size,
         group=0 if groups == 1 else group,
         k=packed.in_features if order is None else k,
-        zero=packed.scheme.zero if packed.zeros is None else -1,
+        zero=-2 if packed.scheme.grid is E2M1 else packed.scheme.zero if packed.zeros is None else -1,
     )
 
 

@@ -49,6 +49,29 @@ def unpack(word, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
+def e2m1(word, PLANE: tl.constexpr, DTYPE: tl.constexpr):
+    """Field PLANE of each 16-bit word as an e2m1 number in DTYPE.
+
+    Its bits are moved to where DTYPE has them. That is the number, subnormals included, times a power of two: the
+    difference of the exponents' biases.
+    """
+    if tl.bfloat16 == DTYPE:
+        return (_moved(word, PLANE, 6)).to(tl.bfloat16, bitcast=True) * 2.0**126
+    else:
+        return ((_moved(word, PLANE, 9)).to(tl.float16, bitcast=True) * 16384.0).to(DTYPE)
+
+
+@triton.jit
+def _moved(word, PLANE: tl.constexpr, PLACE: tl.constexpr):
+    """The sign of field PLANE as bit 15, its other three bits from PLACE on."""
+    sign = (word << (12 - 4 * PLANE)) & -0x8000
+    if PLACE >= 4 * PLANE:
+        return sign | ((word << (PLACE - 4 * PLANE)) & (7 << PLACE))
+    else:
+        return sign | ((word >> (4 * PLANE - PLACE)) & (7 << PLACE))
+
+
+@triton.jit
 def unit(DTYPE: tl.constexpr):
     """The value of one in numbers of ``unpack``: no bfloat16 is large enough to bring a subnormal number to one."""
     return 64.0 if tl.bfloat16 == DTYPE else 1.0

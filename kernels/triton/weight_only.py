@@ -27,7 +27,7 @@ from qserve.kernels.triton.prepack import dense_planes, planes
 from qserve.kernels.triton.target import Target, takes_ptx, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.tuning.tuned import choose, left_out
-from qserve.kernels.triton.unpack import half, unit, unpack
+from qserve.kernels.triton.unpack import e2m1, half, unit, unpack
 from qserve.kernels.triton.workspace import Workspace
 
 _FOR_FOUR_STAGES = 96 << 10
@@ -51,7 +51,7 @@ def weight_only_kernel(
     scales  by group of GROUP inputs (0: all) and output; in words of 32 bits, so that they are copied asynchronously.
             SCALES "pairs": float16, two groups to a word; "zeros": float16 below and the zero point above, in the
             type of x; "float": float32, with ``zeros`` float32 where ZERO is -1
-    BITS of 16: a word is a number in the type of x, and has no scale
+    BITS of 16: a word is a number in the type of x, and has no scale. ZERO of -2: fields are e2m1 numbers
     SWAP puts the weights on the left of the product, where the matrix unit of sm_90 takes them from registers.
     EACH > 0: the weights of all experts, EACH outputs of each; ``grouped_rows`` says which rows are whose
     """
@@ -120,6 +120,8 @@ def weight_only_kernel(
                 slice_x = tl.load(x + at + x_at, mask=mask, other=0.0)
                 if BITS == 16:
                     slice_w = word
+                elif ZERO == -2:
+                    slice_w = e2m1(word, part * (SUM // SLICE) + step, DTYPE)
                 else:
                     slice_w = unpack(word, zero, part * (SUM // SLICE) + step, BITS, DTYPE, PTX)
                 if SWAP:
@@ -133,7 +135,8 @@ def weight_only_kernel(
     if SWAP:
         total = tl.trans(total)
     if BITS < 16:
-        total *= unit(DTYPE)
+        if ZERO != -2:
+            total *= unit(DTYPE)
         if GROUP == 0:
             total *= tl.load(scales + w_ns)[None, :]
     finish(total, out, bias, partial, arrived, tile, split, ms, ns, rows, n, stride_out, padded_n,

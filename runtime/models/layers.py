@@ -251,6 +251,7 @@ class LayerBuilder:
         k_center = cache_center(weights.source, module, kv_heads, dim, self._kv_dtype)
         if k_center is not None:
             k_center = k_center[:, element_order(config, rotary_dim)]
+        sinks = weights.tensor(f"{layer}.{config.modules.sinks}", heads).float() if config.family.sinks else None
         sizes = [config.q_size, config.kv_size, config.kv_size]
         if len(config.modules.qkv) == 1:
             sizes = [sum(sizes)]
@@ -264,7 +265,7 @@ class LayerBuilder:
             ),
             Attention(
                 buffers.qkv, buffers.attended, k_cache, v_cache, heads, kv_heads, dim, config.attention_scale,
-                config.windows[i], k_scale, v_scale, config.score_cap,
+                config.windows[i], k_scale, v_scale, config.score_cap, sinks,
             ),
         ]  # fmt: skip
         return compute, self._to_stream(layer, config.modules.out, buffers.attended, config.modules.attention_out_norm)

@@ -72,7 +72,7 @@ def routed(
             raise CheckpointError(
                 f"{weights.source.name}: {layer} has {len(bias)} score biases for {config.count} experts"
             )
-    gate_up, down = _read(config, modules, weights, layer, hidden)
+    read = _read(config, modules, weights, layer, hidden)
     return [
         Linear(x, router, buffers.logits, router_bias),
         Route(
@@ -80,41 +80,79 @@ def routed(
             config.top_groups, config.group_best, config.scale,
         ),
         Experts(
-            x, gate_up, down, buffers.experts, buffers.weights, buffers.gate_up, buffers.activated, buffers.parts, out,
-            accumulate=True,
+            x, read.gate_up, read.down, buffers.experts, buffers.weights, buffers.gate_up, buffers.activated,
+            buffers.parts, out, accumulate=True, function=config.function, gate_up_bias=read.gate_up_bias,
+            down_bias=read.down_bias,
         ),
     ]  # fmt: skip
 
 
-def _read(
-    config: MoeConfig, modules: Modules, weights: Weights, layer: str, hidden: int
-) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Gate and up projection of each expert as one weight, and its down projection."""
-    count, inner = config.count, config.inner
+@dataclass(frozen=True)
+class _Read:
+    """Gate and up projection of each expert as one weight [2 * inner, hidden], its down projection, and their biases
+    float32 [experts, …] where experts have them."""
+
+    gate_up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def _read(config: MoeConfig, modules: Modules, weights: Weights, layer: str, hidden: int) -> _Read:
+    order = None
+    if modules.alternating:  # all gates, then all of up
+        order = torch.arange(2 * config.inner).view(-1, 2).T.flatten()
     stacked_up, stacked_down = (f"{layer}.{name}" for name in modules.stacked)
-    if weights.source.has(stacked_up):
-        up = weights.tensor(stacked_up, count, 2 * inner, hidden)
-        return up.unbind(), weights.tensor(stacked_down, count, hidden, inner).unbind()
-    gate_up, down = [], []
-    for e in range(count):
+    if not weights.source.has(stacked_up):
+        return _read_one_by_one(config, modules, weights, layer, hidden, order)
+    gate_up, gate_up_bias = _read_stacked(config, modules, weights, stacked_up, 2 * config.inner, hidden)
+    down, down_bias = _read_stacked(config, modules, weights, stacked_down, hidden, config.inner)
+    if order is not None:
+        gate_up = [weight[order] for weight in gate_up]
+        gate_up_bias = None if gate_up_bias is None else gate_up_bias[:, order]
+    return _Read(tuple(gate_up), tuple(down), gate_up_bias, down_bias)
+
+
+def _read_stacked(
+    config: MoeConfig, modules: Modules, weights: Weights, name: str, out: int, inp: int
+) -> tuple[list[Tensor], Tensor | None]:
+    shape = (inp, out) if modules.stacked_transposed else (out, inp)
+    each = list(weights.tensor(name, config.count, *shape).unbind())
+    bias = weights.tensor(f"{name}_bias", config.count, out).float() if config.biases else None
+    return [weight.T for weight in each] if modules.stacked_transposed else each, bias
+
+
+def _read_one_by_one(
+    config: MoeConfig, modules: Modules, weights: Weights, layer: str, hidden: int, order: Tensor | None
+) -> _Read:
+    """``order``: of the outputs of a joined gate and up projection."""
+    gate_up, down, gate_up_bias, down_bias = [], [], [], []
+    rows = 2 * config.inner // len(modules.expert_up)
+    for e in range(config.count):
         expert = f"{layer}.{modules.experts}.{e}"
-        names = [f"{expert}.{name}" for name in modules.expert_up]
-        gate_up.append(_joined([_read_linear(weights, name, inner, hidden) for name in names], expert))
-        down.append(_read_linear(weights, f"{expert}.{modules.expert_down}", hidden, inner))
+        ups = [weights.linear(f"{expert}.{name}", rows, hidden, rows=order) for name in modules.expert_up]
+        last, last_bias = weights.linear(f"{expert}.{modules.expert_down}", hidden, config.inner)
+        biases = [bias for _, bias in [*ups, (last, last_bias)] if bias is not None]
+        if len(biases) != (len(ups) + 1) * config.biases:
+            says = "lacks a bias" if config.biases else "has a bias, which no expert of its type has"
+            raise CheckpointError(f"{weights.source.name}: {expert} {says}")
+        gate_up.append(_joined([weight for weight, _ in ups], expert))
+        down.append(last)
+        if config.biases:
+            gate_up_bias.append(torch.cat(biases[:-1]))
+            down_bias.append(biases[-1])
     for each in (gate_up, down):
         if len(set(map(_kind, each))) > 1:
             raise CheckpointError(
                 f"{weights.source.name}: the experts of {layer} are stored in different ways; all of a layer must be "
                 "quantized alike"
             )
-    return tuple(gate_up), tuple(down)
-
-
-def _read_linear(weights: Weights, module: str, out: int, inp: int) -> Weight:
-    weight, bias = weights.linear(module, out, inp)
-    if bias is not None:
-        raise CheckpointError(f"{weights.source.name}: {module} has a bias, which no served expert has")
-    return weight
+    return _Read(
+        tuple(gate_up),
+        tuple(down),
+        torch.stack(gate_up_bias).float() if gate_up_bias else None,
+        torch.stack(down_bias).float() if down_bias else None,
+    )
 
 
 def _joined(parts: list[Weight], expert: str) -> Weight:

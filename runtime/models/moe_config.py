@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import Experts
+from qserve.kernels.ops import Function
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class MoeConfig:
         sparse: for each layer whether it has experts.
         shared: the width of the feed-forward that every token takes besides; 0 where there is none.
         shared_gate: this feed-forward is behind a gate.
-        score_bias: the routers have a bias.
+        score_bias: the routers have a bias for each expert.
+        biases: the experts have biases.
+        function: of their gates.
     """
 
     sparse: tuple[bool, ...]
@@ -28,6 +31,8 @@ class MoeConfig:
     shared: int
     shared_gate: bool
     score_bias: bool
+    biases: bool
+    function: Function
     sigmoid: bool
     renormalize: bool
     groups: int
@@ -62,6 +67,8 @@ def moe_config(hf: PretrainedConfig, experts: Experts, name: str) -> MoeConfig:
         shared=shared,
         shared_gate=experts.shared_gate,
         score_bias=experts.score_bias,
+        biases=experts.biases,
+        function=experts.function,
         sigmoid=experts.sigmoid,
         renormalize=bool(hf.norm_topk_prob) if experts.renormalize is None else experts.renormalize,
         groups=groups,

@@ -84,4 +84,11 @@ class Headers(Weights):
         scales = torch.empty(out, scheme.groups(inp), device="meta")
         zeros = None if scheme.symmetric else torch.empty(scales.shape, dtype=torch.uint8, device="meta")
         codes = torch.empty(out, inp, dtype=torch.uint8, device="meta")
-        return QuantizedWeight(scheme, codes, scales, zeros, activations=spec.activations_of(module))
+        bias = torch.empty(out, device="meta") if self._stores(f"{module}.bias") else None
+        return QuantizedWeight(scheme, codes, scales, zeros, bias=bias, activations=spec.activations_of(module))
+
+    def _stores(self, part: str) -> bool:
+        try:
+            return bool(self.source.shape(part))
+        except CheckpointError:
+            return False

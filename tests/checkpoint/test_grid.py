@@ -30,7 +30,7 @@ def weight(scheme: WeightScheme) -> QuantizedWeight:
 def test_names():
     assert WeightScheme(4).grid is INTEGERS and WeightScheme(8, -1, dtype="fp8").grid is E4M3
     assert ActivationScheme("int8").grid is INTEGERS and ActivationScheme("fp8").grid is E4M3
-    for refuse in (lambda: WeightScheme(4, dtype="nf4"), lambda: grid_named("nf4"), lambda: input_grid("int4"),
+    for refuse in (lambda: WeightScheme(4, dtype="nf5"), lambda: grid_named("nf5"), lambda: input_grid("int4"),
                    lambda: ActivationScheme("bf8"), lambda: WeightScheme(4, dtype="fp8"),  # type: ignore[arg-type]
                    lambda: WeightScheme(8, symmetric=False, dtype="fp8")):
         with pytest.raises(UsageError):

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts, Glm4MoeTopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
-from qserve.kernels.ops import Activation, Executor, Experts, Linear, Op, Route, SigmoidMul, Step
+from qserve.kernels.ops import Activation, Executor, Experts, Function, Linear, Op, Route, SigmoidMul, Step
 from qserve.kernels.reference import ReferenceExecutor
 from tests.kernels.quantized_weights import make_weight
 
@@ -122,6 +123,30 @@ def test_experts_are_those_of_transformers() -> None:
     torch.testing.assert_close(op.out, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_experts_with_biases_and_a_clamped_gate_are_those_of_gpt_oss() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gpt_oss", hidden_size=WIDTH, intermediate_size=INNER, num_local_experts=COUNT, num_experts_per_tok=3
+    )
+    module = GptOssExperts(config)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    x, weights = torch.randn(17, WIDTH), torch.rand(17, 3)
+    experts = torch.stack([torch.randperm(COUNT)[:3] for _ in x])
+    expected = module(x, experts, weights).detach()
+    apart = torch.cat([torch.arange(0, 2 * INNER, 2), torch.arange(1, 2 * INNER, 2)])  # all gates, then all factors
+    gate_up = module.gate_up_proj.detach().transpose(1, 2)[:, apart].contiguous()
+    op = experts_op(
+        x, gate_up, module.down_proj.detach().transpose(1, 2).contiguous(), experts.int(), weights,
+        torch.empty(17, WIDTH), function="swigluoai", gate_up_bias=module.gate_up_proj_bias.detach()[:, apart],
+        down_bias=module.down_proj_bias.detach(),
+    )  # fmt: skip
+    run([op], len(x))
+    torch.testing.assert_close(op.out, expected, rtol=1e-5, atol=1e-4)
+    run([replace(op, function="silu")], len(x))
+    assert not torch.allclose(op.out, expected, atol=1.0)
+
+
 def test_a_gate_scales_a_row_or_each_of_its_numbers() -> None:
     out = torch.randn(5, 7)
     for gate in (torch.randn(5, 1), torch.randn(5, 7)):
@@ -177,6 +202,7 @@ SCHEMES: dict[str, tuple[WeightScheme, ActivationScheme | None, bool]] = {
     "4-bit": (WeightScheme(4, 16), None, False),
     "4-bit-asymmetric": (WeightScheme(4, 16, symmetric=False), None, False),
     "4-bit-in-any-order": (WeightScheme(4, 16), None, True),
+    "fp4": (WeightScheme(4, 16, dtype="fp4"), None, False),
     "8-bit": (WeightScheme(8, -1), ActivationScheme("int8"), False),
     "8-bit-static": (WeightScheme(8, -1), INT8, False),
     "fp8": (WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8"), False),
@@ -208,9 +234,11 @@ def random_weights(kind: str, out: int, inp: int) -> tuple[Tensor | QuantizedWei
     return tuple(made)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", *SCHEMES])
-def test_each_expert_is_computed_as_a_product_of_its_own(kind: str) -> None:
-    """Bit for bit, whatever the other tokens and however many threads."""
+@pytest.mark.parametrize(("kind", "function"), [
+    *((kind, "silu") for kind in ("float32", "bfloat16", *SCHEMES)), ("bfloat16", "swigluoai"), ("fp4", "swigluoai"),
+])  # fmt: skip
+def test_each_expert_is_computed_as_a_product_of_its_own(kind: str, function: Function) -> None:
+    """Bit for bit, whatever the other tokens and however many threads. Experts with another function have biases."""
     torch.manual_seed(0)
     rows, top_k, inner = 45, 3, 48
     gate_up, down = random_weights(kind, 2 * inner, WIDTH), random_weights(kind, WIDTH, inner)
@@ -218,15 +246,19 @@ def test_each_expert_is_computed_as_a_product_of_its_own(kind: str) -> None:
     # Nobody takes the last; the first gets many rows, one gets a single row.
     experts = torch.stack([torch.randperm(COUNT - 2)[:top_k] for _ in range(rows)]).int()
     experts[7, 0] = COUNT - 2
+    biases: list[Any] = [None, None]
+    if function != "silu":
+        biases = [torch.randn(COUNT, 2 * inner), torch.randn(COUNT, WIDTH)]
+    rest: dict[str, Any] = {"function": function, "gate_up_bias": biases[0], "down_bias": biases[1]}
     for executor in executors():
         parts = torch.empty(COUNT, rows, WIDTH)
         for e in range(COUNT):
             both, activated = torch.empty(rows, 2 * inner), torch.empty(rows, inner)
             run(
                 [
-                    Linear(x, gate_up[e], both),
-                    Activation(both, activated, "silu", gated=True),
-                    Linear(activated, down[e], parts[e]),
+                    Linear(x, gate_up[e], both, None if biases[0] is None else biases[0][e]),
+                    Activation(both, activated, function, gated=True),
+                    Linear(activated, down[e], parts[e], None if biases[1] is None else biases[1][e]),
                 ],
                 rows,
                 executor,
@@ -234,12 +266,12 @@ def test_each_expert_is_computed_as_a_product_of_its_own(kind: str) -> None:
         want = torch.zeros(rows, WIDTH)
         for j in range(top_k):
             want += weights[:, j, None] * parts[experts[:, j].long(), torch.arange(rows)]
-        op = experts_op(x, gate_up, down, experts, weights, start.clone(), accumulate=True)
+        op = experts_op(x, gate_up, down, experts, weights, start.clone(), accumulate=True, **rest)
         run([op], rows, executor)
         assert torch.equal(op.out, start + want)
         run([replace(op, accumulate=False)], rows, executor)
         assert torch.equal(op.out, want)
-        few = experts_op(x[7:8], gate_up, down, experts[7:8], weights[7:8], torch.empty(1, WIDTH))
+        few = experts_op(x[7:8], gate_up, down, experts[7:8], weights[7:8], torch.empty(1, WIDTH), **rest)
         run([few], 1, native.NativeExecutor(1, executor.isa))
         assert torch.equal(few.out[0], want[7])
 

@@ -63,6 +63,7 @@ INTEGERS = st.builds(
 )
 FP8 = st.sampled_from([WeightScheme(8, -1, dtype="fp8"), WeightScheme(8, -1, dtype="fp8", rows=-1),
                        WeightScheme(8, 128, dtype="fp8", rows=128), WeightScheme(8, 24, dtype="fp8")])  # fmt: skip
+FP4 = st.builds(WeightScheme, st.just(4), st.sampled_from([-1, 8, 16, 32, 64]), dtype=st.just("fp4"))
 DENSE = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 SUM = 2e-5
 """The error of a sum in float32, for terms of magnitude one, of some hundreds of them in any order."""
@@ -150,7 +151,7 @@ class Product:
         unsure = torch.zeros_like(x)
         if isinstance(weight, QuantizedWeight):
             dense, activations, scheme = weight.dequantize(), weight.activations, weight.scheme
-            if activations is None and scheme.dtype == "int":
+            if activations is None and scheme.grid.exact:
                 tiles = int_tiles(weight)
                 if tiles.permutation is not None:
                     order = tiles.permutation.long()
@@ -172,18 +173,18 @@ class Product:
         if not isinstance(self.weight, QuantizedWeight):
             return False
         weight = self.weight
-        return weight.activations is not None or weight.scheme.dtype == "int"
+        return weight.activations is not None or weight.scheme.grid.exact
 
 
 @st.composite
 def products(draw: st.DrawFn) -> Product:
     rows, out, inp = draw(st.integers(1, 70)), draw(st.integers(1, 150)), draw(st.integers(1, 300))
-    kind = draw(st.sampled_from(["int", "int", "fp8", "dense"]))
+    kind = draw(st.sampled_from(["int", "int", "fp4", "fp8", "dense"]))
     weight: Tensor | QuantizedWeight
     if kind == "dense":
         weight = torch.randn(out, inp, generator=torch.Generator().manual_seed(inp)).to(draw(DENSE))
     else:
-        scheme = draw(INTEGERS if kind == "int" else FP8)
+        scheme = draw({"int": INTEGERS, "fp4": FP4, "fp8": FP8}[kind])
         ordered = scheme.group_size == -1 or inp % scheme.group_size != 0 or draw(st.booleans())
         weight = make_weight(out, inp, scheme, draw(st.sampled_from(ACTIVATIONS)), shuffled=not ordered)
     x = draw(matrices(rows, inp))
@@ -280,13 +281,14 @@ EXACT: dict[Function, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: x / (1 + (-math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)).exp()),
     "relu": lambda x: x.clamp_min(0),
     "relu2": lambda x: x.clamp_min(0) ** 2,
+    "swigluoai": lambda x: x.clamp(max=7) / (1 + (-1.702 * x.clamp(max=7)).exp()),
 }
 
 
 @holds(rows_of(), st.sampled_from(get_args(Function)), st.booleans())
 def test_activation(x: Tensor, function: Function, gated: bool) -> None:
     gate, up = x, x.flip(0) if gated else torch.ones_like(x)
-    exact = EXACT[function](gate.double()) * up
+    exact = EXACT[function](gate.double()) * (up.clamp(-7, 7) + 1 if gated and function == "swigluoai" else up)
     real = gate.isfinite() & up.isfinite() & (exact.abs() < 3e38)
     both = torch.cat([gate, up], -1) if gated else x
     for isa in native.available():
@@ -402,6 +404,7 @@ class Attending:
     centred: bool
     softcap: float
     scaled: bool
+    sinks: bool
 
     def step(self) -> Step:
         pages = [-(-(cached + new) // 16) for cached, new in self.lengths]
@@ -453,7 +456,10 @@ class Attending:
 
     def attend(self, on: Executor, qkv: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, shape = torch.empty(len(qkv), self.heads * self.dim), (self.heads, self.kv_heads, self.dim)
-        op = Attention(qkv, out, k, v, *shape, self.dim**-0.5, self.window, self.scale, self.scale, self.softcap)
+        sinks = torch.linspace(-2, 3, self.heads) if self.sinks else None
+        op = Attention(
+            qkv, out, k, v, *shape, self.dim**-0.5, self.window, self.scale, self.scale, self.softcap, sinks
+        )
         run(on, [op], self.step())
         return out
 
@@ -480,7 +486,7 @@ def attendings(draw: st.DrawFn) -> Attending:
         heads, kv_heads, dim, 2 * draw(st.integers(1, dim // 2)), draw(st.sampled_from([0, 0, 1, 7, 20])),
         draw(st.sampled_from([torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn])), lengths,
         draw(matrices(tokens, (heads + 2 * kv_heads) * dim)), draw(st.sampled_from(["", "heads", "all"])),
-        draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 2.0])), draw(st.booleans()),
+        draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 2.0])), draw(st.booleans()), draw(st.booleans()),
     )  # fmt: skip
 
 

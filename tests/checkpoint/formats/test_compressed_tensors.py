@@ -92,6 +92,48 @@ def test_signed_bytes_by_hand() -> None:
     assert parts["weight"].tolist() == [[-128, -1, 0, 127]]
 
 
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def fp4_spec(size: int, format: str, **more: object) -> QuantSpec:
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group" if size == 16 else "group", "symmetric": True,
+               "group_size": size, "dynamic": False, **more}  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return FORMAT.spec_of({"format": format, "config_groups": {"group_0": group}}, MODULES)
+
+
+def test_four_bit_floats_are_read() -> None:
+    """Every byte of codes, under many scales, by the formula of the format."""
+    packed = torch.arange(256, dtype=torch.uint8).expand(7, 256)
+    numbers = FP4[torch.stack([packed & 15, packed >> 4], -1).flatten(1).long()]
+    powers = torch.randint(0, 255, (7, 16), dtype=torch.uint8)
+    scheme = fp4_spec(32, "mxfp4-pack-quantized").weights
+    assert scheme == WeightScheme(4, 32, dtype="fp4")
+    got = FORMAT.unpack({"weight_packed": packed, "weight_scale": powers}, scheme)
+    want = numbers.double() * torch.exp2(powers.double() - 127).repeat_interleave(32, 1)
+    assert torch.equal(got.dequantize(), want.float())
+    assert FORMAT.shape(scheme, {"weight_packed": (7, 256), "weight_scale": (7, 16)}, lambda part: powers) == (7, 512)
+
+    scales, whole = torch.randint(0, 127, (7, 32), dtype=torch.uint8).view(torch.float8_e4m3fn), torch.tensor([37.3])
+    scheme = fp4_spec(16, "nvfp4-pack-quantized").weights
+    assert scheme == WeightScheme(4, 16, dtype="fp4")
+    parts = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": whole}
+    got = FORMAT.unpack(parts, scheme)
+    assert torch.equal(got.dequantize(), numbers * (scales.float() / whole).repeat_interleave(16, 1))
+    with pytest.raises(CheckpointError, match="a scale is NaN"):
+        FORMAT.unpack({**parts, "weight_scale": torch.full_like(scales, torch.nan)}, scheme)
+    with pytest.raises(UsageError, match="fp4 g16 weights are not written as compressed-tensors"):
+        FORMAT.config_of(QuantSpec("rtn", scheme))
+
+
+def test_four_bit_floats_of_another_layout_are_refused() -> None:
+    for size, format in ((16, "mxfp4-pack-quantized"), (32, "nvfp4-pack-quantized"), (32, "pack-quantized")):
+        with pytest.raises(CheckpointError, match=f"format '{format}' does not hold fp4 g{size}"):
+            fp4_spec(size, format)
+    with pytest.raises(CheckpointError, match="does not hold 4 bit g32"):
+        fp4_spec(32, "mxfp4-pack-quantized", type="int")
+
+
 def test_scales_keep_their_value(random_weight, assert_same) -> None:
     weight = random_weight(WeightScheme(4, 32), 8, 64)
     for scales, dtype in (
@@ -267,7 +309,7 @@ def test_configurations_of_other_writers() -> None:
         ({"kv_cache_scheme": [1]}, "kv_cache_scheme"),
         ({"weights": {"num_bits": 5}}, "bits must be"),
         ({"weights": {"num_bits": "4"}}, "bits is '4'"),
-        ({"weights": {"type": "float"}}, "not supported"),
+        ({"weights": {"type": "float"}}, "does not hold fp4"),
         ({"weights": {"type": "complex"}}, "complex"),
         ({"weights": {"strategy": "tensor_group"}}, "tensor_group"),
         ({"weights": {"strategy": "block"}}, "block_structure"),

@@ -8,7 +8,7 @@ from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, Weight
 
 
 def test_names() -> None:
-    assert list(FORMATS) == ["gptq", "gptq_v2", "awq", "compressed-tensors", "fp8"]
+    assert list(FORMATS) == ["gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes"]
     assert all(format_named(name).name == name for name in FORMATS)
     with pytest.raises(UsageError, match="known: gptq, gptq_v2, awq"):
         format_named("exl3")
@@ -26,6 +26,8 @@ def test_what_a_format_writes_names_it() -> None:
     }
     for name, spec in specs.items():
         assert format_of(FORMATS[name].config_of(spec)).name == name
+    for name in ("mxfp4", "bitsandbytes"):  # read only
+        assert format_of({"quant_method": name}).name == name
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def attention_cases(
     scales = "fp32" if cache in ("fp8e4nv", "i8") else ""
     op = attention_op(cache, window, dim, heads, kv_heads, softcap)
     common = f"qkv_ptr:bf16 out_ptr:bf16 k_ptr:{cache} k_scale_ptr:{scales} v_scale_ptr:{scales} positions_ptr:i32 "
-    common += "staged_ptr:i32 "
+    common += f"staged_ptr:i32 sinks_ptr:{'fp32' if window else ''} "
     tile, decode = attention.tile_shape(op, gpu.warp), attention.decode_shape(op)
     if invariant:
         decode = tile
@@ -92,7 +92,8 @@ def attention_cases(
         ),
         "attention merge": _case(
             attention.merge_kernel,
-            f"out_ptr:bf16 partial_ptr:fp32 softmax_ptr:fp32 v_scale_ptr:{scales} decodes_ptr:i32 positions_ptr:i32",
+            f"out_ptr:bf16 partial_ptr:fp32 softmax_ptr:fp32 v_scale_ptr:{scales} decodes_ptr:i32 positions_ptr:i32 "
+            f"sinks_ptr:{'fp32' if window else ''}",
             gpu, merged, stages=merged["STAGES"],
         ),
     }  # fmt: skip
@@ -198,8 +199,13 @@ def mixture_cases(gpu: Target) -> dict[str, Case]:
             {"COUNT": 128, "BLOCK_COUNT": 128, "BLOCK_M": 16, "BLOCK": 1024}, "choices:i32 most_tiles:i32",
         ),
         "experts combine": _case(
-            experts.combine_kernel, "parts_ptr:bf16 weights_ptr:fp32 out_ptr:fp32", gpu,
+            experts.combine_kernel,
+            "parts_ptr:bf16 weights_ptr:fp32 out_ptr:fp32 experts_ptr:i32 bias_ptr:fp32", gpu,
             {"TOP_K": 8, "ACCUMULATE": True, "WIDTH": 2048, "BLOCK": 1024},
+        ),
+        "experts bias": _case(
+            experts.add_bias_kernel, "out_ptr:bf16 order_ptr:i32 experts_ptr:i32 bias_ptr:fp32", gpu,
+            {"WIDTH": 4096, "BLOCK": 1024},
         ),
     }  # fmt: skip
 

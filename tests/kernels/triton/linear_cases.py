@@ -46,6 +46,7 @@ def _case(
 def weight_only_case(
     gpu: Target, rows: int, bits: int = 4, group: int = 128, kind: str = "pairs",
     dtype: str = "fp16", even_k: bool = True, accumulate: bool = False, config: Config | None = None,
+    fp4: bool = False,
 ) -> Case:  # fmt: skip
     """``kind`` of scales, or "both" where scales and zero points are float32. None: the default of ``rows``."""
     config, planes = config or weight_only.default(rows, bits, group, gpu), 16 // bits
@@ -60,7 +61,8 @@ def weight_only_case(
         "blocks": "i32", "splits": "i32",
     }  # fmt: skip
     constexprs = {
-        "ZERO": -1 if kind in ("zeros", "both") else 1 << (bits - 1), "BITS": bits, "SLICE": size, "GROUP": group,
+        "ZERO": -2 if fp4 else -1 if kind in ("zeros", "both") else 1 << (bits - 1), "BITS": bits, "SLICE": size,
+        "GROUP": group,
         "SCALES": "float" if floats else kind, "HAS_BIAS": False, "ACCUMULATE": accumulate, "EVEN_K": even_k,
         "SWAP": config.swap, "SPLIT": config.splits != 1, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "STAGES": config.stages, "PTX": "ptx" in gpu.features,
@@ -222,6 +224,7 @@ def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for gpu in ARCHITECTURES:
         found |= cases_of(gpu)
+        found[f"w4a16 fp4 {gpu.architecture}"] = weight_only_case(gpu, FEW, group=32, dtype="bf16", fp4=True)
     grouped, small = persistent.default(MANY, 256, grouped=True), persistent.default(512, 256, grouped=False)
     found["persistent blocks sm_90"] = persistent_case(described("sm_90"), grouped, "fp8e4nv", 128, 128)
     found["persistent small sm_90"] = persistent_case(described("sm_90"), small, "fp8e4nv", out="fp32", accumulate=True)

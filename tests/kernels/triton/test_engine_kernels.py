@@ -130,7 +130,8 @@ class Cache:
     def __init__(self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int = 0,
                  activations: torch.dtype = torch.float32, *, norm: tuple[int, ...] = (),
                  center: bool = False, turned: int | None = None, scaled: bool = False,
-                 softcap: float = 0.0) -> None:  # fmt: skip
+                 softcap: float = 0.0, sinks: bool = False) -> None:  # fmt: skip
+        self.sinks = torch.linspace(-2, 3, heads) if sinks else None
         self.shape, self.window, self.activations = (heads, kv_heads, dim), window, activations
         self.softcap = softcap
         self.k = self._pages(dtype, kv_heads, dim).transpose(2, 3)
@@ -163,7 +164,7 @@ class Cache:
         cosine, sine = self.options["cosine"], self.options["sine"]
         rest = {name: x for name, x in self.options.items() if name not in ("cosine", "sine")}
         rope = RopeKV(qkv, cosine, sine, self.k, self.v, *self.shape, **rest, **self.scales)
-        kind = {"window": self.window, "softcap": self.softcap}
+        kind = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
         return rope, Attention(qkv, out, self.k, self.v, *self.shape, dim**-0.5, **kind, **self.scales), out
 
     def run(self, executor: Executor, qkv: torch.Tensor, step: Step, *, store: bool = True) -> torch.Tensor:
@@ -189,7 +190,8 @@ CASES = [
     (9, 3, 64, 0, torch.float16, torch.float16, [37, 1, 12], PLAIN),
     (4, 4, 16, 0, torch.float32, torch.float32, [5, 16], {"scaled": True}),
     (8, 2, 80, 7, torch.float16, torch.float32, [40, 1, 20], {"turned": 12, "norm": (1, 1)}),
-    (6, 3, 100, 0, torch.float32, torch.float32, [21, 1], {"turned": 0, "softcap": 1.5}),
+    (6, 3, 100, 0, torch.float32, torch.float32, [21, 1], {"turned": 0, "softcap": 1.5, "sinks": True}),
+    (8, 1, 64, 9, torch.float16, torch.float16, [30, 1, 2], {"sinks": True}),
     (3, 3, 20, 9, torch.float32, torch.float32, [18, 1], {"norm": (3, 3), "softcap": 0.3, "turned": 5}),
     (4, 2, 16, 0, torch.float32, torch.float32, [5, 2], {"norm": (4, 1)}),
     (71, 1, 16, 0, torch.float16, torch.float32, [3, 1], PLAIN),
@@ -242,6 +244,16 @@ def test_values_are_stored_bit_for_bit_like_the_reference() -> None:
         for cache, executor in ((mine, triton_executor()), (other, ReferenceExecutor())):
             run_on(executor, [cache.ops(qkv.clone())[0]], sequences((0, 16, [3])))
         assert torch.equal(mine.v[3].view(torch.int8), other.v[3].view(torch.int8))
+
+
+def test_a_decode_of_several_chunks_counts_its_sinks_once() -> None:
+    torch.manual_seed(7)
+    table = list(range(20))
+    mine, other = (Cache(torch.float32, 4, 2, 16, sinks=True) for _ in range(2))
+    for first, last in ((0, 280), (280, 281)):
+        qkv, step = torch.randn(last - first, 8 * 16), sequences((first, last, table))
+        got, want = mine.run(triton_executor(), qkv.clone(), step), other.run(ReferenceExecutor(), qkv, step)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
 
 
 def test_partial_results_never_take_more_memory_than_the_first_decode_did(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ WIDTH, INNER, COUNT = 80, 96, 6
 SCHEMES: dict[str, tuple[WeightScheme, ActivationScheme | None]] = {
     "4-bit": (WeightScheme(4, 16), None),
     "4-bit-asymmetric": (WeightScheme(4, 32, symmetric=False), None),
+    "fp4": (WeightScheme(4, 32, dtype="fp4"), None),
     "8-bit": (WeightScheme(8, -1), None),
     "int8": (WeightScheme(8, -1), ActivationScheme("int8")),
     "int8-groups": (WeightScheme(4, 32), ActivationScheme("int8", "group", group_size=32)),
@@ -116,6 +117,20 @@ def experts_op(kind: str, rows: int, top_k: int, dtype: torch.dtype = torch.floa
         x, weights_of(kind, 2 * INNER, width), weights_of(kind, width, INNER), experts, torch.rand(rows, top_k),
         *room, out, accumulate=True,
     )  # fmt: skip
+
+
+def like_gpt_oss(op: Experts) -> Experts:
+    biases = [torch.randn(COUNT, n) for n in (2 * INNER, op.out.shape[1])]
+    return replace(op, function="swigluoai", gate_up_bias=biases[0], down_bias=biases[1])
+
+
+@pytest.mark.parametrize("rows", [1, 21])
+def test_experts_in_fp4_with_biases_are_those_of_the_reference(rows: int) -> None:
+    op = like_gpt_oss(experts_op("fp4", rows, 3))
+    want = replace(op, out=op.out.clone())
+    run_on(ReferenceExecutor(), [want], make_step(rows))
+    run_on(triton_executor(), [op], make_step(rows))
+    torch.testing.assert_close(op.out, want.out, rtol=0, atol=1e-5 * float(want.out.abs().max()))
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "4-bit-asymmetric", "8-bit", "int8-groups")]

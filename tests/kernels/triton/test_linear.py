@@ -16,9 +16,10 @@ import torch
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, reference
-from qserve.kernels.triton import linear, target, weight_only
+from qserve.kernels.triton import dequantize, linear, target, weight_only
 from qserve.kernels.triton.dense import multiply
 from qserve.kernels.triton.executor import TritonExecutor
+from qserve.kernels.triton.prepack import planes
 from qserve.kernels.triton.tuning.configs import Config
 from qserve.kernels.triton.workspace import Workspace
 
@@ -320,3 +321,30 @@ def test_dense_products_in_float32_are_not_rounded_on_the_way(accumulate: bool, 
     want = x.double() @ weight.double().t() + (bias if biased else 0) + (out if accumulate else 0)
     multiply(x, weight, bias if biased else None, out, accumulate)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "inp", "group", "dtype"),
+    [(1, 130, 512, 32, torch.float16), (3, 70, 192, 16, torch.float32), (20, 128, 96, -1, torch.float16),
+     (33, 40, 2880, 32, torch.float16)],
+)  # fmt: skip
+def test_fp4(rows: int, out: int, inp: int, group: int, dtype: torch.dtype) -> None:
+    scheme = WeightScheme(4, group, dtype="fp4")
+    codes = torch.randint(0, 16, (out, inp), dtype=torch.uint8)
+    scales = torch.exp2(torch.randint(-9, -3, (out, scheme.groups(inp))).float())
+    weight = QuantizedWeight(scheme, codes, scales)
+    x = torch.randn(rows, inp, dtype=dtype, device=DEVICE)
+    op = ops.Linear(x, weight, torch.empty(rows, out, dtype=dtype, device=DEVICE))
+    assert error(run(op, rows), want(op, rows)) < TOLERANCE[dtype]
+    rounded = replace(weight, activations=ActivationScheme("int8"))
+    assert "fp4" in str(linear.supports(rounded, target.target(DEVICE)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_fp4_is_dequantized_exactly(dtype: torch.dtype) -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat(130, 8)
+    scales = torch.exp2(torch.randint(-9, 3, (130, 4)).float())
+    weight = QuantizedWeight(WeightScheme(4, 32, dtype="fp4"), codes, scales)
+    made = planes(weight, dtype, DEVICE)
+    memory = torch.empty(130 * 16 // made.bits * made.slice * made.blocks, dtype=dtype, device=DEVICE)
+    assert torch.equal(dequantize.dequantize(made, memory, 0, 130).float().cpu(), weight.dequantize())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.formats import FORMATS
@@ -20,7 +22,7 @@ from qserve.kernels import native, registry
 from qserve.quantize import rtn
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
-from tests.runtime.models.test_decoder import SMALL, run_chunks
+from tests.runtime.models.test_decoder import SMALL, run_chunks, without
 
 GLM = {
     "n_routed_experts": 9, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
@@ -28,6 +30,12 @@ GLM = {
 }  # fmt: skip
 MULTIPLIERS = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 6.0,
+}  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    "initializer_range": 0.1, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+        "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
+    },
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
@@ -59,15 +67,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoeshared-without": (
         "granitemoeshared", {**MULTIPLIERS, "num_local_experts": 4, "shared_intermediate_size": 0},
     ),
+    "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_local_experts": 6, "head_dim": 16, "sliding_window": 9}),
+    "gpt_oss-more": (
+        "gpt_oss",
+        {**GPT_OSS, "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32, "num_hidden_layers": 4,
+         "sliding_window": 21, "num_key_value_heads": 1, "hidden_size": 80, "intermediate_size": 48},
+    ),
 }  # fmt: skip
 LIMITS = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_blocks=24)
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())))
 
 
-def make(case: str) -> Any:
+def make(case: str, **more: Any) -> Any:
     kind, changes = CASES[case]
     torch.manual_seed(0)
-    small = {**SMALL, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "pad_token_id": 0, **changes}
+    small = {**SMALL, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "pad_token_id": 0, **changes, **more}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small), attn_implementation="eager").eval()
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if "expert" in name or "mlp" in name:
@@ -76,6 +90,8 @@ def make(case: str) -> Any:
             parameter.data = 0.3 * torch.randn_like(parameter)
         if name.endswith("bias") or "norm" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)
+        if kind == "gpt_oss" and name.endswith(("sinks", "gate_up_proj_bias")):  # some gates beyond the limit of 7
+            parameter.data = 2.0 * torch.randn_like(parameter)
     return model
 
 
@@ -127,6 +143,8 @@ def test_logits_are_those_of_transformers(case: str, kernels: str, tmp_path: Pat
         ("glm4_moe", {"scale": 1.0}),
         ("glm4_moe", {"renormalize": False}),
         ("glm4_moe", {"shared": 0}),
+        ("gpt_oss", {"function": "silu"}),
+        ("gpt_oss", {"renormalize": False}),
     ],
 )
 def test_without_one_feature_the_logits_are_others(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -134,6 +152,68 @@ def test_without_one_feature_the_logits_are_others(case: str, changes: dict[str,
     model.save_pretrained(tmp_path)
     got = run_chunks(decoder(tmp_path, **changes), tokens().tolist(), [40])
     assert (got - logits(model)).abs().max() > 1e-3
+
+
+def test_each_part_of_gpt_oss_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gpt_oss")
+    model.save_pretrained(tmp_path)
+    want = logits(model)
+
+    def differs() -> bool:
+        small = Decoder(HFDirectory(tmp_path), config, registry.make("reference"), LIMITS, kv_dtype=torch.float32)
+        return bool((run_chunks(small, tokens().tolist(), [40]) - want).abs().max() > 1e-2)
+
+    whole = config = decoder_config(HFDirectory(tmp_path).config, "small")
+    assert not differs()
+    for features in ({"sinks": False}, {"windows": (0, 0, 0)}, {"rope_kinds": ("plain",) * 3}):
+        config = without(whole, **features)
+        config.hf.rope_parameters = {**whole.hf.rope_parameters, "plain": {"rope_theta": 1000.0}}
+        assert differs(), features
+    config = whole
+    with monkeypatch.context() as patched:
+        patched.setattr("qserve.kernels.reference.CLAMP", 1e9)
+        assert differs()
+    stored = load_file(tmp_path / "model.safetensors")
+    for part in ("q_proj.bias", "o_proj.bias", "router.bias", "gate_up_proj_bias", "down_proj_bias"):
+        save_file(
+            {name: torch.zeros_like(tensor) if name.endswith(part) else tensor for name, tensor in stored.items()},
+            tmp_path / "model.safetensors", {"format": "pt"},
+        )  # fmt: skip
+        assert differs(), part
+
+
+def publish(model: Any, path: Path) -> None:
+    """``model`` as OpenAI publishes GPT-OSS, with random experts in MXFP4. Those of ``model`` become the same."""
+    model.save_pretrained(path)
+    stored, held = load_file(path / "model.safetensors"), model.state_dict()
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, inp, out = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (count, out, inp // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(119, 123, (count, out, inp // 32), dtype=torch.uint8)
+        held[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_local_experts": 9, "num_experts_per_tok": 4, "head_dim": 48}])
+def test_published_gpt_oss_runs_its_experts_as_they_are(shape: dict[str, Any], tmp_path: Path) -> None:
+    model = make("gpt_oss", hidden_size=96, intermediate_size=64, **shape)
+    publish(model, tmp_path)
+    want = logits(model)
+    got = run_chunks(decoder(tmp_path), tokens().tolist(), [40])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    if native.missing() is None:
+        small = decoder(tmp_path, "native")
+        assert not small.fallbacks
+        got = run_chunks(small, tokens().tolist(), [40])  # the products round their inputs
+        assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.02
+        for chunks in ([17, 1, 22], [1] * 40):
+            assert torch.equal(run_chunks(small, tokens().tolist(), chunks), got)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])

@@ -1,0 +1,131 @@
+"""The bitsandbytes format in 4 bits: NF4 (Dettmers et al., arXiv 2305.14314), as transformers writes it.
+
+W is [out, in], flattened row by row, n = out * in; the parts of one linear are
+    weight            uint8 [n / 2, 1]    two codes a byte, the first in the **high** four bits
+    absmax            f32 [n / 64]        the scale of each block of 64, or its code, uint8, where scales are nested
+    quant_map         f32 [16]            the number of each code
+    nested_absmax     f32 [n / 64 / 256]  the scale of each block of 256 scales
+    nested_quant_map  f32 [256]           the number of each code of a scale
+    quant_state       uint8               a JSON object: quant_type, blocksize, shape, nested_blocksize, nested_offset
+    bias              [out]               only where the linear has one
+A nested scale is nested_quant_map[absmax] * nested_absmax + nested_offset. Files call all but weight and bias
+``weight.X``, and the state ``weight.quant_state.bitsandbytes__nf4``; ``name_parts`` gives them the names above.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.errors import CheckpointError, UsageError
+from qserve.checkpoint.formats.format import Schemes, Shapes, bias_from, method_of, names_from, require
+from qserve.checkpoint.grid import NF4
+from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+
+T = TypeVar("T")
+_BLOCK = 64
+_PART = re.compile(r"(.+)\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state)(\.bitsandbytes__\w+)?")
+_UNWRITTEN = "the bitsandbytes format is read, not written"
+
+
+def name_parts(stored: Mapping[str, T]) -> dict[str, T]:
+    """``stored``, with every part of a packed module under ``module.part``."""
+    found = {}
+    for name, tensor in stored.items():
+        match = _PART.fullmatch(name)
+        found[name if match is None else f"{match[1]}.{match[2]}"] = tensor
+    return found
+
+
+@dataclass(frozen=True)
+class BitsAndBytes:
+    """A ``Format`` that is read, and not written."""
+
+    name: str = "bitsandbytes"
+    parts: tuple[str, ...] = (
+        "weight", "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state", "bias"
+    )
+    marks: tuple[str, ...] = ("quant_state",)
+    symmetric_zeros: bool = False
+
+    def limit(self, spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
+        return f"{_UNWRITTEN}: choose another for {spec.weights}"
+
+    def config_of(self, spec: QuantSpec) -> dict[str, Any]:
+        raise UsageError(str(self.limit(spec, {}, {})))
+
+    def spec_of(self, config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec:
+        """``llm_int8_skip_modules`` names parts of module names."""
+        kind = config.get("bnb_4bit_quant_type", "fp4")
+        if config.get("load_in_4bit") is not True or kind != "nf4":
+            kind = f"4 bits of type {kind!r}" if config.get("load_in_4bit") else "8 bits"
+            raise CheckpointError(f"bitsandbytes: {kind} is not supported; nf4 in 4 bits is")
+        skipped = names_from("bitsandbytes", "llm_int8_skip_modules", config.get("llm_int8_skip_modules"))
+        ignored = [module for module in dict.fromkeys(("lm_head", *modules))
+                   if any(f".{part}." in f".{module}." for part in skipped or ['lm_head'])]  # fmt: skip
+        return QuantSpec(method_of(config, "unknown"), WeightScheme(4, _BLOCK, dtype="nf4"), ignored=tuple(ignored))
+
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        raise CheckpointError(f"{_UNWRITTEN}: choose another for {weight.scheme}")
+
+    def unpack(
+        self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
+    ) -> QuantizedWeight:
+        state = _state(require(parts, "quant_state", torch.uint8))
+        out, inp = state["shape"]
+        packed = require(parts, "weight", torch.uint8).flatten()
+        if 2 * len(packed) != out * inp:
+            raise CheckpointError(f"weight has {2 * len(packed)} codes, its shape {[out, inp]} needs {out * inp}")
+        assert NF4.codebook is not None
+        if not torch.equal(require(parts, "quant_map", torch.float32), torch.tensor(NF4.codebook)):
+            raise CheckpointError("quant_map holds other numbers than those of nf4")
+        scales = _scales(parts, state)
+        if scales.numel() != out * inp // _BLOCK:
+            raise CheckpointError(f"absmax has {scales.numel()} scales for {out * inp} codes")
+        codes = torch.stack([packed >> 4, packed & 15], -1).view(out, inp)
+        weight = QuantizedWeight(scheme, codes, scales.view(out, -1), bias=bias_from(parts, out))
+        weight.check()
+        return weight
+
+    def shape(
+        self, scheme: WeightScheme, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+    ) -> tuple[int, int]:
+        out, inp = _state(read("quant_state"))["shape"]
+        return out, inp
+
+
+def _state(stored: Tensor) -> dict[str, Any]:
+    """The JSON object, checked. Blocks must end where rows do."""
+    try:
+        state = json.loads(bytes(stored.tolist()))
+        shape = [int(size) for size in state["shape"]]
+        kind, size, nested = state["quant_type"], state["blocksize"], state.get("nested_blocksize", 1)
+        offset = float(state.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError("quant_state is not what bitsandbytes writes") from None
+    if kind != "nf4" or size != _BLOCK or len(shape) != 2 or min(shape) < 1 or shape[1] % _BLOCK:
+        raise CheckpointError(f"{kind} {shape} in blocks of {size}: nf4 with rows of whole blocks of {_BLOCK} is read")
+    if type(nested) is not int or nested < 1 or not math.isfinite(offset):
+        raise CheckpointError(f"quant_state says nested_blocksize {nested!r} and nested_offset {offset}")
+    return {"shape": shape, "nested_blocksize": nested, "nested_offset": offset}
+
+
+def _scales(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
+    """float32 [blocks]."""
+    absmax = require(parts, "absmax").flatten()
+    if absmax.dtype != torch.uint8:
+        return absmax.float()
+    numbers = require(parts, "nested_quant_map", torch.float32).flatten()
+    of_blocks = require(parts, "nested_absmax", torch.float32).flatten()
+    if len(numbers) != 256 or len(of_blocks) != -(-len(absmax) // state["nested_blocksize"]):
+        raise CheckpointError(f"nested scales are {len(numbers)} numbers and {len(of_blocks)} scales of scales")
+    spread = of_blocks.repeat_interleave(state["nested_blocksize"])[: len(absmax)]
+    return numbers[absmax.int()] * spread + float(state["nested_offset"])
