@@ -86,3 +86,7 @@ class Backend(Protocol):
         Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
         """
         ...
+
+    def plan(self, source: ModelSource, config: EngineConfig) -> MemoryPlan:
+        """How ``load`` would divide the memory; nothing is loaded. Raises as ``load`` does."""
+        ...

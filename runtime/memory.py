@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -28,7 +29,7 @@ class MemoryPlan:
 
     ``windows``: one for each group of layers (``CacheLayout``). ``process`` is resident before anything is loaded.
     ``kv_offload`` is for KV blocks that the cache evicts. ``files`` are those of the checkpoint; their pages stay in
-    memory until another process needs it.
+    memory until another process needs it. ``share``: the part of the free memory that the KV cache may have.
     """
 
     weights: int
@@ -41,6 +42,7 @@ class MemoryPlan:
     files: int = 0
     windows: tuple[int, ...] = (0,)
     kv_offload: int = 0
+    share: float = _SHARE
 
     @property
     def peak(self) -> int:
@@ -159,9 +161,33 @@ def plan_memory(
         max_model_len=max_model_len or tokens_held(num_blocks, BLOCK_SIZE, windows, context),
         windows=windows,
         kv_offload=kv_offload_memory,
+        share=share,
         process=int(psutil.Process().memory_info().rss),
         files=files,
     )
+
+
+def divide(plans: Mapping[str, MemoryPlan], kv_cache_memory: int | None = None) -> dict[str, int]:
+    """Bytes of the KV cache for each of several models that share one memory, a process each. ``plans``: as each would
+    be served alone. ``kv_cache_memory``: the size of each cache; None divides what all weights leave free, equally.
+
+    Raises ``CapacityError`` with the arithmetic where they do not fit together.
+    """
+    available = min(plan.available for plan in plans.values())
+    needed = {name: plan.process + plan.weights + plan.workspace + plan.kv_offload for name, plan in plans.items()}
+    left = available - sum(needed.values())
+    if left < (kv_cache_memory or 1) * len(plans):
+        sizes = " + ".join(f"{_mib(size)} for {name}" for name, size in needed.items())
+        caches = f" + {len(plans)} KV caches of {_mib(kv_cache_memory)}" if kv_cache_memory else ""
+        raise CapacityError(
+            f"the models do not fit together: {sizes} (weights, workspace and process){caches} exceed the "
+            f"{_mib(available)} of memory available; serve fewer, or smaller ones"
+            + (", or lower --kv-cache-memory" if kv_cache_memory else "")
+        )
+    return {
+        name: kv_cache_memory or min(plan.kv_cache, int(left * plan.share) // len(plans))
+        for name, plan in plans.items()
+    }
 
 
 def file_bytes(source: ModelSource) -> int:

@@ -41,17 +41,7 @@ class NativeBackend:
     ) -> LoadedModel:
         """``progress`` counts layers, and then, if products are timed, the timed products. On a GPU the KV cache gets
         what is left after the heaviest steps that may come; ``planned`` gets what is expected."""
-        require_stored_as(source, config.quantization)
-        converted = is_in(source, NF4)
-        if converted:
-            source = Unpacked(source)
-        model_config = decoder_config(source.config, source.name)
-        activations = activation_dtype(source, config.dtype)
-        executor = registry.make(config.kernels, config.threads, activations, config.cpu_list)
-        computes = str(executor.placement.activations).removeprefix("torch.")
-        if config.dtype not in ("auto", computes):
-            raise CapacityError(f"--dtype {config.dtype}: the {executor.name} kernels compute in {computes} here; "
-                                "leave it out, or choose auto")
+        source, model_config, executor = _prepare(source, config)
         if config.autotune:
             registry.require_autotune(executor)
         if config.enable_lora and executor.placement.device.type != "cpu":
@@ -60,7 +50,7 @@ class NativeBackend:
         # Twice: of those that are replaced, some still end their requests.
         lora = LoraLayers(2 * config.max_loras, config.max_lora_rank) if config.enable_lora else None
         decoder, memory, notes = _load(source, model_config, config, executor, lora, progress, planned)
-        if converted:
+        if isinstance(source, Unpacked):
             held = str(source.dtype()).removeprefix("torch.")
             notes.insert(0, f"weights in nf4 are held in {held}: no kernel multiplies them as they are stored")
         limits = Limits(
@@ -84,6 +74,55 @@ class NativeBackend:
             lora,
         )
 
+    def plan(self, source: ModelSource, config: EngineConfig) -> MemoryPlan:
+        source, model_config, executor = _prepare(source, config)
+        return _plan(source, model_config, config, executor, _limits(config, executor))
+
+
+def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, DecoderConfig, Executor]:
+    """The checkpoint as it is held, what it is, and what computes it."""
+    require_stored_as(source, config.quantization)
+    if is_in(source, NF4):
+        source = Unpacked(source)
+    model_config = decoder_config(source.config, source.name)
+    activations = activation_dtype(source, config.dtype)
+    executor = registry.make(config.kernels, config.threads, activations, config.cpu_list)
+    computes = str(executor.placement.activations).removeprefix("torch.")
+    if config.dtype not in ("auto", computes):
+        raise CapacityError(f"--dtype {config.dtype}: the {executor.name} kernels compute in {computes} here; "
+                            "leave it out, or choose auto")
+    return source, model_config, executor
+
+
+def _limits(config: EngineConfig, executor: Executor) -> DecoderLimits:
+    """Those of a step; memory sets the others."""
+    on_gpu = executor.placement.device.type == "cuda"
+    return DecoderLimits(config.step_tokens(on_gpu), config.logit_rows, 0, 0)
+
+
+def _has_int8_head(source: ModelSource, config: EngineConfig) -> bool:
+    return source.spec is not None and config.head != "dense"
+
+
+def _plan(
+    source: ModelSource, model_config: DecoderConfig, config: EngineConfig, executor: Executor, limits: DecoderLimits
+) -> MemoryPlan:
+    modules, int8_head = model_config.modules, _has_int8_head(source, config)
+    return plan_memory(
+        model_config.cache_layout,
+        weights=weight_bytes(source, modules, executor, int8_head=int8_head),
+        workspace=limits.workspace_bytes(model_config, executor.placement.activations),
+        kv_dtype=cache_dtype(config.kv_cache_dtype, source),
+        context=context_limit(model_config),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        kv_cache_memory=config.kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_offload_memory=config.offload_memory,
+        files=file_bytes(source),
+        device=executor.placement.device,
+    )
+
 
 def _load(
     source: ModelSource,
@@ -96,23 +135,10 @@ def _load(
 ) -> tuple[Decoder, MemoryPlan, list[str]]:
     """The decoder, the division of its memory, and notes on how it is computed."""
     kv_dtype = cache_dtype(config.kv_cache_dtype, source)
-    int8_head = source.spec is not None and config.head != "dense"
+    int8_head = _has_int8_head(source, config)
     on_gpu = executor.placement.device.type == "cuda"
-    limits = DecoderLimits(config.step_tokens(on_gpu), config.logit_rows, 0, 0)
-    memory = plan_memory(
-        model_config.cache_layout,
-        weights=weight_bytes(source, model_config.modules, executor, int8_head=int8_head),
-        workspace=limits.workspace_bytes(model_config, executor.placement.activations),
-        kv_dtype=kv_dtype,
-        context=context_limit(model_config),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        kv_cache_memory=config.kv_cache_memory,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_offload_memory=config.offload_memory,
-        files=file_bytes(source),
-        device=executor.placement.device,
-    )
+    limits = _limits(config, executor)
+    memory = _plan(source, model_config, config, executor, limits)
     limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
     if on_gpu:
         limits = replace(limits, num_blocks=warmup.blocks(limits))

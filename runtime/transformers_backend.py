@@ -53,10 +53,7 @@ class TransformersBackend:
     ) -> LoadedModel:
         """``progress`` counts weights. Before anything is served, the logits of a prompt are compared with those of
         plain transformers, which reads the weights once more, one at a time."""
-        require_stored_as(source, config.quantization)
-        if config.enable_lora:
-            raise UsageError(f"{source.name} is computed through transformers, where adapters are not served; merge "
-                             "the adapter with qserve quantize --lora")
+        _check(source, config)
         executor, kv_dtype = _executor(config), _cache_dtype(config, source)
         try:
             outline = _outline(source)
@@ -64,7 +61,7 @@ class TransformersBackend:
             heap.release()
             difference = disagreement(model)
         except Unsupported as error:
-            raise CheckpointError(f"{source.name} is not served through transformers: it has {error.reason}") from None
+            raise _refusal(source, error) from None
         if difference > (_AGREES_ROUNDED if source.spec is not None else _AGREES):
             raise CheckpointError(
                 f"{source.name} is not served through transformers: its logits differ from those of plain transformers "
@@ -85,6 +82,48 @@ class TransformersBackend:
             f"transformers, {executor.name}",
             notes=tuple(_notes(self._why, model, outline, difference)),
         )
+
+    def plan(self, source: ModelSource, config: EngineConfig) -> MemoryPlan:
+        _check(source, config)
+        try:
+            return _plan(source, _outline(source), config, _executor(config), _cache_dtype(config, source))
+        except Unsupported as error:
+            raise _refusal(source, error) from None
+
+
+def _check(source: ModelSource, config: EngineConfig) -> None:
+    require_stored_as(source, config.quantization)
+    if config.enable_lora:
+        raise UsageError(f"{source.name} is computed through transformers, where adapters are not served; merge "
+                         "the adapter with qserve quantize --lora")
+
+
+def _refusal(source: ModelSource, error: Unsupported) -> CheckpointError:
+    return CheckpointError(f"{source.name} is not served through transformers: it has {error.reason}")
+
+
+def _limits(config: EngineConfig) -> DecoderLimits:
+    """Those of a step; memory sets the others."""
+    return DecoderLimits(config.step_tokens(False), config.logit_rows, 0, 0)
+
+
+def _plan(
+    source: ModelSource, outline: Outline, config: EngineConfig, executor: Executor, kv_dtype: torch.dtype
+) -> MemoryPlan:
+    limits = _limits(config)
+    return plan_memory(
+        outline.layout,
+        weights=outline.weight_bytes(Parameters(outline.model, source), executor),
+        workspace=outline.workspace_bytes(limits.max_tokens, limits.max_logits),
+        kv_dtype=kv_dtype,
+        context=outline.context(),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        kv_cache_memory=config.kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_offload_memory=config.offload_memory,
+        files=file_bytes(source),
+    )
 
 
 def _executor(config: EngineConfig) -> Executor:
@@ -132,21 +171,8 @@ def _load(
     kv_dtype: torch.dtype,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[TransformersModel, MemoryPlan]:
-    limits = DecoderLimits(config.step_tokens(False), config.logit_rows, 0, 0)
-    memory = plan_memory(
-        outline.layout,
-        weights=outline.weight_bytes(Parameters(outline.model, source), executor),
-        workspace=outline.workspace_bytes(limits.max_tokens, limits.max_logits),
-        kv_dtype=kv_dtype,
-        context=outline.context(),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        kv_cache_memory=config.kv_cache_memory,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_offload_memory=config.offload_memory,
-        files=file_bytes(source),
-    )
-    limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
+    memory = _plan(source, outline, config, executor, kv_dtype)
+    limits = replace(_limits(config), max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
     return TransformersModel(source, outline, executor, limits, kv_dtype=kv_dtype, progress=progress), memory
 
 

@@ -63,14 +63,17 @@ class _NoBackend:
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
+    def plan(self, source: ModelSource, config: EngineConfig) -> MemoryPlan:
+        rows = config.max_num_seqs
+        return MemoryPlan(0, 0, 0, 0, rows * -(-self._tokens // BLOCK_SIZE) + 2 * rows, self._tokens)
+
     def load(self, source: ModelSource, config: EngineConfig, progress: Any = None, planned: Any = None) -> LoadedModel:
-        rows, size = config.max_num_seqs, int(source.config["vocab_size"])
-        blocks = rows * -(-self._tokens // BLOCK_SIZE) + 2 * rows
+        rows, size, memory = config.max_num_seqs, int(source.config["vocab_size"]), self.plan(source, config)
         return LoadedModel(
             _NoModel(size, rows),
-            CacheDescription(blocks, BLOCK_SIZE),
+            CacheDescription(memory.num_blocks, BLOCK_SIZE),
             Limits(size, 1, self._tokens, max(_PREFILL_TOKENS, rows), rows),
-            MemoryPlan(0, 0, 0, 0, blocks, self._tokens),
+            memory,
             "no model",
         )
 

@@ -28,7 +28,6 @@ from qserve.commands.options import (
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
-    Model,
     Port,
     SpeculativeConfigJson,
     Threads,
@@ -44,7 +43,15 @@ if TYPE_CHECKING:
 
 
 def run(
-    model: Model = "demo",
+    context: typer.Context,
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL...",
+            help="A Hugging Face directory, a hub id, a .gguf file, demo, or demo-gemma. Several get a process each, "
+            "behind one address; requests choose by their model. [default: demo]",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -66,10 +73,22 @@ def run(
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
-            help="What requests call the model; may be given several times, and answers have the first. "
-            "[default: its name]",
+            help="What requests call the model; may be given several times, and answers have the first. Of several "
+            "models, one for each, in their order. [default: its name]",
             metavar="NAME",
         ),
+    ] = None,
+    unload_after: Annotated[
+        float | None,
+        typer.Option(
+            help="Of several models: end the process of one that had no request for so long; the next request starts "
+            "it again, and waits. [default: never]",
+            metavar="SECONDS",
+        ),
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="A model that --unload-after leaves alone; may be given several times.", metavar="NAME"),
     ] = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
@@ -212,7 +231,11 @@ def run(
         str, typer.Option(help="Split reasoning off answers: auto (where the chat template marks it) or none.")
     ] = "auto",
 ) -> None:
-    """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains."""
+    """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains.
+
+    Several models get a process each, with equal parts of the threads and of the KV cache's memory. --kv-cache-memory
+    is of each, --threads and --cpu-list are of all together.
+    """
     if uds is not None and (host, port) != ("127.0.0.1", 8000):
         raise UsageError("--uds takes the place of --host and --port")
     engine_config = EngineConfig(
@@ -245,6 +268,14 @@ def run(
         max_lora_rank=max_lora_rank,
         speculative_config=values.speculative_config(speculative_config),
     )
+    names, models = served_model_name or [], model or ["demo"]
+    if len(models) > 1:
+        from qserve.commands.run_models import run_models
+
+        run_models(context, models, names, engine_config, unload_after, pin or ())
+        return
+    if unload_after is not None or pin:
+        raise UsageError("--unload-after and --pin are for several models")
     from qserve import steps
     from qserve.kernels.threads import cpu_ranges
     from qserve.runtime.client.process_host import ProcessHost
@@ -256,7 +287,6 @@ def run(
     from qserve.runtime.server.telemetry.tracing import otlp_exporter
     from qserve.runtime.server.unix_socket import UnixSocket
 
-    names = served_model_name or []
     server = ServerConfig(
         api_keys=values.api_keys(api_key, os.environ),
         api_keys_file=api_keys,
@@ -276,7 +306,7 @@ def run(
     )
     if otlp_endpoint is not None:
         otlp_exporter(otlp_endpoint).shutdown()  # finds errors before the model is loaded
-    source = steps.open_source(model, chat_template)
+    source = steps.open_source(models[0], chat_template)
     say = logs.start(log_format, log_level, console.note)
     # Before the model is loaded: a port in use is known at once.
     sock = claim_socket(host, port) if uds is None else UnixSocket(uds)

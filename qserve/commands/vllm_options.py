@@ -85,13 +85,11 @@ def _value(where: str, value: Any, param: Any, flag: str) -> Any:
         if not isinstance(value, bool):
             raise UsageError(f"{where} must be true or false, not {value!r:.80}")
         return value != (flag in param.secondary_opts)
-    if getattr(param, "multiple", False):
-        values = value if isinstance(value, list) else [value]
-    else:
-        values = [value]
+    several = getattr(param, "multiple", False) or param.nargs == -1
+    values = value if several and isinstance(value, list) else [value]
     if not values or not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in values):
         raise UsageError(f"{where} must be a text or a number, not {value!r:.80}")
-    return [str(each) for each in values] if getattr(param, "multiple", False) else str(value)
+    return [str(each) for each in values] if several else str(value)
 
 
 def _name(flag: str) -> str:

@@ -16,6 +16,11 @@ from qserve.runtime.server.errors import APIError
 
 WHOLE = 1 << 20  # bytes: an answer that is no stream and not larger is sent when it is complete
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "date", "server", "x-request-id", "content-length"}
+_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 _COMMENTS = re.compile(rb"(?::[^\n]*[\r\n]+)+")
 
 
@@ -49,6 +54,13 @@ class Delivery:
             response = error.response(self._path)
             await self._head(response.status_code, response.raw_headers)
             await self._send({"type": "http.response.body", "body": response.body})
+
+    async def beat(self) -> None:
+        """Tell the client of an event stream that it has to wait still: proxies end connections that are silent."""
+        if not self._begun:
+            self._begun = True
+            await self._head(200, _STREAM)
+        await self._send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 
     async def _forward_events(self, answer: Answer) -> None:
         """Whole events only: half of one would make an error of the replica unreadable."""

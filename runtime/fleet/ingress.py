@@ -1,12 +1,12 @@
-"""``Ingress``: the application of ``qserve route``. A request is read, placed, forwarded, and where nothing of its
-answer was seen yet, tried again elsewhere.
+"""``Ingress``: the application of ``qserve route``, and of ``qserve run`` with several models.
 
-What the replicas answer passes through as it is. Its own are the probes, ``/metrics``, ``/v1/models`` and
-``/v1/replicas``.
+A request is read, placed, forwarded, and where nothing of its answer was seen yet, tried again elsewhere. What the
+replicas answer passes through as it is. Its own are the probes, ``/metrics``, ``/v1/models`` and ``/v1/replicas``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from qserve.runtime.fleet.delivery import Delivery
-from qserve.runtime.fleet.fleet import Fleet
+from qserve.runtime.fleet.fleet import Fleet, Replica
 from qserve.runtime.fleet.metrics import FleetMetrics
 from qserve.runtime.fleet.prompts import prompt_of
 from qserve.runtime.fleet.upstream import Answer, Lost, Unreachable
@@ -25,13 +25,16 @@ from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.errors import APIError, ClientGone, as_api_error
 from qserve.runtime.server.http.authentication import require_admin
 from qserve.runtime.server.http.body import MAX_COMMAS, MORE_COMMAS, parse_object, read_body
-from qserve.runtime.server.http.streaming import while_connected
+from qserve.runtime.server.http.streaming import HEARTBEAT_SECONDS, while_connected
 from qserve.runtime.server.limits.keys import CALLER, ApiKey, caller_header
 from qserve.runtime.server.limits.quota import QuotaError, Quotas
 from qserve.runtime.server.limits.shared_pool import SharedPool
 from qserve.runtime.server.telemetry.request_record import CACHED_TOKENS, PROMPT_TOKENS, RequestRecord
 
 MAX_LOST = 2  # replicas that may end with a request: one that kills its server must not go round
+MAX_ATTEMPTS = 8  # at all replicas together
+MAX_WAITING = 1024  # requests that wait for a model to be loaded; more are refused
+MAX_LOADING = 900.0  # seconds that they wait
 FORWARDED = ("content-type", "accept", "traceparent", "tracestate", "anthropic-version")  # never a key or a cookie
 SESSION = "x-session-id"
 
@@ -46,6 +49,7 @@ class _Call:
     body: bytes
     prompt: Prompt
     model: str | None
+    streamed: bool
     began: float
 
 
@@ -57,6 +61,7 @@ class Ingress:
         self.metrics = FleetMetrics(fleet)
         self.draining = False
         self._config = config
+        self._waiting = 0
         self._quotas = Quotas()
         self._uploads = SharedPool(config.max_upload_bytes)
 
@@ -96,7 +101,7 @@ class Ingress:
         if path == "/health":
             return JSONResponse({"status": "ok"})
         if path == "/ready":
-            state = "draining" if self.draining else "ready" if fleet.num_ready else "no replica is ready"
+            state = "draining" if self.draining else "ready" if fleet.is_ready else "no replica is ready"
             return JSONResponse({"status": state}, 200 if state == "ready" else 503)
         if path == "/metrics":
             require_admin(request)
@@ -163,7 +168,8 @@ class Ingress:
             self._headers(request, key),
             body,
             prompt_of(content, tenant, request.headers.get(SESSION, "")),
-            model if isinstance(model, str) else None,
+            model if isinstance(model, str) else self.fleet.default_model,
+            content.get("stream") is True,
             began,
         )
         choices = self._reserve(key, content)
@@ -206,9 +212,17 @@ class Ingress:
         """Try replicas until one answers. Raises ``APIError`` where none does."""
         fleet, tried, lost = self.fleet, set[str](), 0
         error = APIError(503, "no replica takes requests now", code="no_replica", headers={"Retry-After": "5"})
-        while (placement := fleet.place(call.prompt, call.model, tried)) is not None:
+        for _ in range(MAX_ATTEMPTS):
+            placement = fleet.place(call.prompt, call.model, tried)
+            if placement is None:
+                replica = fleet.loadable(call.model)
+                if replica is None or replica.url in tried:
+                    break
+                await self._until_loaded(replica, call, delivery)
+                continue
             url = placement.replica
             tried.add(url)
+            refused = None
             self.metrics.placed(url, call.prompt.blocks, placement.cached, time.perf_counter() - call.began)
             try:
                 refused = await self._attempt(call, placement, delivery)
@@ -228,8 +242,31 @@ class Ingress:
                 error = refused
             finally:
                 placement.ended()
+            if fleet.replicas[url].local is not None and refused is None:
+                tried.discard(url)  # its process is started again
             self.metrics.retried(url)
         raise error
+
+    async def _until_loaded(self, replica: Replica, call: _Call, delivery: Delivery) -> None:
+        """Wait for a process of our own. Raises ``APIError`` where it cannot be loaded, or too many wait."""
+        if self._waiting >= MAX_WAITING:
+            raise APIError(503, "too many requests wait for a model to be loaded", headers={"Retry-After": "10"})
+        self._waiting += 1
+        loading = asyncio.ensure_future(replica.until_ready())
+        until = time.monotonic() + MAX_LOADING
+        try:
+            while not loading.done() and time.monotonic() < until:
+                await asyncio.wait((loading,), timeout=HEARTBEAT_SECONDS)
+                if call.streamed and not loading.done():
+                    await delivery.beat()
+            if not loading.done():
+                raise APIError(503, f"model {call.model!r:.200} was not loaded in {MAX_LOADING:g} s", code="loading")
+            loading.result()
+        except Unreachable as failure:
+            raise APIError(503, f"model {call.model!r:.200} cannot be loaded: {failure}", code="model_failed") from None
+        finally:
+            self._waiting -= 1
+            loading.cancel()
 
     async def _attempt(self, call: _Call, placement: Placement, delivery: Delivery) -> APIError | None:
         """Forward to one replica. An error where it is full or about to end, and another may take the request."""

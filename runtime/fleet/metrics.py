@@ -68,6 +68,7 @@ class FleetMetrics:
         own = {
             "ready": ("gauge", {each.url: str(int(each.takes_requests(now))) for each in replicas}),
             "requests": ("gauge", {each.url: str(self._fleet.router.load(each.url)) for each in replicas}),
+            "starts_total": ("counter", {each.url: str(each.local.starts) for each in replicas if each.local}),
         }
         theirs = {
             name: (kind, {each.url: page[name] for each, page in zip(replicas, pages) if name in page})

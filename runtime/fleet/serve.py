@@ -68,8 +68,9 @@ class RouterServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._watching.cancel()
         await super().shutdown(sockets)
+        self._watching.cancel()
+        await asyncio.wait([self._watching])
 
 
 def _app(ingress: Ingress, config: ServerConfig, keys: KeyRing) -> ASGIApp:

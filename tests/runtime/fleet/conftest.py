@@ -13,6 +13,7 @@ import pytest
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.fleet.fleet import Fleet
+from qserve.runtime.fleet.local_model import LocalModel
 from qserve.runtime.fleet.serve import RouterServer
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.http.listening import claim_socket
@@ -27,10 +28,12 @@ def _plain_http(plain_http: None) -> None:
 class RouterHandle:
     """``url`` of a router that runs in a thread."""
 
-    def __init__(self, urls: Sequence[str], config: ServerConfig, key: str | None) -> None:
+    def __init__(
+        self, urls: Sequence[str], config: ServerConfig, key: str | None, local: Sequence[LocalModel] = ()
+    ) -> None:
         sock = claim_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        self.fleet = Fleet(urls, "prefix-aware", key, 0.2)
+        self.fleet = Fleet(urls, "prefix-aware", key, 0.2, local)
         self.server = RouterServer(self.fleet, config, sock)
         self.thread = threading.Thread(target=lambda: self.server.run(sockets=[sock]))
 
@@ -43,12 +46,16 @@ class RouterHandle:
 
 @contextmanager
 def routed(
-    urls: Sequence[str], config: ServerConfig | None = None, key: str | None = None, ready: int | None = None
+    urls: Sequence[str],
+    config: ServerConfig | None = None,
+    key: str | None = None,
+    ready: int | None = None,
+    local: Sequence[LocalModel] = (),
 ) -> Iterator[RouterHandle]:
-    handle = RouterHandle(urls, config or ServerConfig(), key)
+    handle = RouterHandle(urls, config or ServerConfig(), key, local)
     handle.thread.start()
     try:
-        handle.until_ready(len(urls) if ready is None else ready)
+        handle.until_ready(len(urls) + len(local) if ready is None else ready)
         yield handle
     finally:
         handle.server.drain(0.0)
