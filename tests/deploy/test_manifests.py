@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from qserve.runtime.server.config import ServerConfig
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").rglob("*.yaml"))
+COMPOSE = DEPLOY / "compose/compose.yaml"
 GPU = DEPLOY / "kubernetes/gpu/kustomization.yaml"
 UNIT = DEPLOY / "systemd/qserve.service"
 SITE = DEPLOY / "nginx/qserve.conf"
@@ -54,9 +56,13 @@ def unit(name: str) -> list[str]:
     return re.findall(rf"(?m)^{name}=(.*)$", UNIT.read_text(encoding="utf-8"))
 
 
+def known_options(command: str) -> set[str]:
+    params = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return {name for parameter in params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
 def test_every_command_is_one_that_this_version_has() -> None:
-    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
-    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    known = known_options("run")
     (start,) = unit("ExecStart")
     (default,) = [line for line in containerfile() if line.startswith("CMD")]
     for words in (container()["args"], shlex.split(start), re.findall(r'"([^"]*)"', default)):
@@ -76,6 +82,72 @@ def test_on_a_gpu_a_pod_asks_for_one_and_its_cache_for_the_rest() -> None:
     assert [word for word in before["args"] if word not in after["args"]] == ["--kv-cache-memory=4GiB"]
     assert changed["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
     assert changed["spec"]["template"]["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
+
+
+def test_compose_runs_two_servers_behind_a_router_that_asks_for_keys() -> None:
+    services = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]
+    one, two, route = (services[name] for name in ("one", "two", "route"))
+    for service in (one, two, route):
+        name, *words = service["command"]
+        assert options(words) <= known_options(name)
+        assert service["read_only"] and int(service["stop_grace_period"].rstrip("s")) > ServerConfig().drain_timeout
+    assert one["command"] == two["command"] and one["cpuset"] != two["cpuset"]
+    assert one["networks"] == two["networks"] == ["inside"] and "ports" not in one, "they ask for no key"
+    assert {"http://one:8000", "http://two:8000"} <= set(route["command"])
+    assert "--api-keys=/etc/qserve/keys.toml" in route["command"]
+    for service in services.values():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            made = ("./keys.toml", "./metrics-key")  # by whoever follows the README
+            assert source in made or not source.startswith(".") or (COMPOSE.parent / source).is_file(), source
+    jobs = yaml.safe_load((COMPOSE.parent / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    assert [job["static_configs"][0]["targets"] for job in jobs] == [["one:8000", "two:8000"], ["route:8000"]]
+
+
+def test_compose_is_valid_by_its_schema() -> None:
+    pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed")
+    command = ["-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_autoscalers_go_by_the_queue_and_own_the_number_of_pods() -> None:
+    hpa, keda = kind("HorizontalPodAutoscaler")["spec"], kind("ScaledObject")["spec"]
+    name = kind("Deployment")["metadata"]["name"]
+    assert hpa["scaleTargetRef"]["name"] == keda["scaleTargetRef"]["name"] == name
+    (rule,) = yaml.safe_load((DEPLOY / "prometheus/adapter.yaml").read_text(encoding="utf-8"))["rules"]
+    metric = hpa["metrics"][0]["pods"]["metric"]["name"]
+    assert rule["name"]["as"] == metric == "qserve_num_requests_waiting"
+    assert rule["seriesQuery"].startswith("qserve:num_requests_waiting{")
+    assert "qserve:num_requests_waiting" in keda["triggers"][0]["metadata"]["query"]
+    for path in ("hpa", "keda"):
+        kustomization = yaml.safe_load((DEPLOY / f"kubernetes/{path}/kustomization.yaml").read_text(encoding="utf-8"))
+        (patch,) = kustomization["patches"]
+        assert yaml.safe_load(patch["patch"]) == [{"op": "remove", "path": "/spec/replicas"}]
+
+
+def test_the_ingress_shows_the_api_and_lets_streams_through() -> None:
+    ingress, service = kind("Ingress"), kind("Service")
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["path"] == "/v1" and path["backend"]["service"]["name"] == service["metadata"]["name"]
+    assert path["backend"]["service"]["port"]["name"] == service["spec"]["ports"][0]["name"]
+    notes = ingress["metadata"]["annotations"]
+    assert notes["nginx.org/proxy-buffering"] == "False"
+    assert notes["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    sizes = {notes["nginx.org/client-max-body-size"], notes["nginx.ingress.kubernetes.io/proxy-body-size"]}
+    assert sizes == {f"{ServerConfig().max_body_bytes >> 20}m"}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("name", ["base", "gpu", "hpa", "keda"])
+def test_kubectl_puts_the_parts_together(name: str) -> None:
+    done = subprocess.run(["kubectl", "kustomize", DEPLOY / "kubernetes" / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
+    assert {"Deployment", "Service", "PodDisruptionBudget"} <= found.keys()
+    scaled = {"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}.get(name)
+    assert ("replicas" in found["Deployment"]["spec"]) == (scaled is None)
+    assert scaled is None or scaled in found
 
 
 def test_what_triton_compiles_can_be_written_and_run() -> None:

@@ -14,7 +14,7 @@ import promql_parser
 import yaml
 
 VERSIONS = ("1.30", "1.34")  # of Kubernetes
-FOREIGN = ("ServiceMonitor", "Kustomization")  # their schemas are not in Kubernetes
+FOREIGN = ("ServiceMonitor", "Kustomization", "ScaledObject")  # their schemas are not in Kubernetes
 
 
 def main() -> None:
@@ -28,6 +28,8 @@ def main() -> None:
     alerts = yaml.safe_load((deploy / "prometheus/alerts.yaml").read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     queries += [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+    scaled = yaml.safe_load((deploy / "kubernetes/keda/scaledobject.yaml").read_text(encoding="utf-8"))
+    queries += [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
     for query in queries:
         # Grafana puts these two in before it asks.
         promql_parser.parse(query.replace("$__rate_interval", "1m").replace("$model", ".*"))
