@@ -15,42 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qserve.answer_file import ID, AnswerFile, Key, key_of
 from qserve.checkpoint.errors import DataError, QServeError
 from qserve.runtime.client.thread_host import ThreadHost
 from qserve.runtime.server.app import create_app
+from qserve.runtime.server.batches.answer_file import AnswerFile
+from qserve.runtime.server.batches.lines import Line, read_lines
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.errors import APIError
-from qserve.runtime.server.http.body import parse_object
 from qserve.runtime.server.http.inprocess import post
 from qserve.runtime.server.service import Service
 
 if TYPE_CHECKING:
     from qserve.runtime.engine import Engine
 
-MAX_LINE = 9 << 20  # bytes: the largest body that the server takes, and room for the rest of the line
-MAX_CUSTOM_ID = 512
-_FIELDS = {"custom_id", "method", "url", "body"}
-
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One request of a batch. ``problem`` says why it is invalid; then ``url`` and ``body`` mean nothing."""
-
-    number: int
-    custom_id: str | None = None
-    url: str = ""
-    body: bytes = b""
-    problem: str | None = None
-
-    @property
-    def id(self) -> str:
-        return f"{ID}{self.number:08d}"
-
-    def answer(self, response: Json | None, error: Json | None = None) -> Json:
-        return {"id": self.id, "custom_id": self.custom_id, "response": response, "error": error}
 
 
 @dataclass
@@ -75,24 +52,6 @@ class BatchReport:
         ]
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """The requests of IN without blank lines. A line that is no request has a ``problem``."""
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while text := file.readline(MAX_LINE):
-                number += 1
-                long = len(text) == MAX_LINE and not text.endswith(b"\n")
-                while long and (rest := file.readline(MAX_LINE)) and not rest.endswith(b"\n"):
-                    pass
-                if long:
-                    yield Line(number, problem=f"the line has more than {MAX_LINE:,} bytes")
-                elif text.strip():
-                    yield _parse(number, text)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-
-
 def check_lines(path: Path) -> int:
     """The number of lines. Raises ``DataError`` where there are none, or a custom id occurs twice."""
     seen: dict[str, int] = {}
@@ -110,7 +69,7 @@ def check_lines(path: Path) -> int:
 
 def is_done(path: Path, out: AnswerFile) -> bool:
     """Whether every line has its answer."""
-    return all(_key(line) in out.done for line in read_lines(path))
+    return all(line.key in out.done for line in read_lines(path))
 
 
 def run_batch(
@@ -168,7 +127,7 @@ class _Run:
 
     def _open_lines(self) -> Iterator[Line]:
         for line in read_lines(self._path):
-            if _key(line) in self._out.done:
+            if line.key in self._out.done:
                 self._report.skipped += 1
                 self._tell()
             else:
@@ -211,36 +170,3 @@ class _Run:
 
     def _tell(self) -> None:
         self._update(self._report.skipped + self._report.answered, self._report.lines)
-
-
-def _parse(number: int, text: bytes) -> Line:
-    try:
-        content = parse_object(text)
-    except APIError as error:
-        return Line(number, problem=str(error).replace("the request body", f"line {number}"))
-    custom_id = content.get("custom_id")
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
-        return Line(number, problem=f"line {number} needs a custom_id: a string of 1 to {MAX_CUSTOM_ID} characters")
-    problem = _problem(content)
-    if problem is not None:
-        return Line(number, custom_id, problem=f"line {number}: {problem}")
-    return Line(number, custom_id, content["url"], json.dumps(content["body"]).encode())
-
-
-def _problem(content: Json) -> str | None:
-    if unknown := sorted(content.keys() - _FIELDS):
-        return f"unknown field {unknown[0]!r:.80}"
-    if content.get("method") != "POST":
-        return "method must be POST"
-    url = content.get("url")
-    if not isinstance(url, str) or not url.startswith("/v1/") or not url.isascii():
-        return "url must be that of a route, as /v1/chat/completions"
-    if not isinstance(content.get("body"), dict):
-        return "body must be an object"
-    if content["body"].get("stream"):
-        return "stream is not for batches: leave it out"
-    return None
-
-
-def _key(line: Line) -> Key:
-    return key_of(line.answer(None))

@@ -60,8 +60,8 @@ def batch(
     if out.exists() and lines.exists() and out.samefile(lines):
         raise UsageError("IN and OUT are the same file")
     from qserve import steps
-    from qserve.answer_file import AnswerFile
     from qserve.batch import check_lines, is_done, run_batch
+    from qserve.runtime.server.batches.answer_file import AnswerFile
 
     check_lines(lines)  # checked before the model is loaded
     with AnswerFile(out) as answers:

@@ -155,5 +155,13 @@ CorsOrigin = Annotated[
     list[str] | None,
     typer.Option(help="A web origin whose pages may call; may be given several times.", metavar="URL"),
 ]
+BatchDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where files and batches of /v1/files and /v1/batches are kept, over restarts. [default: none are taken]",
+        metavar="DIR",
+    ),
+]
+BatchDirSize = Annotated[str, typer.Option(help="What all of them may have on disk.", metavar="SIZE")]
 LogFormat = Annotated[str, typer.Option(help="Log lines as text or json.")]
 LogLevel = Annotated[str, typer.Option(help="Least level that is logged: debug, info, warning or error.")]

@@ -14,6 +14,8 @@ from qserve.commands.options import (
     AllowedHosts,
     ApiKey,
     ApiKeysFile,
+    BatchDir,
+    BatchDirSize,
     CorsOrigin,
     Host,
     LogFormat,
@@ -51,6 +53,8 @@ def route(
     tls_key: TlsKey = None,
     allowed_hosts: AllowedHosts = None,
     cors_origin: CorsOrigin = None,
+    batch_dir: BatchDir = None,
+    batch_dir_size: BatchDirSize = "16GiB",
     log_format: LogFormat = "text",
     log_level: LogLevel = "info",
 ) -> None:
@@ -77,6 +81,8 @@ def route(
         tls_key=tls_key,
         allowed_hosts=tuple(allowed_hosts or ()),
         cors_origins=tuple(cors_origin or ()),
+        batch_dir=batch_dir,
+        batch_dir_size=values.byte_count(batch_dir_size) or 0,
     )
     fleet = Fleet(replicas, routing, replica_key, health_interval)
     say = logs.start(log_format, log_level, console.note)

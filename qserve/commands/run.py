@@ -16,6 +16,8 @@ from qserve.commands.options import (
     AllowedHosts,
     ApiKey,
     ApiKeysFile,
+    BatchDir,
+    BatchDirSize,
     ChatTemplate,
     CorsOrigin,
     CpuList,
@@ -70,6 +72,8 @@ def run(
     tls_key: TlsKey = None,
     allowed_hosts: AllowedHosts = None,
     cors_origin: CorsOrigin = None,
+    batch_dir: BatchDir = None,
+    batch_dir_size: BatchDirSize = "16GiB",
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -294,6 +298,8 @@ def run(
         tls_key=tls_key,
         allowed_hosts=tuple(allowed_hosts or ()),
         cors_origins=tuple(cors_origin or ()),
+        batch_dir=batch_dir,
+        batch_dir_size=values.byte_count(batch_dir_size) or 0,
         step_timeout=step_timeout,
         model_name=names[0] if names else None,
         model_aliases=tuple(names[1:]),

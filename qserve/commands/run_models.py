@@ -32,7 +32,7 @@ HEALTH_INTERVAL = 2.0  # seconds
 _OF_ONE_MODEL = ("lora", "lora_dir", "chat_template", "kv_offload_dir")
 _OF_THE_ADDRESS = (
     "config", "host", "port", "uds", "api_key", "api_keys", "tls_cert", "tls_key", "allowed_hosts", "cors_origin",
-    "unload_after", "pin",
+    "batch_dir", "batch_dir_size", "unload_after", "pin",
 )  # fmt: skip
 _SHARED_OUT = ("model", "served_model_name", "kv_cache_memory", "gpu_memory_utilization", "threads", "cpu_list")
 
@@ -65,6 +65,8 @@ def run_models(
         tls_key=options["tls_key"],
         allowed_hosts=tuple(options["allowed_hosts"] or ()),
         cors_origins=tuple(options["cors_origin"] or ()),
+        batch_dir=options["batch_dir"],
+        batch_dir_size=values.byte_count(options["batch_dir_size"]) or 0,
     )
     say = logs.start(options["log_format"], options["log_level"], console.note)
     uds = options["uds"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.runtime.fleet.delivery import Delivery
 from qserve.runtime.fleet.fleet import Fleet, Replica
@@ -21,6 +21,7 @@ from qserve.runtime.fleet.metrics import FleetMetrics
 from qserve.runtime.fleet.prompts import prompt_of
 from qserve.runtime.fleet.upstream import Answer, Lost, Unreachable
 from qserve.runtime.router import Placement, Prompt
+from qserve.runtime.server.batches.runner import BatchRunner
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.errors import APIError, ClientGone, as_api_error
 from qserve.runtime.server.http.authentication import require_admin
@@ -29,6 +30,7 @@ from qserve.runtime.server.http.streaming import HEARTBEAT_SECONDS, while_connec
 from qserve.runtime.server.limits.keys import CALLER, ApiKey, caller_header
 from qserve.runtime.server.limits.quota import QuotaError, Quotas
 from qserve.runtime.server.limits.shared_pool import SharedPool
+from qserve.runtime.server.routes.batches import batch_app
 from qserve.runtime.server.telemetry.request_record import CACHED_TOKENS, PROMPT_TOKENS, RequestRecord
 
 MAX_LOST = 2  # replicas that may end with a request: one that kills its server must not go round
@@ -56,11 +58,13 @@ class _Call:
 class Ingress:
     """ASGI application. ``draining`` refuses new requests."""
 
-    def __init__(self, fleet: Fleet, config: ServerConfig) -> None:
+    def __init__(self, fleet: Fleet, config: ServerConfig, batches: BatchRunner | None = None) -> None:
+        """``batches``: answers files of requests; None keeps none."""
         self.fleet = fleet
         self.metrics = FleetMetrics(fleet)
         self.draining = False
         self._config = config
+        self._batches = batch_app(batches)
         self._waiting = 0
         self._quotas = Quotas()
         self._uploads = SharedPool(config.max_upload_bytes)
@@ -84,11 +88,13 @@ class Ingress:
                 raise
             await delivery.fail(as_api_error(error))
 
-    async def _own(self, request: Request) -> Response | None:
+    async def _own(self, request: Request) -> ASGIApp | None:
         """What the router answers itself; None for all that replicas answer."""
         path, fleet = request.url.path, self.fleet
         record: RequestRecord = request.scope["qserve.record"]
         record.route = path if path in _KNOWN else "other"
+        if path.startswith(("/v1/files", "/v1/batches")):
+            return self._batches
         if request.method == "POST" and path in ("/v1/replicas/drain", "/v1/replicas/resume"):
             require_admin(request)
             url = (await self._content(request))[1].get("replica")

@@ -15,6 +15,8 @@ from starlette.types import ASGIApp
 
 from qserve.runtime.fleet.fleet import Fleet
 from qserve.runtime.fleet.ingress import Ingress
+from qserve.runtime.server.batches.runner import BatchRunner
+from qserve.runtime.server.batches.store import BatchStore
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.http.authentication import AuthenticationMiddleware
 from qserve.runtime.server.http.browser_guard import BrowserGuard
@@ -34,8 +36,12 @@ class RouterServer(uvicorn.Server):
 
     def __init__(self, fleet: Fleet, config: ServerConfig, sock: socket.socket) -> None:
         self.keys = KeyRing(config.api_keys, config.api_keys_file)
-        self.ingress = Ingress(fleet, config)
-        super().__init__(uvicorn_config(_app(self.ingress, config, self.keys), config))
+        self._batches: BatchRunner | None = None
+        if config.batch_dir is not None:
+            self._batches = BatchRunner(BatchStore(config.batch_dir, config.batch_dir_size), self.keys)
+        self.ingress = Ingress(fleet, config, self._batches)
+        self._app = _app(self.ingress, config, self.keys)
+        super().__init__(uvicorn_config(self._app, config))
         self._fleet = fleet
         self._options = config
         self._sock = sock
@@ -48,6 +54,8 @@ class RouterServer(uvicorn.Server):
         finally:
             signal.signal(signal.SIGHUP, previous)
             self._sock.close()
+            if self._batches is not None:
+                self._batches.store.close()
             event(logger, "ended")
 
     def drain(self, timeout: float) -> None:
@@ -61,9 +69,12 @@ class RouterServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._watching = asyncio.create_task(self._fleet.watch())
+        self._batching = asyncio.create_task(self._batches.run(self._app)) if self._batches else None
 
     async def on_tick(self, counter: int) -> bool:
         if self._deadline is not None:
+            if self._batching is not None:  # what is not answered waits for the next router
+                self._batching.cancel()
             self.should_exit = time.monotonic() >= self._deadline or not self.server_state.tasks
         return await super().on_tick(counter)
 
@@ -82,7 +93,7 @@ def _app(ingress: Ingress, config: ServerConfig, keys: KeyRing) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id", "traceparent"],
             expose_headers=["Retry-After", "X-Request-Id"],
         )

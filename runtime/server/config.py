@@ -31,6 +31,8 @@ class ServerConfig:
         model_name: what the model is called in requests and answers; None takes the engine's name.
         model_aliases: what else requests may call it.
         lora_dir: adapters may be loaded from directories below this one while the server runs; None allows none.
+        batch_dir: where files and batches are kept; None keeps none. One server uses it at a time.
+        batch_dir_size: bytes that it may have.
         drain_timeout: seconds that running requests may still take after a first SIGTERM.
         max_body_bytes: larger request bodies are refused.
         max_message_bytes: larger messages of a WebSocket end it.
@@ -55,6 +57,8 @@ class ServerConfig:
     model_name: str | None = None
     model_aliases: tuple[str, ...] = ()
     lora_dir: Path | None = None
+    batch_dir: Path | None = None
+    batch_dir_size: int = 16 << 30
     drain_timeout: float = 30.0
     max_body_bytes: int = 8 << 20
     max_message_bytes: int = 1 << 20

@@ -5,6 +5,7 @@ Sockets, signals, and the order of starting and stopping.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import gc
@@ -24,6 +25,8 @@ from qserve.checkpoint.errors import QServeError
 from qserve.runtime.client.process_host import ProcessHost
 from qserve.runtime.client.thread_host import ThreadHost
 from qserve.runtime.server.app import create_app
+from qserve.runtime.server.batches.runner import BatchRunner
+from qserve.runtime.server.batches.store import BatchStore
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.http.listening import claim_socket, url_of, uvicorn_config
 from qserve.runtime.server.http.loading import LoadingApp
@@ -49,6 +52,10 @@ class _Server(uvicorn.Server):
         super().__init__(uvicorn_config(self._entrance, config))
         self.keys = KeyRing(config.api_keys, config.api_keys_file)
         self.stuck = False
+        self._batches: BatchRunner | None = None
+        if config.batch_dir is not None:
+            self._batches = BatchRunner(BatchStore(config.batch_dir, config.batch_dir_size), self.keys)
+        self._batching: asyncio.Task[None] | None = None
         self._options = config
         self._service: Service | None = None
         self._sock = sock
@@ -63,7 +70,7 @@ class _Server(uvicorn.Server):
         """The engine is there: start its thread and let requests in."""
         service.engine.start()
         self._service = service
-        self._entrance.app = create_app(service)
+        self._entrance.app = create_app(service, self._batches)
         if isinstance(name := self._sock.getsockname(), str):
             event(logger, "ready", model=service.model_name, uds=name)
         else:
@@ -82,6 +89,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         self._watch()
+        self._tend_batches()
         if self._deadline is not None:
             late = time.monotonic() >= self._deadline
             if self._service is not None:
@@ -91,6 +99,13 @@ class _Server(uvicorn.Server):
             lingers = self.failure is not None and not late
             self.should_exit = late or not (self.server_state.tasks or lingers)
         return await super().on_tick(counter)
+
+    def _tend_batches(self) -> None:
+        """Work on them from the first request to the drain. What is not answered then waits for the next server."""
+        if self._batching is not None and self._deadline is not None:
+            self._batching.cancel()
+        if self._batches is not None and self._entrance.app is not None and self._batching is None:
+            self._batching = asyncio.create_task(self._batches.run(self._entrance.app))
 
     def _watch(self) -> None:
         """Notice a failed engine or a stuck step. Running requests fail with it, and the server ends soon."""
@@ -112,6 +127,8 @@ class _Server(uvicorn.Server):
         finally:
             if self._service is not None:
                 self._service.close(0.0 if self.stuck else 10.0)
+            if self._batches is not None:
+                self._batches.store.close()
             self._sock.close()
             event(logger, "ended")
 

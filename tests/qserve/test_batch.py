@@ -17,11 +17,11 @@ import httpx
 import psutil
 import pytest
 
-from qserve.answer_file import AnswerFile
 from qserve.batch import BatchReport, run_batch
 from qserve.checkpoint.errors import CheckpointError, DataError
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.server.batches.answer_file import AnswerFile
 from qserve.runtime.server.serve import ServerHandle
 
 Json = dict[str, Any]

@@ -36,7 +36,7 @@ class AuthenticationMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            key = self._admit(scope)
+            key = scope["qserve.key"] if "qserve.key" in scope else self._admit(scope)  # of a batch, which had its key
         except APIError as error:
             await refuse(error, scope, receive, send)
             return

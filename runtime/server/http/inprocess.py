@@ -8,11 +8,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
+from qserve.runtime.server.limits.keys import ApiKey
+
 logger = logging.getLogger(__name__)
 
 
-async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
-    """The status and the content of the answer to a POST of JSON. To the application the client never leaves."""
+async def post(app: ASGIApp, path: str, body: bytes, key: ApiKey | None = None) -> tuple[int, bytes]:
+    """The status and the content of the answer to a POST of JSON. To the application the client never leaves. ``key``:
+    whose request it is, known already; it is not asked for one."""
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -28,6 +31,8 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
         "server": None,
         "state": {},
     }
+    if key is not None:
+        scope["qserve.key"] = key
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status = 0
     content = bytearray()

@@ -94,6 +94,10 @@ class KeyRing:
         found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return found[0] if found else None
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key that has this name now."""
+        return next((key for key in self._keys if key.name == name), None)
+
     def reload(self) -> bool:
         """Read the file again. If it is broken the keys stay as they are, and one line of the log says why."""
         if self._path is None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 
@@ -193,3 +194,27 @@ def test_a_key_counts_over_all_models_once(kept: Any, tmp_path: Path) -> None:
             until(lambda: states(router)["b"] != "unloaded")
             assert call("a", 0) == 429 and running.result() == 200
         assert call("a", 0) == 200
+
+
+def test_batches_go_to_the_models_they_name_and_wait_for_them(kept: Any, tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": f"{model}{i}", "method": "POST", "url": "/v1/completions", "body": {"model": model, "prompt": ""}}
+        for i in range(8)
+        for model in ("a", "b")
+    ]
+    config = ServerConfig(batch_dir=tmp_path / "batches")
+    with routed([], config, local=[kept("a"), kept("b", 0.2, 0.3)]) as router:
+        until(lambda: states(router)["b"] == "unloaded")
+        client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        made = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        until(lambda: client.batches.retrieve(made.id).status == "completed")
+        output = client.batches.retrieve(made.id).output_file_id
+        assert output is not None
+        answers = [json.loads(text) for text in client.files.content(output).text.splitlines()]
+        assert {each["custom_id"]: each["response"]["body"]["model"] for each in answers} == {
+            line["custom_id"]: line["body"]["model"] for line in lines
+        }

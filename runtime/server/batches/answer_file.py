@@ -1,5 +1,4 @@
-"""``AnswerFile``: the OUT of ``qserve batch``, a line for each answer, appended so that a crash loses next to nothing.
-"""
+"""``AnswerFile``: the answers of a batch, a line for each, appended so that a crash loses next to nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +31,8 @@ class AnswerFile:
         self._path = path
         self.done: set[Key] = set()
         """The requests that are answered already."""
+        self.num_failed = 0
+        """Those of them whose answer is an error."""
         if path.exists() and not path.is_file():  # a device has no end for appending
             raise DataError(f"{path} is no file; choose another OUT")
         try:
@@ -49,11 +51,15 @@ class AnswerFile:
             raise
         self._synced = time.monotonic()
 
-    def append(self, answer: dict[str, Any]) -> None:
-        """Write one line. It survives a crash of this process at once, and a crash of the machine soon."""
+    def append(self, answer: dict[str, Any], admit: Callable[[int], None] = lambda size: None) -> None:
+        """Write one line. It survives a crash of this process at once, and a crash of the machine soon. ``admit`` is
+        told its bytes before, and may raise."""
+        line = json.dumps(answer, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        admit(len(line))
         self.done.add(key_of(answer))
+        self.num_failed += is_failure(answer)
         try:
-            self._file.write(json.dumps(answer, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            self._file.write(line)
             self._file.flush()
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 os.fsync(self._file.fileno())
@@ -84,7 +90,8 @@ class AnswerFile:
                 answer = json.loads(line)
                 complete = {"id", "custom_id", "response", "error"} <= answer.keys() and line.endswith(b"\n")
                 self.done.add(key_of(answer))
-            except (ValueError, KeyError, AttributeError, RecursionError):
+                self.num_failed += is_failure(answer)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 complete = False
             if not complete:  # so it is not our file, and nothing in it is touched
                 raise DataError(f"{self._path} line {number} is no answer of a batch; choose another OUT")
@@ -94,3 +101,7 @@ def key_of(answer: dict[str, Any]) -> Key:
     """The key of an answer in a batch: the custom id, or the place of a line that has none."""
     custom_id = answer["custom_id"]
     return ("id", str(answer["id"])) if custom_id is None else ("custom_id", str(custom_id))
+
+
+def is_failure(answer: dict[str, Any]) -> bool:
+    return answer["response"] is None or answer["response"]["status_code"] != 200
