@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from qserve.checkpoint.errors import QServeError
 
-EXTRAS = {"matplotlib": "reports", "httpx": "chat", "sentencepiece": "sentencepiece"}
+EXTRAS = {"matplotlib": "reports", "httpx": "chat", "sentencepiece": "sentencepiece", "s3fs": "s3", "gcsfs": "gs"}
 """Package -> the extra of qserve-llm that installs it."""
 
 

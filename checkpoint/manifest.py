@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from qserve.checkpoint.card import CARD_FILE
 from qserve.checkpoint.errors import CheckpointError
@@ -25,14 +26,23 @@ class FileEntry:
 def read_manifest(directory: Path) -> dict[str, FileEntry] | None:
     """The entries by file name, or None where the directory has no manifest."""
     path = directory / MANIFEST
-    if not path.exists():
-        return None
+    return _entries(read_json_object(path), str(path)) if path.exists() else None
+
+
+def parse_manifest(content: bytes, where: str) -> dict[str, FileEntry]:
+    """The entries of a manifest that is not a file. ``where`` is named in errors."""
     try:
-        files = read_json_object(path)["files"]
+        return _entries(json.loads(content), where)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{where} is no valid JSON") from None
+
+
+def _entries(content: Any, where: str) -> dict[str, FileEntry]:
+    try:
         return {str(name): FileEntry(int(entry["bytes"]), str(entry["sha256"]))
-                for name, entry in files.items()}
+                for name, entry in content["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(f'{path} is malformed: it must map "files" to sizes and hashes') from None
+        raise CheckpointError(f'{where} is malformed: it must map "files" to sizes and hashes') from None
 
 
 def write_manifest(directory: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.bucket import fetch_bucket, is_bucket_url
 from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import DEMOS, fetch_demo
@@ -128,13 +129,16 @@ def dense_linears(source: ModelSource) -> list[str]:
 def open_model(
     model: str | Path, *, offline: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> ModelSource:
-    """Open ``model``: a Hugging Face directory, a ``*.gguf`` file, ``demo`` or ``demo-gemma``, or a hub id with or
-    without ``@revision``.
+    """Open ``model``: a Hugging Face directory, a ``*.gguf`` file, ``demo`` or ``demo-gemma``, a hub id with or without
+    ``@revision``, or the URL of a checkpoint in a bucket, as ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
 
-    ``offline`` forbids the network: demo models and hub ids must then be in the cache already.
-    ``progress(done, total)`` counts the bytes of a download of a demo model.
+    ``offline`` forbids the network: what is not a path must then be in the cache already.
+    ``progress(done, total)`` counts the bytes of a download of a demo model or from a bucket.
     """
     text = os.fspath(model)
+    if is_bucket_url(text):
+        copy = fetch_bucket(text, progress or (lambda done, total: None), offline=offline)
+        return HFDirectory(copy.path, name=text.rstrip("/").rpartition("/")[2])
     if text in DEMOS and not Path(text).is_dir():
         return GGUFFile(fetch_demo(progress, offline=offline, model=DEMOS[text]), name=text)
     path = Path(os.path.expanduser(text))
@@ -145,7 +149,8 @@ def open_model(
     if isinstance(model, str) and is_hub_id(text):
         return _open_snapshot(fetch_snapshot(text, offline=offline), text)
     raise CheckpointError(
-        f"{text} does not exist; give a model directory, a .gguf file, a hub id such as org/name, or demo"
+        f"{text} does not exist; give a model directory, a .gguf file, a hub id such as org/name, s3://BUCKET/PREFIX, "
+        "or demo"
     )
 
 

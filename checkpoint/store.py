@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from qserve.checkpoint.bucket import cached
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import DEMOS, demo_path
 from qserve.checkpoint.errors import CheckpointError
@@ -53,7 +54,7 @@ class StoredModel:
 
 
 def find_models(directories: list[Path]) -> Iterator[StoredModel]:
-    """The models in ``directories`` and two levels below, in the hub's cache, and the demo models.
+    """The models in ``directories`` and two levels below, in the hub's cache, from buckets, and the demo models.
 
     From the hub's cache come only models that qserve can read. Raises ``CheckpointError`` for what is not a directory.
     """
@@ -66,6 +67,7 @@ def find_models(directories: list[Path]) -> Iterator[StoredModel]:
                 seen.add(path.resolve())
                 yield _describe(path, str(path))
     yield from _cached_models()
+    yield from (_describe(path, url) for url, path in cached())
     for name, model in DEMOS.items():
         path = demo_path(model)
         if path.is_file() and not (demo := _describe(path, name)).problem:

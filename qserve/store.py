@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qserve import console
+from qserve.checkpoint.bucket import fetch_bucket, is_bucket_url
 from qserve.checkpoint.demo import DEMOS, demo_path, fetch_demo
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.pull import find_remote
@@ -27,6 +28,13 @@ def pull(model: str, file: str | None = None) -> list[str]:
         with console.progress("download") as update:
             path = fetch_demo(update, model=demo)
         return [f"{model}: {path} ({console.size(path.stat().st_size)}, {'there already' if before else 'fetched'})"]
+    if is_bucket_url(model):
+        if file is not None:
+            raise UsageError(f"--file is for models on the hub: {model} is one checkpoint")
+        with console.progress("pull") as update:
+            copy = fetch_bucket(model, update)
+        came = f"{console.size(copy.came)} fetched" if copy.came else "there already"
+        return [f"{model}: {copy.path} ({console.size(copy.bytes)}, {came}, every file matches its hash)"]
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     disable_progress_bars()  # we show our own

@@ -25,7 +25,11 @@ def needs_plots(path: Path | None) -> Path | None:
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a hub id, a .gguf file, demo, or demo-gemma.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face directory, a hub id, a .gguf file, s3:// or gs:// and a prefix, demo, or demo-gemma.",
+    ),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the new checkpoint.")]
 Loaders = Annotated[

@@ -50,8 +50,8 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="MODEL...",
-            help="A Hugging Face directory, a hub id, a .gguf file, demo, or demo-gemma. Several get a process each, "
-            "behind one address; requests choose by their model. [default: demo]",
+            help="A Hugging Face directory, a hub id, a .gguf file, s3:// or gs:// and a prefix, demo, or demo-gemma. "
+            "Several get a process each, behind one address; requests choose by their model. [default: demo]",
         ),
     ] = None,
     config: Annotated[

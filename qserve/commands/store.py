@@ -11,13 +11,20 @@ from qserve import console
 
 
 def pull(
-    model: Annotated[str, typer.Argument(metavar="ID", help="A hub id, as org/name or org/name@revision, or demo.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID", help="A hub id, as org/name or org/name@revision, s3://BUCKET/PREFIX, gs://..., or demo."
+        ),
+    ],
     file: Annotated[str | None, typer.Option(help="Which one of several GGUF files.", metavar="NAME.gguf")] = None,
 ) -> None:
     """Fetch a model into the cache of the Hugging Face hub, and check every file against its hash there.
 
     Only safetensors, GGUF, JSON and tokenizer files: never pickles, never code. Called again after an interruption it
     goes on with the file it was at; called on a model that is there it checks it, and repairs it.
+
+    From a bucket comes a checkpoint that qserve wrote, checked against its own manifest, into a cache of qserve's.
     """
     from qserve import store
 

@@ -157,6 +157,7 @@ def test_a_cancelled_batch_keeps_its_answers(engine: Engine, tmp_path: Path) -> 
             client.batches.cancel(made.id)
 
 
+@pytest.mark.slow
 def test_a_batch_expires(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "WINDOW", 1)
     with served(engine, tmp_path) as client:
@@ -250,6 +251,7 @@ def test_an_upload_that_is_none_leaves_nothing(
     kept.close()
 
 
+@pytest.mark.slow
 def test_pages_of_a_list(engine: Engine, tmp_path: Path) -> None:
     with served(engine, tmp_path) as client:
         made = [upload_lines(client, [line(i)]).id for i in range(5)]
