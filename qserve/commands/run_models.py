@@ -75,7 +75,8 @@ def run_models(
     served = [share.name for share in shares]
     if unknown := [name for name in pinned if name not in served]:
         raise UsageError(f"--pin {unknown[0]}: there is no such model; there are {', '.join(served)}")
-    # Only this user can connect: the processes ask for no key.
+    # Only this user can connect: the processes ask for no key, also where the environment has one.
+    environment = {name: value for name, value in os.environ.items() if name not in values.API_KEY_VARIABLES}
     with tempfile.TemporaryDirectory(prefix="qserve-") as folder:
         local = [
             LocalModel(
@@ -84,6 +85,7 @@ def run_models(
                 path,
                 None if share.name in pinned else unload_after,
                 f"{share.name}: " if options["log_format"] == "text" else "",
+                environment,
             )
             for index, share in enumerate(shares)
         ]

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from qserve.runtime.server.telemetry.logs import event
@@ -34,10 +34,16 @@ class LocalModel:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], path: Path, unload_after: float | None = None, prefix: str = ""
+        self,
+        name: str,
+        command: Sequence[str],
+        path: Path,
+        unload_after: float | None = None,
+        prefix: str = "",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """``unload_after``: seconds without a request after which the process ends; None keeps it. ``prefix``: what
-        stands before each line of its log."""
+        stands before each line of its log. ``environment``: of the process; None for our own."""
         self.name = name
         self.url = f"unix:{path}"
         self.starts = 0
@@ -46,6 +52,7 @@ class LocalModel:
         self._path = path
         self._unload_after = unload_after
         self._prefix = prefix
+        self._environment = environment
         self._wanted = asyncio.Event()
         self._wanted.set()
         self._used = 0.0
@@ -126,6 +133,7 @@ class LocalModel:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            env=self._environment,
             limit=MAX_LINE,
             start_new_session=True,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -50,6 +52,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_bad_usage_is_one_line(models: list[str], options: list[str], why: str) -> None:
     result = CliRunner().invoke(app, ["run", *models, *options])
     assert result.exit_code == 2 and why in result.output
+
+
+def test_a_file_of_options_may_name_several(models: list[str], tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text(json.dumps({"model": models, "unload-after": 0}))
+    result = CliRunner().invoke(app, ["run", "--config", str(tmp_path / "options.yaml")])
+    assert result.exit_code == 2 and "1 at least, not 0" in result.output
 
 
 @pytest.mark.parametrize("options", [["--unload-after", "9"], ["--pin", "x"]])
@@ -100,7 +108,8 @@ def test_caches_and_weights_are_never_more_than_there_is(sizes: list[int], avail
 @contextmanager
 def running(models: list[str], *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "qserve", "run", *models, "--port", "0", *OPTIONS, *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, "QSERVE_API_KEY": "secret"}  # for the address, not for the processes behind it
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
             lines = iter(process.stderr)
@@ -113,7 +122,8 @@ def running(models: list[str], *options: str) -> Iterator[tuple[subprocess.Popen
 
 def ask(address: str, model: str) -> str:
     body = json.dumps({"model": model, "prompt": "x", "max_tokens": 2}).encode()
-    request = urllib.request.Request(f"{address}/completions", body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+    request = urllib.request.Request(f"{address}/completions", body, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(json.load(answer)["model"])
 

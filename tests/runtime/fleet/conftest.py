@@ -55,7 +55,8 @@ def routed(
     handle = RouterHandle(urls, config or ServerConfig(), key, local)
     handle.thread.start()
     try:
-        handle.until_ready(len(urls) + len(local) if ready is None else ready)
+        if not local:  # those load while requests wait
+            handle.until_ready(len(urls) if ready is None else ready)
         yield handle
     finally:
         handle.server.drain(0.0)
