@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 from qserve.checkpoint.errors import QServeError
 
-EXTRAS = {"matplotlib": "reports", "httpx": "chat", "sentencepiece": "sentencepiece", "s3fs": "s3", "gcsfs": "gs"}
+EXTRAS = {"matplotlib": "reports", "httpx": "chat", "sentencepiece": "sentencepiece", "s3fs": "s3", "gcsfs": "gs",
+          "ray": "ray"}  # fmt: skip
 """Package -> the extra of qserve-llm that installs it."""
 
 

@@ -22,6 +22,7 @@ from qserve.commands.convert import convert
 from qserve.commands.demo import demo
 from qserve.commands.doctor import doctor
 from qserve.commands.evaluate import evaluate
+from qserve.commands.fleet import fleet
 from qserve.commands.inspect import inspect
 from qserve.commands.key import key
 from qserve.commands.plan import plan
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "run": run,
     "route": route,
+    "fleet": fleet,
     "key": key,
     "chat": chat,
     "batch": batch,

@@ -3,8 +3,8 @@
 Python tools get a virtual environment each, ``DIR/NAME/bin/python``, since they exclude each other (and some exclude
 a transformers of this decade); the JavaScript one a folder with its ``node_modules``. What is complete is left alone,
 and what cannot be made here is said and passed by: its tests skip. Exits with 1 where none could be made. To run the
-tests with them: ``QSERVE_INTEROP=DIR pytest -m interop`` and ``QSERVE_JUDGES=DIR pytest -m judges``; what the peers
-are for is in ``tests/peers/contest.py`` and ``quantizers.py``.
+tests with them: ``QSERVE_INTEROP=DIR pytest -m interop``, ``QSERVE_JUDGES=DIR pytest -m judges`` and
+``QSERVE_FLEET=DIR pytest -m fleet``; what the peers are for is in ``tests/peers/contest.py`` and ``quantizers.py``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ PEERS = {
     ),
     "auto-round": Environment((TORCH, "transformers==5.23.0", "auto-round==0.16.1"), ("auto_round",)),
 }
-GROUPS = {"interop": INTEROP, "judges": JUDGES, "peers": PEERS}
+# What qserve fleet needs, beside what qserve has.
+FLEET = {"ray": Environment(("ray[serve]==2.60.0",), ("ray.serve",), borrows=True)}
+GROUPS = {"interop": INTEROP, "judges": JUDGES, "peers": PEERS, "fleet": FLEET}
 COMPLETE = "complete.json"
 
 

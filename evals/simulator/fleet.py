@@ -16,53 +16,29 @@ from qserve.evals.simulator.cost import CostModel
 from qserve.evals.simulator.records import Records, Usage
 from qserve.evals.simulator.replica import Replica, ReplicaConfig
 from qserve.evals.simulator.traffic import Arrival, prompt_tokens
+from qserve.runtime.autoscale import Autoscale, Autoscaler, Load
 from qserve.runtime.blocks import chain_digests
 from qserve.runtime.router import POLICIES, Prompt, Router
 
 
 @dataclass(frozen=True)
-class Autoscale:
-    """The rule for the number of replicas: by the depth of their queues, checked every ``interval`` seconds.
-
-    Attributes:
-        most: replicas at most; the fleet's initial number is the least.
-        queue: waiting requests per replica above which another one is started, one at a time.
-        start_delay: seconds until a started replica takes requests; it is paid for from its start.
-        idle: seconds during which nothing waits and one replica less would have room for all; then one takes no more
-            requests, and ends with those it has.
-        interval: seconds between two checks.
-    """
-
-    most: int
-    queue: float = 4.0
-    start_delay: float = 60.0
-    idle: float = 120.0
-    interval: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.most < 1:
-            raise UsageError(f"--max-replicas must be at least 1, not {self.most}")
-        for name, value in (("--scale-queue", self.queue), ("--start-delay", self.start_delay), ("idle", self.idle)):
-            if not 0 <= value < math.inf:
-                raise UsageError(f"{name} must be at least 0, not {value}")
-        if not 0 < self.interval < math.inf:
-            raise UsageError("the interval of the autoscaler must be above 0")
-
-
-@dataclass(frozen=True)
 class FleetConfig:
-    """The initial ``replicas``, and how requests reach them."""
+    """The initial ``replicas``, and how requests reach them.
+
+    ``start_delay``: seconds until a replica that the autoscaler starts takes requests; it is paid for from its start.
+    """
 
     replica: ReplicaConfig
     replicas: int = 1
     routing: str = "least-loaded"
     autoscale: Autoscale | None = None
+    start_delay: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise UsageError(f"--replicas must be at least 1, not {self.replicas}")
-        if self.autoscale and self.autoscale.most < self.replicas:
-            raise UsageError(f"--max-replicas {self.autoscale.most} is below --replicas {self.replicas}")
+        if self.replicas < (0 if self.autoscale else 1):
+            raise UsageError(f"--replicas must be at least 1, or 0 with --max-replicas, not {self.replicas}")
+        if not 0 <= self.start_delay < math.inf:
+            raise UsageError(f"--start-delay must be at least 0, not {self.start_delay}")
         if self.routing not in POLICIES:
             raise UsageError(f"unknown routing {self.routing!r}: choose from {', '.join(POLICIES)}")
 
@@ -90,7 +66,9 @@ class Fleet:
         self._usages: list[Usage] = []
         self._events: list[tuple[float, int, int]] = []  # time, replica, version of its end; -1 is the autoscaler
         self._starting: list[tuple[float, Replica]] = []
-        self._calm_since = 0.0
+        self._held: list[tuple[Arrival, int]] = []  # requests that came while no replica took any
+        self._begun = 0  # requests whose answers have begun, of replicas that have ended
+        self._autoscaler = Autoscaler(config.autoscale) if config.autoscale else None
         self._scaling: list[tuple[float, int]] = []
         self._now = 0.0
 
@@ -99,8 +77,8 @@ class Fleet:
         for _ in range(self.config.replicas):
             self._take(self._new_replica())
         self._scaling.append((0.0, len(self._taking)))
-        if self.config.autoscale:
-            heapq.heappush(self._events, (self.config.autoscale.interval, -1, 0))
+        if self._autoscaler:
+            heapq.heappush(self._events, (self._autoscaler.rule.interval, -1, 0))
         for index, arrival in enumerate(arrivals):
             if arrival.time < self._now:
                 raise ValueError(f"arrival {index} comes before the one ahead of it")
@@ -120,10 +98,11 @@ class Fleet:
         while events and events[0][0] < time:
             now, number, version = heapq.heappop(events)
             if number < 0:
-                if time == math.inf and not any(replica.load for replica in self._replicas.values()):
+                if time == math.inf and not self._held and not any(each.load for each in self._replicas.values()):
                     continue  # no request will come, so it need not look again
+                assert self._autoscaler is not None
                 self._now = now
-                self._scale(now)
+                self._scale(self._autoscaler, now)
                 continue
             replica = self._replicas.get(number)
             if replica is None or replica.version != version:
@@ -134,14 +113,16 @@ class Fleet:
             if replica.begin(now):
                 self._schedule(replica)
             elif replica.draining:
-                self._usages.append(self._replicas.pop(replica.number).close(now))
+                self._end(replica, now)
 
     def _arrive(self, arrival: Arrival, index: int) -> None:
         size, digests = self.config.replica.block_size, list[bytes]()
         if self._router.policy == "prefix-aware" and self.config.replica.prefix_caching:
             digests = chain_digests(prompt_tokens(arrival, index), size)
         placement = self._router.place(Prompt(digests, -(-arrival.prompt // size)))
-        assert placement is not None, "a fleet always has a replica that takes requests"
+        if placement is None:
+            self._held.append((arrival, index))
+            return
         replica = self._replicas[int(placement.replica)]
         version = replica.version
         if not replica.add(arrival, index, placement, digests):
@@ -166,28 +147,36 @@ class Fleet:
         self._taking.append(replica)
         self._router.add(str(replica.number), capacity=self.config.replica.num_blocks)
 
-    def _scale(self, now: float) -> None:
-        """One check of the autoscaler."""
-        config = self.config.autoscale
-        assert config is not None
+    def _scale(self, autoscaler: Autoscaler, now: float) -> None:
+        """One decision of the autoscaler."""
         before = len(self._taking)
         for ready, replica in self._starting:
             if ready <= now:
                 self._take(replica)
         self._starting = [(ready, replica) for ready, replica in self._starting if ready > now]
-        waiting = sum(replica.num_waiting for replica in self._taking)
-        places = self.config.replica.scheduler.max_num_seqs * (len(self._taking) - 1)
-        if waiting or self._starting or sum(replica.load for replica in self._taking) > places:
-            self._calm_since = now
-        count = len(self._taking) + len(self._starting)
-        if waiting > config.queue * count and count < config.most:
-            self._starting.append((now + config.start_delay, self._new_replica()))
-        elif now - self._calm_since >= config.idle and len(self._taking) > self.config.replicas:
+        if self._taking:
+            arrivals, self._held = self._held, []
+            for arrival, index in arrivals:
+                self._arrive(arrival, index)
+        live, held = self._replicas.values(), len(self._held)
+        load = Load(
+            ready=len(self._taking),
+            starting=len(self._starting),
+            ongoing=held + sum(each.load for each in live),
+            waiting=held + sum(each.num_waiting for each in live),
+            begun=self._begun + sum(each.begun for each in live),
+        )
+        count, wanted = load.ready + load.starting, autoscaler.decide(now, load)
+        for _ in range(wanted - count):
+            self._starting.append((now + self.config.start_delay, self._new_replica()))
+        for _ in range(count - wanted):
+            if self._starting:
+                self._end(self._starting.pop()[1], now)
+                continue
             self._retire(min(self._taking, key=lambda replica: (replica.load, -replica.number)), now)
-            self._calm_since = now
         if len(self._taking) != before:
             self._scaling.append((now, len(self._taking)))
-        heapq.heappush(self._events, (now + config.interval, -1, 0))
+        heapq.heappush(self._events, (now + autoscaler.rule.interval, -1, 0))
 
     def _retire(self, replica: Replica, now: float) -> None:
         """Give it no more requests; it ends with its last one."""
@@ -195,4 +184,8 @@ class Fleet:
         self._router.remove(str(replica.number))
         replica.draining = True
         if not replica.load:
-            self._usages.append(self._replicas.pop(replica.number).close(now))
+            self._end(replica, now)
+
+    def _end(self, replica: Replica, now: float) -> None:
+        self._usages.append(self._replicas.pop(replica.number).close(now))
+        self._begun += replica.begun

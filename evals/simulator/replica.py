@@ -69,6 +69,7 @@ class Replica:
         self.scheduler = LeapingScheduler(config.scheduler, self.blocks)
         self.usage = Usage(born=now)
         self.load = 0  # requests that have not ended
+        self.begun = 0  # requests whose first token is there
         self.draining = False
         self.end: float | None = None  # of the step or steps in progress
         self.version = 0  # counts changes of the end, to tell old ends
@@ -154,6 +155,7 @@ class Replica:
         for update in self.scheduler.commit(plan, results):
             if update.request_id not in first:
                 first[update.request_id] = end
+                self.begun += 1
                 request = self._requests[update.request_id]
                 self._placements[update.request_id].started(request.num_cached / request.num_prompt)
             if update.finish_reason is not None:

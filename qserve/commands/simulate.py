@@ -77,12 +77,15 @@ def simulate(
         typer.Option(help="Recorded traffic: JSON lines with arrival, prompt, output, and prefix.", metavar="JSONL"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Which traffic is drawn.")] = 0,
-    replicas: Annotated[int, typer.Option(help="Engines, all the same.")] = 1,
+    replicas: Annotated[
+        int, typer.Option(help="Engines, all the same; with --max-replicas the least, which may be 0.")
+    ] = 1,
     routing: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-aware.")] = "least-loaded",
     max_replicas: Annotated[
-        int | None, typer.Option(help="Start further engines while requests wait, up to so many.")
+        int | None, typer.Option(help="Start and end engines, up to so many, as an autoscaled qserve fleet does.")
     ] = None,
     scale_queue: Annotated[float, typer.Option(help="Waiting requests per engine that start another.")] = 4.0,
+    cooldown: Annotated[float, typer.Option(help="Seconds for which engines stay that were needed.")] = 120.0,
     start_delay: Annotated[float, typer.Option(help="Seconds until an engine that is started serves.")] = 60.0,
     max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and output.")] = 8192,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
@@ -125,12 +128,13 @@ def simulate(
     """
     from qserve.evals.lengths import Lengths
     from qserve.evals.simulator.cost import FittedCost, RooflineCost
-    from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig
+    from qserve.evals.simulator.fleet import Fleet, FleetConfig
     from qserve.evals.simulator.model_cost import ModelCost
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.summary import Price, simulation_report
     from qserve.evals.simulator.traffic import Traffic, read_trace
     from qserve.evals.slo import UNLIMITED, parse_slo
+    from qserve.runtime.autoscale import Autoscale
     from qserve.runtime.limits import SchedulerConfig
 
     step_tokens = STEP_TOKENS if gpu is None else GPU_STEP_TOKENS
@@ -183,9 +187,13 @@ def simulate(
     one = ReplicaConfig(
         limits_of_one, kv_blocks or min(fits, 1 << 24), prefix_caching=prefix_caching, static=static
     )
-    scale = None if max_replicas is None else Autoscale(max_replicas, scale_queue, start_delay)
-    fleet = FleetConfig(one, replicas, routing, scale)
     money, objective = Price(price or 0.0), UNLIMITED if slo is None else parse_slo(slo, UNLIMITED)
+    scale = None
+    if max_replicas is not None:
+        scale = Autoscale(
+            replicas, max_replicas, scale_queue, objective.ttft, float(max_num_seqs), cooldown=cooldown
+        )
+    fleet = FleetConfig(one, replicas, routing, scale, start_delay)
     arrivals: list[Arrival] | Traffic = (
         read_trace(trace)
         if trace is not None

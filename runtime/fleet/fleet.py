@@ -1,5 +1,8 @@
-"""``Fleet``: the replicas, which of them take requests, and the router among those. Some may be processes of its own,
-which it starts when they are wanted."""
+"""``Fleet``: the replicas, which of them take requests, and the router among those.
+
+Some are given at the start and stay. Some may be processes of its own, which it starts when they are wanted. Others
+join by themselves, say so again and again, and leave when they are down.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +29,8 @@ PROBE_TIMEOUT = 5.0  # seconds: a machine whose processors are all busy answers 
 MISSED = 3  # probes in a row without an answer end what waits for a replica; it gets nothing new after a refused one
 LOADING_INTERVAL = 0.1  # seconds between two looks at a process of our own that is not ready
 MAX_REPORT = 4 << 20  # bytes of a replica's own pages
+MAX_HELD = 1024  # requests that wait for a first replica of their model
+HOLD = 600.0  # seconds that they wait at most: a large model loads for minutes
 
 
 @dataclass
@@ -35,11 +41,15 @@ class Replica:
         state: ``ready``, ``draining``, ``loading`` or ``failed``: its own word. ``down`` where it gives none;
             ``unknown`` before it is asked; ``unloaded`` where it is started for the next request.
         held_back: an operator wants it to get no new requests.
+        joined: it came by itself.
         models: its entries of ``/v1/models`` by id, as it gave them last.
         local: its process, where this machine keeps it.
+        waiting: requests in its queue, of a replica that joined.
     """
 
     upstream: Upstream
+    joined: bool = False
+    waiting: int = 0
     state: str = "unknown"
     held_back: bool = False
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -101,7 +111,12 @@ class Fleet:
         for url in self.replicas:
             self.router.add(url)
             self.router.close(url)
+        self.held: Counter[str] = Counter()  # requests that wait for a first replica, by their model
+        self.begun: Counter[str] = Counter()  # requests whose answers have begun, by their model
         self._interval = interval
+        self._promised: dict[str, dict[str, Any]] = {}
+        self._news = asyncio.Event()  # a replica has come to take requests
+        self._watching: dict[str, asyncio.Task[None]] = {}
 
     @property
     def models(self) -> dict[str, dict[str, Any]]:
@@ -109,7 +124,7 @@ class Fleet:
         found: dict[str, dict[str, Any]] = {}
         for replica in self.replicas.values():
             found |= {name: entry for name, entry in replica.models.items() if name not in found}
-        return found
+        return self._promised | found
 
     @property
     def num_ready(self) -> int:
@@ -120,6 +135,54 @@ class Fleet:
     def is_ready(self) -> bool:
         """Whether a request is answered, if need be after a model was loaded for it."""
         return self.num_ready > 0 or any(each.state == "unloaded" for each in self.replicas.values())
+
+    def ready(self, model: str) -> list[Replica]:
+        """Those that take requests for a model."""
+        now = time.monotonic()
+        return [each for each in self.replicas.values() if model in each.models and each.takes_requests(now)]
+
+    def promise(self, models: Iterable[str]) -> None:
+        """Replicas of these models join by themselves, so requests for them wait while there is none."""
+        self._promised = {
+            name: self._promised.get(name, {"id": name, "object": "model", "created": 0, "owned_by": "qserve"})
+            for name in models
+        }
+
+    async def wait_for(self, model: str | None) -> bool:
+        """Wait until there may be a replica for a request that finds none; False where none was promised in time."""
+        if model is None and len(self._promised) == 1:
+            model = next(iter(self._promised))
+        if model not in self._promised or self.held.total() >= MAX_HELD:
+            return False
+        self.held[model] += 1
+        try:
+            async with asyncio.timeout(HOLD):
+                while not self.ready(model):
+                    await self._news.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self.held[model] -= 1
+        return True
+
+    async def join(self, url: str, key: str | None) -> None:
+        """A replica says that it is there. One that is new is asked at once; it leaves when it is down."""
+        if (known := self.replicas.get(url)) is not None:
+            if known.upstream.key == key:
+                return
+            self._leave(known)  # another process has its address now
+        replica = self.replicas[url] = Replica(Upstream(url, key), joined=True)
+        self.router.add(url)
+        self.router.close(url)
+        event(logger, "replica joined", replica=url)
+        await self._probe(replica)
+        if self.replicas.get(url) is replica:
+            self._watching[url] = asyncio.create_task(self._watch(replica))
+
+    def _leave(self, replica: Replica) -> None:
+        event(logger, "replica left", replica=replica.url)
+        del self.replicas[replica.url]
+        self.router.remove(replica.url)
 
     def place(self, prompt: Prompt, model: str | None, without: Collection[str] = ()) -> Placement | None:
         """The replica for a request; None where none takes it."""
@@ -144,23 +207,33 @@ class Fleet:
 
     def failed(self, url: str, why: str, *, unreachable: bool) -> None:
         """A request found the replica so. One that cannot be reached waits for its next good probe."""
-        replica = self.replicas[url]
+        if (replica := self.replicas.get(url)) is None:
+            return  # it left meanwhile
         replica.breaker.failed(time.monotonic())
         if unreachable:
             self._become(replica, "down", why)
         self._apply(replica)
 
-    def worked(self, url: str) -> None:
-        self.replicas[url].breaker.worked()
+    def worked(self, replica: Replica, model: str | None) -> None:
+        """It answers a request for ``model``; None for a replica that has one model alone."""
+        replica.breaker.worked()
+        if name := model or next(iter(replica.models), None):
+            self.begun[name] += 1
 
     async def watch(self) -> None:
         """Probe every replica, now and then again, and keep our own processes; does not return. When it is cancelled,
         they end."""
-        async with asyncio.TaskGroup() as group:
-            for replica in self.replicas.values():
-                group.create_task(self._watch(replica))
-                if replica.local is not None:
-                    group.create_task(self._keep(replica, replica.local))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for replica in self.replicas.values():
+                    if not replica.joined:
+                        group.create_task(self._watch(replica))
+                    if replica.local is not None:
+                        group.create_task(self._keep(replica, replica.local))
+                await asyncio.Event().wait()
+        finally:
+            for task in self._watching.values():
+                task.cancel()
 
     async def _keep(self, replica: Replica, local: LocalModel) -> None:
         def became(state: str) -> None:
@@ -172,13 +245,15 @@ class Fleet:
         await local.run(became, lambda: self.router.load(replica.url))
 
     async def _watch(self, replica: Replica) -> None:
-        while True:
+        while self.replicas.get(replica.url) is replica:
             began = time.monotonic()
             if replica.local is None or replica.local.listens:
                 await self._probe(replica)
             loading = replica.local is not None and replica.state != "ready"
             interval = min(LOADING_INTERVAL, self._interval) if loading else self._interval
             await asyncio.sleep(max(0.05, interval - (time.monotonic() - began)))
+        if self._watching.get(replica.url) is asyncio.current_task():
+            del self._watching[replica.url]
 
     async def _probe(self, replica: Replica) -> None:
         try:
@@ -187,6 +262,8 @@ class Fleet:
             state = "ready" if status == 200 else said if said in ("loading", "draining") else "failed"
             if state == "ready" and replica.state != "ready":
                 await self._introduce(replica)
+            elif state == "ready" and replica.joined:
+                await self._look(replica)
         except (Unreachable, Lost, TimeoutError, ValueError, LookupError, TypeError, AttributeError) as error:
             if replica.local is not None and not replica.local.listens:  # it ended meanwhile, as is known
                 return
@@ -196,6 +273,9 @@ class Fleet:
                 self._become(replica, "down", why)
             if replica.missed >= MISSED:  # its connections may not say so
                 replica.upstream.give_up(f"the replica is down: {why}")
+                if replica.joined and self.replicas.get(replica.url) is replica:
+                    self._leave(replica)
+                    return
         else:
             if replica.local is not None and not replica.local.listens:
                 return
@@ -209,10 +289,16 @@ class Fleet:
         if status != 200:
             raise Lost(f"/v1/models answers {status}: is the key of the replicas right?")
         replica.models = {entry["id"]: entry for entry in json.loads(body)["data"]}
+        self._promised |= {name: entry for name, entry in replica.models.items() if name in self._promised}
+        await self._look(replica)
+
+    async def _look(self, replica: Replica) -> None:
+        """Learn how many blocks it can keep, and how many requests wait there."""
         status, body = await replica.get("/v1/engine")
         if status == 200:
-            cache = json.loads(body)["kv"]
-            replica.capacity = cache["total"] * cache["block_size"] // BLOCK_TOKENS
+            engine = json.loads(body)
+            replica.capacity = engine["kv"]["total"] * engine["kv"]["block_size"] // BLOCK_TOKENS
+            replica.waiting = engine.get("num_waiting", 0)
 
     def _become(self, replica: Replica, state: str, why: str) -> None:
         if state == replica.state:
@@ -227,8 +313,12 @@ class Fleet:
 
     def _apply(self, replica: Replica) -> None:
         """Tell the router."""
+        if self.replicas.get(replica.url) is not replica:
+            return  # it left meanwhile
         if replica.takes_requests(time.monotonic()):
             self.router.add(replica.url, replica.models, replica.capacity)
+            self._news.set()
+            self._news.clear()
         else:
             self.router.close(replica.url)
         replica.tell()

@@ -7,6 +7,7 @@ replicas answer passes through as it is. Its own are the probes, ``/metrics``, `
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from qserve.runtime.fleet.aliases import Aliases
 from qserve.runtime.fleet.delivery import Delivery
 from qserve.runtime.fleet.fleet import Fleet, Replica
 from qserve.runtime.fleet.metrics import FleetMetrics
@@ -61,6 +63,7 @@ class Ingress:
     def __init__(self, fleet: Fleet, config: ServerConfig, batches: BatchRunner | None = None) -> None:
         """``batches``: answers files of requests; None keeps none."""
         self.fleet = fleet
+        self.aliases = Aliases({})
         self.metrics = FleetMetrics(fleet)
         self.draining = False
         self._config = config
@@ -117,11 +120,11 @@ class Ingress:
             require_admin(request)
             return JSONResponse(self._replicas())
         if path == "/v1/models":
-            return JSONResponse({"object": "list", "data": list(fleet.models.values())})
+            return JSONResponse({"object": "list", "data": list(self._models().values())})
         if path.startswith("/v1/models/"):
             name = path.removeprefix("/v1/models/")
             self._check_model(name)
-            return JSONResponse(fleet.models[name])
+            return JSONResponse(self._models()[name])
         if path == "/openapi.json":
             return None
         raise APIError(404, f"there is no route {request.method} {path[:200]}")
@@ -144,8 +147,14 @@ class Ingress:
             ],
         }
 
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """The entries of ``/v1/models``: those of the replicas, and the aliases."""
+        names = self.aliases.names
+        aliases = {name: {"id": name, "object": "model", "created": 0, "owned_by": "qserve"} for name in names}
+        return aliases | self.fleet.models
+
     def _check_model(self, name: str) -> None:
-        if name not in (known := self.fleet.models):
+        if name not in (known := self._models()):
             raise APIError(
                 404, f"model {name!r:.200} is not served here; it is {' or '.join(map(repr, known)) or 'none yet'}",
                 param="model", code="model_not_found",
@@ -167,13 +176,17 @@ class Ingress:
         model = content.get("model")
         if isinstance(model, str):
             self._check_model(model)
-        tenant = key.name if key else ""
+        prompt = prompt_of(content, key.name if key else "", request.headers.get(SESSION, ""))
+        if isinstance(model, str) and model in self.aliases.names:
+            record: RequestRecord = request.scope["qserve.record"]
+            model = self.aliases.target(model, prompt.session or record.request_id, self.fleet.ready)
+            body = json.dumps(content | {"model": model}).encode()
         call = _Call(
             request.method,
             _target(request),
             self._headers(request, key),
             body,
-            prompt_of(content, tenant, request.headers.get(SESSION, "")),
+            prompt,
             model if isinstance(model, str) else self.fleet.default_model,
             content.get("stream") is True,
             began,
@@ -222,9 +235,10 @@ class Ingress:
             placement = fleet.place(call.prompt, call.model, tried)
             if placement is None:
                 replica = fleet.loadable(call.model)
-                if replica is None or replica.url in tried:
+                if replica is not None and replica.url not in tried:
+                    await self._until_loaded(replica, call, delivery)
+                elif tried or not await fleet.wait_for(call.model):
                     break
-                await self._until_loaded(replica, call, delivery)
                 continue
             url = placement.replica
             tried.add(url)
@@ -248,7 +262,7 @@ class Ingress:
                 error = refused
             finally:
                 placement.ended()
-            if fleet.replicas[url].local is not None and refused is None:
+            if (known := fleet.replicas.get(url)) is not None and known.local is not None and refused is None:
                 tried.discard(url)  # its process is started again
             self.metrics.retried(url)
         raise error
@@ -291,7 +305,7 @@ class Ingress:
                 raise Unreachable("it does not take the router's key")
             if answer.status < 400:
                 placement.started(_cached_share(answer))
-                self.fleet.worked(replica.url)
+                self.fleet.worked(replica, call.model)
             else:
                 placement.refused()
             await delivery.forward(answer)

@@ -42,21 +42,24 @@ class FleetMetrics:
         )  # fmt: skip
         for reason in sorted(set(REJECTIONS.values()) | {"draining"}):
             self._rejected.labels(reason)
-        for url in fleet.replicas:
-            for counter in (self._requests, self._retries, self._broken, self._blocks, self._cached):
-                counter.labels(url)
+        self._by_replica = (self._requests, self._retries, self._broken, self._blocks, self._cached)
+        self._urls = set[str]()  # those that have counters
 
     def placed(self, url: str, blocks: int, cached: int, overhead: float) -> None:
+        if url not in self._urls:
+            self._know(url)
         self._requests.labels(url).inc()
         self._blocks.labels(url).inc(blocks)
         self._cached.labels(url).inc(cached)
         self._overhead.observe(overhead)
 
     def retried(self, url: str) -> None:
-        self._retries.labels(url).inc()
+        if url in self._urls:  # else it has left
+            self._retries.labels(url).inc()
 
     def broken(self, url: str) -> None:
-        self._broken.labels(url).inc()
+        if url in self._urls:
+            self._broken.labels(url).inc()
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(reason).inc()
@@ -64,6 +67,7 @@ class FleetMetrics:
     async def render(self, now: float) -> bytes:
         """The text exposition format; replicas are asked meanwhile, and one that does not answer is left out."""
         replicas = list(self._fleet.replicas.values())
+        self._keep({each.url for each in replicas})
         pages = await asyncio.gather(*(_page(each) for each in replicas))
         own = {
             "ready": ("gauge", {each.url: str(int(each.takes_requests(now))) for each in replicas}),
@@ -79,6 +83,20 @@ class FleetMetrics:
             lines.append(f"# TYPE qserve:replica_{name} {kind}")
             lines += [f'qserve:replica_{name}{{replica="{url}"}} {value}' for url, value in values.items()]
         return generate_latest(self._registry) + ("\n".join(lines) + "\n").encode()
+
+    def _keep(self, urls: set[str]) -> None:
+        """Each of these has its counters, from 0; those of replicas that left are gone."""
+        for url in urls - self._urls:
+            self._know(url)
+        for url in self._urls - urls:
+            for counter in self._by_replica:
+                counter.remove(url)
+        self._urls = urls
+
+    def _know(self, url: str) -> None:
+        self._urls.add(url)
+        for counter in self._by_replica:
+            counter.labels(url)
 
     def _counter(self, name: str, about: str, label: str) -> Counter:
         return Counter(f"qserve:{name}", about, (label,), registry=self._registry)

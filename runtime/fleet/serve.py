@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import threading
 import time
 from types import FrameType
 
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 
 from qserve.runtime.fleet.fleet import Fleet
 from qserve.runtime.fleet.ingress import Ingress
+from qserve.runtime.fleet.scaling import Scaling
 from qserve.runtime.server.batches.runner import BatchRunner
 from qserve.runtime.server.batches.store import BatchStore
 from qserve.runtime.server.config import ServerConfig
@@ -34,7 +36,9 @@ class RouterServer(uvicorn.Server):
     ``drain_timeout`` seconds at the latest. A second one ends it at once.
     """
 
-    def __init__(self, fleet: Fleet, config: ServerConfig, sock: socket.socket) -> None:
+    def __init__(
+        self, fleet: Fleet, config: ServerConfig, sock: socket.socket, scaling: Scaling | None = None
+    ) -> None:
         self.keys = KeyRing(config.api_keys, config.api_keys_file)
         self._batches: BatchRunner | None = None
         if config.batch_dir is not None:
@@ -42,10 +46,12 @@ class RouterServer(uvicorn.Server):
         self.ingress = Ingress(fleet, config, self._batches)
         self._app = _app(self.ingress, config, self.keys)
         super().__init__(uvicorn_config(self._app, config))
-        self._fleet = fleet
+        self._watches = [fleet.watch, *([scaling.watch] if scaling else [])]
         self._options = config
         self._sock = sock
         self._deadline: float | None = None
+        self.listens = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None  # once it listens
 
     def serve_until_stopped(self) -> None:
         previous = signal.signal(signal.SIGHUP, lambda *_: self.keys.reload())
@@ -68,8 +74,10 @@ class RouterServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._watching = asyncio.create_task(self._fleet.watch())
+        self.loop = asyncio.get_running_loop()
+        self._watching = [asyncio.create_task(watch()) for watch in self._watches]
         self._batching = asyncio.create_task(self._batches.run(self._app)) if self._batches else None
+        self.listens.set()
 
     async def on_tick(self, counter: int) -> bool:
         if self._deadline is not None:
@@ -80,8 +88,9 @@ class RouterServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        self._watching.cancel()
-        await asyncio.wait([self._watching])
+        for task in self._watching:
+            task.cancel()
+        await asyncio.wait(self._watching)
 
 
 def _app(ingress: Ingress, config: ServerConfig, keys: KeyRing) -> ASGIApp:

@@ -104,6 +104,7 @@ class Upstream:
     def __init__(self, url: str, key: str | None = None) -> None:
         """``key``: is shown to the replica with every request."""
         self.url = url
+        self.key = key
         parts = urlsplit(url)
         self._path = parts.path if parts.scheme == "unix" else None
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None

@@ -53,6 +53,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     """How HTTP is spoken. Raises ``QServeError`` where the TLS files cannot be used."""
     settings = uvicorn.Config(
         app,
+        loop="asyncio",  # what is tested and measured, although other packages may bring uvloop
         http=Connection,
         ws=Socket,
         ws_max_size=config.max_message_bytes,

@@ -13,9 +13,10 @@ from qserve.checkpoint.errors import UsageError
 from qserve.evals.lengths import Lengths
 from qserve.evals.simulator.cost import FittedCost, RooflineCost, shape_of
 from qserve.evals.simulator.decode_run import LeapingScheduler
-from qserve.evals.simulator.fleet import Autoscale, Fleet, FleetConfig, Outcome
+from qserve.evals.simulator.fleet import Fleet, FleetConfig, Outcome
 from qserve.evals.simulator.replica import ReplicaConfig
 from qserve.evals.simulator.traffic import Arrival, Traffic, prompt_tokens
+from qserve.runtime.autoscale import Autoscale
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request
@@ -62,8 +63,8 @@ def test_runs_of_decode_steps_at_once_change_nothing(
 ) -> None:  # fmt: skip
     """Bit for bit: every time of every request, every integral of every replica."""
     arrivals = traffic(random.Random(seed), 60, rate, burst=burst, prefixes=prefixes, prefix_tokens=9 * (prefixes > 0))
-    scale = Autoscale(replicas + 2, queue=1.0, start_delay=0.3, idle=0.5, interval=0.1) if scaled else None
-    fleet = FleetConfig(config(seqs, blocks, caching=caching, waiting=12), replicas, routing, scale)
+    scale = Autoscale(replicas - 1, replicas + 2, queue=1.0, cooldown=0.5, interval=0.1) if scaled else None
+    fleet = FleetConfig(config(seqs, blocks, caching=caching, waiting=12), replicas, routing, scale, start_delay=0.3)
     quick = Fleet(fleet, COST).run(arrivals)
     slow = Fleet(replace(fleet, replica=replace(fleet.replica, leaps=False)), COST).run(arrivals)
     assert facts(quick) == facts(slow)
@@ -141,8 +142,8 @@ def test_prefix_aware_routing_finds_more_in_the_caches() -> None:
 def test_more_replicas_start_when_queues_are_deep_and_end_when_it_is_calm() -> None:
     busy = list(Traffic(30.0, 300, Lengths(10), Lengths(20), max_model_len=100))
     calm = [Arrival(busy[-1].time + 200.0 + 5 * i, 10, 20) for i in range(20)]
-    scale = Autoscale(4, queue=2.0, start_delay=3.0, idle=20.0, interval=1.0)
-    fleet = FleetConfig(config(waiting=1000), 1, "least-loaded", scale)
+    scale = Autoscale(1, 4, queue=2.0, cooldown=20.0, interval=1.0)
+    fleet = FleetConfig(config(waiting=1000), 1, "least-loaded", scale, start_delay=3.0)
     outcome = Fleet(fleet, COST).run([*busy, *calm])
     counts = [count for _, count in outcome.scaling]
     assert counts[0] == 1 and max(counts) == 4 and counts[-1] == 1
@@ -150,6 +151,15 @@ def test_more_replicas_start_when_queues_are_deep_and_end_when_it_is_calm() -> N
     fixed = Fleet(FleetConfig(config(waiting=1000)), COST).run([*busy, *calm])
     assert max(outcome.records.ttft()) < max(fixed.records.ttft())
     assert len(outcome.usages) >= 4 and all(usage.died is not None for usage in outcome.usages)
+
+
+def test_no_replica_runs_while_nobody_asks_and_who_asks_first_waits_for_the_start() -> None:
+    arrivals = [Arrival(50.0, 10, 20), Arrival(50.5, 10, 20), Arrival(300.0, 10, 20)]
+    scale = Autoscale(0, 2, cooldown=20.0, interval=1.0)
+    outcome = Fleet(FleetConfig(config(), 0, autoscale=scale, start_delay=8.0), COST).run(arrivals)
+    assert [count for _, count in outcome.scaling] == [0, 1, 0, 1]
+    assert all(7.5 < ttft < 11.0 for ttft in outcome.records.ttft()) and len(outcome.records) == 3
+    assert sum((usage.died or 0.0) - usage.born for usage in outcome.usages) < 100
 
 
 def test_a_request_that_never_fits_is_counted_and_nothing_else() -> None:
@@ -171,9 +181,8 @@ def test_static_batches_wait_for_their_longest() -> None:
     ("make", "message"),
     [
         (lambda: FleetConfig(config(), 0), "--replicas"),
-        (lambda: FleetConfig(config(), 3, autoscale=Autoscale(2)), "--max-replicas 2 is below"),
+        (lambda: FleetConfig(config(), start_delay=-1.0), "--start-delay"),
         (lambda: Fleet(FleetConfig(config(), routing="random"), COST), "unknown routing 'random'"),
-        (lambda: Autoscale(2, interval=0.0), "interval"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: object, message: str) -> None:

@@ -1,7 +1,8 @@
 """``python -m tests.runtime.fleet.overhead``: what the router adds to a request and to a token, on a tiny model.
 
 Each number comes from pairs: the same requests to the server, and through the router, in turns; medians over the pairs.
-The router's own processor time is counted too, which other work on the machine hardly changes.
+The router's own processor time is counted too, which other work on the machine hardly changes. With ``--fleet`` the
+router is the ingress of ``qserve fleet``, before a server of its own.
 """
 
 from __future__ import annotations
@@ -69,11 +70,15 @@ def main() -> None:
         engine = EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_memory=64 << 20, threads=1)
         with ServerProcess(str(model), engine, ServerConfig()) as server:
             direct, routed = f"http://127.0.0.1:{server.port}", f"http://127.0.0.1:{port}"
-            command = [sys.executable, "-m", "qserve", "route", direct, "--port", str(port), "--log-level", "warning"]
-            router = subprocess.Popen(command)
+            command = ["route", direct, "--log-level", "warning"]
+            if "--fleet" in sys.argv:
+                command = ["fleet", "--model", str(model), "--replicas", "1"]
+            router = subprocess.Popen([sys.executable, "-m", "qserve", *command, "--port", str(port)])
             try:
-                time.sleep(8)
-                asyncio.run(compare(direct, routed, psutil.Process(router.pid)))
+                time.sleep(40 if "--fleet" in sys.argv else 8)
+                process = psutil.Process(router.pid)
+                actors = [each for each in process.children(recursive=True) if each.name().endswith("qserve:Ingress")]
+                asyncio.run(compare(direct, routed, actors[0] if actors else process))
             finally:
                 router.terminate()
                 router.wait()
