@@ -110,8 +110,12 @@ class GGUFFile:
         """What block types decode to was not stored so."""
         return self.has(name) and any(self._tensors[part].kind.name == "F32" for part in self._stored[name].names)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, rows: range | None = None) -> Tensor:
         stored = self._where(name)
+        if rows is not None:
+            if len(stored.names) > 1 or stored.undo is not None or stored.laid != stored.shape:
+                return self.tensor(name)[rows.start : rows.stop].clone()
+            return self._read(stored.names[0], stored.place, rows)
         parts = [self._read(part, stored.place) for part in stored.names]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
         tensor = tensor.reshape(stored.laid)
@@ -125,14 +129,17 @@ class GGUFFile:
             raise CheckpointError(f"{self.path} lacks the tensor {name}")
         return self._stored[name]
 
-    def _read(self, name: str, place: int | None = None) -> Tensor:
-        """One tensor by its GGUF name, or one of those stacked in it, in memory of its own; block types become
-        float32."""
+    def _read(self, name: str, place: int | None = None, rows: range | None = None) -> Tensor:
+        """One tensor by its GGUF name, or one of those stacked in it, or some of its rows, in memory of its own; block
+        types become float32."""
         tensor = self._tensors[name]
         shape, start, nbytes = tensor.shape, tensor.start, tensor.nbytes
         if place is not None:
             nbytes //= shape[0]
             shape, start = shape[1:], start + place * nbytes
+        if rows is not None:
+            nbytes //= shape[0]
+            shape, start, nbytes = (len(rows), *shape[1:]), start + rows.start * nbytes, len(rows) * nbytes
         raw = self._bytes(start, nbytes)
         if tensor.kind in PLAIN:
             return torch.from_numpy(raw).view(PLAIN[tensor.kind]).reshape(shape)

@@ -149,26 +149,30 @@ class HFDirectory:
     def keeps_float32(self, name: str) -> bool:
         return self.has(name) and DTYPES.get(self._stored(name).dtype) == torch.float32
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, rows: range | None = None) -> Tensor:
         """Read, not mapped: mapped pages count as memory of this process, and those of a large model add up."""
         stored = self._stored(name)
         dtype = DTYPES.get(stored.dtype)
         if dtype is None or stored.nbytes != stored.numel * dtype.itemsize:
             raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: {stored.nbytes} bytes of "
                                   f"{stored.dtype} {list(stored.shape)}")  # fmt: skip
-        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        shape, nbytes, offset = stored.shape, stored.nbytes, stored.offset
+        if rows is not None:
+            width = nbytes // shape[0]
+            shape, nbytes, offset = (len(rows), *shape[1:]), len(rows) * width, offset + rows.start * width
+        data = torch.empty(nbytes, dtype=torch.uint8)
         view, done = memoryview(data.numpy()), 0  # type: ignore[arg-type]
         try:
             if stored.file not in self._open:
                 self._open[stored.file] = self._files.enter_context(stored.file.open("rb", buffering=0))
-            while done < stored.nbytes:
-                count = os.preadv(self._open[stored.file].fileno(), [view[done:]], stored.offset + done)
+            while done < nbytes:
+                count = os.preadv(self._open[stored.file].fileno(), [view[done:]], offset + done)
                 if not count:
                     raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: the file was cut short")
                 done += count
         except OSError as error:
             raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: {error.strerror}") from None
-        return data.view(dtype).reshape(stored.shape)
+        return data.view(dtype).reshape(shape)
 
     def linear(self, module: str) -> QuantizedWeight:
         if module not in self._packed:

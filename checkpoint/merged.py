@@ -29,13 +29,14 @@ class _Merged:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, rows: range | None = None) -> Tensor:
         """As ``ModelSource.tensor``."""
-        stored = self._source.tensor(name)
+        stored = self._source.tensor(name, rows)
         if (weight := self._weights.get(name)) is None:
             return stored
         delta = weight.delta()
-        return stored.to(torch.float32) + (delta.T if self._adapter.transposed else delta)
+        delta = delta.T if self._adapter.transposed else delta
+        return stored.to(torch.float32) + (delta if rows is None else delta[rows.start : rows.stop])
 
     def nbytes(self, name: str) -> int:
         """As ``ModelSource.nbytes``."""

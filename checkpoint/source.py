@@ -78,8 +78,9 @@ class ModelSource(Protocol):
         """Whether ``name`` is a dense tensor that the model stores in float32."""
         ...
 
-    def tensor(self, name: str) -> Tensor:
-        """One dense tensor in its stored dtype (GGUF block types: float32), in memory of its own."""
+    def tensor(self, name: str, rows: range | None = None) -> Tensor:
+        """One dense tensor in its stored dtype (GGUF block types: float32), in memory of its own. ``rows``: those
+        alone, of its first dimension."""
         ...
 
     def linear(self, module: str) -> QuantizedWeight:

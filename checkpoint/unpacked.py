@@ -74,14 +74,15 @@ class Unpacked:
     def keeps_float32(self, name: str) -> bool:
         return self._source.has(name) and self._source.keeps_float32(name)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, rows: range | None = None) -> Tensor:
+        found: Tensor | None = None
         if name in self._weights:
-            return self._source.linear(self._weights[name]).dequantize().to(self.dtype())
-        if name in self._biases:
-            bias = self._source.linear(self._biases[name]).bias
-            assert bias is not None
-            return bias.to(self.dtype())
-        return self._source.tensor(name)
+            found = self._source.linear(self._weights[name]).dequantize()
+        elif name in self._biases:
+            found = self._source.linear(self._biases[name]).bias
+        if found is None:
+            return self._source.tensor(name, rows)
+        return (found if rows is None else found[rows.start : rows.stop]).to(self.dtype())
 
     def linear(self, module: str) -> QuantizedWeight:
         raise CheckpointError(f"{self.name} has no packed linear {module}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as C
 import platform
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -41,6 +41,7 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.pages import Arena
 from qserve.kernels.prepack import LANES, is_expanded, tile_bytes
+from qserve.kernels.ranks import RankLost, Ranks
 from qserve.kernels.reference import Fallback
 from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus, share
 from qserve.kernels.tiled import (
@@ -83,6 +84,7 @@ def library() -> C.CDLL:
     loaded.qs_scratch_bytes.restype = C.c_int64
     loaded.qs_scratch_bytes.argtypes = [C.c_void_p, C.c_int32, C.c_int32, C.c_int32]
     loaded.qs_run.argtypes = [C.c_void_p, C.c_int32, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int32]
+    loaded.qs_meet.argtypes = [C.c_void_p]
     loaded.qs_peak_products.restype = C.c_int64
     loaded.qs_peak_products.argtypes = [C.c_int64, C.c_int32]
     loaded.qs_peak_read.restype = C.c_int64
@@ -177,6 +179,17 @@ def run_pieces(
         raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")
 
 
+def meeting(ranks: Ranks) -> Callable[[], None]:
+    """What returns when all ``ranks`` have called it, and raises ``RankLost`` where one has ended."""
+    described, qs_meet = abi.describe(ranks, Tensor.data_ptr), library().qs_meet
+
+    def meet(kept: Tensor = ranks.counters) -> None:
+        if qs_meet(C.byref(described)):
+            raise RankLost
+
+    return meet
+
+
 class _Pool:
     """Threads that sleep when there is nothing to do, and end with the executor."""
 
@@ -244,6 +257,8 @@ class _NativeProgram:
         status = self._library.qs_run(ops, count, C.byref(step), self._pool.handle, self._aligned, self._isa)
         if status == -2:
             raise MemoryError("no memory for a step of the C kernels")
+        if status == -3:
+            raise RankLost
         if status:
             raise RuntimeError(f"this machine cannot run the {ISAS[self._isa]} kernels")
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.lora_slots import LoraSlots
+from qserve.kernels.ranks import ALONE, Ranks
 
 BLOCK_SIZE = 16
 """Tokens per KV block: one 512-bit vector of scores."""
@@ -63,12 +64,16 @@ class Embed:
 
     On an asynchronous executor a token id -1 - i stands for ``sampled[i]`` (int32), or for token 0 where that is
     negative: a token that is on the device and not yet known to the host.
+
+    ``first``: the token of the table's first row. Rows of ``out`` whose token is not in the table stay as they are:
+    another rank writes them.
     """
 
     table: Tensor | QuantizedWeight
     out: Tensor
     sampled: Tensor | None = None
     scale: float = 1.0
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -237,7 +242,7 @@ class Attention:
     A score is query times key times ``scale``; where ``softcap`` > 0, it becomes softcap * tanh(score / softcap).
     sinks, float32 [heads], are scores that belong to no key: each takes its share of the softmax and adds nothing.
 
-    Caches and their scales are those of ``RopeKV``.
+    Caches and their scales are those of ``RopeKV``. ``out`` may be a slice of the columns of a wider buffer.
     """
 
     qkv: Tensor
@@ -258,11 +263,15 @@ class Attention:
     def kv_dtype(self) -> torch.dtype:
         return self.k_cache.dtype
 
+    @property
+    def out_stride(self) -> int:
+        return self.out.stride(0)
+
 
 @dataclass(frozen=True)
 class Activation:
     """out = function(gate) * up where ``gated``: x [tokens, 2 * width] holds both. Otherwise out = function(x), and
-    ``out`` may be ``x``."""
+    ``out`` may be ``x``. ``out`` may be a slice of the columns of a wider buffer."""
 
     x: Tensor
     out: Tensor
@@ -272,6 +281,10 @@ class Activation:
     @property
     def width(self) -> int:
         return self.out.shape[1]
+
+    @property
+    def out_stride(self) -> int:
+        return self.out.stride(0)
 
 
 @dataclass(frozen=True)
@@ -375,6 +388,9 @@ class Experts:
 
     gate_up_out [tokens * top_k, 2 * inner], activated [tokens * top_k, inner] and parts [tokens * top_k, out width]
     are memory for the intermediate values. Their contents are undefined afterwards.
+
+    Where several ``ranks`` share the experts, there are ``total`` of them, and this rank has those from ``first`` on.
+    Then ``parts`` and ``out`` are memory that all ranks share, and each sums up some rows; ``AllGather`` waits for all.
     """
 
     x: Tensor
@@ -390,11 +406,15 @@ class Experts:
     function: Function = "silu"
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    ranks: Ranks = ALONE
+    total: int | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)
 class SigmoidMul:
-    """out[r] *= sigmoid(gate[r]); gate [tokens, 1] or as wide as ``out``."""
+    """out[r] *= sigmoid(gate[r]); gate [tokens, 1] or as wide as ``out``, which may be a slice of the columns of a
+    wider buffer."""
 
     gate: Tensor
     out: Tensor
@@ -406,6 +426,20 @@ class SigmoidMul:
     @property
     def gates(self) -> int:
         return self.gate.shape[1]
+
+    @property
+    def out_stride(self) -> int:
+        return self.out.stride(0)
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """out [rows, width] is memory that all ``ranks`` share, and each has written columns or rows of its own. Afterwards
+    each sees all of it, and may not write to it before the next ``AllGather``, of this buffer or another."""
+
+    out: Tensor
+    ranks: Ranks
+    rows: Rows = "tokens"
 
 
 Op = (
@@ -427,6 +461,7 @@ Op = (
     | Experts
     | SigmoidMul
     | Lora
+    | AllGather
 )
 
 

@@ -24,6 +24,7 @@ from qserve.kernels.ops import (
     HOST,
     SCALED_KV,
     Activation,
+    AllGather,
     Argmax,
     Attention,
     Cast,
@@ -201,14 +202,19 @@ def _attention(op: Attention, step: Step, rows: slice) -> None:
         op.out[begin:end] = out.transpose(0, 1).reshape(end - begin, -1)
 
 
-def _embed(op: Embed, ids: Tensor) -> Tensor:
-    table = op.table
+def _embed(op: Embed, ids: Tensor, out: Tensor) -> None:
+    table, count = op.table, len(op.table) if isinstance(op.table, Tensor) else op.table.out_features
     if op.sampled is not None:
         ids = torch.where(ids < 0, op.sampled[(-1 - ids).clamp_min(0)].clamp_min(0), ids)
+    ids = ids - op.first
+    here = (ids >= 0) & (ids < count)
+    ids = ids[here]
     if isinstance(table, Tensor):
-        return table[ids].float()
+        out[here] = table[ids].float() * op.scale
+        return
     zeros = None if table.zeros is None else table.zeros[ids]
-    return replace(table, codes=table.codes[ids], scales=table.scales[ids], zeros=zeros).dequantize()
+    found = replace(table, codes=table.codes[ids], scales=table.scales[ids], zeros=zeros)
+    out[here] = found.dequantize() * op.scale
 
 
 def _route(op: Route, rows: slice) -> None:
@@ -242,18 +248,26 @@ def _product(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -
 
 
 def _experts(op: Experts, rows: slice) -> None:
-    x, chosen = op.x[rows].float(), op.experts[rows]
+    x, chosen, ranks = op.x[rows].float(), op.experts[rows], op.ranks
     parts = torch.empty(*chosen.shape, op.out.shape[1], device=x.device)
+    if ranks.size > 1:
+        parts = op.parts.view(-1, *parts.shape[1:])[rows]
     for e in chosen.unique().tolist():
+        if not op.first <= e < op.first + len(op.gate_up):
+            continue
         token, j = (chosen == e).nonzero(as_tuple=True)
-        biases = [None if each is None else each[e] for each in (op.gate_up_bias, op.down_bias)]
-        gate, up = _product(x[token], op.gate_up[e], biases[0]).chunk(2, -1)
-        parts[token, j] = _product(gated(gate, up, op.function), op.down[e], biases[1])
+        biases = [None if each is None else each[e - op.first] for each in (op.gate_up_bias, op.down_bias)]
+        gate, up = _product(x[token], op.gate_up[e - op.first], biases[0]).chunk(2, -1)
+        parts[token, j] = _product(gated(gate, up, op.function), op.down[e - op.first], biases[1])
+    if ranks.size > 1:
+        ranks.meet()
     # One term after the other: a sum over a dimension may have another order.
     total = torch.zeros_like(parts[:, 0])
     for j in range(chosen.shape[1]):
         total = total + op.weights[rows, j, None] * parts[:, j]
-    op.out[rows] = op.out[rows] + total if op.accumulate else total
+    own = slice((ranks.rank - rows.start) % ranks.size, None, ranks.size)
+    out = op.out[rows][own]
+    out.copy_(out + total[own] if op.accumulate else total[own])
 
 
 def _lora(op: Lora, step: Step, rows: slice) -> None:
@@ -301,7 +315,7 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
         case Linear():
             compute(prepare(op), step, rows)
         case Embed():
-            op.out[rows] = _embed(op, step.token_ids[rows].long()) * op.scale
+            _embed(op, step.token_ids[rows].long(), op.out[rows])
         case RMSNorm():
             y = rms_norm(op.x[rows], op.weight, op.eps)
             op.out[rows] = op.out[rows] + y if op.accumulate else y.to(op.out.dtype)
@@ -344,6 +358,8 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
             op.out[rows] = (op.out[rows].float() * op.gate[rows].float().sigmoid()).to(op.out.dtype)
         case LogSoftmax():
             op.x[rows] = op.x[rows].log_softmax(-1)
+        case AllGather():
+            op.ranks.meet()
         case _:
             assert_never(op)
 

@@ -18,6 +18,7 @@ from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear, alternate, alternating
 from qserve.kernels.ops import Embed, Experts, LayerNorm, Lora
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
+from qserve.kernels.ranks import Ranks
 
 _OF_ONE = {"input_scale", "permutation"}  # not the same for all experts
 _OF_ALL = {"codebook"}
@@ -60,10 +61,11 @@ class TiledLinear:
 
 @dataclass(frozen=True)
 class TiledExperts:
-    """``gate_up`` and ``down`` describe the first expert; their tensors hold all of them."""
+    """``gate_up`` and ``down`` describe the first expert that this rank has; their tensors hold all that it has."""
 
     gate_up: TiledLinear
     down: TiledLinear
+    ranks: Ranks
     experts: Tensor
     weights: Tensor
     out: Tensor
@@ -72,6 +74,8 @@ class TiledExperts:
     count: int
     top_k: int
     accumulate: bool
+    held: int
+    first: int
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,13 @@ class TiledEmbed:
     out: Tensor
     width: int
     dtype: int
+    tokens: int
     scales: Tensor | None = None
     zeros: Tensor | None = None
     group: int = 0
     zero: int = 0
     scale: float = 1.0
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -202,9 +208,12 @@ def tile_experts(op: Experts, keep: Keep) -> TiledExperts:
         out=op.out,
         gate_up_scales=gate_up_scales,
         down_scales=down_scales,
-        count=len(op.gate_up),
+        count=op.total or len(op.gate_up),
         top_k=op.experts.shape[1],
         accumulate=op.accumulate,
+        ranks=op.ranks,
+        held=len(op.gate_up),
+        first=op.first,
     )
 
 
@@ -240,17 +249,19 @@ def _stacked(weights: Iterable[Tensor | QuantizedWeight], keep: Keep) -> tuple[d
 def tile_embed(op: Embed) -> TiledEmbed:
     table, width = op.table, op.out.shape[1]
     if isinstance(table, Tensor):
-        return TiledEmbed(table, op.out, width, abi.FLOATS[table.dtype], scale=op.scale)
+        return TiledEmbed(table, op.out, width, abi.FLOATS[table.dtype], len(table), scale=op.scale, first=op.first)
     return TiledEmbed(
         table.codes,
         op.out,
         width,
         abi.F8 if table.scheme.grid is E4M3 else abi.U8,
+        table.out_features,
         scales=table.scales,
         zeros=table.zeros,
         group=table.scheme.group_width(width),
         zero=table.scheme.zero,
         scale=op.scale,
+        first=op.first,
     )
 
 

@@ -12,6 +12,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.lora_layers import LoraLayers
+from qserve.runtime.parallel.rank_processes import RankProcesses
 from qserve.runtime.runner import ModelRunner
 
 
@@ -57,6 +58,7 @@ class LoadedModel:
         notes: remarks on how it is computed, in lines.
         gpu: the memory of the GPU that computes; None without one.
         lora: where adapters act; None where none are served.
+        ranks: the processes of the other ranks; None where there is one.
     """
 
     runner: ModelRunner
@@ -70,6 +72,7 @@ class LoadedModel:
     notes: tuple[str, ...] = ()
     gpu: GpuMemory | None = None
     lora: LoraLayers | None = None
+    ranks: RankProcesses | None = None
 
 
 class Backend(Protocol):

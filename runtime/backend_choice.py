@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.families import native_families
 from qserve.checkpoint.source import ModelSource
 from qserve.runtime.backend import Backend
@@ -12,7 +12,10 @@ from qserve.runtime.native_backend import NativeBackend
 
 
 def backend_for(source: ModelSource, config: EngineConfig) -> Backend:
-    """The backend that ``config`` insists on; else the native one where it computes ``source``, else transformers."""
+    """The backend that ``config`` insists on; else the native one where it computes ``source``, else transformers.
+
+    Raises ``UsageError`` where several ranks are asked of the second.
+    """
     if config.backend == "native":
         return NativeBackend()
     why = "--backend transformers asks for it"
@@ -24,6 +27,9 @@ def backend_for(source: ModelSource, config: EngineConfig) -> Backend:
             kind = source.config.get("model_type")
             known = isinstance(kind, str) and kind in native_families()
             why = str(error) if known else f"the native decoder does not serve the type {kind}"
+    if config.tensor_parallel_size > 1:
+        raise UsageError(f"--tensor-parallel-size {config.tensor_parallel_size} is served by the native backend alone: "
+                         f"{why}")
     from qserve.runtime.transformers_backend import TransformersBackend  # imports much of transformers
 
     return TransformersBackend(why)

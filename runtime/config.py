@@ -50,8 +50,10 @@ class EngineConfig:
         seed: of the draws of requests that have no seed of their own, int64; None draws one for each request.
         enable_prefix_caching: reuse the KV of equal prompt beginnings.
         kernels: which executor, see ``registry.names``.
-        threads: of the native kernels; None takes the cores of this process.
-        cpu_list: the CPUs that they are pinned to, one each; None leaves them to the system.
+        tensor_parallel_size: ranks that share the model, processes of this machine with a shard of its weights each.
+        threads: of the native kernels, for each rank; None takes the cores of this process.
+        cpu_list: the CPUs that they are pinned to, one each, those of the first rank first; None leaves them to the
+            system.
         generation_config: where sampling defaults come from: auto (the model's generation_config.json), vllm (nowhere),
             or the path of another such file.
         backend: what computes the model: native, our own decoder; transformers, its modules on our kernels, which serve
@@ -85,6 +87,7 @@ class EngineConfig:
     seed: int | None = None
     enable_prefix_caching: bool = True
     kernels: str = "auto"
+    tensor_parallel_size: int = 1
     threads: int | None = None
     cpu_list: tuple[int, ...] | None = None
     head: str = "auto"
@@ -106,8 +109,8 @@ class EngineConfig:
 
     @property
     def num_threads(self) -> int | None:
-        """Threads of the native kernels, or None where no number is asked for."""
-        return self.threads if self.cpu_list is None else len(self.cpu_list)
+        """Threads of the native kernels of a rank, or None where no number is asked for."""
+        return self.threads if self.cpu_list is None else len(self.cpu_list) // self.tensor_parallel_size
 
     @property
     def offload_memory(self) -> int:
@@ -151,6 +154,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_waiting",
             "max_waiting_tokens",
+            "tensor_parallel_size",
             "threads",
             "max_loras",
             "max_lora_rank",
@@ -158,10 +162,13 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.tensor_parallel_size > 1 and self.speculative_config and self.speculative_config.model is not None:
+            raise UsageError(f"--tensor-parallel-size {self.tensor_parallel_size}: a draft model cannot be combined "
+                             "with several ranks yet; use one")
         if self.cpu_list is not None:
             if not self.cpu_list or len(set(self.cpu_list)) < len(self.cpu_list):
                 raise UsageError("--cpu-list names each CPU once, and at least one")
-            if self.threads not in (None, len(self.cpu_list)):
+            if self.threads not in (None, len(self.cpu_list) // self.tensor_parallel_size):
                 count = len(self.cpu_list)
                 raise UsageError(f"--cpu-list names {count} CPUs, one for each thread: leave out --threads")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:

@@ -90,7 +90,7 @@ class Engine:
         self.runner: ModelRunner = loaded.runner
         self.classifier, self._generates = loaded.classifier, loaded.generates
         self.limits, self.memory = loaded.limits, loaded.memory
-        self.kernels, self.notes, self._gpu = loaded.kernels, loaded.notes, loaded.gpu
+        self.kernels, self.notes, self._gpu, self._ranks = loaded.kernels, loaded.notes, loaded.gpu, loaded.ranks
         self.adapters = AdapterPool(loaded.lora, available_memory)
         for name, path in config.lora_modules:
             self.adapters.add(name, path, self.adapters.read(path))
@@ -355,10 +355,23 @@ class Engine:
         """The requests that can take a draft, when their tokens are known."""
         return [request for request in self.scheduler.running() if request.is_decoding and not request.beams]
 
+    @property
+    def failure(self) -> str | None:
+        """Why the engine cannot go on, where a rank of its model has ended."""
+        return self._ranks.failure if self._ranks else None
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether there is a ``failure`` to be looked for while there is no work."""
+        return self._ranks is not None
+
     def close(self) -> None:
-        """Keep the KV cache on disk, where there is one, for the next engine. This one must not be used any more."""
+        """Keep the KV cache on disk, where there is one, for the next engine, and end the other ranks. This engine must
+        not be used any more."""
         if self.offload:
             self.offload.close(self.scheduler.blocks.findable())
+        if self._ranks:
+            self._ranks.stop()
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

@@ -26,6 +26,12 @@ from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.kv_scales import cache_dtype
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.rope import context_limit
+from qserve.runtime.parallel import support
+from qserve.runtime.parallel.group import RankGroup, SharedMemory
+from qserve.runtime.parallel.rank_processes import RankProcesses
+from qserve.runtime.parallel.runner import ParallelRunner
+from qserve.runtime.parallel.shard import Shard
+from qserve.runtime.parallel.step_channel import StepChannel
 from qserve.runtime.runner import DecoderRunner
 
 
@@ -49,7 +55,12 @@ class NativeBackend:
                              "qserve quantize --lora")
         # Twice: of those that are replaced, some still end their requests.
         lora = LoraLayers(2 * config.max_loras, config.max_lora_rank) if config.enable_lora else None
-        decoder, memory, notes = _load(source, model_config, config, executor, lora, progress, planned)
+        runner: DecoderRunner
+        if config.tensor_parallel_size > 1:
+            runner, memory, notes = _load_ranks(source, model_config, config, executor, progress)
+        else:
+            decoder, memory, notes = _load(source, model_config, config, executor, lora, progress, planned)
+            runner = DecoderRunner(decoder)
         if isinstance(source, Unpacked):
             held = str(source.dtype()).removeprefix("torch.")
             notes.insert(0, f"weights in nf4 are held in {held}: no kernel multiplies them as they are stored")
@@ -57,11 +68,11 @@ class NativeBackend:
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,
             max_model_len=memory.max_model_len,
-            max_num_batched_tokens=decoder.limits.max_tokens,
-            max_num_logits=decoder.limits.max_logits,
+            max_num_batched_tokens=runner.decoder.limits.max_tokens,
+            max_num_logits=runner.decoder.limits.max_logits,
         )
         return LoadedModel(
-            DecoderRunner(decoder),
+            runner,
             CacheDescription(memory.num_blocks, BLOCK_SIZE, memory.windows),
             limits,
             memory,
@@ -72,6 +83,7 @@ class NativeBackend:
             tuple(notes),
             GpuMemory(executor.placement.device) if executor.placement.device.type == "cuda" else None,
             lora,
+            runner.processes if isinstance(runner, ParallelRunner) else None,
         )
 
     def plan(self, source: ModelSource, config: EngineConfig) -> MemoryPlan:
@@ -85,8 +97,9 @@ def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, De
     if is_in(source, NF4):
         source = Unpacked(source)
     model_config = decoder_config(source.config, source.name)
-    activations = activation_dtype(source, config.dtype)
-    executor = registry.make(config.kernels, config.threads, activations, config.cpu_list)
+    if config.tensor_parallel_size > 1:
+        support.require_served(source, model_config, config)
+    executor = _executor(source, config, Shard())
     computes = str(executor.placement.activations).removeprefix("torch.")
     if config.dtype not in ("auto", computes):
         raise CapacityError(f"--dtype {config.dtype}: the {executor.name} kernels compute in {computes} here; "
@@ -107,11 +120,17 @@ def _has_int8_head(source: ModelSource, config: EngineConfig) -> bool:
 def _plan(
     source: ModelSource, model_config: DecoderConfig, config: EngineConfig, executor: Executor, limits: DecoderLimits
 ) -> MemoryPlan:
-    modules, int8_head = model_config.modules, _has_int8_head(source, config)
-    return plan_memory(
-        model_config.cache_layout,
-        weights=weight_bytes(source, modules, executor, int8_head=int8_head),
-        workspace=limits.workspace_bytes(model_config, executor.placement.activations),
+    """The division of memory of all ranks together."""
+    size = config.tensor_parallel_size
+    groups = [RankGroup(Shard(rank, size)) for rank in range(size)]
+    activations = executor.placement.activations
+    workspace = sum(limits.workspace_bytes(model_config, activations, group) for group in groups)
+    heads = [group.shard.heads(model_config.num_attention_heads, model_config.num_key_value_heads) for group in groups]
+    kept = replace(model_config, num_key_value_heads=sum(len(keys) for _, keys in heads))
+    memory = plan_memory(
+        kept.cache_layout,
+        weights=weight_bytes(source, model_config.modules, executor, int8_head=_has_int8_head(source, config)),
+        workspace=workspace - groups[0].shared_bytes * (size - 1),
         kv_dtype=cache_dtype(config.kv_cache_dtype, source),
         context=context_limit(model_config),
         max_num_seqs=config.max_num_seqs,
@@ -122,6 +141,85 @@ def _plan(
         files=file_bytes(source),
         device=executor.placement.device,
     )
+    return replace(memory, process=memory.process * size)
+
+
+def load_rank(
+    source: ModelSource,
+    config: EngineConfig,
+    limits: DecoderLimits,
+    group: RankGroup,
+    shared: SharedMemory,
+    executor: Executor | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Decoder, StepChannel]:
+    """The decoder of one of several ranks, and how the first one tells the others what to run."""
+    decoder = Decoder(
+        source,
+        decoder_config(source.config, source.name),
+        executor or _executor(source, config, group.shard),
+        limits,
+        kv_dtype=cache_dtype(config.kv_cache_dtype, source),
+        int8_head=_has_int8_head(source, config),
+        group=group,
+        progress=_releasing(progress),
+    )
+    heap.release()
+    return decoder, StepChannel(shared, group, limits, len(decoder.layout.groups))
+
+
+def _executor(source: ModelSource, config: EngineConfig, shard: Shard) -> Executor:
+    threads, cpus = support.threads_of(config, shard.rank)
+    executor = registry.make(config.kernels, threads, activation_dtype(source, config.dtype), cpus)
+    if config.tensor_parallel_size > 1:
+        support.require_executor(executor, config.tensor_parallel_size)
+    return executor
+
+
+def _releasing(progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+    def loaded(done: int, total: int) -> None:
+        heap.release()  # now, not at the end: else the peak includes what every layer left behind
+        if progress is not None:
+            progress(done, total)
+
+    return loaded
+
+
+def _load_ranks(
+    source: ModelSource,
+    model_config: DecoderConfig,
+    config: EngineConfig,
+    executor: Executor,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[ParallelRunner, MemoryPlan, list[str]]:
+    """The first of several ranks, with the others behind it."""
+    size = config.tensor_parallel_size
+    limits = _limits(config, executor)
+    memory = _plan(source, model_config, config, executor, limits)
+    limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
+    shared = SharedMemory()
+    group = RankGroup(Shard(0, size), shared)
+    processes = RankProcesses(str(source.path), config, limits, shared.fd, group.ranks.give_up)
+    try:
+        decoder, channel = load_rank(source, config, limits, group, shared, executor, progress)
+        runner = ParallelRunner(decoder, channel, processes)
+        runner.wait()
+    except BaseException:
+        processes.stop()
+        raise
+    finally:
+        shared.close()
+    threads, _ = support.threads_of(config, 0)
+    notes = [f"tensor parallel: {size} ranks, with {len(config.cpu_list) // size if config.cpu_list else threads} "
+             "threads each"]
+    return runner, memory, notes + _notes(source, decoder)
+
+
+def _notes(source: ModelSource, decoder: Decoder) -> list[str]:
+    notes = [f"without a kernel, computed by the torch reference: {what}" for what in decoder.fallbacks]
+    if source.part_of is not None:
+        notes.insert(0, f"the text part of {source.part_of}: images and sound are not served")
+    return notes
 
 
 def _load(
@@ -134,8 +232,6 @@ def _load(
     planned: Callable[[MemoryPlan], None] | None,
 ) -> tuple[Decoder, MemoryPlan, list[str]]:
     """The decoder, the division of its memory, and notes on how it is computed."""
-    kv_dtype = cache_dtype(config.kv_cache_dtype, source)
-    int8_head = _has_int8_head(source, config)
     on_gpu = executor.placement.device.type == "cuda"
     limits = _limits(config, executor)
     memory = _plan(source, model_config, config, executor, limits)
@@ -145,18 +241,18 @@ def _load(
         if planned:
             planned(memory)
 
-    def loaded(done: int, total: int) -> None:
-        heap.release()  # now, not at the end: else the peak includes what every layer left behind
-        if progress is not None:
-            progress(done, total)
-
     decoder = Decoder(
-        source, model_config, executor, limits, kv_dtype=kv_dtype, int8_head=int8_head, lora=lora, progress=loaded
+        source,
+        model_config,
+        executor,
+        limits,
+        kv_dtype=cache_dtype(config.kv_cache_dtype, source),
+        int8_head=_has_int8_head(source, config),
+        lora=lora,
+        progress=_releasing(progress),
     )
     heap.release()
-    notes = [f"without a kernel, computed by the torch reference: {what}" for what in decoder.fallbacks]
-    if source.part_of is not None:
-        notes.insert(0, f"the text part of {source.part_of}: images and sound are not served")
+    notes = _notes(source, decoder)
     notes += registry.settle(executor, config.autotune, progress)  # this takes memory that the cache must leave free
     if on_gpu:
         warm = executor.warm_sizes

@@ -43,9 +43,8 @@ class NoChoice:
             raise UsageError(f"{shown} is not served: {self.why}")
 
 
-_ONE_DEVICE = "a model runs on one GPU, or on the CPU of one machine; start a server for each"
+_ONE_DEVICE = "a model runs on one GPU, or on the CPUs of one machine; start a server for each"
 NO_CHOICE: Mapping[str, NoChoice] = {
-    "tensor_parallel_size": NoChoice((1,), _ONE_DEVICE),
     "pipeline_parallel_size": NoChoice((1,), _ONE_DEVICE),
     "data_parallel_size": NoChoice((1,), _ONE_DEVICE),
     "enable_expert_parallel": NoChoice((False,), _ONE_DEVICE),

@@ -1,7 +1,7 @@
 /* Mixtures of experts, behind the products of program.c: the rows of a step are sorted by their expert, so that each
  * expert's weights are read once, and only those of experts that some row chose. */
 
-enum { SORT, INPUT, GATE_UP, INNER, DOWN, COMBINE }; /* phases of the operation */
+enum { SORT, INPUT, GATE_UP, INNER, DOWN, MEET, COMBINE }; /* phases of the operation */
 
 /* The rows first .. end - 1 of all choices, which go to one expert. */
 struct run {
@@ -42,7 +42,12 @@ static struct sorted sorted_at(uint8_t *memory, const qs_experts *op, int64_t ch
     return sorted;
 }
 
-/* Returns the number of runs. */
+static int is_held(const qs_experts *op, int32_t expert)
+{
+    return expert >= op->first && expert < op->first + op->held;
+}
+
+/* Returns the number of runs: those of experts that this rank has. Their numbers count from its first. */
 static int32_t sort_choices(const qs_experts *op, const struct sorted *sorted, int32_t choices)
 {
     int32_t runs = 0, start = 0;
@@ -51,8 +56,8 @@ static int32_t sort_choices(const qs_experts *op, const struct sorted *sorted, i
         sorted->counts[op->experts[i]]++;
     for (int32_t e = 0; e < op->count; e++) {
         int32_t end = start + sorted->counts[e];
-        if (end > start)
-            sorted->runs[runs++] = (struct run){e, start, end};
+        if (end > start && is_held(op, e))
+            sorted->runs[runs++] = (struct run){e - op->first, start, end};
         sorted->counts[e] = start;
         start = end;
     }
@@ -101,13 +106,17 @@ static void prepare_token(const struct job *job, const qs_experts *op, const str
     const qs_linear *linear = &op->gate_up;
     const float *x = linear->x + (int64_t)t * linear->x_width;
     const int32_t *place = sorted->place + t * op->top_k, *expert = op->experts + t * op->top_k;
+    int32_t done = -1;
     for (int32_t j = 0; j < op->top_k; j++) {
-        if (j && !linear->permutation && !op->gate_up_scales) {
-            copy_row(linear, sorted->input, choices, place[0], place[j]);
+        if (!is_held(op, expert[j]))
+            continue;
+        if (done >= 0 && !linear->permutation && !op->gate_up_scales) {
+            copy_row(linear, sorted->input, choices, place[done], place[j]);
             continue;
         }
-        qs_linear one = of_expert(linear, op->gate_up_scales, expert[j]);
+        qs_linear one = of_expert(linear, op->gate_up_scales, expert[j] - op->first);
         prepare_row(job, &one, x, sorted->input, NULL, choices, place[j]);
+        done = j;
     }
 }
 
@@ -162,7 +171,9 @@ static void run_experts(const struct job *job, qs_pool *pool, int32_t thread, st
         for (int32_t ticket, pieces = row_pieces(choices); (ticket = take(phase + INNER)) < pieces; mine++) {
             int32_t first = spread(ticket, pieces, pool->threads) * row_piece;
             for (int32_t i = first; i < choices && i < first + row_piece; i++) {
-                qs_linear one = of_expert(&op->down, op->down_scales, op->experts[i]);
+                if (!is_held(op, op->experts[i]))
+                    continue;
+                qs_linear one = of_expert(&op->down, op->down_scales, op->experts[i] - op->first);
                 int64_t row = sorted.place[i];
                 prepare_row(job, &one, one.x + row * one.x_width, sorted.input, NULL, choices, row);
             }
@@ -172,12 +183,15 @@ static void run_experts(const struct job *job, qs_pool *pool, int32_t thread, st
     run_products(job, pool, phase + DOWN, &op->down, op->down_scales, &sorted, runs, choices,
                  is_prepared(&op->down) ? (const float *)sorted.input : op->down.x, unpacked);
 
+    if (op->ranks.size > 1)
+        meet_others(pool, phase + MEET, &op->ranks);
     mine = 0;
     for (int32_t ticket, pieces = row_pieces(rows); (ticket = take(phase + COMBINE)) < pieces; mine++) {
         int32_t first = spread(ticket, pieces, pool->threads) * row_piece;
         for (int32_t t = first; t < rows && t < first + row_piece; t++)
-            job->kernels->combine(op->down.out, sorted.place + t * op->top_k, op->weights + (int64_t)t * op->top_k,
-                                  op->top_k, op->out + (int64_t)t * op->down.n, op->down.n, op->accumulate);
+            if (t % op->ranks.size == op->ranks.rank)
+                job->kernels->combine(op->down.out, sorted.place + t * op->top_k, op->weights + (int64_t)t * op->top_k,
+                                      op->top_k, op->out + (int64_t)t * op->down.n, op->down.n, op->accumulate);
     }
     settle(pool, phase + COMBINE, row_pieces(rows), mine);
 }

@@ -55,7 +55,7 @@ static void attend_tokens(const struct job *job, const qs_attention *op, int32_t
             int32_t owner = sequences > 1 ? sequence + t - start : sequence;
             queries.tables[i] = step->block_tables + (int64_t)owner * step->table_stride;
             queries.q[i] = op->qkv + (int64_t)t * width + (int64_t)head * dim;
-            queries.out[i] = op->out + ((int64_t)t * op->heads + head) * dim;
+            queries.out[i] = op->out + (int64_t)t * op->out_stride + (int64_t)head * dim;
             queries.last[i] = position;
             queries.first[i] = op->window > 0 && position >= op->window ? position - op->window + 1 : 0;
             queries.top[i] = op->sinks ? op->sinks[head] : -1e30f;

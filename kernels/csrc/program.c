@@ -21,7 +21,7 @@
 #define PART 12       /* a product is cut into parts of a multiple of so many rows: whole blocks of the kernels */
 #define SHARE 8       /* pieces for each thread: with so many, waiting for the last one is short */
 
-#define PHASES 6      /* the most of an operation */
+#define PHASES 7      /* the most of an operation */
 
 /* One piece-wise part of an operation: the next piece to take, and how many are done. `parts`: what an earlier phase
  * found out about the size of this one. */
@@ -37,6 +37,7 @@ struct qs_pool {
     atomic_int inside; /* workers that may look at the job */
     atomic_int sleeping;
     atomic_int stop;
+    atomic_int lost;   /* whether another rank has ended */
     int32_t threads, capacity;
     int32_t cpu; /* of the caller, or -1 */
     pthread_t *workers;
@@ -237,6 +238,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
     settle(pool, phase + 1, pieces, mine);
 }
 
+#include "ranks.h"
 #include "experts.h"
 #include "lora.h"
 #include "paged_attention.h"
@@ -285,6 +287,9 @@ int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int3
 
 static void embed_row(const qs_embed *op, int32_t token, float *out)
 {
+    token -= op->first;
+    if (token < 0 || token >= op->tokens) /* of another rank */
+        return;
     int64_t at = (int64_t)token * op->width;
     const uint16_t *row = (const uint16_t *)op->table + at;
     const uint8_t *codes = (const uint8_t *)op->table + at;
@@ -369,7 +374,7 @@ static void run_row(const struct job *job, int32_t thread, const qs_op *op, int6
     case QS_ACTIVATION: {
         const int64_t width = op->activation.width;
         const float *x = op->activation.x + r * width * (1 + op->activation.gated);
-        kernels->activate(x, op->activation.gated ? x + width : NULL, op->activation.out + r * width,
+        kernels->activate(x, op->activation.gated ? x + width : NULL, op->activation.out + r * op->activation.out_stride,
                           (int32_t)width, op->activation.function);
         break;
     }
@@ -386,7 +391,7 @@ static void run_row(const struct job *job, int32_t thread, const qs_op *op, int6
         break;
     case QS_SIGMOID_MUL:
         kernels->sigmoid_mul(op->sigmoid_mul.gate + r * op->sigmoid_mul.gates,
-                             op->sigmoid_mul.out + r * op->sigmoid_mul.width, op->sigmoid_mul.width,
+                             op->sigmoid_mul.out + r * op->sigmoid_mul.out_stride, op->sigmoid_mul.width,
                              op->sigmoid_mul.gates);
         break;
     case QS_ROUTE:
@@ -415,6 +420,8 @@ static void run_job(qs_pool *pool, int32_t thread)
             run_experts(job, pool, thread, phase, &op->experts, rows);
         else if (op->kind == QS_LORA)
             run_lora(job, pool, phase, &op->lora, rows);
+        else if (op->kind == QS_ALL_GATHER)
+            meet_others(pool, phase, &op->all_gather.ranks);
         else if (op->kind == QS_ATTENTION)
             run_attention(job, pool, phase, &op->attention,
                           i && is_joined(job, i - 1) ? &op[-1].rope_kv : NULL);
@@ -520,6 +527,7 @@ const char *qs_op_name(int32_t kind)
         [QS_EXPERTS] = "experts",
         [QS_SIGMOID_MUL] = "sigmoid_mul",
         [QS_LORA] = "lora",
+        [QS_ALL_GATHER] = "all_gather",
     };
     return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;
 }
@@ -628,6 +636,7 @@ int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *po
     memset(pool->phases, 0, sizeof(*pool->phases) * PHASES * (size_t)count);
     int pinned = pool->cpu >= 0 && qs_pin(pthread_self(), pool->cpu, &before) == 0;
     pool->job = &job;
+    atomic_store(&pool->lost, 0);
     atomic_store(&pool->open, 1);
     atomic_fetch_add(&pool->epoch, 1);
     wake(pool, &pool->epoch);
@@ -637,5 +646,5 @@ int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *po
         wait_change(pool, &pool->inside, inside);
     if (pinned)
         qs_unpin(pthread_self(), &before);
-    return 0;
+    return atomic_load(&pool->lost) ? -3 : 0;
 }

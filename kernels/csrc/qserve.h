@@ -40,6 +40,7 @@ enum qs_op_kind {
     QS_EXPERTS = 15,
     QS_SIGMOID_MUL = 16,
     QS_LORA = 17,
+    QS_ALL_GATHER = 18,
 };
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
@@ -53,15 +54,21 @@ enum qs_function {
 };
 enum qs_rows { QS_ROWS_TOKENS = 0, QS_ROWS_LOGITS = 1 };
 
-/* out[r, :] = table[token_ids[r], :] * scale;  out f32; table [vocab, width] of dtype f32, f16 or bf16, or quantized:
- * u8 is (code - zero) * scale and f8 is e4m3 * scale, with scales f32 [vocab, groups], one per `group` columns, and
- * either the constant `zero` (zeros NULL) or zeros u8 [vocab, groups]. */
+/* The processes that share a model: `rank` of `size`. counters: memory that all of them share, a line of 16 for each rank
+ * (how often it arrived, and how many sleep until it does) and one more, whose first is not 0 once a rank has ended.
+ * A size of 1 meets nobody. */
+typedef struct { int32_t *counters; int32_t rank, size; } qs_ranks;
+
+/* out[r, :] = table[token_ids[r] - first, :] * scale, for the `tokens` that the table has; rows of other tokens are left
+ * as they are. out f32; table [tokens, width] of dtype f32, f16 or bf16, or quantized: u8 is (code - zero) * scale and f8
+ * is e4m3 * scale, with scales f32 [tokens, groups], one per `group` columns, and either the constant `zero` (zeros NULL)
+ * or zeros u8 [tokens, groups]. */
 typedef struct {
     const void *table;
     float *out;
     const float *scales;
     const uint8_t *zeros;
-    int32_t width, dtype, group, zero;
+    int32_t width, dtype, tokens, group, zero, first;
     float scale;
 } qs_embed;
 
@@ -149,19 +156,21 @@ typedef struct {
 
 /* Causal attention of each query over the cached keys of its sequence, block after block with a running
  * softmax. window > 0 limits a query to the last `window` positions. A softcap other than 0 makes a score s
- * softcap * tanh(s / softcap). sinks f32 [heads], or NULL: scores without a value. out f32 [tokens, heads * head_dim].
+ * softcap * tanh(s / softcap). sinks f32 [heads], or NULL: scores without a value. Row r of out, f32 [heads * head_dim],
+ * starts at out + r * out_stride.
  * Caches and their scales are those of qs_rope_kv; scales are NULL for f32, f16 and bf16. head_dim is at most 256. */
 typedef struct {
     const float *qkv;
     float *out;
     const void *k_cache, *v_cache;
     const float *k_scale, *v_scale, *sinks;
-    int32_t heads, kv_heads, head_dim, window, kv_dtype;
+    int32_t heads, kv_heads, head_dim, window, kv_dtype, out_stride;
     float scale, softcap;
 } qs_attention;
 
-/* out[r, j] = function(x[r, j]), or function(x[r, j]) * x[r, width + j] where `gated` is set. */
-typedef struct { const float *x; float *out; int32_t function, gated, width; } qs_activation;
+/* out[r, j] = function(x[r, j]), or function(x[r, j]) * x[r, width + j] where `gated` is set. Row r of out starts at
+ * out + r * out_stride. */
+typedef struct { const float *x; float *out; int32_t function, gated, width, out_stride; } qs_activation;
 
 /* In place: x[r, :] = cap * tanh(x[r, :] / cap) */
 typedef struct { float *x; int32_t width; float cap; } qs_soft_cap;
@@ -191,20 +200,25 @@ typedef struct {
 
 /* out[r, :] = sum over j of weights[r, j] * down_e(gate_up_e(x[r])), e = experts[r, j], in the order of j, or added to
  * out where `accumulate` is set. gate_up is gated and has no norm, down reads what it writes and writes parts; both have
- * room for tokens * top_k rows. Their structures are those of expert 0; in weight, scales, zeros, bias and permutation
- * the `count` experts follow each other. gate_up_scales and down_scales f32 [count], or NULL: static
- * input scales. experts i32 and weights f32 [tokens, top_k]; the experts of a token differ. */
+ * room for tokens * top_k rows. Their structures are those of the first expert; in weight, scales, zeros, bias and
+ * permutation the `held` ones follow each other. gate_up_scales and down_scales f32 [held], or NULL: static input scales.
+ * experts i32 and weights f32 [tokens, top_k]; the experts of a token differ.
+ *
+ * There are `count` experts, and this rank has `held` of them, from `first` on. The other ranks compute the rest: parts
+ * and out are memory that all share, and each sums up some rows. */
 typedef struct {
     qs_linear gate_up, down;
+    qs_ranks ranks;
     const int32_t *experts;
     const float *weights;
     float *out;
     const float *gate_up_scales, *down_scales;
-    int32_t count, top_k, accumulate;
+    int32_t count, top_k, accumulate, held, first;
 } qs_experts;
 
-/* out[r, j] *= sigmoid(gate[r, j]), or sigmoid(gate[r, 0]) where gates is 1;  gate f32 [rows, gates]. */
-typedef struct { const float *gate; float *out; int32_t width, gates; } qs_sigmoid_mul;
+/* out[r, j] *= sigmoid(gate[r, j]), or sigmoid(gate[r, 0]) where gates is 1;  gate f32 [rows, gates]. Row r of out starts
+ * at out + r * out_stride. */
+typedef struct { const float *gate; float *out; int32_t width, gates, out_stride; } qs_sigmoid_mul;
 
 /* The matrices of an adapter for one linear: a [rank / 16][width][16] and b [n / 16][rank][16], tiles as those of
  * qs_linear, f32, f16 or bf16. A rank of 0: the linear stays as it is. */
@@ -225,6 +239,10 @@ typedef struct {
     const int32_t *columns;
     int32_t width, out_stride, parts, max_rank;
 } qs_lora;
+
+/* out, f32 [rows, width], is memory that all ranks share, and each has written columns or rows of its own. Ends when all
+ * have come here: then each sees all of it. */
+typedef struct { qs_ranks ranks; float *out; } qs_all_gather;
 
 typedef struct {
     int32_t kind, rows;
@@ -247,6 +265,7 @@ typedef struct {
         qs_experts experts;
         qs_sigmoid_mul sigmoid_mul;
         qs_lora lora;
+        qs_all_gather all_gather;
     };
 } qs_op;
 
@@ -386,8 +405,12 @@ void qs_pool_destroy(qs_pool *pool);
 /* Bytes of scratch that qs_run needs for these operations on at most max_rows rows. */
 int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int32_t threads);
 
-/* Runs the program. scratch is 64-byte aligned. Returns 0, -1 for an ISA that this machine lacks, or -2 without memory. */
+/* Runs the program. scratch is 64-byte aligned. Returns 0, -1 for an ISA that this machine lacks, -2 without memory, or -3
+ * where another rank has ended: then nothing that the program wrote counts. */
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa);
+
+/* Returns 0 when all ranks have called it, or -3 where one has ended. It spins briefly and then sleeps. */
+int32_t qs_meet(const qs_ranks *ranks);
 
 /* For comparison: products of bytes on one thread, in registers alone. Returns how many, or 0 where this ISA has no
  * instruction whose rate a kernel could reach. */

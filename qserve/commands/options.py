@@ -105,7 +105,19 @@ KvCacheMemory = Annotated[
     typer.Option(help="Size of the KV cache, as 512MiB or 4GB. [default: half of what is free]", metavar="SIZE"),
 ]
 Kernels = Annotated[str, typer.Option(help="Kernels to compute with; qserve doctor lists them.")]
-Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels. [default: all cores]")]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        "-tp",
+        help="Processes that share the model on the CPUs of this machine, each with a shard of its weights. Answers "
+        "stay the same.",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads of the CPU kernels, for each process that shares the model. [default: all cores]"),
+]
 SpeculativeConfigJson = Annotated[
     str | None,
     typer.Option(

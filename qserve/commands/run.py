@@ -32,6 +32,7 @@ from qserve.commands.options import (
     MaxNumSeqs,
     Port,
     SpeculativeConfigJson,
+    TensorParallelSize,
     Threads,
     TlsCert,
     TlsKey,
@@ -175,6 +176,7 @@ def run(
             "--autotune", help="On a GPU: time the kernels' configurations for this model first, and remember the best."
         ),
     ] = ENGINE.autotune,
+    tensor_parallel_size: TensorParallelSize = ENGINE.tensor_parallel_size,
     threads: Threads = None,
     cpu_list: CpuList = None,
     lora: Annotated[
@@ -260,6 +262,7 @@ def run(
         enable_prefix_caching=prefix_caching,
         backend=backend,
         kernels=kernels,
+        tensor_parallel_size=tensor_parallel_size,
         threads=threads,
         cpu_list=values.cpu_list(cpu_list),
         head=head,

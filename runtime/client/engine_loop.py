@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from qserve.checkpoint.errors import QServeError
+from qserve.kernels.ranks import RankLost
 from qserve.runtime.backlog import QueueFullError
 from qserve.runtime.client.messages import (
     Abort,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOOK_SECONDS = 1.0  # while there is no work, for a rank that has ended
 MAX_FAILED_STEPS = 10  # in a row; an engine that fails so often will not recover by itself
 
 
@@ -100,7 +102,8 @@ class EngineLoop:
             while self._take_commands():
                 if self._events:  # answers do not wait for the step
                     self._tell()
-                if self._engine.has_work():
+                failure = self._engine.failure
+                if failure is None and self._engine.has_work():
                     failure = self._step()
                 self._tell()
                 if failure is not None:
@@ -124,7 +127,7 @@ class EngineLoop:
         wait = not self._engine.has_work()
         with contextlib.suppress(Empty):
             while True:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(wait, LOOK_SECONDS if self._engine.can_fail else None)
                 wait = False
                 match command:  # ``Load`` comes before the loop
                     case Stop():
@@ -258,6 +261,9 @@ class EngineLoop:
         self._step_began = began = time.monotonic()
         try:
             outputs = self._engine.step()
+        except RankLost as error:
+            self._events.append(StepFailed())
+            return str(error)
         except Exception:
             logger.exception("a step of the engine failed; its requests are ended")
             self._events.append(StepFailed())

@@ -18,6 +18,7 @@ from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.layers import Buffers, LayerBuilder
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.weights import Headers, Weights
+from qserve.runtime.parallel.group import RankGroup
 
 Progress = Callable[[int, int], None]
 
@@ -31,16 +32,23 @@ class DecoderLimits:
     max_positions: int
     num_blocks: int
 
-    def workspace_bytes(self, config: DecoderConfig, activations: torch.dtype = torch.float32) -> int:
+    def workspace_bytes(
+        self, config: DecoderConfig, activations: torch.dtype = torch.float32, group: RankGroup | None = None
+    ) -> int:
         """Bytes of activations and logits."""
         placement = Placement(torch.device("meta"), activations)
-        return Buffers.allocate(config, placement, tokens=self.max_tokens, rows=self.max_logits, positions=1).nbytes
+        return Buffers.allocate(
+            config, placement, tokens=self.max_tokens, rows=self.max_logits, positions=1, group=group
+        ).nbytes
 
 
 class Decoder:
     """Runs steps. ``logits`` float32 [max_logits, vocab] and ``greedy`` int32 [max_logits] hold the last head run;
     ``kv`` [places, 2, blocks, kv_heads * head_dim * 16] is the cache. Layers of different groups share a place. All are
     where the executor places them.
+
+    ``group``: of the ranks that share the model, if there are several. Then this one has a shard of the weights, ``kv``
+    its own key heads, and ``greedy`` is that of the first rank. All must run the same steps and heads.
 
     ``kv_dtype``: float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
 
@@ -61,9 +69,12 @@ class Decoder:
         kv_dtype: torch.dtype = torch.float16,
         int8_head: bool = False,
         lora: LoraLayers | None = None,
+        group: RankGroup | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.config = config
+        group = group or RankGroup()
+        self._kv_heads = len(group.shard.heads(config.num_attention_heads, config.num_key_value_heads)[1])
         self.limits = limits
         self.layout = config.cache_layout
         layers, tokens, rows = config.num_hidden_layers, limits.max_tokens, limits.max_logits
@@ -72,10 +83,10 @@ class Decoder:
         self._pages: list[tuple[Tensor, Tensor]] = []
         self.resize_cache(limits.num_blocks)
         self._buffers = buffers = Buffers.allocate(
-            config, self.placement, tokens=tokens, rows=rows, positions=limits.max_positions
+            config, self.placement, tokens=tokens, rows=rows, positions=limits.max_positions, group=group
         )
         self.logits, self.greedy, self.states = buffers.logits, buffers.greedy, buffers.states
-        builder = LayerBuilder(config, Weights(source), buffers, kv_dtype, lora)
+        builder = LayerBuilder(config, Weights(source), buffers, kv_dtype, lora, group)
 
         self._body: list[tuple[int, Program]] = []  # consecutive layers of one group, which see the same step
         embed = builder.embed()
@@ -86,9 +97,9 @@ class Decoder:
         head_fallbacks = registry.fallbacks(executor, head)
         del head
         for i in range(layers):
-            group, place = self.layout.place(i)
-            if not self._body or self._body[-1][0] != group:
-                self._body.append((group, executor.program(tokens)))
+            layers_alike, place = self.layout.place(i)
+            if not self._body or self._body[-1][0] != layers_alike:
+                self._body.append((layers_alike, executor.program(tokens)))
             program = self._body[-1][1]
             if i == 0:
                 program.add(embed)
@@ -126,22 +137,22 @@ class Decoder:
     def resize_cache(self, num_blocks: int) -> None:
         """Make a cache of ``num_blocks`` with undefined content. After the load only an executor that asks for the
         cache's address in every run sees it: that of a GPU."""
-        config = self.config
-        shape, device = (self.layout.places, 2, num_blocks, config.kv_size * BLOCK_SIZE), self.placement.device
+        width = self._kv_heads * self.config.head_dim
+        shape, device = (self.layout.places, 2, num_blocks, width * BLOCK_SIZE), self.placement.device
         if device.type == "cpu":
             self.kv = pages.empty(shape, self._kv_dtype)
         else:
             self.kv = torch.empty(shape, dtype=self._kv_dtype, device=device)
-        views = [_pages_of(place, config, self.placement) for place in self.kv]
+        views = [_pages_of(place, self._kv_heads, self.config.head_dim, self.placement) for place in self.kv]
         for old, new in zip(self._pages, views):
             for tensor, other in zip(old, new):
                 tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
         self._pages = self._pages or views
 
 
-def _pages_of(place: Tensor, config: DecoderConfig, placement: Placement) -> tuple[Tensor, Tensor]:
+def _pages_of(place: Tensor, kv_heads: int, head_dim: int, placement: Placement) -> tuple[Tensor, Tensor]:
     """The keys and values of a layer's place [2, blocks, …], in the shapes that the operations see."""
-    shape = (-1, config.num_key_value_heads, BLOCK_SIZE, config.head_dim)
+    shape = (-1, kv_heads, BLOCK_SIZE, head_dim)
     if placement.keys_by_token:
         return place[0].view(shape).transpose(2, 3), place[1].view(shape)
     return place[0].view(shape[0], shape[1], shape[3], shape[2]), place[1].view(shape)
@@ -157,5 +168,6 @@ def missing_kernels(
     layer = torch.empty(2, 1, config.kv_size * BLOCK_SIZE, dtype=kv_dtype, device=placement.device)
     found = registry.fallbacks(executor, builder.embed())
     for i in range(config.num_hidden_layers):
-        found += registry.fallbacks(executor, builder.layer(i, *_pages_of(layer, config, placement)))
+        pages_of_layer = _pages_of(layer, config.num_key_value_heads, config.head_dim, placement)
+        found += registry.fallbacks(executor, builder.layer(i, *pages_of_layer))
     return found + registry.fallbacks(executor, builder.head(int8=False))

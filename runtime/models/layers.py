@@ -37,8 +37,9 @@ from qserve.runtime.models.kv_scales import cache_center, cache_scales
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.moe import MoeBuffers, routed
 from qserve.runtime.models.rope import query_scale, rope_tables
-from qserve.runtime.models.row_order import Orders, element_order, qkv_orders
+from qserve.runtime.models.row_order import Orders, element_order, part_of, qkv_orders
 from qserve.runtime.models.weights import Weight, Weights
+from qserve.runtime.parallel.group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Buffers:
     moe         the buffers of experts, None in models without
     rotations   cosine and sine, float32 [positions, rotary_dim / 2], for each of the ``rope_kinds``
     q_scale     float32 [positions], or None
+
+    Of qkv and gate_up a rank has its own columns. All ranks share x, sublayer, attended, activated, and logits.
     """
 
     x: Tensor
@@ -74,34 +77,48 @@ class Buffers:
 
     @classmethod
     def allocate(
-        cls, config: DecoderConfig, placement: Placement, *, tokens: int, rows: int, positions: int
+        cls,
+        config: DecoderConfig,
+        placement: Placement,
+        *,
+        tokens: int,
+        rows: int,
+        positions: int,
+        group: RankGroup | None = None,
     ) -> Buffers:
         device, dtype = placement.device, placement.activations
         hidden, inner = config.hidden_size, config.intermediate_size
+        group = group or RankGroup()
+        queries, keys = group.shard.heads(config.num_attention_heads, config.num_key_value_heads)
+        own_inner = len(group.shard.part(inner))
 
         def activations(count: int, width: int) -> Tensor:
             return torch.empty(count, width, dtype=dtype, device=device)
+
+        def shared(count: int, width: int, kind: torch.dtype = dtype) -> Tensor:
+            return group.empty(count, width, dtype=kind, device=device)
 
         def rotation(kind: str | None) -> tuple[Tensor, Tensor]:
             cosine, sine = rope_tables(config, kind, positions)
             return cosine.to(device), sine.to(device)
 
         scale = query_scale(config, positions)
-        gate_up = activations(tokens, 2 * inner if config.family.gated else inner)
+        gate_up = activations(tokens, 2 * own_inner if config.family.gated else own_inner)
+        in_place = not config.family.gated and group.shard.size == 1
         behind = config.modules.attention_out_norm or config.modules.mlp_out_norm
         return cls(
-            x=torch.empty(tokens, hidden, device=device),
-            sublayer=torch.empty(tokens if behind else 0, hidden, device=device),
+            x=shared(tokens, hidden, torch.float32),
+            sublayer=shared(tokens if behind else 0, hidden, torch.float32),
             normed=activations(tokens, hidden),
-            qkv=activations(tokens, config.q_size + 2 * config.kv_size),
-            attended=activations(tokens, config.q_size),
+            qkv=activations(tokens, (len(queries) + 2 * len(keys)) * config.head_dim),
+            attended=shared(tokens, config.q_size),
             gate_up=gate_up,
-            activated=activations(tokens, inner) if config.family.gated else gate_up,
+            activated=gate_up if in_place else shared(tokens, inner),
             last=torch.empty(rows, hidden, device=device),
             states=activations(rows, hidden),
-            logits=torch.zeros(rows, config.vocab_size, device=device),  # a classifier leaves them so
+            logits=shared(rows, config.vocab_size, torch.float32).zero_(),  # a classifier leaves them so
             greedy=torch.empty(rows, dtype=torch.int32, device=device),
-            moe=MoeBuffers.allocate(config.moe, hidden, placement, tokens) if config.moe else None,
+            moe=MoeBuffers.allocate(config.moe, hidden, placement, tokens, group) if config.moe else None,
             rotations={kind: rotation(kind) for kind in config.rope_kinds},
             q_scale=None if scale is None else scale.to(device),
         )
@@ -119,6 +136,9 @@ class LayerBuilder:
     Multipliers take no operation of their own. The residual stream is kept divided by the residual multiplier, so that
     a sublayer's output is added as it is. A norm undoes any factor, and its epsilon is smaller by the square of the
     multiplier. The multiplier of the logits is in the norm before them.
+
+    Each product computes the outputs of this rank's shard and writes them into its columns of a buffer that all ranks
+    share; ``RankGroup.gather`` follows. What adds to a whole row of such a buffer is done by the first rank alone.
     """
 
     def __init__(
@@ -128,21 +148,32 @@ class LayerBuilder:
         buffers: Buffers,
         kv_dtype: torch.dtype,
         lora: LoraLayers | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         self._config, self._weights, self._buffers = config, weights, buffers
         self._kv_dtype, self._lora = kv_dtype, lora
+        self._group = group = group or RankGroup()
+        self._queries, self._keys = group.shard.heads(config.num_attention_heads, config.num_key_value_heads)
+        self._hidden, self._vocab = group.shard.part(config.hidden_size), group.shard.part(config.vocab_size)
+        self._stream = _columns(buffers.x, self._hidden)
         self._eps = config.rms_norm_eps / config.multipliers.residual**2
         self._table: Weight | None = None
 
     def embed(self) -> list[Op]:
         config, buffers = self._config, self._buffers
-        self._table, _ = self._weights.linear(config.modules.embedding, config.vocab_size, config.hidden_size)
+        rows = part_of(config.vocab_size, self._vocab)
+        self._table, _ = self._weights.linear(
+            config.modules.embedding, config.vocab_size, config.hidden_size, rows=rows
+        )
         scale = config.multipliers.embedding / config.multipliers.residual
-        ops: list[Op] = [Embed(self._table, buffers.x, buffers.greedy, scale)]
+        ops: list[Op] = [Embed(self._table, buffers.x, buffers.greedy, scale, self._vocab.start)]
+        ops += self._group.gather(buffers.x)
         if (positions := config.modules.positions) is not None:
-            rows = config.max_position_embeddings + config.modules.position_offset
-            table = self._weights.tensor(f"{positions}.weight", rows, config.hidden_size)
-            ops.append(PositionEmbed(table, buffers.x, config.modules.position_offset))
+            if self._group.is_first:
+                count = config.max_position_embeddings + config.modules.position_offset
+                table = self._weights.tensor(f"{positions}.weight", count, config.hidden_size)
+                ops.append(PositionEmbed(table, buffers.x, config.modules.position_offset))
+            ops += self._group.gather(buffers.x)
         return ops
 
     def layer(self, i: int, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
@@ -171,19 +202,23 @@ class LayerBuilder:
         weight, bias = self._table, None
         output = config.modules.head
         if self._weights.is_quantized(output) or not config.tie_word_embeddings:
-            weight, bias = self._weights.linear(output, config.vocab_size, config.hidden_size)
+            rows = part_of(config.vocab_size, self._vocab)
+            weight, bias = self._weights.linear(output, config.vocab_size, config.hidden_size, rows=rows)
         assert weight is not None
         if int8 and isinstance(weight, Tensor):
             weight = round_to_int8(weight)
         if bias is not None and multiplier != 1.0:
             bias = bias.float() * multiplier
         cap = config.logit_cap
-        return [
+        ops = [
             *self._last_norm(multiplier),
-            Linear(buffers.states, weight, buffers.logits, bias, rows="logits"),
-            *([SoftCap(buffers.logits, cap)] if cap else []),
-            Argmax(buffers.logits, buffers.greedy),
+            Linear(buffers.states, weight, _columns(buffers.logits, self._vocab), bias, rows="logits"),
+            *self._group.gather(buffers.logits, "logits"),
         ]
+        if self._group.is_first:
+            ops += [SoftCap(buffers.logits, cap)] if cap else []
+            ops.append(Argmax(buffers.logits, buffers.greedy))
+        return ops
 
     def _last_norm(self, multiplier: float) -> list[Op]:
         buffers, module = self._buffers, self._config.modules.norm
@@ -231,7 +266,8 @@ class LayerBuilder:
     ) -> tuple[list[Op], list[Op]]:
         """The operations that compute attention, and those that add it to the residual stream."""
         config, buffers, weights = self._config, self._buffers, self._weights
-        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        queries, keys, dim = self._queries, self._keys, config.head_dim
+        heads, kv_heads = len(queries), len(keys)
         module = f"{layer}.{config.modules.attention}"
         cosine, sine = buffers.rotations[config.rope_kinds[i]]
         rotary_dim = 2 * cosine.shape[1]
@@ -242,20 +278,30 @@ class LayerBuilder:
             q_norm, k_norm = (self._head_norm(f"{layer}.{name}", n, order) for name, n in zip(names, widths))
         head_norms: list[Op] = []
         if norms == "layer" and q_norm is not None and k_norm is not None:
-            q, k, _ = buffers.qkv.split([config.q_size, config.kv_size, config.kv_size], 1)
+            q, k, _ = buffers.qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+            q_norm = q_norm[queries.start * dim : queries.stop * dim]
+            k_norm = k_norm[keys.start * dim : keys.stop * dim]
             head_norms = [HeadNorm(q, q_norm, dim, config.rms_norm_eps), HeadNorm(k, k_norm, dim, config.rms_norm_eps)]
             q_norm = k_norm = None
         if not config.rotated[i]:
             cosine = sine = cosine.new_empty(len(cosine), 0)
-        k_scale, v_scale = cache_scales(weights.source, module, kv_heads, self._kv_dtype)
-        k_center = cache_center(weights.source, module, kv_heads, dim, self._kv_dtype)
+        stored = config.num_key_value_heads
+        k_scale, v_scale = (
+            None if scale is None else scale[keys.start : keys.stop]
+            for scale in cache_scales(weights.source, module, stored, self._kv_dtype)
+        )
+        k_center = cache_center(weights.source, module, stored, dim, self._kv_dtype)
         if k_center is not None:
-            k_center = k_center[:, element_order(config, rotary_dim)]
-        sinks = weights.tensor(f"{layer}.{config.modules.sinks}", heads).float() if config.family.sinks else None
+            k_center = k_center[keys.start : keys.stop, element_order(config, rotary_dim)]
+        sinks = None
+        if config.family.sinks:
+            sinks = weights.tensor(f"{layer}.{config.modules.sinks}", config.num_attention_heads).float()
+            sinks = sinks[queries.start : queries.stop]
         sizes = [config.q_size, config.kv_size, config.kv_size]
         if len(config.modules.qkv) == 1:
             sizes = [sum(sizes)]
-        orders = qkv_orders(config, rotary_dim)
+        orders = qkv_orders(config, rotary_dim, queries, keys)
+        attended = _columns(buffers.attended, range(queries.start * dim, queries.stop * dim))
         compute = [
             *self._joined(layer, config.modules.qkv, sizes, x, buffers.qkv, orders),
             *head_norms,
@@ -264,54 +310,69 @@ class LayerBuilder:
                 q_norm, k_norm, config.rms_norm_eps, k_scale, v_scale, k_center, buffers.q_scale,
             ),
             Attention(
-                buffers.qkv, buffers.attended, k_cache, v_cache, heads, kv_heads, dim, config.attention_scale,
+                buffers.qkv, attended, k_cache, v_cache, heads, kv_heads, dim, config.attention_scale,
                 config.windows[i], k_scale, v_scale, config.score_cap, sinks,
             ),
+            *self._group.gather(buffers.attended),
         ]  # fmt: skip
         return compute, self._to_stream(layer, config.modules.out, buffers.attended, config.modules.attention_out_norm)
 
     def _mlp(self, layer: str, x: Tensor) -> tuple[list[Op], list[Op]]:
         """The operations that compute the feed-forward, and those that add it to the residual stream."""
-        buffers, modules = self._buffers, self._config.modules
-        sizes = [buffers.gate_up.shape[1] // len(modules.up)] * len(modules.up)
+        buffers, modules, inner = self._buffers, self._config.modules, self._config.intermediate_size
+        gated, part = self._config.family.gated, self._group.shard.part(inner)
+        activated = _columns(buffers.activated, part)
         compute = [
-            *self._joined(layer, modules.up, sizes, x, buffers.gate_up),
-            Activation(buffers.gate_up, buffers.activated, self._config.activation, self._config.family.gated),
+            *self._up(layer, modules.up, 2 if gated else 1, inner, part, x, buffers.gate_up),
+            Activation(buffers.gate_up, activated, self._config.activation, gated),
+            *self._group.gather(buffers.activated),
         ]
         return compute, self._to_stream(layer, modules.down, buffers.activated, modules.mlp_out_norm)
+
+    def _up(
+        self, layer: str, names: Sequence[str], projections: int, inner: int, part: range, x: Tensor, out: Tensor
+    ) -> list[Op]:
+        """The outputs ``part`` of each of ``projections`` to ``inner`` numbers, which the linears ``names`` hold."""
+        held = projections // len(names)
+        order = part_of(inner, part, held)
+        return self._joined(layer, names, [held * inner] * len(names), x, out, [order] * len(names))
 
     def _experts(self, layer: str, x: Tensor) -> tuple[list[Op], list[Op]]:
         """Like ``_mlp``; each expert adds to the residual stream as soon as it is computed."""
         config, buffers, modules = self._config, self._buffers, self._config.modules
         assert config.moe is not None and buffers.moe is not None
-        ops = routed(config.moe, modules, self._weights, layer, x, buffers.x, buffers.moe)
-        if not config.moe.shared:
-            return [], ops
-        gate_up, activated, gate = buffers.moe.shared_gate_up, buffers.moe.shared_activated, buffers.moe.shared_gate
-        sizes = [gate_up.shape[1] // len(modules.shared_up)] * len(modules.shared_up)
-        ops += self._joined(layer, modules.shared_up, sizes, x, gate_up)
+        ops = routed(config.moe, modules, self._weights, layer, x, buffers.x, buffers.moe, self._group)
+        inner = config.moe.shared
+        if not inner:
+            return [], [*ops, *self._group.gather(buffers.x)]
+        gate_up, gate, part = buffers.moe.shared_gate_up, buffers.moe.shared_gate, self._group.shard.part(inner)
+        activated = _columns(buffers.moe.shared_activated, part)
+        ops += self._up(layer, modules.shared_up, 2, inner, part, x, gate_up)
         ops.append(Activation(gate_up, activated, "silu", gated=True))
         if config.moe.shared_gate:
             weight, bias = self._weights.linear(f"{layer}.{modules.shared_gate}", 1, x.shape[1])
             ops += [Linear(x, weight, gate, bias), SigmoidMul(gate, activated)]
-        return [], [*ops, *self._to_stream(layer, modules.shared_down, activated, None)]
+        ops += self._group.gather(buffers.moe.shared_activated)
+        return [], [*ops, *self._to_stream(layer, modules.shared_down, buffers.moe.shared_activated, None)]
 
     def _to_stream(self, layer: str, module: str, x: Tensor, norm: str | None) -> list[Op]:
         """The linear ``module`` of ``x`` is added to the residual stream, behind ``norm`` where there is one."""
-        config, stream, sublayer = self._config, self._buffers.x, self._buffers.sublayer
-        weight, bias = self._linear(f"{layer}.{module}", config.hidden_size, x.shape[1])
-        out = stream if norm is None else sublayer
+        config, group = self._config, self._group
+        stream, sublayer = self._buffers.x, self._buffers.sublayer
+        weight, bias = self._linear(
+            f"{layer}.{module}", config.hidden_size, x.shape[1], part_of(config.hidden_size, self._hidden)
+        )
+        out = self._stream if norm is None else _columns(sublayer, self._hidden)
         adapters: list[Op] = []
         if self._lora is not None:
             adapters.append(self._lora.after([f"{layer}.{module}"], [config.hidden_size], x, out))
         if norm is None:
-            return [Linear(x, weight, stream, bias, accumulate=True), *adapters]
-        scale = self._norm_weight(f"{layer}.{norm}", (config.hidden_size,))
-        return [
-            Linear(x, weight, sublayer, bias),
-            *adapters,
-            RMSNorm(sublayer, scale, stream, config.rms_norm_eps, accumulate=True),
-        ]
+            return [Linear(x, weight, out, bias, accumulate=True), *adapters, *group.gather(stream)]
+        ops: list[Op] = [Linear(x, weight, out, bias), *adapters, *group.gather(sublayer)]
+        if group.is_first:
+            scale = self._norm_weight(f"{layer}.{norm}", (config.hidden_size,))
+            ops.append(RMSNorm(sublayer, scale, stream, config.rms_norm_eps, accumulate=True))
+        return [*ops, *group.gather(stream)]
 
     def _linear(self, module: str, out: int, inp: int, order: Tensor | None = None) -> tuple[Weight, Tensor | None]:
         return self._weights.linear(module, out, inp, rows=order, transposed=self._config.modules.transposed)
@@ -326,7 +387,7 @@ class LayerBuilder:
         orders: Orders = (None, None, None),
     ) -> list[Op]:
         """One product for the linears ``names`` of ``layer`` (with ``sizes`` outputs) that share an input, or one
-        product for each where their schemes differ; then their adapters. ``orders``: of their outputs in ``out``."""
+        product for each where their schemes differ; then their adapters. ``orders``: the outputs that ``out`` has."""
         ops = self._products(layer, names, sizes, x, out, orders)
         if self._lora is not None:
             ops.append(self._lora.after([f"{layer}.{name}" for name in names], sizes, x, out, orders))
@@ -336,7 +397,7 @@ class LayerBuilder:
         self, layer: str, names: Sequence[str], sizes: Sequence[int], x: Tensor, out: Tensor, orders: Orders
     ) -> list[Op]:
         loaded = [
-            (*self._linear(f"{layer}.{name}", size, x.shape[1], order), size)
+            (*self._linear(f"{layer}.{name}", size, x.shape[1], order), size if order is None else len(order))
             for name, size, order in zip(names, sizes, orders)
         ]
         dense = [w for w, _, _ in loaded if isinstance(w, Tensor)]
@@ -357,3 +418,8 @@ class LayerBuilder:
             ops.append(Linear(x, weight, out[:, start : start + size], own))
             start += size
         return ops
+
+
+def _columns(buffer: Tensor, part: range) -> Tensor:
+    """These columns of ``buffer``, which is the same object where they are all."""
+    return buffer if len(part) == buffer.shape[1] else buffer[:, part.start : part.stop]

@@ -13,6 +13,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
 from qserve.kernels.ops import Experts, Linear, Op, Placement, Route
 from qserve.runtime.models.moe_config import MoeConfig
 from qserve.runtime.models.weights import Weight, Weights
+from qserve.runtime.parallel.group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class MoeBuffers:
     experts, weights           [tokens, top_k] int32 and float32
     gate_up, activated, parts  [tokens * top_k, …]: those of ``Experts``
     shared_gate_up, shared_activated, shared_gate  [tokens, …]: of the feed-forward that every token takes
+
+    All ranks share parts and shared_activated; of shared_gate_up a rank has its own columns.
     """
 
     logits: Tensor
@@ -36,7 +39,12 @@ class MoeBuffers:
     shared_gate: Tensor
 
     @classmethod
-    def allocate(cls, config: MoeConfig, hidden: int, placement: Placement, tokens: int) -> MoeBuffers:
+    def allocate(
+        cls, config: MoeConfig, hidden: int, placement: Placement, tokens: int, group: RankGroup
+    ) -> MoeBuffers:
+        def shared(rows: int, width: int) -> Tensor:
+            return group.empty(rows, width, dtype=placement.activations, device=placement.device)
+
         def room(rows: int, width: int, dtype: torch.dtype = placement.activations) -> Tensor:
             return torch.empty(rows, width, dtype=dtype, device=placement.device)
 
@@ -47,9 +55,9 @@ class MoeBuffers:
             weights=room(tokens, config.top_k, torch.float32),
             gate_up=room(choices, 2 * inner),
             activated=room(choices, inner),
-            parts=room(choices, hidden),
-            shared_gate_up=room(tokens, 2 * config.shared),
-            shared_activated=room(tokens, config.shared),
+            parts=shared(choices, hidden),
+            shared_gate_up=room(tokens, 2 * len(group.shard.part(config.shared))),
+            shared_activated=shared(tokens, config.shared),
             shared_gate=room(tokens, 1),
         )
 
@@ -59,9 +67,10 @@ class MoeBuffers:
 
 
 def routed(
-    config: MoeConfig, modules: Modules, weights: Weights, layer: str, x: Tensor, out: Tensor, buffers: MoeBuffers
+    config: MoeConfig, modules: Modules, weights: Weights, layer: str, x: Tensor, out: Tensor, buffers: MoeBuffers,
+    group: RankGroup,
 ) -> list[Op]:
-    """What the experts of ``layer`` that a token of ``x`` chooses add to ``out``."""
+    """What the experts of ``layer`` that a token of ``x`` chooses add to ``out``. Each rank has some experts, whole."""
     hidden = x.shape[1]
     router, router_bias = weights.linear(f"{layer}.{modules.router}", config.count, hidden)
     bias = None
@@ -72,7 +81,8 @@ def routed(
             raise CheckpointError(
                 f"{weights.source.name}: {layer} has {len(bias)} score biases for {config.count} experts"
             )
-    read = _read(config, modules, weights, layer, hidden)
+    own = group.shard.part(config.count, 1)
+    read = _read(config, modules, weights, layer, hidden, own)
     return [
         Linear(x, router, buffers.logits, router_bias),
         Route(
@@ -82,7 +92,7 @@ def routed(
         Experts(
             x, read.gate_up, read.down, buffers.experts, buffers.weights, buffers.gate_up, buffers.activated,
             buffers.parts, out, accumulate=True, function=config.function, gate_up_bias=read.gate_up_bias,
-            down_bias=read.down_bias,
+            down_bias=read.down_bias, ranks=group.ranks, total=config.count, first=own.start,
         ),
     ]  # fmt: skip
 
@@ -98,15 +108,18 @@ class _Read:
     down_bias: Tensor | None
 
 
-def _read(config: MoeConfig, modules: Modules, weights: Weights, layer: str, hidden: int) -> _Read:
+def _read(
+    config: MoeConfig, modules: Modules, weights: Weights, layer: str, hidden: int, own: range
+) -> _Read:
+    """Of the experts ``own``."""
     order = None
     if modules.alternating:  # all gates, then all of up
         order = torch.arange(2 * config.inner).view(-1, 2).T.flatten()
     stacked_up, stacked_down = (f"{layer}.{name}" for name in modules.stacked)
     if not weights.source.has(stacked_up):
-        return _read_one_by_one(config, modules, weights, layer, hidden, order)
-    gate_up, gate_up_bias = _read_stacked(config, modules, weights, stacked_up, 2 * config.inner, hidden)
-    down, down_bias = _read_stacked(config, modules, weights, stacked_down, hidden, config.inner)
+        return _read_one_by_one(config, modules, weights, layer, hidden, own, order)
+    gate_up, gate_up_bias = _read_stacked(config, modules, weights, stacked_up, 2 * config.inner, hidden, own)
+    down, down_bias = _read_stacked(config, modules, weights, stacked_down, hidden, config.inner, own)
     if order is not None:
         gate_up = [weight[order] for weight in gate_up]
         gate_up_bias = None if gate_up_bias is None else gate_up_bias[:, order]
@@ -114,21 +127,22 @@ def _read(config: MoeConfig, modules: Modules, weights: Weights, layer: str, hid
 
 
 def _read_stacked(
-    config: MoeConfig, modules: Modules, weights: Weights, name: str, out: int, inp: int
+    config: MoeConfig, modules: Modules, weights: Weights, name: str, out: int, inp: int, own: range
 ) -> tuple[list[Tensor], Tensor | None]:
     shape = (inp, out) if modules.stacked_transposed else (out, inp)
-    each = list(weights.tensor(name, config.count, *shape).unbind())
-    bias = weights.tensor(f"{name}_bias", config.count, out).float() if config.biases else None
+    rows = None if len(own) == config.count else own
+    each = list(weights.tensor(name, config.count, *shape, rows=rows).unbind())
+    bias = weights.tensor(f"{name}_bias", config.count, out, rows=rows).float() if config.biases else None
     return [weight.T for weight in each] if modules.stacked_transposed else each, bias
 
 
 def _read_one_by_one(
-    config: MoeConfig, modules: Modules, weights: Weights, layer: str, hidden: int, order: Tensor | None
+    config: MoeConfig, modules: Modules, weights: Weights, layer: str, hidden: int, own: range, order: Tensor | None
 ) -> _Read:
     """``order``: of the outputs of a joined gate and up projection."""
     gate_up, down, gate_up_bias, down_bias = [], [], [], []
     rows = 2 * config.inner // len(modules.expert_up)
-    for e in range(config.count):
+    for e in own:
         expert = f"{layer}.{modules.experts}.{e}"
         ups = [weights.linear(f"{expert}.{name}", rows, hidden, rows=order) for name in modules.expert_up]
         last, last_bias = weights.linear(f"{expert}.{modules.expert_down}", hidden, config.inner)

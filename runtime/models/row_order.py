@@ -22,8 +22,8 @@ def element_order(config: DecoderConfig, rotary_dim: int) -> Tensor:
     return torch.cat([elements[:rotary_dim:2], elements[1:rotary_dim:2], elements[rotary_dim:]])
 
 
-def qkv_orders(config: DecoderConfig, rotary_dim: int) -> Orders:
-    """For the linears ``Modules.qkv``."""
+def qkv_orders(config: DecoderConfig, rotary_dim: int, queries: range, keys: range) -> Orders:
+    """For the linears ``Modules.qkv``, of which the heads ``queries`` and ``keys`` are taken."""
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     stored = torch.arange((heads + 2 * kv_heads) * dim)
     if config.modules.grouped:
@@ -32,9 +32,19 @@ def qkv_orders(config: DecoderConfig, rotary_dim: int) -> Orders:
     else:
         q, k, v = stored.view(-1, dim).split([heads, kv_heads, kv_heads])
     order = element_order(config, rotary_dim)
-    parts = [q[:, order].flatten(), k[:, order].flatten(), v.flatten()]
-    if len(config.modules.qkv) == 1:
-        parts = [torch.cat(parts)]
-    else:  # each linear counts its own rows
-        parts = [part - part.min() for part in parts]
-    return [None if torch.equal(part, torch.arange(len(part))) else part for part in parts]
+    joined = len(config.modules.qkv) == 1
+    firsts = [0, 0, 0] if joined else [int(each.min()) for each in (q, k, v)]  # each linear counts its own rows
+    q, k, v = (each[heads.start : heads.stop] for each, heads in ((q, queries), (k, keys), (v, keys)))
+    parts = [each.flatten() - first for each, first in zip((q[:, order], k[:, order], v), firsts)]
+    if joined:
+        return [_unless_all(torch.cat(parts), len(stored))]
+    return [_unless_all(part, count * dim) for part, count in zip(parts, (heads, kv_heads, kv_heads))]
+
+
+def part_of(count: int, part: range, times: int = 1) -> Tensor | None:
+    """The outputs ``part`` of each of ``times`` times ``count`` that follow each other; None where that is all."""
+    return _unless_all((torch.arange(times)[:, None] * count + torch.tensor(part)).flatten(), count * times)
+
+
+def _unless_all(order: Tensor, count: int) -> Tensor | None:
+    return None if torch.equal(order, torch.arange(count)) else order

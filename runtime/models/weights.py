@@ -31,8 +31,9 @@ class Weights:
     def linear(
         self, module: str, out: int, inp: int, *, rows: Tensor | None = None, transposed: bool = False
     ) -> tuple[Weight, Tensor | None]:
-        """The weight [out, in] of a linear without its bias, and the bias [out]. ``rows`` int64 [out] puts the outputs
-        in another order; ``transposed``: a dense weight is stored [in, out]."""
+        """The weight [out, in] of a linear without its bias, and the bias [out]. ``rows`` int64: these outputs alone,
+        in this order. Of a dense weight no others are read if they follow each other. ``transposed``: a dense weight is
+        stored [in, out]."""
         if module in self._quantized:
             packed = self._read_linear(module)
             if (packed.out_features, packed.in_features) != (out, inp):
@@ -43,25 +44,25 @@ class Weights:
             packed = packed if rows is None else take_rows(packed, rows)
             return replace(packed, bias=None), packed.bias
         shape = (inp, out) if transposed else (out, inp)
-        weight = self.tensor(f"{module}.weight", *shape)
+        part = None if rows is None or transposed else _consecutive(rows)
+        weight = self.tensor(f"{module}.weight", *shape, rows=part)
         if transposed:
             weight = weight.T.contiguous()
         bias = self.tensor(f"{module}.bias", out) if self.source.has(f"{module}.bias") else None
         if rows is not None:
-            weight, bias = weight[rows], None if bias is None else bias[rows]
+            weight, bias = weight if part else weight[rows], None if bias is None else bias[rows]
         return weight, bias
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """A dense tensor, contiguous."""
-        tensor = self._read(name)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{self.source.name}: {name} is {tuple(tensor.shape)}, the configuration says {shape}"
-            )
+    def tensor(self, name: str, *shape: int, rows: range | None = None) -> Tensor:
+        """A dense tensor of this ``shape``, contiguous; ``rows``: those alone, of its first dimension."""
+        tensor = self._read(name, rows)
+        found = tuple(tensor.shape) if rows is None else (self.source.shape(name)[0], *tensor.shape[1:])
+        if found != shape:
+            raise CheckpointError(f"{self.source.name}: {name} is {found}, the configuration says {shape}")
         return tensor.contiguous()
 
-    def _read(self, name: str) -> Tensor:
-        return self.source.tensor(name)
+    def _read(self, name: str, rows: range | None) -> Tensor:
+        return self.source.tensor(name) if rows is None else self.source.tensor(name, rows)
 
     def _read_linear(self, module: str) -> QuantizedWeight:
         packed = self.source.linear(module)
@@ -69,11 +70,17 @@ class Weights:
         return packed
 
 
+def _consecutive(rows: Tensor) -> range | None:
+    """``rows`` as a range, where each follows the one before."""
+    first = int(rows[0])
+    return range(first, first + len(rows)) if torch.equal(rows, torch.arange(first, first + len(rows))) else None
+
+
 class Headers(Weights):
     """The same without the numbers: tensors of the meta device, from headers alone. This does not see groups that are
     out of order."""
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, rows: range | None) -> Tensor:
         return torch.empty(self.source.shape(name), dtype=self.source.dtype(), device="meta")
 
     def _read_linear(self, module: str) -> QuantizedWeight:

@@ -70,10 +70,10 @@ def test_an_example_of_vllm(started: Callable[..., Started]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--tensor-parallel-size", 2), "--tensor-parallel-size 2 is not served: a model runs on one GPU"),
-        (("-tp=2",), "-tp 2 is not served"),
+        (("--pipeline-parallel-size", 2), "--pipeline-parallel-size 2 is not served: a model runs on one GPU"),
+        (("-pp=2",), "-pp 2 is not served"),
         (("--pipeline-parallel-size", "two"), "--pipeline-parallel-size two is not served"),
-        (("--tensor-parallel-size",), "--tensor-parallel-size  is not served"),
+        (("--pipeline-parallel-size",), "--pipeline-parallel-size  is not served"),
         (("--trust-remote-code",), "--trust-remote-code is not served: code that comes with a model is never run"),
         (("--no-enable-chunked-prefill",), "--no-enable-chunked-prefill is not served"),
         (("--speculative-config", '{"method": "mtp"}'), "method 'mtp' of --speculative-config is not served"),
@@ -129,7 +129,7 @@ def test_a_file_of_options(started: Callable[..., Started], tiny_model: Path, tm
         ("vllm-metrics: 1", "'vllm-metrics' must be true or false"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "'max_num_seqs' is given twice"),
         ("prefix-caching: true\nno-prefix-caching: true", "'no-prefix-caching' is given twice"),
-        ("tensor-parallel-size: 4", "'tensor-parallel-size': 4 is not served"),
+        ("pipeline-parallel-size: 4", "'pipeline-parallel-size': 4 is not served"),
         ("- a", "must hold options"),
         ("a: [", "is no valid YAML"),
         ("\x00", "is no valid YAML"),

@@ -53,8 +53,8 @@ def test_the_arguments_of_vllm(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not served: a model runs on one GPU"),
-        ({"tensor_parallel_size": True}, "tensor_parallel_size=True is not served"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not served: a model runs on one GPU"),
+        ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True is not served"),
         ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4"),
         ({"trust_remote_code": True}, "trust_remote_code=True is not served: code that comes with a model is never"),
         ({"speculative_config": {"method": "eagle3"}}, "method 'eagle3' of --speculative-config is not served"),

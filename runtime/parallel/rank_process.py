@@ -1,0 +1,59 @@
+"""``python -m qserve.runtime.parallel.rank_process FD MEMORY_FD``: one of the ranks that follow the first."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+import torch
+
+from qserve.checkpoint.errors import QServeError
+from qserve.checkpoint.source import open_model
+from qserve.kernels.ranks import RankLost
+from qserve.runtime.native_backend import load_rank
+from qserve.runtime.parallel.group import RankGroup, SharedMemory
+from qserve.runtime.parallel.rank_processes import TASK
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first rank drains, and needs this one for that
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    with sock.makefile("rb") as lines:
+        task = TASK.validate_json(lines.readline())
+
+    def end_with_the_first() -> None:
+        sock.recv(1)  # until the other end is gone
+        os._exit(0)
+
+    threading.Thread(target=end_with_the_first, daemon=True).start()
+    try:
+        memory = SharedMemory(int(sys.argv[2]))
+        group = RankGroup(task.shard, memory)
+        decoder, channel = load_rank(open_model(task.model, offline=True), task.config, task.limits, group, memory)
+        gc.collect()
+        gc.freeze()
+        torch.set_num_threads(1)
+        channel.wait()
+        channel.follow(decoder)
+    except RankLost:  # the first one says which
+        pass
+    except BaseException as error:
+        if not isinstance(error, QServeError):
+            logger.exception("rank %d failed", task.shard.rank)
+        sock.sendall((str(error) if isinstance(error, QServeError) else f"{type(error).__name__}: {error}").encode())
+        os._exit(1)
+    # Not from here: the first rank knows which one has ended, and takes the end of this one for its own.
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    main()

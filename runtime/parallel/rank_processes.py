@@ -1,0 +1,97 @@
+"""``RankProcesses``: the other ranks, as processes of this machine that end with this one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.models.decoder import DecoderLimits
+from qserve.runtime.parallel.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+_GRACE = 5.0  # seconds in which a process must end that was told to
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What a rank needs to load its shard. ``model``: the path of the checkpoint."""
+
+    model: str
+    config: EngineConfig
+    limits: DecoderLimits
+    shard: Shard
+
+
+TASK = TypeAdapter(RankTask)
+"""Reads and writes a task as a line of JSON."""
+
+
+class RankProcesses:
+    """Starts the ranks 1 to ``tensor_parallel_size`` - 1, which load while this process goes on. ``failure`` says why
+    one has ended that should not have. Once it is set, ``give_up`` is called, by another thread.
+
+    A process reads its task from a socket. When that is closed, because this process called ``stop`` or has ended
+    however, the other one ends at once.
+    """
+
+    def __init__(
+        self, model: str, config: EngineConfig, limits: DecoderLimits, memory_fd: int, give_up: Callable[[], None]
+    ) -> None:
+        self.failure: str | None = None
+        self._give_up = give_up
+        self._stopping = False
+        self._processes: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        size = config.tensor_parallel_size
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            fds = theirs.fileno(), memory_fd
+            # -P: a folder here that is named like a module must not take its place.
+            command = [sys.executable, "-P", "-m", "qserve.runtime.parallel.rank_process", *map(str, fds)]
+            with theirs:
+                process = subprocess.Popen(command, pass_fds=fds, start_new_session=True)
+            ours.sendall(TASK.dump_json(RankTask(model, config, limits, Shard(rank, size))) + b"\n")
+            self._processes.append((process, ours))
+            watch = threading.Thread(target=self._watch, args=(rank, process, ours), name=f"qserve-rank-{rank}")
+            watch.daemon = True
+            watch.start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process, _ in self._processes]
+
+    def stop(self) -> None:
+        """End them."""
+        self._stopping = True
+        for _, ours in self._processes:
+            with contextlib.suppress(OSError):  # it has ended already
+                ours.shutdown(socket.SHUT_RDWR)
+            ours.close()
+        for process, _ in self._processes:
+            try:
+                process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], ours: socket.socket) -> None:
+        with ours.makefile("rb") as lines:
+            said = lines.read().decode(errors="replace").strip()  # until it ends
+        if self._stopping:
+            return
+        code = process.wait()
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        if self.failure is None:
+            self.failure = f"rank {rank} of the model " + (f"failed: {said}" if said else f"was ended {how}")
+        self._give_up()

@@ -1,0 +1,68 @@
+"""``ParallelRunner``: runs plans on several ranks, of which this process has the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from qserve.kernels.ops import Step
+from qserve.kernels.ranks import RankLost
+from qserve.runtime.models.decoder import Decoder
+from qserve.runtime.parallel.rank_processes import RankProcesses
+from qserve.runtime.parallel.step_channel import StepChannel
+from qserve.runtime.runner import DecoderRunner, PromptSink, StepOutput
+from qserve.runtime.step_plan import StepPlan
+
+
+class _FirstRank:
+    """A decoder that lets the others run what it runs."""
+
+    def __init__(self, decoder: Decoder, channel: StepChannel) -> None:
+        self._decoder, self._channel = decoder, channel
+        self.limits, self.executor = decoder.limits, decoder.executor
+        self.logits, self.greedy, self.states = decoder.logits, decoder.greedy, decoder.states
+        self.final_norm, self.log_softmax = decoder.final_norm, decoder.log_softmax  # of what this rank has as a whole
+
+    @property
+    def kv(self) -> Tensor:
+        return self._decoder.kv
+
+    def run(self, *steps: Step) -> None:
+        self._channel.run(steps)
+        self._decoder.run(*steps)
+
+    def head(self, step: Step, rows: Tensor) -> None:
+        self._channel.head(None if rows is step.logit_rows else rows)
+        self._decoder.head(step, rows)
+
+
+class ParallelRunner(DecoderRunner):
+    """``processes`` are the other ranks, which follow ``channel``. Its methods raise ``RankLost``, with the reason,
+    where one has ended."""
+
+    def __init__(self, decoder: Decoder, channel: StepChannel, processes: RankProcesses) -> None:
+        super().__init__(_FirstRank(decoder, channel))
+        self.processes = processes
+        self._channel = channel
+
+    def wait(self) -> None:
+        """Return when every rank is loaded."""
+        with self._explained():
+            self._channel.wait()
+
+    def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
+        with self._explained():
+            return super().run(plan, prompt_sink)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._channel.copy(copies)
+        super().copy_blocks(copies)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RankLost:
+            raise RankLost(self.processes.failure or "the other ranks of the model have been ended") from None
