@@ -77,6 +77,17 @@ def library() -> C.CDLL:
     if path is None:
         raise OSError("the C kernels were not built")
     loaded = C.CDLL(str(path))
+    try:
+        _declare(loaded)
+        fits = agrees(loaded)
+    except AttributeError:  # it lacks a function
+        fits = False
+    if not fits:
+        raise OSError(f"{path.name} was built from other sources: reinstall qserve")
+    return loaded
+
+
+def _declare(loaded: C.CDLL) -> None:
     loaded.qs_pool_create.restype = C.c_void_p
     loaded.qs_pool_create.argtypes = [C.c_int32, C.c_void_p]
     loaded.qs_pool_destroy.restype = None
@@ -93,9 +104,6 @@ def library() -> C.CDLL:
     products = (loaded.qs_pack_panels, loaded.qs_add_moment, loaded.qs_attend_causal, loaded.qs_multiply)
     for shared in (*rounding, *products):
         shared.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
-    if not agrees(loaded):
-        raise OSError(f"{path.name} was built from other sources: reinstall qserve")
-    return loaded
 
 
 def agrees(loaded: C.CDLL) -> bool:

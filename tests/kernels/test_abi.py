@@ -88,8 +88,11 @@ def test_dtypes_have_their_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "same"), [("qs_step", True), ("struct { qs_step step; void *more; }", False), (None, False)]
 )
-def test_a_library_of_other_sources_is_not_used(step: str | None, same: bool, tmp_path: Path) -> None:
-    """It may know fewer operations. One that takes other steps, or does not say which, computes something else."""
+def test_a_library_of_other_sources_is_not_used(
+    step: str | None, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may know fewer operations. One that takes other steps, or does not say which, computes something else. One
+    that lacks functions is refused as they are."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler here")
@@ -102,3 +105,6 @@ def test_a_library_of_other_sources_is_not_used(step: str | None, same: bool, tm
     )
     subprocess.run([compiler, "-shared", "-fPIC", "-I", str(CSRC), str(source), "-o", str(library)], check=True)
     assert native.agrees(C.CDLL(str(library))) == same
+    monkeypatch.setattr(native, "library_path", lambda: library)
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    assert "built from other sources: reinstall qserve" in (native.missing() or "")

@@ -35,7 +35,8 @@ def test_each_extra_brings_its_package_and_the_plain_install_does_not() -> None:
     for package, extra in extras.EXTRAS.items():
         assert any(line.startswith(package) for line in PROJECT["optional-dependencies"][extra])
         assert not any(line.startswith(package) for line in PROJECT["dependencies"])
-        assert extra in next(line for line in PROJECT["optional-dependencies"]["test"] if "qserve-llm" in line)
+        if extra not in ("gs", "ray"):  # gs goes the way of s3; Ray is tested in an environment of its own
+            assert extra in next(line for line in PROJECT["optional-dependencies"]["test"] if "qserve-llm" in line)
 
 
 @pytest.mark.usefixtures("plain")

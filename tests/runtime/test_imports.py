@@ -11,8 +11,8 @@ import pytest
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 PURE = (
-    "constraint", "sampling", "request", "step_plan", "cache", "blocks", "backlog", "fairness", "limits", "scheduler",
-    "journal", "snapshot", "stats", "router", "block_tiers",
+    "constraint", "sampling", "request", "step_plan", "cache", "blocks", "backlog", "fairness", "limits", "drafts",
+    "scheduler", "journal", "snapshot", "stats", "router", "block_tiers",
 )  # fmt: skip
 
 
