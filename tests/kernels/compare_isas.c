@@ -224,7 +224,7 @@ static void row_wise(void)
             qs_op ops[] = {
                 {.kind = QS_RMS_NORM, .rms_norm = {x, weight, out, accumulate, width, 1e-5f}},
                 {.kind = QS_LAYER_NORM, .layer_norm = {x, weight, accumulate ? weight : NULL, out, width, 1e-5f}},
-                {.kind = QS_ACTIVATION, .activation = {x, out, function, gated, width}},
+                {.kind = QS_ACTIVATION, .activation = {x, out, function, gated, width, width}},
                 {.kind = QS_SOFT_CAP, .soft_cap = {out, width, 30}},
             };
             run(ops + kind, 1, &step, both ? QS_SCALAR : isa);
@@ -314,7 +314,8 @@ static void attention(void)
             {.kind = QS_ATTENTION,
              .attention = {.qkv = rows[both], .k_scale = scaled ? k_scale : NULL, .v_scale = scaled ? v_scale : NULL,
                            .sinks = sunk ? sinks : NULL, .out = outs[both], .k_cache = keys[both], .v_cache = values[both], .heads = heads,
-                           .kv_heads = kv_heads, .head_dim = dim, .kv_dtype = dtype, .window = window, .scale = 0.005f, .softcap = centred ? 3 : 0}},
+                           .kv_heads = kv_heads, .head_dim = dim, .kv_dtype = dtype, .window = window, .scale = 0.005f, .softcap = centred ? 3 : 0,
+                           .out_stride = heads * dim}},
         };
         run(ops, 2, &step, both ? QS_SCALAR : isa);
     }

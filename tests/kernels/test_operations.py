@@ -295,8 +295,9 @@ def test_activation(x: Tensor, function: Function, gated: bool) -> None:
         given, out = both.clone(), torch.empty_like(x)
         run(executor(isa), [Activation(given, out if gated else given, function, gated)], make_step(len(x)))
         got = out if gated else given  # a plain one may be in place
-        # 70 units in the last place at most; an exp ends at 1e-38.
-        error = (got - exact).abs() - 8e-6 * exact.abs() - 1e-36 * (gate * up).abs() - 1e-37
+        # 70 units in the last place at most; an exp ends at 1e-38. The cube in tanh's argument, up to 88, has more.
+        close = 2e-5 if function == "gelu_tanh" else 8e-6
+        error = (got - exact).abs() - close * exact.abs() - 1e-36 * (gate * up).abs() - 1e-37
         assert (error[real] <= 0).all(), isa
         assert not got[~real & ~exact.isfinite()].isfinite().any()
         alone = torch.empty_like(x[:1])

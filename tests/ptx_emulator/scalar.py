@@ -342,11 +342,20 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 
 def _extreme(names: Operands, instruction: Instruction) -> Run:
-    """``max`` and ``min``: of a number and NaN the number, unless NaN is asked for."""
+    """``max`` and ``min``: of a number and NaN the number, unless NaN is asked for. With ``xorsign`` of their sizes,
+    with the sign of the product."""
     largest = instruction.opcode[0] == "max"
     if "NaN" in instruction.opcode or instruction.opcode[-1][0] != "f":
-        return _arithmetic(np.maximum if largest else np.minimum)(names, instruction)
-    return _arithmetic(np.fmax if largest else np.fmin)(names, instruction)
+        chosen: Any = np.maximum if largest else np.minimum
+    else:
+        chosen = np.fmax if largest else np.fmin
+    if "xorsign" not in instruction.opcode:
+        return _arithmetic(chosen)(names, instruction)
+    one = np.float32(1)
+    signed = _arithmetic(
+        lambda a, b: np.copysign(chosen(np.abs(a), np.abs(b)), np.copysign(one, a) * np.copysign(one, b))
+    )
+    return signed(names, instruction)
 
 
 def _product(names: Operands, instruction: Instruction) -> Run:

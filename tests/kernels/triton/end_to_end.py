@@ -39,7 +39,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class ServedModel(RandomModel):  # type: ignore[misc]
     """What an engine asks of a model besides; its tokenizer knows the first tokens only."""
 
-    format = card = part_of = None
+    format = card = part_of = calibration = None
 
     def __init__(self, shape: dict[str, Any], folder: Path) -> None:
         super().__init__(shape, PRECISIONS["w4a16"][0], DEVICE)
