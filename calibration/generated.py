@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qserve.checkpoint.demo import cache_dir
+from qserve.checkpoint.cache_dir import cache_dir
 from qserve.checkpoint.errors import CapacityError, DataError, UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.tokenizer import leading_tokens
@@ -72,6 +72,8 @@ def _continued(
     done, total = 0, len(prompts) * (length - first)
     try:
         for output in engine.generate(prompts, params):
+            if output.error is not None:
+                raise DataError(f"{source.name} cannot write its calibration text: {output.error}")
             written[int(output.request_id)] += output.token_ids
             done += len(output.token_ids)
             progress(done, total)

@@ -18,8 +18,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
+from qserve.checkpoint.cache_dir import cache_dir
 from qserve.checkpoint.card import CARD_FILE
-from qserve.checkpoint.demo import cache_dir
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.extras import require
 from qserve.checkpoint.files import file_sha256, read_json_object, sync, write_atomically

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from qserve.checkpoint.cache_dir import cache_dir
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.files import file_sha256, sync, write_error
 
@@ -81,12 +82,6 @@ DEMOS = {"demo": SMOLLM2, "demo-gemma": GEMMA}
 """The models of the demo, by what is given as MODEL."""
 
 Progress = Callable[[int, int], None]
-
-
-def cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/qserve``, or ``~/.cache/qserve``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "qserve"
 
 
 def demo_path(model: DemoModel = SMOLLM2) -> Path:

@@ -249,9 +249,10 @@ def _product(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -
 
 def _experts(op: Experts, rows: slice) -> None:
     x, chosen, ranks = op.x[rows].float(), op.experts[rows], op.ranks
-    parts = torch.empty(*chosen.shape, op.out.shape[1], device=x.device)
     if ranks.size > 1:
-        parts = op.parts.view(-1, *parts.shape[1:])[rows]
+        parts = op.parts.view(-1, chosen.shape[1], op.out.shape[1])[rows]
+    else:
+        parts = torch.empty(*chosen.shape, op.out.shape[1], device=x.device)
     for e in chosen.unique().tolist():
         if not op.first <= e < op.first + len(op.gate_up):
             continue

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from qserve.calibration.blocks import walk
-from qserve.calibration.generated import generated_windows
 from qserve.calibration.head import head_importance
 from qserve.calibration.kv import KVRecorder
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
-from qserve.calibration.text import SELF, Text, load_text
+from qserve.calibration.text import SELF
 from qserve.calibration.visit import Visit
-from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.calibration_record import CALIBRATION_FILE, CalibrationRecord
 from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import GateFailed, UsageError
@@ -35,7 +33,6 @@ from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import KVScheme
-from qserve.checkpoint.tokenizer import leading_tokens
 from qserve.checkpoint.writer import CheckpointWriter, check_out
 from qserve.kernels import native
 from qserve.quantize import distill, signround
@@ -46,11 +43,11 @@ from qserve.quantize.kv import recorded
 from qserve.quantize.layer import LayerReport
 from qserve.quantize.mixed.precision import Assignment, MixedPrecision
 from qserve.quantize.prepare import Preparation, arrange, check_blocks, narrow, prepare
-from qserve.quantize.report import ProgressEvent, QuantizeReport
+from qserve.quantize.report import Progress, ProgressEvent, QuantizeReport
 from qserve.quantize.rest import write_rest
+from qserve.quantize.windows import given_windows, written_windows
 from qserve.runtime import heap
 
-Progress = Callable[[ProgressEvent], None]
 Measure = Callable[[Path, Path], QualityCard | None]
 Accept = Callable[[QualityCard], None]
 Permit = Callable[[CalibrationRecord | None], None]
@@ -83,12 +80,12 @@ def run(
     if job.max_kl is not None and measure is None:
         raise UsageError("the smallest checkpoint within a divergence needs a measurement of it")
     prepared, windows, record = _prepare(source, out, job)
+    if job.text is not None:  # without text the blocks are read at once, and little work is lost before the damage
+        check_blocks(prepared.skeleton)
     if job.text == SELF:
-        windows, record = _generated(source, job, tell)
+        windows, record = written_windows(source, job, tell)
     if permit is not None:
         permit(record)
-    if windows is not None:  # without text the blocks are read at once, and little work is lost before the damage
-        check_blocks(prepared.skeleton)
     expected = prepared.forecast
     offload = out.parent if job.offload else None
     mixed = MixedPrecision(prepared, windows, tell, offload) if job.mixed and windows is not None else None
@@ -148,7 +145,7 @@ def _prepare(
 ) -> tuple[Preparation, Tensor | None, CalibrationRecord | None]:
     """The preparation; the calibration windows and what they are, unless the model has yet to write them."""
     prepared = prepare(source, out, job)
-    windows, record = _windows(source, job)
+    windows, record = given_windows(source, job)
     require_memory(prepared.forecast, job)
     return prepared, windows, record
 
@@ -372,42 +369,6 @@ def _kv_numbers(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[s
     for name, recorder in zip(skeleton.blocks, recorders, strict=True):
         found |= recorded(recorder, name, scheme)
     return found
-
-
-def _windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, CalibrationRecord | None]:
-    if job.text is None or job.text == SELF:
-        return None, None
-    text = load_text(job.text, "calibrate")
-    windows = _of_text(text, job.samples, source, job)
-    return windows, _record(text.name, text.sha256, windows, source, job)
-
-
-def _generated(source: ModelSource, job: QuantizeJob, tell: Progress) -> tuple[Tensor, CalibrationRecord]:
-    """Every second window is of the model's own text, the others are of the builtin one: together they gave as good a
-    model as its own text alone, in half of the time that it takes to write."""
-    started = time.perf_counter()
-
-    def progress(done: int, total: int) -> None:
-        tell(ProgressEvent("generate", done, total, (time.perf_counter() - started) / done * (total - done)))
-
-    own = generated_windows(source, (job.samples + 1) // 2, job.sequence_length, job.seed, progress)
-    heap.release()
-    windows = own.repeat_interleave(2, 0)[: job.samples]
-    if job.samples > 1:
-        windows[1::2] = _of_text(load_text("builtin", "calibrate"), job.samples // 2, source, job)
-    written = "".join(source.tokenizer().batch_decode(own))
-    return windows, _record(SELF, hashlib.sha256(written.encode()).hexdigest(), windows, source, job)
-
-
-def _of_text(text: Text, samples: int, source: ModelSource, job: QuantizeJob) -> Tensor:
-    tokenizer = source.tokenizer()
-    leading = leading_tokens(tokenizer)
-    return calibration_windows(text.tokens(tokenizer), samples, job.sequence_length, job.seed, leading)
-
-
-def _record(name: str, sha256: str, windows: Tensor, source: ModelSource, job: QuantizeJob) -> CalibrationRecord:
-    read = source.tokenizer().batch_decode(windows, skip_special_tokens=True)
-    return CalibrationRecord.of(name, sha256, job.tokens, read)
 
 
 def _facts(

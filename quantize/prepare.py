@@ -215,14 +215,15 @@ def narrow(source: ModelSource, name: str, tensor: torch.Tensor, dtype: torch.dt
     """``tensor`` as it is written: floats become ``dtype``, but in a bfloat16 model what is stored in float32: that was
     chosen on purpose.
 
-    Raises ``CheckpointError`` for NaN, infinity, and what float16 cannot hold.
+    Raises ``CheckpointError`` for NaN, infinity, and what ``dtype`` cannot hold.
     """
     narrowed = tensor
     if tensor.is_floating_point() and (dtype == torch.float16 or not source.keeps_float32(name)):
         narrowed = tensor.to(dtype)
     _require_finite(name, tensor)
     if narrowed is not tensor and not is_finite(narrowed):
-        raise CheckpointError(f"{name} holds values that float16 cannot; convert the model to bfloat16 first")
+        advice = "convert the model to bfloat16 first" if dtype == torch.float16 else "the model is damaged"
+        raise CheckpointError(f"{name} holds values that {str(dtype).removeprefix('torch.')} cannot; {advice}")
     return narrowed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +25,9 @@ class ProgressEvent:
     total: int
     remaining: float | None = None
     message: str = ""
+
+
+Progress = Callable[[ProgressEvent], None]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.ops import BLOCK_SIZE, Executor
 from qserve.kernels.prepack import int8_scheme
 from qserve.runtime.cache import CacheLayout, blocks_needed, tokens_held
+from qserve.runtime.config import EngineConfig
 from qserve.runtime.models.config import is_classifier
 
 _SHARE = 0.5  # of the memory free after weights and workspace; the machine keeps the rest
@@ -106,22 +107,19 @@ def plan_memory(
     workspace: int,
     kv_dtype: torch.dtype,
     context: int,
-    max_num_seqs: int,
-    max_model_len: int | None = None,
-    kv_cache_memory: int | None = None,
-    gpu_memory_utilization: float | None = None,
-    kv_offload_memory: int = 0,
+    config: EngineConfig,
     files: int = 0,
     device: torch.device | None = None,
 ) -> MemoryPlan:
-    """Divide the free memory. ``context`` is the model's own limit; ``max_model_len``, ``kv_cache_memory`` and
-    ``gpu_memory_utilization`` are the user's wishes. On a GPU the memory is that of ``device``. Raises
-    ``CapacityError`` with the arithmetic where the wishes, or the model, do not fit."""
+    """Divide the free memory as ``config`` wishes. ``context`` is the model's own limit. On a GPU the memory is that of
+    ``device``. Raises ``CapacityError`` with the arithmetic where the wishes, or the model, do not fit."""
+    max_model_len, kv_cache_memory = config.max_model_len, config.kv_cache_memory
+    kv_offload_memory = config.offload_memory
     on_gpu = device is not None and device.type == "cuda"
     available, total = torch.cuda.mem_get_info(device) if on_gpu else (available_memory(), total_memory())
     share = GPU_SHARE if on_gpu else _SHARE
-    if gpu_memory_utilization is not None:
-        available, share = max(0, available - reserved(total, gpu_memory_utilization)), 1.0
+    if config.gpu_memory_utilization is not None:
+        available, share = max(0, available - reserved(total, config.gpu_memory_utilization)), 1.0
     block_bytes, windows = layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
@@ -135,7 +133,7 @@ def plan_memory(
             f"the model does not fit: {_mib(weights)} weights + {_mib(workspace)} workspace + {_mib(block_bytes)} for "
             f"one KV block exceed the {_mib(available)} of memory available"
         )
-    wanted = max_num_seqs * blocks_needed(max_model_len or context, BLOCK_SIZE, windows)
+    wanted = config.max_num_seqs * blocks_needed(max_model_len or context, BLOCK_SIZE, windows)
     if kv_cache_memory is None:
         num_blocks = min(wanted, int(free * share) // block_bytes)
     else:

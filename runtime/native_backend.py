@@ -133,11 +133,7 @@ def _plan(
         workspace=workspace - groups[0].shared_bytes * (size - 1),
         kv_dtype=cache_dtype(config.kv_cache_dtype, source),
         context=context_limit(model_config),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        kv_cache_memory=config.kv_cache_memory,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_offload_memory=config.offload_memory,
+        config=config,
         files=file_bytes(source),
         device=executor.placement.device,
     )
@@ -154,17 +150,8 @@ def load_rank(
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Decoder, StepChannel]:
     """The decoder of one of several ranks, and how the first one tells the others what to run."""
-    decoder = Decoder(
-        source,
-        decoder_config(source.config, source.name),
-        executor or _executor(source, config, group.shard),
-        limits,
-        kv_dtype=cache_dtype(config.kv_cache_dtype, source),
-        int8_head=_has_int8_head(source, config),
-        group=group,
-        progress=_releasing(progress),
-    )
-    heap.release()
+    executor = executor or _executor(source, config, group.shard)
+    decoder = _decoder(source, config, executor, limits, progress, group=group)
     return decoder, StepChannel(shared, group, limits, len(decoder.layout.groups))
 
 
@@ -176,13 +163,34 @@ def _executor(source: ModelSource, config: EngineConfig, shard: Shard) -> Execut
     return executor
 
 
-def _releasing(progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+def _decoder(
+    source: ModelSource,
+    config: EngineConfig,
+    executor: Executor,
+    limits: DecoderLimits,
+    progress: Callable[[int, int], None] | None,
+    *,
+    group: RankGroup | None = None,
+    lora: LoraLayers | None = None,
+) -> Decoder:
     def loaded(done: int, total: int) -> None:
         heap.release()  # now, not at the end: else the peak includes what every layer left behind
         if progress is not None:
             progress(done, total)
 
-    return loaded
+    decoder = Decoder(
+        source,
+        decoder_config(source.config, source.name),
+        executor,
+        limits,
+        kv_dtype=cache_dtype(config.kv_cache_dtype, source),
+        int8_head=_has_int8_head(source, config),
+        lora=lora,
+        group=group,
+        progress=loaded,
+    )
+    heap.release()
+    return decoder
 
 
 def _load_ranks(
@@ -241,17 +249,7 @@ def _load(
         if planned:
             planned(memory)
 
-    decoder = Decoder(
-        source,
-        model_config,
-        executor,
-        limits,
-        kv_dtype=cache_dtype(config.kv_cache_dtype, source),
-        int8_head=_has_int8_head(source, config),
-        lora=lora,
-        progress=_releasing(progress),
-    )
-    heap.release()
+    decoder = _decoder(source, config, executor, limits, progress, lora=lora)
     notes = _notes(source, decoder)
     notes += registry.settle(executor, config.autotune, progress)  # this takes memory that the cache must leave free
     if on_gpu:

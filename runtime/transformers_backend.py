@@ -117,11 +117,7 @@ def _plan(
         workspace=outline.workspace_bytes(limits.max_tokens, limits.max_logits),
         kv_dtype=kv_dtype,
         context=outline.context(),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        kv_cache_memory=config.kv_cache_memory,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_offload_memory=config.offload_memory,
+        config=config,
         files=file_bytes(source),
     )
 

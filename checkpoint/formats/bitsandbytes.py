@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.formats.format import Schemes, Shapes, bias_from, method_of, names_from, require
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.formats.format import bias_from, method_of, names_from, require
+from qserve.checkpoint.formats.read_only import ReadOnlyFormat
 from qserve.checkpoint.grid import NF4
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
@@ -33,7 +34,6 @@ from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 T = TypeVar("T")
 _BLOCK = 64
 _PART = re.compile(r"(.+)\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state)(\.bitsandbytes__\w+)?")
-_UNWRITTEN = "the bitsandbytes format is read, not written"
 
 
 def name_parts(stored: Mapping[str, T]) -> dict[str, T]:
@@ -46,8 +46,8 @@ def name_parts(stored: Mapping[str, T]) -> dict[str, T]:
 
 
 @dataclass(frozen=True)
-class BitsAndBytes:
-    """A ``Format`` that is read, and not written."""
+class BitsAndBytes(ReadOnlyFormat):
+    """A ``Format``."""
 
     name: str = "bitsandbytes"
     parts: tuple[str, ...] = (
@@ -55,12 +55,6 @@ class BitsAndBytes:
     )
     marks: tuple[str, ...] = ("quant_state",)
     symmetric_zeros: bool = False
-
-    def limit(self, spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
-        return f"{_UNWRITTEN}: choose another for {spec.weights}"
-
-    def config_of(self, spec: QuantSpec) -> dict[str, Any]:
-        raise UsageError(str(self.limit(spec, {}, {})))
 
     def spec_of(self, config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec:
         """``llm_int8_skip_modules`` names parts of module names."""
@@ -72,9 +66,6 @@ class BitsAndBytes:
         ignored = [module for module in dict.fromkeys(("lm_head", *modules))
                    if any(f".{part}." in f".{module}." for part in skipped or ['lm_head'])]  # fmt: skip
         return QuantSpec(method_of(config, "unknown"), WeightScheme(4, _BLOCK, dtype="nf4"), ignored=tuple(ignored))
-
-    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        raise CheckpointError(f"{_UNWRITTEN}: choose another for {weight.scheme}")
 
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.formats.format import Schemes, Shapes, bias_from, method_of, require
+from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.formats.format import bias_from, method_of, require
+from qserve.checkpoint.formats.read_only import ReadOnlyFormat
 from qserve.checkpoint.formats.words import unpack_words
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor
@@ -62,27 +63,18 @@ def read_e8m0(scales: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MXFP4:
-    """A ``Format`` that is read, and not written."""
+class MXFP4(ReadOnlyFormat):
+    """A ``Format``."""
 
     name: str = "mxfp4"
     parts: tuple[str, ...] = _PARTS
     marks: tuple[str, ...] = ("blocks",)
     symmetric_zeros: bool = False
 
-    def limit(self, spec: QuantSpec, schemes: Schemes, shapes: Shapes) -> str | None:
-        return f"the mxfp4 format is read, not written: choose another for {spec.weights}"
-
-    def config_of(self, spec: QuantSpec) -> dict[str, Any]:
-        raise UsageError(str(self.limit(spec, {}, {})))
-
     def spec_of(self, config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec:
         """Experts are packed, whatever ``modules_to_not_convert`` lists of other modules."""
         ignored = [module for module in dict.fromkeys(("lm_head", *modules)) if ".experts." not in module]
         return QuantSpec(method=method_of(config, "unknown"), weights=SCHEME, ignored=tuple(ignored))
-
-    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        raise CheckpointError(f"the mxfp4 format is read, not written: choose another for {weight.scheme}")
 
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None

@@ -159,3 +159,9 @@ INLINE vf load_e4m3(const uint8_t *x)
     __m128i moved = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)x)), 7);
     return _mm256_cvtph_ps(_mm_and_si128(moved, _mm_set1_epi16((int16_t)0xbfff)));
 }
+
+/* The 16 numbers of a codebook in each half, where a shuffle of bytes finds them. */
+INLINE __m256i both(const uint8_t *codebook)
+{
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codebook));
+}

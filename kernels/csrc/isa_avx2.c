@@ -28,11 +28,6 @@ INLINE __m256i four(const int8_t *x)
     return _mm256_set1_epi32(*(const int32_t *)(const void *)x);
 }
 
-INLINE __m256i both(const uint8_t *codebook)
-{
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codebook));
-}
-
 /* Adds the products of each pair of nibbles and inputs to an int16 sum. In assembly because the compiler adds the
  * products first and spills the sums: with nibbles 98 GMAC/s a core instead of 105, with bytes 37 instead of 55. */
 INLINE __m256i add_pairs(__m256i sum, __m256i nibbles, __m256i x)

@@ -52,7 +52,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
                       const int u4)
 {
     const __m256i low = _mm256_set1_epi8(15);
-    const __m256i book = u4 == BOOK ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)at->codebook)) : low;
+    const __m256i book = u4 == BOOK ? both(at->codebook) : low;
     const uint8_t *w = at->w;
     __m256i dot[ROWS][HALVES], other[ROWS][HALVES], codes[HALVES]; /* other: second sums: few rows need not wait */
     UNROLL for (int m = 0; m < rows; m++) {

@@ -1,8 +1,6 @@
 /* The integer product tile by tile, for short vectors. Behind store_tiles.h; an ISA defines ROWS, the most rows of a
  * block, and then int_group, whose `u4` is BOOK where codes stand for numbers of a codebook. */
 
-#define BOOK 2
-
 /* Where a product of one tile reads and adds: advanced by one activation group at a time. */
 typedef struct {
     const int8_t *x;       /* [rows][x_stride] */

@@ -127,8 +127,9 @@ def _read(file: Path | None, model: str | None, replicas: int, given: dict[str, 
 
 def _divided(spec: FleetSpec) -> FleetSpec:
     """With the processors of this machine for the replicas of models that do not say how many each has."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    each = max(1, processors // sum(model.scale.max_replicas for model in spec.models.values()))
+    from qserve.kernels.threads import default_threads
+
+    each = max(1, default_threads() // sum(model.scale.max_replicas for model in spec.models.values()))
     return replace(
         spec, models={name: replace(model, cpus=model.cpus or each) for name, model in spec.models.items()}
     )

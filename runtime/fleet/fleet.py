@@ -29,8 +29,6 @@ PROBE_TIMEOUT = 5.0  # seconds: a machine whose processors are all busy answers 
 MISSED = 3  # probes in a row without an answer end what waits for a replica; it gets nothing new after a refused one
 LOADING_INTERVAL = 0.1  # seconds between two looks at a process of our own that is not ready
 MAX_REPORT = 4 << 20  # bytes of a replica's own pages
-MAX_HELD = 1024  # requests that wait for a first replica of their model
-HOLD = 600.0  # seconds that they wait at most: a large model loads for minutes
 
 
 @dataclass
@@ -57,29 +55,16 @@ class Replica:
     breaker: Breaker = field(default_factory=Breaker)
     missed: int = 0
     local: LocalModel | None = None
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
         return self.upstream.url
 
+    def serves(self, model: str | None) -> bool:
+        return model is None or model in self.models
+
     def takes_requests(self, now: float) -> bool:
         return self.state == "ready" and not self.held_back and not self.breaker.is_open(now)
-
-    async def until_ready(self) -> None:
-        """Return when a process of our own takes requests; it is started if it does not run. Raises ``Unreachable``
-        where it cannot be loaded."""
-        assert self.local is not None
-        while not self.takes_requests(time.monotonic()):
-            self.local.want()
-            if self.local.failure is not None:
-                raise Unreachable(self.local.failure)
-            await self._news.wait()
-
-    def tell(self) -> None:
-        """Whoever waits looks again."""
-        self._news.set()
-        self._news = asyncio.Event()
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Raises ``Unreachable``, ``Lost`` or ``TimeoutError``."""
@@ -111,11 +96,11 @@ class Fleet:
         for url in self.replicas:
             self.router.add(url)
             self.router.close(url)
-        self.held: Counter[str] = Counter()  # requests that wait for a first replica, by their model
+        self.held: Counter[str | None] = Counter()  # requests that wait for a replica to be loaded, by their model
         self.begun: Counter[str] = Counter()  # requests whose answers have begun, by their model
         self._interval = interval
         self._promised: dict[str, dict[str, Any]] = {}
-        self._news = asyncio.Event()  # a replica has come to take requests
+        self._news = asyncio.Event()  # there was something to tell the router
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -136,34 +121,42 @@ class Fleet:
         """Whether a request is answered, if need be after a model was loaded for it."""
         return self.num_ready > 0 or any(each.state == "unloaded" for each in self.replicas.values())
 
-    def ready(self, model: str) -> list[Replica]:
-        """Those that take requests for a model."""
+    def serves(self, model: str) -> bool:
+        """Whether ``model`` is one of ``models``."""
+        return model in self._promised or any(model in each.models for each in self.replicas.values())
+
+    def ready(self, model: str | None) -> list[Replica]:
+        """Those that take requests for a model, or for any where that is None."""
         now = time.monotonic()
-        return [each for each in self.replicas.values() if model in each.models and each.takes_requests(now)]
+        return [each for each in self.replicas.values() if each.serves(model) and each.takes_requests(now)]
 
     def promise(self, models: Iterable[str]) -> None:
-        """Replicas of these models join by themselves, so requests for them wait while there is none."""
+        """Replicas of these models join by themselves, so requests for them wait while there is none. The first is
+        for requests that name none."""
         self._promised = {
             name: self._promised.get(name, {"id": name, "object": "model", "created": 0, "owned_by": "qserve"})
             for name in models
         }
+        self.default_model = next(iter(self._promised), None)
 
-    async def wait_for(self, model: str | None) -> bool:
-        """Wait until there may be a replica for a request that finds none; False where none was promised in time."""
-        if model is None and len(self._promised) == 1:
-            model = next(iter(self._promised))
-        if model not in self._promised or self.held.total() >= MAX_HELD:
-            return False
+    def expects(self, model: str | None, tried: Collection[str]) -> bool:
+        """Whether a request that found no replica but those ``tried`` may wait for one."""
+        replica = self._loadable(model)
+        return replica.url not in tried if replica is not None else model in self._promised and not tried
+
+    async def until_ready(self, model: str | None, tried: Collection[str]) -> None:
+        """Return when one takes requests that was not ``tried``; a process of our own is started for that. Raises
+        ``Unreachable`` where it cannot be loaded."""
         self.held[model] += 1
         try:
-            async with asyncio.timeout(HOLD):
-                while not self.ready(model):
-                    await self._news.wait()
-        except TimeoutError:
-            return False
+            while all(each.url in tried for each in self.ready(model)):
+                if (replica := self._loadable(model)) is not None and replica.local is not None:
+                    replica.local.want()
+                    if replica.local.failure is not None:
+                        raise Unreachable(replica.local.failure)
+                await self._news.wait()
         finally:
             self.held[model] -= 1
-        return True
 
     async def join(self, url: str, key: str | None) -> None:
         """A replica says that it is there. One that is new is asked at once; it leaves when it is down."""
@@ -191,10 +184,10 @@ class Fleet:
             local.want()
         return placement
 
-    def loadable(self, model: str | None) -> Replica | None:
-        """A process of our own that serves ``model``, or any where that is None, and that may take requests soon."""
+    def _loadable(self, model: str | None) -> Replica | None:
+        """A process of our own that may take requests for ``model`` soon."""
         for replica in self.replicas.values():
-            if replica.local is not None and not replica.held_back and (model is None or model in replica.models):
+            if replica.local is not None and not replica.held_back and replica.serves(model):
                 return replica
         return None
 
@@ -317,8 +310,7 @@ class Fleet:
             return  # it left meanwhile
         if replica.takes_requests(time.monotonic()):
             self.router.add(replica.url, replica.models, replica.capacity)
-            self._news.set()
-            self._news.clear()
         else:
             self.router.close(replica.url)
-        replica.tell()
+        self._news.set()  # whoever waits looks again
+        self._news.clear()

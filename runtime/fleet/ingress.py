@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.runtime.fleet.aliases import Aliases
 from qserve.runtime.fleet.delivery import Delivery
-from qserve.runtime.fleet.fleet import Fleet, Replica
+from qserve.runtime.fleet.fleet import Fleet
 from qserve.runtime.fleet.metrics import FleetMetrics
 from qserve.runtime.fleet.prompts import prompt_of
 from qserve.runtime.fleet.upstream import Answer, Lost, Unreachable
@@ -36,9 +37,9 @@ from qserve.runtime.server.routes.batches import batch_app
 from qserve.runtime.server.telemetry.request_record import CACHED_TOKENS, PROMPT_TOKENS, RequestRecord
 
 MAX_LOST = 2  # replicas that may end with a request: one that kills its server must not go round
-MAX_ATTEMPTS = 8  # at all replicas together
-MAX_WAITING = 1024  # requests that wait for a model to be loaded; more are refused
-MAX_LOADING = 900.0  # seconds that they wait
+MAX_AGAIN = 8  # attempts beyond one at each replica
+MAX_WAITING = 1024  # requests that wait for a replica to be loaded; more are refused
+MAX_LOADING = 900.0  # seconds that they wait: a large model loads for minutes
 FORWARDED = ("content-type", "accept", "traceparent", "tracestate", "anthropic-version")  # never a key or a cookie
 SESSION = "x-session-id"
 
@@ -68,7 +69,6 @@ class Ingress:
         self.draining = False
         self._config = config
         self._batches = batch_app(batches)
-        self._waiting = 0
         self._quotas = Quotas()
         self._uploads = SharedPool(config.max_upload_bytes)
 
@@ -154,9 +154,10 @@ class Ingress:
         return aliases | self.fleet.models
 
     def _check_model(self, name: str) -> None:
-        if name not in (known := self._models()):
+        if name not in self.aliases.names and not self.fleet.serves(name):
+            known = " or ".join(map(repr, self._models())) or "none yet"
             raise APIError(
-                404, f"model {name!r:.200} is not served here; it is {' or '.join(map(repr, known)) or 'none yet'}",
+                404, f"model {name!r:.200} is not served here; it is {known}",
                 param="model", code="model_not_found",
             )  # fmt: skip
 
@@ -231,14 +232,12 @@ class Ingress:
         """Try replicas until one answers. Raises ``APIError`` where none does."""
         fleet, tried, lost = self.fleet, set[str](), 0
         error = APIError(503, "no replica takes requests now", code="no_replica", headers={"Retry-After": "5"})
-        for _ in range(MAX_ATTEMPTS):
+        for _ in range(len(fleet.replicas) + MAX_AGAIN):
             placement = fleet.place(call.prompt, call.model, tried)
             if placement is None:
-                replica = fleet.loadable(call.model)
-                if replica is not None and replica.url not in tried:
-                    await self._until_loaded(replica, call, delivery)
-                elif tried or not await fleet.wait_for(call.model):
+                if not fleet.expects(call.model, tried):
                     break
+                await self._until_ready(call, tried, delivery)
                 continue
             url = placement.replica
             tried.add(url)
@@ -267,12 +266,11 @@ class Ingress:
             self.metrics.retried(url)
         raise error
 
-    async def _until_loaded(self, replica: Replica, call: _Call, delivery: Delivery) -> None:
-        """Wait for a process of our own. Raises ``APIError`` where it cannot be loaded, or too many wait."""
-        if self._waiting >= MAX_WAITING:
+    async def _until_ready(self, call: _Call, tried: Collection[str], delivery: Delivery) -> None:
+        """Wait for a replica. Raises ``APIError`` where it cannot be loaded, or too many wait."""
+        if self.fleet.held.total() >= MAX_WAITING:
             raise APIError(503, "too many requests wait for a model to be loaded", headers={"Retry-After": "10"})
-        self._waiting += 1
-        loading = asyncio.ensure_future(replica.until_ready())
+        loading = asyncio.ensure_future(self.fleet.until_ready(call.model, tried))
         until = time.monotonic() + MAX_LOADING
         try:
             while not loading.done() and time.monotonic() < until:
@@ -285,7 +283,6 @@ class Ingress:
         except Unreachable as failure:
             raise APIError(503, f"model {call.model!r:.200} cannot be loaded: {failure}", code="model_failed") from None
         finally:
-            self._waiting -= 1
             loading.cancel()
 
     async def _attempt(self, call: _Call, placement: Placement, delivery: Delivery) -> APIError | None:

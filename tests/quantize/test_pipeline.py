@@ -27,7 +27,7 @@ from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import key_center
 from qserve.checkpoint.parts import read_part
 from qserve.evals.transformers_scorer import TransformersScorer
-from qserve.quantize import block, forecast, pipeline
+from qserve.quantize import block, forecast, pipeline, windows
 from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
@@ -47,7 +47,7 @@ def little_text(monkeypatch):
         text = load_text(name, split)
         return dataclasses.replace(text, text=text.text[:50_000]) if name == "builtin" else text
 
-    monkeypatch.setattr(pipeline, "load_text", shortened)
+    monkeypatch.setattr(windows, "load_text", shortened)
 
 
 @pytest.fixture

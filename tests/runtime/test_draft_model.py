@@ -27,7 +27,7 @@ from qserve.runtime.model_drafter import ModelDrafter
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.speculative_config import SpeculativeConfig
-from tests.runtime.test_drafts import GREEDY, Answers, answers_of, prompt
+from tests.runtime.test_drafts import GREEDY, Answers, answers_of, each_config, prompt
 from tests.tiny_model import save_tiny_model
 
 SMALL: dict[str, Any] = {"kv_cache_memory": 1 << 20, "threads": 1}
@@ -90,12 +90,7 @@ class Eager(ModelDrafter):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "config",
-    [{}, {"max_num_batched_tokens": 24, "max_num_seqs": 16}, {"kv_cache_memory": 45_100, "max_num_seqs": 8},
-     {"enable_prefix_caching": False}],
-    ids=["roomy", "chunked", "preempting", "uncached"],
-)  # fmt: skip
+@each_config
 def test_nobodys_answer_changes(
     tiny_model: Path, drafts: dict[str, Path], plain: tuple[Answers, int], kind: str, config: dict[str, Any]
 ) -> None:

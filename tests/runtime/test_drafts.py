@@ -157,13 +157,16 @@ def plain(tiny_model: Path) -> tuple[Answers, int]:
     return answers, steps
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapped"])
-@pytest.mark.parametrize(
+each_config = pytest.mark.parametrize(
     "config",
     [{}, {"max_num_batched_tokens": 24, "max_num_seqs": 16}, {"kv_cache_memory": 45_100, "max_num_seqs": 8},
      {"enable_prefix_caching": False}],
     ids=["roomy", "chunked", "preempting", "uncached"],
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapped"])
+@each_config
 def test_nobodys_answer_changes(
     tiny_model: Path, plain: tuple[Answers, int], overlaps: bool, config: dict[str, Any]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,23 +40,24 @@ def test_the_plan_counts_what_is_allocated(tiny_model: Path, tiny_packed: Path, 
 
 def test_refusals_carry_the_arithmetic(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = decoder_config(open_model(tiny_model).config, "tiny")
-    plan = {"weights": 10, "workspace": 10, "kv_dtype": torch.float16, "context": 512, "max_num_seqs": 4}
+    plan = {"weights": 10, "workspace": 10, "kv_dtype": torch.float16, "context": 512}
+    wishes = EngineConfig(max_num_seqs=4)
     block = config.kv_bytes_per_token(2) * 16
-    found = plan_memory(config.cache_layout, **plan, kv_cache_memory=7 * block)  # type: ignore[arg-type]
+    found = plan_memory(config.cache_layout, **plan, config=replace(wishes, kv_cache_memory=7 * block))  # type: ignore[arg-type]
     assert (found.num_blocks, found.max_model_len, found.kv_cache) == (7, 112, 7 * block)
-    unlimited = plan_memory(config.cache_layout, **plan)  # type: ignore[arg-type]
+    unlimited = plan_memory(config.cache_layout, **plan, config=wishes)  # type: ignore[arg-type]
     assert unlimited.num_blocks == 4 * 32 and unlimited.max_model_len == 512
     monkeypatch.setattr("qserve.runtime.memory.available_memory", lambda: 60 * block)
     monkeypatch.setattr("qserve.runtime.memory.total_memory", lambda: 100 * block)
     for share, blocks in ((0.9, 49), (0.5, 9), (1.0, 59)):  # 40 are in use, and one goes to weights and workspace
-        found = plan_memory(config.cache_layout, **plan, gpu_memory_utilization=share)  # type: ignore[arg-type]
+        found = plan_memory(config.cache_layout, **plan, config=replace(wishes, gpu_memory_utilization=share))  # type: ignore[arg-type]
         assert found.num_blocks == blocks
     with pytest.raises(CapacityError, match="does not fit"):
-        plan_memory(config.cache_layout, **plan, gpu_memory_utilization=0.4)  # type: ignore[arg-type]
+        plan_memory(config.cache_layout, **plan, config=replace(wishes, gpu_memory_utilization=0.4))  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="weights"):
-        plan_memory(config.cache_layout, **{**plan, "weights": 1 << 60})  # type: ignore[arg-type]
+        plan_memory(config.cache_layout, **{**plan, "weights": 1 << 60}, config=wishes)  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="need 20"):
-        plan_memory(config.cache_layout, **plan, max_model_len=320, kv_cache_memory=7 * block)  # type: ignore[arg-type]
+        plan_memory(config.cache_layout, **plan, config=replace(wishes, max_model_len=320, kv_cache_memory=7 * block))  # type: ignore[arg-type]
 
 
 def test_the_peak_is_the_sum_of_its_parts(tiny_packed: Path) -> None:
@@ -98,6 +100,7 @@ def test_the_peak_is_what_is_resident_at_most() -> None:
 
 _LOAD = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine

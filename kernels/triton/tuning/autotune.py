@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from qserve.checkpoint.demo import cache_dir
+from qserve.checkpoint.cache_dir import cache_dir
 from qserve.checkpoint.errors import CheckpointError
 from qserve.kernels.threads import default_threads
 from qserve.kernels.triton.target import Target

@@ -36,6 +36,7 @@ IN_FLIGHT = 16  # lines of each
 PAUSE = 1.0  # seconds before a line is asked again that found no room; doubled up to MAX_PAUSE
 MAX_PAUSE = 15.0
 NAME = "batches"  # of the caller where there are no keys
+EXPIRED = "batch_expired"
 _AGAIN = (429, 502, 503)  # full, or a replica is gone
 
 
@@ -120,12 +121,15 @@ class BatchRunner:
             if batch.status == "in_progress":
                 try:
                     await self._answer_lines(batch, out)
+                    if batch.status == "in_progress" and batch.answered < batch.total:
+                        await self._expire(batch, out)
                 except (QServeError, APIError) as error:  # what is answered is not lost
                     batch.errors = [_error("batch_failed", str(error))]
         if batch.status == "cancelling":
             end = "cancelled"
         else:
-            end = "failed" if batch.errors else "completed" if batch.answered == batch.total else "expired"
+            codes = {error["code"] for error in batch.errors}
+            end = "expired" if EXPIRED in codes else "failed" if codes else "completed"
             self._become(batch, "finalizing")
         await self._publish(batch)
         self._become(batch, end)
@@ -155,7 +159,18 @@ class BatchRunner:
         finally:
             for task in (stop, *workers):
                 task.cancel()
-            await asyncio.wait(workers)
+            await asyncio.gather(working, *workers, return_exceptions=True)
+
+    async def _expire(self, batch: Batch, out: AnswerFile) -> None:
+        """Say so of every line that has no answer."""
+        message = "the batch expired before this request was answered"
+        for line in read_lines(self.store.path(self.store.file(batch.owner, batch.input_file_id))):
+            if line.key not in out.done:
+                answer = line.answer(None, {"code": EXPIRED, "message": message})
+                out.append(answer, partial(self.store.take, batch.owner))
+                await asyncio.sleep(0)  # other requests go on
+        batch.answered, batch.failed = len(out.done), out.num_failed
+        batch.errors = [_error(EXPIRED, "the batch expired before all of its requests were answered")]
 
     async def _worker(self, batch: Batch, lines: Iterator[Line], key: ApiKey, out: AnswerFile) -> None:
         for line in lines:

@@ -8,7 +8,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -69,8 +69,9 @@ def replica(script: Script) -> Iterator[str]:
 
 @contextmanager
 def fleet(*scripts: Script) -> Iterator[RouterHandle]:
-    """The first of two replicas gets the first request."""
-    with replica(scripts[0]) as first, replica(scripts[-1]) as last, routed([first, last]) as router:
+    """The first replica gets the first request."""
+    with ExitStack() as stack:
+        router = stack.enter_context(routed([stack.enter_context(replica(script)) for script in scripts]))
         router.fleet.router.policy = "least-loaded"
         yield router
 
@@ -167,6 +168,11 @@ def test_all_are_full() -> None:
     with fleet(full, full) as router:
         status, body = ask(router)
         assert status == 503 and json.loads(body)["error"]["code"] == "queue_full"
+
+
+def test_as_many_are_tried_as_there_are() -> None:
+    with fleet(*[full] * 12, good) as router:
+        assert ask(router) == (200, b'data: {"good": 1}\n\ndata: [DONE]\n\n')
 
 
 def test_a_replica_that_fails_again_and_again_is_left_alone() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from qserve.checkpoint.errors import QServeError, UsageError
 from qserve.runtime.autoscale import Autoscale
+from qserve.runtime.fleet import ingress
 from qserve.runtime.fleet.aliases import Aliases
 from qserve.runtime.fleet.fleet import Fleet
 from qserve.runtime.fleet.replica_process import ReplicaProcess
@@ -31,13 +32,18 @@ def there(router: RouterHandle, call: Any) -> Any:
     return asyncio.run_coroutine_threadsafe(call, router.server.loop).result(30)
 
 
-def ask(router: RouterHandle, **body: Any) -> dict[str, Any]:
+def answer(router: RouterHandle, **body: Any) -> bytes:
     request = urllib.request.Request(
         f"{router.url}/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1} | body).encode(),
         {"Content-Type": "application/json"},
     )  # fmt: skip
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        content: dict[str, Any] = json.load(answer)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        content: bytes = response.read()
+    return content
+
+
+def ask(router: RouterHandle, **body: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(answer(router, **body))
     return content
 
 
@@ -58,7 +64,10 @@ def test_a_replica_joins_again_and_again_and_leaves_when_it_is_down(servers: lis
         router.fleet.router.check()
 
 
-def test_a_request_waits_for_a_first_replica_of_a_promised_model(servers: list[ServerHandle]) -> None:
+def test_requests_wait_for_a_first_replica_of_a_promised_model(
+    servers: list[ServerHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress, "HEARTBEAT_SECONDS", 0.05)
     name = servers[0].service.model_name
 
     async def promise(*names: str) -> None:
@@ -66,17 +75,19 @@ def test_a_request_waits_for_a_first_replica_of_a_promised_model(servers: list[S
 
     with routed([], ready=0) as router:
         there(router, promise(name))
-        answers: list[dict[str, Any]] = []
-        asking = threading.Thread(target=lambda: answers.append(ask(router, model=name)))
-        asking.start()
-        end = time.monotonic() + 10
-        while not router.fleet.held[name]:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        there(router, router.fleet.join(root(servers[0]), None))
-        asking.join()
-        assert answers[0]["model"] == name and not router.fleet.held[name]
-        assert router.fleet.begun[name] == 1
+        bodies = [{"model": name}, {}, {"model": name, "stream": True}]
+        with ThreadPoolExecutor() as pool:
+            asking = [pool.submit(answer, router, **body) for body in bodies]
+            end = time.monotonic() + 10
+            while router.fleet.held[name] < 3:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            time.sleep(0.2)
+            there(router, router.fleet.join(root(servers[0]), None))
+        named, unnamed, stream = (each.result() for each in asking)
+        assert json.loads(named)["model"] == json.loads(unnamed)["model"] == name
+        assert stream.startswith(b": waiting\n\n: waiting\n\n") and b"data: [DONE]" in stream
+        assert not router.fleet.held[name] and router.fleet.begun[name] == 3
 
 
 def test_an_alias_is_listed_and_answers_as_its_model(servers: list[ServerHandle]) -> None:

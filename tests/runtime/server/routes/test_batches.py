@@ -163,6 +163,11 @@ def test_a_batch_expires(engine: Engine, tmp_path: Path, monkeypatch: pytest.Mon
     with served(engine, tmp_path) as client:
         batch = ended(client, create(client, [line(i, max_tokens=400) for i in range(2000)]).id)
         assert batch.status == "expired" and batch.request_counts.completed < 2000
+        done = answers(client, batch.output_file_id) if batch.output_file_id else {}
+        late = answers(client, batch.error_file_id)
+        assert len(done) == batch.request_counts.completed and len(done) + len(late) == 2000
+        assert {each["error"]["code"] for each in late.values()} == {"batch_expired"}
+        assert not any(each["response"] for each in late.values())
 
 
 def test_one_key_never_sees_what_another_has(engine: Engine, tmp_path: Path) -> None:
