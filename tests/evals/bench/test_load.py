@@ -87,8 +87,9 @@ def test_turns_carry_the_conversation_and_prefixes_are_shared(server: ServerHand
         assert len(prompts) == 6, level.run.reasons
         assert prompts[-1] > prompts[0] + 30, "the third turn holds the first two"
         assert level.run.cached_tokens > 0, "and finds them in the prefix cache"
-    (level,) = load(server, requests=6, prefixes=1, prefix_tokens=64, warmup=0).levels
-    assert min(level.run.records.prompt) > 50 and level.run.cached_tokens >= 4 * 48
+    (level,) = load(server, requests=6, prefixes=1, prefix_tokens=128, warmup=0).levels
+    # The length of random words is learned from two short prompts, so a prefix may have half of the wanted tokens.
+    assert min(level.run.records.prompt) > 64 and level.run.cached_tokens >= 4 * 48
 
 
 def test_a_dataset(server: ServerHandle, tmp_path: Path) -> None:
