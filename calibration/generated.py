@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from qserve.checkpoint.cache_dir import cache_dir
 from qserve.checkpoint.errors import CapacityError, DataError, UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.tokenizer import leading_tokens
+from qserve.runtime.backend_choice import backend_for
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
@@ -51,18 +52,37 @@ def generated_windows(source: ModelSource, samples: int, length: int, seed: int,
     return windows
 
 
-def _continued(
-    source: ModelSource, prompts: list[str | list[int]], length: int, seed: int, progress: Progress
-) -> Tensor:
+def writing_bytes(source: ModelSource, length: int) -> int:
+    """The memory that ``generated_windows`` needs beside this process and the files of the checkpoint. Raises
+    ``DataError`` where the model cannot be run here."""
+    with _said(source):
+        plan = backend_for(source, _config(length)).plan(source, _config(length))
+    return plan.weights + plan.workspace + plan.kv_cache
+
+
+def _config(length: int) -> EngineConfig:
+    return EngineConfig(
+        max_model_len=length, max_num_seqs=_AT_ONCE, enable_prefix_caching=False, generation_config="vllm"
+    )
+
+
+@contextmanager
+def _said(source: ModelSource) -> Iterator[None]:
+    """What keeps the model from running is said of its calibration text."""
     try:
-        engine = Engine(source, EngineConfig(
-            max_model_len=length, max_num_seqs=_AT_ONCE, enable_prefix_caching=False, generation_config="vllm"
-        ))  # fmt: skip
+        yield
     except (CapacityError, UsageError) as error:
         raise DataError(
             f"{source.name} cannot be run here, so it cannot write its calibration text: {error}; give --calibration a "
             "text file, a dataset or builtin"
         ) from None
+
+
+def _continued(
+    source: ModelSource, prompts: list[str | list[int]], length: int, seed: int, progress: Progress
+) -> Tensor:
+    with _said(source):
+        engine = Engine(source, _config(length))
     first = len(prompts[0])
     params = [
         SamplingParams(max_tokens=length - first, temperature=1.0, ignore_eos=True, seed=(seed + number) % 2**63)

@@ -37,7 +37,7 @@ SCALE_SEARCH = Fitted(3000, f"{_SMALL}, bfloat16 and float32")
 # A forward and a backward pass are three products, but take the time of more.
 LEARNING_STEP = Fitted(4.4, _SMALL)
 # The time of a token that the model writes, 64 texts at once, relative to that of a token's products in calibration.
-WRITING = Fitted(2.0, _SMALL)
+WRITING = Fitted(1.1, _SMALL)
 # The time of variants of an excerpt, a few windows each, relative to that of their products in one piece.
 SMALL_BATCHES = Fitted(3.0, _SMALL)
 # Products of GPTQ, per weight and input: following the float model; then the sweep and the remaining error. Per cube of

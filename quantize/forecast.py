@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from qserve.calibration.generated import writing_bytes
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import SELF
@@ -62,10 +63,6 @@ GATHERED = 32
 _MEASURING = 0.4
 # Part of the free memory that a job may plan with where the samples can go through in parts.
 _SHARE = 0.8
-
-
-# Bytes for each weight of a dense model that writes text: 16 bits and what a step of it needs.
-_RUNNING_BYTES = 3
 
 
 @dataclass(frozen=True)
@@ -129,8 +126,8 @@ def forecast(
     passes = fitted.PASSES.value * outputs / weights
     seconds = products * (fitted.OVERHEAD.value / speed.products + passes / speed.passes)
     seconds += (job.algorithm.cost * rounded + _compensating_products(job, shapes)) / speed.float32
-    if job.text == SELF:  # the model runs, dense, to write every second window
-        peak = max(peak, rss + _RUNNING_BYTES * skeleton.source.parameters())
+    if job.text == SELF:  # the model runs to write every second window
+        peak = max(peak, rss + writing_bytes(skeleton.source, job.sequence_length))
         written = (job.samples + 1) // 2 * job.sequence_length
         seconds += fitted.WRITING.value * written * skeleton.source.parameters() / speed.products
     stored = _checkpoint_bytes(job, skeleton, shapes, spec, format, offered)
