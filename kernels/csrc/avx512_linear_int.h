@@ -2,7 +2,6 @@
 
 #define TILES 4      /* weight tiles of 16 outputs in one block */
 #define INT_ROWS 6   /* rows of an integer block: 24 accumulators and 4 unpacked tiles */
-#define NEAR (128 << 10) /* bytes, a part of the second-level cache: the farthest prefetch */
 
 /* sum + the dot of each four bytes of w (unsigned) and x (signed). In assembly because with the intrinsic the compiler
  * copies the accumulators and spills the copies inside the loop: 150 GMAC/s a core instead of 205. */

@@ -44,8 +44,8 @@ INLINE void add_dot(int32_t *dot, __m256i pairs, __m256i times)
 }
 
 /* `width` inputs of `rows` rows by a tile of nibbles, which stand for numbers of `codebook` unless that is NULL. */
-INLINE void dot_u4(const int8_t *x, int64_t x_stride, const uint8_t *w, int32_t width, int32_t dots[ROWS][QS_LANES],
-                   const uint8_t *codebook, const int rows)
+INLINE void dot_u4(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t ahead, int32_t width,
+                   int32_t dots[ROWS][QS_LANES], const uint8_t *codebook, const int rows)
 {
     const __m256i book = codebook ? both(codebook) : _mm256_setzero_si256();
     const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
@@ -54,6 +54,7 @@ INLINE void dot_u4(const int8_t *x, int64_t x_stride, const uint8_t *w, int32_t 
         UNROLL for (int v = 0; v < HALVES; v++)
             pairs[m][v] = _mm256_setzero_si256();
     for (int32_t j = 0; j < width; j += 8, w += 64) {
+        _mm_prefetch((const char *)w + ahead, _MM_HINT_T1);
         UNROLL for (int v = 0; v < HALVES; v++)
             codes[v] = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(w + 32 * v)), low);
         UNROLL for (int v = 0; codebook && v < HALVES; v++)
@@ -80,14 +81,15 @@ INLINE void dot_u4(const int8_t *x, int64_t x_stride, const uint8_t *w, int32_t 
 
 /* The same by half a tile of bytes. The product of bytes and signed bytes saturates, that of nibbles does not. So a
  * byte is split into its low nibble and 16 times its high one, each with its own sum. */
-INLINE void dot_u8(const int8_t *x, int64_t x_stride, const uint8_t *w, int32_t width, int32_t dots[ROWS][QS_LANES], int v,
-                   const int rows)
+INLINE void dot_u8(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t ahead, int32_t width,
+                   int32_t dots[ROWS][QS_LANES], int v, const int rows)
 {
     const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
     __m256i lows[ROWS], highs[ROWS];
     UNROLL for (int m = 0; m < rows; m++)
         lows[m] = highs[m] = _mm256_setzero_si256();
     for (int32_t j = 0; j < width; j += 4, w += 64) {
+        _mm_prefetch((const char *)w + ahead, _MM_HINT_T1);
         __m256i codes = _mm256_loadu_si256((const __m256i *)(w + 32 * v));
         __m256i first = _mm256_and_si256(codes, low), second = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
         UNROLL for (int m = 0; m < rows; m++) {
@@ -120,10 +122,10 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         int32_t span = width - j < most ? width - j : most;
         const uint8_t *w = at->w + (int64_t)j * (u4 ? 8 : 16);
         if (u4)
-            dot_u4(at->x + j, at->x_stride, w, span, dots, u4 == BOOK ? at->codebook : NULL, rows);
+            dot_u4(at->x + j, at->x_stride, w, at->ahead, span, dots, u4 == BOOK ? at->codebook : NULL, rows);
         else
             UNROLL for (int v = 0; v < HALVES; v++)
-                dot_u8(at->x + j, at->x_stride, w, span, dots, v, rows);
+                dot_u8(at->x + j, at->x_stride, w, at->ahead, span, dots, v, rows);
     }
     UNROLL for (int v = 0; v < HALVES; v++) {
         vf scale = at->scales ? load(at->scales + 8 * v) : load_halves(at->halves + 8 * v);

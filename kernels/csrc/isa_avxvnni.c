@@ -65,6 +65,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
                                   : _mm256_set1_epi32(-sum * zero);
     }
     for (int32_t j = 0; j < width; j += u4 ? 8 : 4, w += 64) {
+        _mm_prefetch((const char *)w + at->ahead, _MM_HINT_T1);
         UNROLL for (int v = 0; v < HALVES; v++) {
             codes[v] = _mm256_loadu_si256((const __m256i *)(w + 32 * v));
             if (u4)

@@ -12,6 +12,7 @@ typedef struct {
     const int32_t *zeros;  /* like scales, or NULL */
     const uint8_t *codebook;
     int64_t x_stride, groups;
+    int64_t ahead;         /* bytes from the weights being read to those prefetched meanwhile; 0: none */
 } int_walk;
 
 /* Adds one activation group of `rows` rows by one tile to `sums`. The dot starts at -zero * sum(codes), so that the zero
@@ -19,7 +20,8 @@ typedef struct {
 INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
                       const int u4);
 
-INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, const int rows, const int u4)
+INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int64_t ahead, const int rows,
+                      const int u4)
 {
     int32_t groups = op->k / op->act_group, per_scale = op->group / op->act_group;
     int64_t scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES;
@@ -35,6 +37,7 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         .codebook = op->codebook,
         .x_stride = op->k,
         .groups = groups,
+        .ahead = ahead,
     };
     memset(sums, 0, sizeof sums);
     for (int32_t g = 1; g <= groups; g++) {
@@ -53,27 +56,30 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         store_tiles(op, sums[m], row + m, tile, 1);
 }
 
-INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, const int u4)
+INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int64_t ahead,
+                     const int u4)
 {
-    for (; row + ROWS <= end; row += ROWS)
-        int_block(op, acts, row, tile, ROWS, u4);
-    for (; row + 2 <= end; row += 2)
-        int_block(op, acts, row, tile, 2, u4);
-    for (; row < end; row++)
-        int_block(op, acts, row, tile, 1, u4);
+    for (; row + ROWS <= end; row += ROWS, ahead = 0) /* fetched once */
+        int_block(op, acts, row, tile, ahead, ROWS, u4);
+    for (; row + 2 <= end; row += 2, ahead = 0)
+        int_block(op, acts, row, tile, ahead, 2, u4);
+    for (; row < end; row++, ahead = 0)
+        int_block(op, acts, row, tile, ahead, 1, u4);
 }
 
 static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                        uint8_t *unpacked)
 {
     (void)unpacked;
+    int64_t ahead = (int64_t)op->k * (op->dtype == QS_U4 ? 8 : 16) * tiles;
+    ahead = ahead <= NEAR ? ahead : 0;
     for (int32_t t = tile; t < tile + tiles; t++) {
         if (op->codebook)
-            int_rows(op, acts, row, end, t, BOOK);
+            int_rows(op, acts, row, end, t, ahead, BOOK);
         else if (op->dtype == QS_U4)
-            int_rows(op, acts, row, end, t, 1);
+            int_rows(op, acts, row, end, t, ahead, 1);
         else
-            int_rows(op, acts, row, end, t, 0);
+            int_rows(op, acts, row, end, t, ahead, 0);
     }
     end_streams();
 }

@@ -2,6 +2,7 @@
  * Behind rows.h. */
 
 #define FAR 16384 /* outputs, as many as a vocabulary has: written past the caches, which would evict them unread */
+#define NEAR (128 << 10) /* bytes, a part of the second-level cache: the farthest prefetch */
 
 /* A row of the output: the sums of `tiles` tiles, QS_LANES each. With two or more tiles, each gate comes with its
  * factor; a single gate tile waits in the output for its factor. */
