@@ -33,7 +33,7 @@ def like_reference(row: torch.Tensor, draw: RowSampling, token: int) -> bool:
             row,
             dataclasses.replace(
                 draw,
-                point=min(max(draw.point + nudge, 0.0), BELOW_ONE),
+                point=min(max(draw.point + nudge, 0.0), 1.0),  # at 1.0 the last token with any weight
                 top_p=min(max(draw.top_p + cut, 1e-9), 1.0) if draw.top_p < 1.0 else 1.0,
                 min_p=min(draw.min_p * (1 + cut), 1.0),
             ),
