@@ -5,6 +5,7 @@ The native decoder, the GGUF reader and the planner read the same row. A family 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -190,6 +191,23 @@ def _cohere(config: Any) -> Multipliers:
     return Multipliers(logits=config.logit_scale)
 
 
+def _latent(config: Any) -> Multipliers:
+    """YaRN sharpens scores by the square of its own factor for ``mscale_all_dim``."""
+    rope, scale = config.rope_parameters, (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    if rope.get("rope_type", "default") != "default" and (every := rope.get("mscale_all_dim")) and rope["factor"] > 1:
+        scale *= (0.1 * every * math.log(rope["factor"]) + 1.0) ** 2
+    return Multipliers(attention=scale)
+
+
+def _minicpm3(config: Any) -> Multipliers:
+    residual = config.scale_depth / config.num_hidden_layers**0.5
+    return Multipliers(config.scale_emb, residual, _latent(config).attention, config.dim_model_base / config.hidden_size)
+
+
+def _latent_modules(config: Mapping[str, Any]) -> Modules:
+    return replace(LLAMA, interleaved=bool(config.get("rope_interleave", True)))
+
+
 def _gpt2(config: Any) -> Multipliers:
     return Multipliers(attention=None if config.scale_attn_weights else 1.0)
 
@@ -241,6 +259,9 @@ _DEEPSEEK = Experts(
     scale="routed_scaling_factor",
 )  # fmt: skip
 _DEEPSEEK_V3 = replace(_DEEPSEEK, sigmoid=True, score_bias=True)
+_LATENT = Family(
+    native=True, latent=True, qkv_bias=None, out_bias=None, modules=_latent_modules, multipliers=_latent
+)
 _QWEN_MOE = Experts(dense_between=True)
 _MIXTRAL = Experts(("num_local_experts",), "intermediate_size", renormalize=True)
 _GRANITE_MOE = Family(
@@ -401,8 +422,16 @@ FAMILIES = {
         served={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         experts=replace(_MIXTRAL, biases=True, function="swigluoai"),
     ),
-    "deepseek_v2": Family(latent=True, experts=_DEEPSEEK),
-    "deepseek_v3": Family(latent=True, experts=_DEEPSEEK_V3),
+    "deepseek_v2": replace(
+        _LATENT, mlp_bias=None, keys=keys.deepseek_v2, modules=lambda config: modules.INTERLEAVED,
+        experts=replace(_DEEPSEEK, group_best=1, renormalize=False),
+    ),
+    "deepseek_v3": replace(_LATENT, experts=_DEEPSEEK_V3),
+    "glm4_moe_lite": replace(
+        _LATENT, keys=keys.glm4_moe_lite, experts=replace(_DEEPSEEK_V3, dense_layers=None, dense_between=True)
+    ),
+    "minicpm3": replace(_LATENT, mlp_bias=None, tied=True, modules=lambda config: LLAMA, multipliers=_minicpm3),
+    "youtu": replace(_LATENT, tied=True),
 }  # fmt: skip
 
 

@@ -46,6 +46,17 @@ def ernie4_5(config: Config) -> dict[str, Any]:
     return _renamed(config, ERNIE4_5)
 
 
+def deepseek_v2(config: Config) -> dict[str, Any]:
+    """Groups count only for one way of choosing experts."""
+    return {} if config.get("topk_method") == "group_limited_greedy" else {"n_group": None, "topk_group": None}
+
+
+def glm4_moe_lite(config: Config) -> dict[str, Any]:
+    """``mlp_layer_types`` says which layers have experts; all but the first where it says nothing."""
+    kinds = config.get("mlp_layer_types") or ["dense"]
+    return {"mlp_only_layers": [layer for layer, kind in enumerate(kinds) if kind == "dense"]}
+
+
 def cwm(config: Config) -> dict[str, Any]:
     """The first of every four layers attends to everything."""
     layers = config.get("num_hidden_layers")

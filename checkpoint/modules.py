@@ -27,6 +27,10 @@ class Modules:
         mlp_out_norm: the norm of the feed-forward's output; None without.
         q_norm, k_norm: the norms of queries and keys, in families that have them.
         qkv: the linears of queries, keys and values, or one that joins them.
+        q_a, q_a_norm, q_b: of latent attention, the linear from the stream to the latent of the queries, its norm, and
+            the linear from there to the queries; without that latent, ``qkv`` begins with the linear of the queries.
+        kv_a, kv_a_norm, kv_b: the linear to the latent of keys and values and to the rotated key, the norm of that
+            latent, and the linear from there to keys and values.
         out: the linear behind the attention.
         up: the linears that read the feed-forward's input: gate and up, one that joins them, or one without a gate.
         down: the linear that writes the feed-forward's output.
@@ -60,6 +64,12 @@ class Modules:
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
     out: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"

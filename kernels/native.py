@@ -28,7 +28,10 @@ from qserve.kernels.ops import (
     Cast,
     Embed,
     Experts,
+    HeadLinear,
     HeadNorm,
+    LatentAttention,
+    LatentKV,
     LayerNorm,
     Linear,
     Lora,
@@ -371,6 +374,9 @@ class NativeExecutor:
             if op.activated.shape[1] % LANES:
                 return f"experts of {op.activated.shape[1]} numbers have no C kernel: it takes multiples of {LANES}"
             return next((reason for weight in (*op.gate_up, *op.down) if (reason := _unsupported(weight))), None)
+        if isinstance(op, HeadLinear | LatentKV | LatentAttention):
+            held = op.weight if isinstance(op, HeadLinear) else op.cache
+            return None if held.dtype in abi.FLOATS else f"{abi.name_of(type(op))} in {held.dtype} has no C kernel"
         if isinstance(op, RopeKV | Attention):
             if op.k_cache.dtype not in abi.DTYPES:
                 return f"a KV cache in {op.k_cache.dtype} has no C kernel"

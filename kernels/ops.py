@@ -269,6 +269,113 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class HeadLinear:
+    """out[r, h] = weight[h] x[r, h]: each head has a product of its own.
+
+    x [tokens, heads, in] and out [tokens, heads, out] may be parts of the heads of wider buffers; weight [heads, out,
+    in] in float32, float16 or bfloat16.
+    """
+
+    x: Tensor
+    weight: Tensor
+    out: Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def x_stride(self) -> int:
+        return self.x.stride(0)
+
+    @property
+    def out_stride(self) -> int:
+        return self.out.stride(0)
+
+
+@dataclass(frozen=True)
+class LatentKV:
+    """Stores [latent | rope key] of each token in the cache, and rotates the queries (DeepSeek-V2, arXiv 2405.04434).
+
+    kv, float32 [tokens, rank + rope], holds both before the RMS norm of the latent, by ``norm`` [rank], and before the
+    rotation of the key. q [tokens, heads, rope] is rotated into ``out`` of the same shape; both may be parts of the
+    heads of wider buffers. The rotation is that of ``RopeKV``; cosine, sine [positions, rope / 2].
+
+    cache [blocks, 16, rank + rope], float32, float16 or bfloat16.
+    """
+
+    kv: Tensor
+    norm: Tensor
+    q: Tensor
+    out: Tensor
+    cosine: Tensor
+    sine: Tensor
+    cache: Tensor
+    eps: float
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def rank(self) -> int:
+        return self.norm.shape[0]
+
+    @property
+    def rope(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def q_stride(self) -> int:
+        return self.q.stride(0)
+
+    @property
+    def q_head(self) -> int:
+        """Numbers from a head to the next."""
+        return self.q.stride(1)
+
+    @property
+    def out_stride(self) -> int:
+        return self.out.stride(0)
+
+    @property
+    def out_head(self) -> int:
+        return self.out.stride(1)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.cache.dtype
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Causal attention of the step's queries over a cache of latents, whose first ``rank`` numbers are the values.
+
+    All heads of q [tokens, heads * (rank + rope)] share the one key of a token. A score is query times key times
+    ``scale``. out [tokens, heads * rank]. The cache is that of ``LatentKV``.
+    """
+
+    q: Tensor
+    out: Tensor
+    cache: Tensor
+    heads: int
+    scale: float
+
+    @property
+    def width(self) -> int:
+        """rank + rope."""
+        return self.cache.shape[2]
+
+    @property
+    def rank(self) -> int:
+        return self.out.shape[1] // self.heads
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.cache.dtype
+
+
+@dataclass(frozen=True)
 class Activation:
     """out = function(gate) * up where ``gated``: x [tokens, 2 * width] holds both. Otherwise out = function(x), and
     ``out`` may be ``x``. ``out`` may be a slice of the columns of a wider buffer."""
@@ -452,6 +559,9 @@ Op = (
     | Linear
     | RopeKV
     | Attention
+    | HeadLinear
+    | LatentKV
+    | LatentAttention
     | Activation
     | Gather
     | SoftCap

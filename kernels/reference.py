@@ -32,7 +32,10 @@ from qserve.kernels.ops import (
     Experts,
     Function,
     Gather,
+    HeadLinear,
     HeadNorm,
+    LatentAttention,
+    LatentKV,
     LayerNorm,
     Linear,
     LogSoftmax,
@@ -202,6 +205,30 @@ def _attention(op: Attention, step: Step, rows: slice) -> None:
         op.out[begin:end] = out.transpose(0, 1).reshape(end - begin, -1)
 
 
+def _latent_kv(op: LatentKV, step: Step, rows: slice) -> None:
+    positions, slots = step.positions[rows].long(), step.slots[rows].long()
+    cosine, sine = op.cosine[positions], op.sine[positions]
+    latent, key = op.kv[rows].float().split([op.rank, op.rope], -1)
+    stored = torch.cat([rms_norm(latent, op.norm, op.eps), rotate(key[:, None], cosine, sine)[:, 0]], -1)
+    op.cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = stored.to(op.cache.dtype)
+    op.out[rows] = rotate(op.q[rows].float(), cosine, sine).to(op.out.dtype)
+
+
+def _latent_attention(op: LatentAttention, step: Step, rows: slice) -> None:
+    for s, (first, last) in enumerate(pairwise(step.seq_start.tolist())):
+        begin, end = max(first, rows.start), min(last, rows.stop)
+        if begin >= end:
+            continue
+        positions = step.positions[begin:end].long()
+        length = int(positions[-1]) + 1
+        blocks = step.block_tables[s, : -(-length // BLOCK_SIZE)].long()
+        keys = op.cache[blocks].float().flatten(0, 1)[:length]
+        seen = torch.arange(length, device=positions.device) <= positions[:, None, None]
+        q = op.q[begin:end].float().view(end - begin, op.heads, -1)
+        weights = (q @ keys.T * op.scale).masked_fill(~seen, -torch.inf).softmax(-1)
+        op.out[begin:end] = (weights @ keys[:, : op.rank]).flatten(1)
+
+
 def _embed(op: Embed, ids: Tensor, out: Tensor) -> None:
     table, count = op.table, len(op.table) if isinstance(op.table, Tensor) else op.table.out_features
     if op.sampled is not None:
@@ -334,6 +361,12 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
             _rope_kv(op, step, rows)
         case Attention():
             _attention(op, step, rows)
+        case HeadLinear():
+            op.out[rows] = torch.einsum("rhi,hoi->rho", op.x[rows].float(), op.weight.float()).to(op.out.dtype)
+        case LatentKV():
+            _latent_kv(op, step, rows)
+        case LatentAttention():
+            _latent_attention(op, step, rows)
         case Activation():
             x = op.x[rows].float()
             if op.gated:

@@ -4,8 +4,8 @@ Layers that keep the same form a group. A sequence has a block table for each gr
 back the blocks behind it. Groups have the same number of layers at most, so all blocks have one size and any group can
 take any block of the pool: nothing is divided beforehand. A model whose layers all keep the same is one group.
 
-A layer that keeps something else (a latent vector for each token, a state of fixed size) needs another field of
-``CacheSpec``, a rule in ``blocks_needed``, and a rule in ``BlockManager`` for what is passed.
+A layer that keeps something else (a state of fixed size) needs another field of ``CacheSpec``, a rule in
+``blocks_needed``, and a rule in ``BlockManager`` for what is passed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class CacheSpec:
     """Keys and values of one layer. ``window``: a query sees the keys of so many positions, its own included; 0 means
-    all."""
+    all. ``latent``: values are a part of the keys, and nothing is kept beside these."""
 
     kv_heads: int
     head_dim: int
     window: int = 0
+    latent: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token."""
+        return (1 if self.latent else 2) * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class CacheLayout:
     @classmethod
     def of(cls, specs: Sequence[CacheSpec]) -> CacheLayout:
         """The layout for the layers of a model. The rarest kind is one group; kinds with more layers are several."""
-        if len({spec.kv_heads * spec.head_dim for spec in specs}) > 1:
+        if len({spec.width for spec in specs}) > 1:
             raise ValueError("layers of one cache must keep equally much of a token")
         places = min(Counter(specs).values())
         groups = []
@@ -66,9 +72,8 @@ class CacheLayout:
         return next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
 
     def block_bytes(self, block_size: int, element_size: int) -> int:
-        """Bytes of a block: keys and values of ``block_size`` tokens."""
-        spec = self.groups[0].spec
-        return 2 * self.places * spec.kv_heads * spec.head_dim * element_size * block_size
+        """Bytes of a block: what all places keep of ``block_size`` tokens."""
+        return self.places * self.groups[0].spec.width * element_size * block_size
 
 
 def window_blocks(window: int, block_size: int) -> int:

@@ -15,6 +15,7 @@ from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_fam
 from qserve.checkpoint.modules import Modules
 from qserve.kernels.ops import Function
 from qserve.runtime.cache import CacheLayout, CacheSpec
+from qserve.runtime.models.latent_config import LatentConfig, latent_config
 from qserve.runtime.models.moe_config import MoeConfig, moe_config
 
 ACTIVATIONS: dict[str, Function] = {
@@ -33,6 +34,7 @@ class DecoderConfig:
         windows: the sliding window of each layer in tokens, 0 for full attention.
         rotated: for each layer whether its queries and keys are rotated.
         rope_kinds: for each layer the key of its parameters in ``rope_parameters``, None where all layers share them.
+        head_dim: of latent attention only what is rotated. There all heads share one key head, that of the cache.
         score_cap, logit_cap: ``Attention.softcap`` and ``SoftCap.cap``, 0 for none.
     """
 
@@ -58,6 +60,7 @@ class DecoderConfig:
     score_cap: float
     logit_cap: float
     moe: MoeConfig | None
+    latent: LatentConfig | None
     hf: PretrainedConfig
 
     @property
@@ -70,18 +73,24 @@ class DecoderConfig:
         return self.num_attention_heads * self.head_dim
 
     @property
+    def attended_size(self) -> int:
+        """Numbers that attention gives a token."""
+        return self.num_attention_heads * self.latent.value if self.latent else self.q_size
+
+    @property
     def kv_size(self) -> int:
         return self.num_key_value_heads * self.head_dim
 
     @property
     def cache_layout(self) -> CacheLayout:
+        width = self.latent.width if self.latent else self.head_dim
         return CacheLayout.of([
-            CacheSpec(self.num_key_value_heads, self.head_dim, window) for window in self.windows
+            CacheSpec(self.num_key_value_heads, width, window, self.latent is not None) for window in self.windows
         ])
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of keys and values that one token takes in all layers."""
-        return 2 * self.num_hidden_layers * self.kv_size * element_size
+        return self.num_hidden_layers * self.cache_layout.groups[0].spec.width * element_size
 
 
 def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
@@ -107,7 +116,7 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
     if family.qk_norm_asked and not hf.use_qk_norm:
         family = replace(family, qk_norm=None)
     heads = hf.num_attention_heads
-    kv_heads = getattr(hf, "num_key_value_heads", None) or heads
+    kv_heads = 1 if family.latent else getattr(hf, "num_key_value_heads", None) or heads
     if kv_heads < 1 or heads % kv_heads:
         raise CheckpointError(f"{name}: {heads} attention heads are not a multiple of {kv_heads} key heads")
     return DecoderConfig(
@@ -133,6 +142,7 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         score_cap=float(hf.attn_logit_softcapping or 0) if family.capped_scores else 0.0,
         logit_cap=float(hf.final_logit_softcapping or 0) if family.capped_logits else 0.0,
         moe=moe_config(hf, family.experts, name) if family.experts else None,
+        latent=latent_config(hf) if family.latent else None,
         hf=hf,
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import pages, registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor, LogSoftmax, Placement, Program, Step
+from qserve.runtime.cache import CacheSpec
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.layers import Buffers, LayerBuilder
 from qserve.runtime.models.lora_layers import LoraLayers
@@ -44,8 +45,8 @@ class DecoderLimits:
 
 class Decoder:
     """Runs steps. ``logits`` float32 [max_logits, vocab] and ``greedy`` int32 [max_logits] hold the last head run;
-    ``kv`` [places, 2, blocks, kv_heads * head_dim * 16] is the cache. Layers of different groups share a place. All are
-    where the executor places them.
+    ``kv`` [places, 2, blocks, kv_heads * head_dim * 16] is the cache, or [places, 1, blocks, …] of latents. Layers of
+    different groups share a place. All are where the executor places them.
 
     ``group``: of the ranks that share the model, if there are several. Then this one has a shard of the weights, ``kv``
     its own key heads, and ``greedy`` is that of the first rank. All must run the same steps and heads.
@@ -80,7 +81,7 @@ class Decoder:
         layers, tokens, rows = config.num_hidden_layers, limits.max_tokens, limits.max_logits
         self.executor, self.placement = executor, executor.placement
         self._kv_dtype = kv_dtype
-        self._pages: list[tuple[Tensor, Tensor]] = []
+        self._pages: list[tuple[Tensor, ...]] = []
         self.resize_cache(limits.num_blocks)
         self._buffers = buffers = Buffers.allocate(
             config, self.placement, tokens=tokens, rows=rows, positions=limits.max_positions, group=group
@@ -103,7 +104,7 @@ class Decoder:
             program = self._body[-1][1]
             if i == 0:
                 program.add(embed)
-            ops = builder.layer(i, *self._pages[place])
+            ops = builder.layer(i, self._pages[place])
             program.add(ops)
             self.fallbacks += registry.fallbacks(executor, ops)
             del ops  # what was read of this layer is gone before the next one is read
@@ -137,22 +138,26 @@ class Decoder:
     def resize_cache(self, num_blocks: int) -> None:
         """Make a cache of ``num_blocks`` with undefined content. After the load only an executor that asks for the
         cache's address in every run sees it: that of a GPU."""
-        width = self._kv_heads * self.config.head_dim
-        shape, device = (self.layout.places, 2, num_blocks, width * BLOCK_SIZE), self.placement.device
+        spec, device = self.layout.groups[0].spec, self.placement.device
+        width = self._kv_heads * spec.head_dim * BLOCK_SIZE
+        shape = self.layout.places, 1 if spec.latent else 2, num_blocks, width
         if device.type == "cpu":
             self.kv = pages.empty(shape, self._kv_dtype)
         else:
             self.kv = torch.empty(shape, dtype=self._kv_dtype, device=device)
-        views = [_pages_of(place, self._kv_heads, self.config.head_dim, self.placement) for place in self.kv]
+        views = [_pages_of(place, spec, self._kv_heads, self.placement) for place in self.kv]
         for old, new in zip(self._pages, views):
             for tensor, other in zip(old, new):
                 tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
         self._pages = self._pages or views
 
 
-def _pages_of(place: Tensor, kv_heads: int, head_dim: int, placement: Placement) -> tuple[Tensor, Tensor]:
-    """The keys and values of a layer's place [2, blocks, …], in the shapes that the operations see."""
-    shape = (-1, kv_heads, BLOCK_SIZE, head_dim)
+def _pages_of(place: Tensor, spec: CacheSpec, kv_heads: int, placement: Placement) -> tuple[Tensor, ...]:
+    """The keys and values of a layer's place [2, blocks, …], or its latents [1, blocks, …], in the shapes that the
+    operations see."""
+    if spec.latent:
+        return (place[0].view(-1, BLOCK_SIZE, spec.head_dim),)
+    shape = (-1, kv_heads, BLOCK_SIZE, spec.head_dim)
     if placement.keys_by_token:
         return place[0].view(shape).transpose(2, 3), place[1].view(shape)
     return place[0].view(shape[0], shape[1], shape[3], shape[2]), place[1].view(shape)
@@ -165,9 +170,10 @@ def missing_kernels(
     placement = executor.placement
     buffers = Buffers.allocate(config, placement, tokens=1, rows=1, positions=1)
     builder = LayerBuilder(config, Headers(source), buffers, kv_dtype)
-    layer = torch.empty(2, 1, config.kv_size * BLOCK_SIZE, dtype=kv_dtype, device=placement.device)
+    spec = config.cache_layout.groups[0].spec
+    layer = torch.empty(2, 1, spec.kv_heads * spec.head_dim * BLOCK_SIZE, dtype=kv_dtype, device=placement.device)
+    pages_of_layer = _pages_of(layer, spec, spec.kv_heads, placement)
     found = registry.fallbacks(executor, builder.embed())
     for i in range(config.num_hidden_layers):
-        pages_of_layer = _pages_of(layer, config.num_key_value_heads, config.head_dim, placement)
-        found += registry.fallbacks(executor, builder.layer(i, *pages_of_layer))
+        found += registry.fallbacks(executor, builder.layer(i, pages_of_layer))
     return found + registry.fallbacks(executor, builder.head(int8=False))

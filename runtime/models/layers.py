@@ -34,6 +34,7 @@ from qserve.kernels.ops import (
 from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig, is_classifier
 from qserve.runtime.models.kv_scales import cache_center, cache_scales
+from qserve.runtime.models.latent import LatentBuffers, attend
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.moe import MoeBuffers, routed
 from qserve.runtime.models.rope import query_scale, rope_tables
@@ -54,6 +55,7 @@ class Buffers:
     logits      [rows, vocab_size] float32
     greedy      [rows] int32
     moe         the buffers of experts, None in models without
+    latent      those of latent attention, which has no qkv
     rotations   cosine and sine, float32 [positions, rotary_dim / 2], for each of the ``rope_kinds``
     q_scale     float32 [positions], or None
 
@@ -72,6 +74,7 @@ class Buffers:
     logits: Tensor
     greedy: Tensor
     moe: MoeBuffers | None
+    latent: LatentBuffers | None
     rotations: dict[str | None, tuple[Tensor, Tensor]]
     q_scale: Tensor | None
 
@@ -110,8 +113,8 @@ class Buffers:
             x=shared(tokens, hidden, torch.float32),
             sublayer=shared(tokens if behind else 0, hidden, torch.float32),
             normed=activations(tokens, hidden),
-            qkv=activations(tokens, (len(queries) + 2 * len(keys)) * config.head_dim),
-            attended=shared(tokens, config.q_size),
+            qkv=activations(tokens, 0 if config.latent else (len(queries) + 2 * len(keys)) * config.head_dim),
+            attended=shared(tokens, config.attended_size),
             gate_up=gate_up,
             activated=gate_up if in_place else shared(tokens, inner),
             last=torch.empty(rows, hidden, device=device),
@@ -119,6 +122,7 @@ class Buffers:
             logits=shared(rows, config.vocab_size, torch.float32).zero_(),  # a classifier leaves them so
             greedy=torch.empty(rows, dtype=torch.int32, device=device),
             moe=MoeBuffers.allocate(config.moe, hidden, placement, tokens, group) if config.moe else None,
+            latent=LatentBuffers.allocate(config, placement, tokens) if config.latent else None,
             rotations={kind: rotation(kind) for kind in config.rope_kinds},
             q_scale=None if scale is None else scale.to(device),
         )
@@ -127,7 +131,7 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes of activations and logits."""
         held = {id(x := getattr(self, field.name)): x for field in fields(self) if field.name != "q_scale"}
-        return sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, Tensor | MoeBuffers))
+        return sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, Tensor | MoeBuffers | LatentBuffers))
 
 
 class LayerBuilder:
@@ -176,17 +180,18 @@ class LayerBuilder:
             ops += self._group.gather(buffers.x)
         return ops
 
-    def layer(self, i: int, k_cache: Tensor, v_cache: Tensor) -> list[Op]:
+    def layer(self, i: int, cache: Sequence[Tensor]) -> list[Op]:
+        """``cache``: the keys and values of the layer, or its latents."""
         modules, layer = self._config.modules, f"{self._config.modules.layers}.{i}"
         parallel = self._config.parallel
         x, read = self._input(layer, modules.attention_norm)
-        attend, add = self._attention(i, layer, x, k_cache, v_cache)
+        attended, add = (self._latent if self._config.latent else self._attention)(i, layer, x, *cache)
         y, read_too = (x, []) if parallel and modules.mlp_norm is None else self._input(layer, modules.mlp_norm)
         sparse = self._config.moe and self._config.moe.sparse[i]
         feed, add_too = self._experts(layer, y) if sparse else self._mlp(layer, y)
         if parallel:  # nothing is added to the stream before both have read it
-            return [*read, *attend, *read_too, *feed, *add, *add_too]
-        return [*read, *attend, *add, *read_too, *feed, *add_too]
+            return [*read, *attended, *read_too, *feed, *add, *add_too]
+        return [*read, *attended, *add, *read_too, *feed, *add_too]
 
     def final_norm(self) -> list[Op]:
         """The states of the rows whose logits are wanted, as transformers returns them."""
@@ -316,6 +321,16 @@ class LayerBuilder:
             *self._group.gather(buffers.attended),
         ]  # fmt: skip
         return compute, self._to_stream(layer, config.modules.out, buffers.attended, config.modules.attention_out_norm)
+
+    def _latent(self, i: int, layer: str, x: Tensor, cache: Tensor) -> tuple[list[Op], list[Op]]:
+        """Like ``_attention``."""
+        config, buffers = self._config, self._buffers
+        assert buffers.latent is not None
+        rotation = buffers.rotations[config.rope_kinds[i]]
+        compute = attend(
+            config, self._weights, layer, x, buffers.latent, buffers.attended, cache, rotation, self._joined
+        )
+        return compute, self._to_stream(layer, config.modules.out, buffers.attended, None)
 
     def _mlp(self, layer: str, x: Tensor) -> tuple[list[Op], list[Op]]:
         """The operations that compute the feed-forward, and those that add it to the residual stream."""
