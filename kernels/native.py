@@ -50,11 +50,13 @@ from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus, sh
 from qserve.kernels.tiled import (
     TiledEmbed,
     TiledExperts,
+    TiledHeadLinear,
     TiledLinear,
     TiledLora,
     as_floats,
     tile_embed,
     tile_experts,
+    tile_head_linear,
     tile_linear,
     tile_lora,
 )
@@ -63,7 +65,8 @@ Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
 
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
-_TILED = (TiledEmbed, TiledLinear, TiledExperts, TiledLora)
+_TILED = (TiledEmbed, TiledLinear, TiledExperts, TiledLora, TiledHeadLinear)
+_WIDEST_LATENT = 640  # with its rotated key
 _DECLARED = {abi.name_of(op): op for op in (*get_args(Op), *_TILED)}  # the tiled ones come last
 
 
@@ -302,6 +305,10 @@ class _NativeProgram:
                 return tile_lora(op)
             case Route() if op.bias is not None:
                 return replace(op, bias=op.bias.float().contiguous())
+            case HeadLinear():
+                return tile_head_linear(op, self._pool.arena.keep)
+            case LatentKV():
+                return replace(op, norm=op.norm.float().contiguous())
             case RMSNorm() | HeadNorm():
                 return replace(op, weight=op.weight.float().contiguous())
             case LayerNorm():
@@ -376,6 +383,8 @@ class NativeExecutor:
             return next((reason for weight in (*op.gate_up, *op.down) if (reason := _unsupported(weight))), None)
         if isinstance(op, HeadLinear | LatentKV | LatentAttention):
             held = op.weight if isinstance(op, HeadLinear) else op.cache
+            if isinstance(op, LatentAttention) and op.width > _WIDEST_LATENT:
+                return f"a latent of {op.width} has no C kernel: at most {_WIDEST_LATENT}"
             return None if held.dtype in abi.FLOATS else f"{abi.name_of(type(op))} in {held.dtype} has no C kernel"
         if isinstance(op, RopeKV | Attention):
             if op.k_cache.dtype not in abi.DTYPES:

@@ -284,21 +284,13 @@ class HeadLinear:
     def heads(self) -> int:
         return self.x.shape[1]
 
-    @property
-    def x_stride(self) -> int:
-        return self.x.stride(0)
-
-    @property
-    def out_stride(self) -> int:
-        return self.out.stride(0)
-
 
 @dataclass(frozen=True)
 class LatentKV:
     """Stores [latent | rope key] of each token in the cache, and rotates the queries (DeepSeek-V2, arXiv 2405.04434).
 
     kv, float32 [tokens, rank + rope], holds both before the RMS norm of the latent, by ``norm`` [rank], and before the
-    rotation of the key. q [tokens, heads, rope] is rotated into ``out`` of the same shape; both may be parts of the
+    rotation of the key; its contents are undefined afterwards. q [tokens, heads, rope] is rotated into ``out`` of the same shape; both may be parts of the
     heads of wider buffers. The rotation is that of ``RopeKV``; cosine, sine [positions, rope / 2].
 
     cache [blocks, 16, rank + rope], float32, float16 or bfloat16.
@@ -559,9 +551,6 @@ Op = (
     | Linear
     | RopeKV
     | Attention
-    | HeadLinear
-    | LatentKV
-    | LatentAttention
     | Activation
     | Gather
     | SoftCap
@@ -572,6 +561,9 @@ Op = (
     | SigmoidMul
     | Lora
     | AllGather
+    | HeadLinear
+    | LatentKV
+    | LatentAttention
 )
 
 

@@ -16,7 +16,7 @@ from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import abi
 from qserve.kernels.fusion import FusedLinear, alternate, alternating
-from qserve.kernels.ops import Embed, Experts, LayerNorm, Lora
+from qserve.kernels.ops import Embed, Experts, HeadLinear, LayerNorm, Lora
 from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
 from qserve.kernels.ranks import Ranks
 
@@ -35,6 +35,7 @@ class TiledLinear:
     k: int
     n: int
     x_width: int
+    x_stride: int
     out_stride: int
     dtype: int
     scales: Tensor | None = None
@@ -79,6 +80,16 @@ class TiledExperts:
 
 
 @dataclass(frozen=True)
+class TiledHeadLinear:
+    """``product``: that of the first head; its weight holds the tiles of all."""
+
+    product: TiledLinear
+    heads: int
+    x_head: int
+    out_head: int
+
+
+@dataclass(frozen=True)
 class TiledEmbed:
     table: Tensor
     out: Tensor
@@ -119,6 +130,8 @@ def tile_linear(fused: FusedLinear, keep: Keep) -> TiledLinear:
     shape = (op.weight.out_features, op.weight.in_features) if packed else tuple(op.weight.shape)  # type: ignore[union-attr]
     if shape != (op.out.shape[1], op.x.shape[1]):
         raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
+    if not x.is_contiguous():
+        raise ValueError("the C kernels need contiguous inputs of products")
     weight = _tiles(op.weight, keep)
     return TiledLinear(
         x=x,
@@ -142,7 +155,8 @@ def tile_linear(fused: FusedLinear, keep: Keep) -> TiledLinear:
 def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
     """The fields of ``TiledLinear`` that follow from the weight."""
     if isinstance(weight, Tensor):
-        return {"weight": keep(float_tiles(weight)), "k": weight.shape[1], "dtype": abi.FLOATS[weight.dtype]}
+        k = weight.shape[1]
+        return {"weight": keep(float_tiles(weight)), "k": k, "x_stride": k, "dtype": abi.FLOATS[weight.dtype]}
     scheme, activations = weight.scheme, weight.activations
     inputs = {"input_scale": weight.input_scale or 0.0}
     if scheme.grid.exact and not is_expanded(scheme, activations):
@@ -156,6 +170,7 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
             "codebook": tiles.codebook,
             "scale_dtype": abi.FLOATS[tiles.scales.dtype],
             "k": tiles.k,
+            "x_stride": tiles.k,
             "dtype": abi.U4 if tiles.bits == 4 else abi.U8,
             "group": tiles.group,
             "act_dtype": abi.I8,
@@ -165,6 +180,7 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
             **inputs,
         }
     inp = weight.in_features
+    inputs["x_stride"] = inp
     if activations is not None:
         inputs["act_dtype"] = abi.F8 if activations.grid is E4M3 else abi.I8
         inputs["act_span"] = activations.group_size if activations.granularity == "group" else inp
@@ -173,6 +189,25 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
     codes, scales = (keep(each) for each in float8_tiles(weight))
     group = scheme.group_width(inp)
     return {"weight": codes, "scales": scales, "k": inp, "dtype": abi.F8, "group": group, **inputs}
+
+
+def tile_head_linear(op: HeadLinear, keep: Keep) -> TiledHeadLinear:
+    """Raises ``ValueError`` where the weight does not map ``x`` to ``out``."""
+    shape = (op.heads, op.out.shape[2], op.x.shape[2])
+    if tuple(op.weight.shape) != shape or op.out.shape[1] != op.heads:
+        raise ValueError(f"a weight of {tuple(op.weight.shape)} is not one of {shape}")
+    first = TiledLinear(
+        x=op.x[:, 0],
+        out=op.out[:, 0],
+        weight=keep(torch.stack([float_tiles(weight) for weight in op.weight])),
+        k=shape[2],
+        n=shape[1],
+        x_width=shape[2],
+        x_stride=op.x.stride(0),
+        out_stride=op.out.stride(0),
+        dtype=abi.FLOATS[op.weight.dtype],
+    )
+    return TiledHeadLinear(first, op.heads, op.x.stride(1), op.out.stride(1))
 
 
 def tile_experts(op: Experts, keep: Keep) -> TiledExperts:

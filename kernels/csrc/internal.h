@@ -30,6 +30,24 @@ typedef struct {
     int32_t count, shared;
 } qs_queries;
 
+/* The query rows `first` .. first + count - 1 of a sequence, row r being head r % heads of its token r / heads in this
+ * step. q and out are those of row 0, and `position` is that of its token. */
+#define QS_LATENT_GROUPS 4 /* of QS_LANES rows: the most of a piece, for which a block of keys is converted once */
+#define QS_LATENT_SLOTS 256 /* states of chunks that wait to be joined */
+#define QS_LATENT_BYTES (384 << 10) /* memory of a thread */
+typedef struct {
+    const float *q;
+    float *out;
+    const int32_t *table;
+    int32_t position, first, count;
+} qs_latent_rows;
+
+/* What QS_LANES rows have gathered so far, dimension by dimension: the weighted values, the highest score, and the total
+ * weight, relative to that score. */
+typedef struct {
+    float sums[QS_LATENT * QS_LANES], top[QS_LANES], total[QS_LANES];
+} qs_latent_state;
+
 /* One table per ISA. Every function handles one work item alone; the program runner splits the work. */
 typedef struct {
     void (*rmsnorm)(const float *x, const float *weight, float *out, int32_t width, float eps);
@@ -56,6 +74,13 @@ typedef struct {
     /* A key head of one row: the query heads that share it, its key and its value. */
     void (*rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head);
     void (*attend)(const qs_attention *op, const qs_queries *queries, int32_t kv_head);
+    /* One row: its latent and key, and its queries. */
+    void (*latent_kv)(const qs_latent_kv *op, float *kv, const float *q, float *out, int32_t position, int32_t slot);
+    /* `memory`: QS_LATENT_BYTES. */
+    void (*attend_latent)(const qs_latent_attention *op, const qs_latent_rows *rows, int32_t first, int32_t end,
+                          qs_latent_state *states, void *memory);
+    void (*finish_latent)(const qs_latent_attention *op, const qs_latent_rows *rows, qs_latent_state *states,
+                          int32_t chunks);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
     void (*sweep)(const qs_sweep *op, int64_t chunk, float *errors);
     int32_t (*draw)(const qs_draw *op, int64_t row); /* -2 without memory */

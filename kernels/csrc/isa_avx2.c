@@ -13,6 +13,7 @@
 #include "avx2_vectors.h"
 #include "rows.h"
 #include "attention.h"
+#include "latent.h"
 #include "store_tiles.h"
 #include "linear_float.h"
 
@@ -151,6 +152,9 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .linear_float = linear_float, \
         .rope_kv = rope_kv, \
         .attend = attend, \
+        .latent_kv = QS_NAME(latent_kv), \
+        .attend_latent = attend_latent, \
+        .finish_latent = finish_latent, \
         .search_scale = QS_NAME(search_scale), \
         .sweep = QS_NAME(sweep), \
         .route = QS_NAME(route), \

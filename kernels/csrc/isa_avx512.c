@@ -15,6 +15,7 @@
 #include "avx512_vectors.h"
 #include "rows.h"
 #include "attention.h"
+#include "latent.h"
 #include "store_tiles.h"
 #include "linear_float.h"
 #include "avx512_linear_int.h"
@@ -33,6 +34,9 @@ const qs_kernels qs_kernels_avx512 = {
     .linear_float = linear_float,
     .rope_kv = rope_kv,
     .attend = attend,
+    .latent_kv = QS_NAME(latent_kv),
+    .attend_latent = attend_latent,
+    .finish_latent = finish_latent,
     .search_scale = QS_NAME(search_scale),
     .route = QS_NAME(route),
     .combine = QS_NAME(combine),

@@ -36,6 +36,7 @@ int32_t qs_has_dot_products(void)
 #include "neon_vectors.h"
 #include "rows.h"
 #include "attention.h"
+#include "latent.h"
 #include "store_tiles.h"
 #include "linear_float.h"
 
@@ -117,6 +118,9 @@ const qs_kernels qs_kernels_neon = {
     .linear_float = linear_float,
     .rope_kv = rope_kv,
     .attend = attend,
+    .latent_kv = QS_NAME(latent_kv),
+    .attend_latent = attend_latent,
+    .finish_latent = finish_latent,
     .search_scale = QS_NAME(search_scale),
     .route = QS_NAME(route),
     .combine = QS_NAME(combine),

@@ -20,7 +20,7 @@ INLINE void float_block(const qs_linear *op, const float *input, const void *wei
     enum { WIDE = FLOAT_TILES * PARTS };
     const int NV = NT * PARTS;
     vf sums[6][WIDE], scale[WIDE], w[WIDE];
-    const float *x = input + (int64_t)row * op->k;
+    const float *x = input + (int64_t)row * op->x_stride;
     int64_t stride = (int64_t)op->k * QS_LANES;
     int32_t group = dtype == QS_F8 ? op->group : op->k, groups = (op->k + group - 1) / group;
     UNROLL for (int m = 0; m < MR; m++)
@@ -34,7 +34,7 @@ INLINE void float_block(const qs_linear *op, const float *input, const void *wei
             UNROLL for (int v = 0; v < NV; v++)
                 w[v] = load_weight(weight, v / PARTS * stride + (int64_t)k * QS_LANES + v % PARTS * LANES, scale[v], dtype);
             UNROLL for (int m = 0; m < MR; m++) {
-                vf value = all(x[(int64_t)m * op->k + k]);
+                vf value = all(x[(int64_t)m * op->x_stride + k]);
                 UNROLL for (int v = 0; v < NV; v++)
                     sums[m][v] = fused(value, w[v], sums[m][v]);
             }

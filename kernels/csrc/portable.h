@@ -399,7 +399,7 @@ static void QS_NAME(linear_float)(const qs_linear *op, const float *input, int32
         }
         for (int32_t row = first; row < end; row++) {
             float sums[QS_LANES] = {0};
-            const float *x = input + (int64_t)row * op->k;
+            const float *x = input + (int64_t)row * op->x_stride;
             for (int32_t k = 0; k < op->k; k++) {
                 const uint16_t *w16 = (const uint16_t *)op->weight + start + (int64_t)k * QS_LANES;
                 const float *w32 = tile32 + (int64_t)k * QS_LANES;
@@ -425,18 +425,23 @@ static inline int8_t QS_NAME(kv_code)(float x)
     return (int8_t)(finite ? code : -128);
 }
 
+/* out, which may be x, is x [2 * half] rotated. */
+static inline void QS_NAME(turn)(const float *x, float *out, const float *cosine, const float *sine, int32_t half)
+{
+    for (int32_t j = 0; j < half; j++) {
+        float a = x[j], b = x[j + half];
+        out[j] = a * cosine[j] - b * sine[j];
+        out[j + half] = b * cosine[j] + a * sine[j];
+    }
+}
+
 /* Rotates a head in place, normed first where `norm` is that of one head. */
 static inline void QS_NAME(rotate)(const qs_rope_kv *op, float *x, const float *norm, int32_t position)
 {
     int32_t half = op->rotary_dim / 2;
-    const float *cosine = op->cosine + (int64_t)position * half, *sine = op->sine + (int64_t)position * half;
     if (norm && !op->norm_over_heads)
         QS_NAME(rmsnorm)(x, norm, x, op->head_dim, op->eps);
-    for (int32_t j = 0; j < half; j++) {
-        float a = x[j], b = x[j + half];
-        x[j] = a * cosine[j] - b * sine[j];
-        x[j + half] = b * cosine[j] + a * sine[j];
-    }
+    QS_NAME(turn)(x, x, op->cosine + (int64_t)position * half, op->sine + (int64_t)position * half, half);
 }
 
 /* Writes the key k and the value v of a head to their slot. */
@@ -491,6 +496,23 @@ static void QS_NAME(rope_kv)(const qs_rope_kv *op, float *row, int32_t position,
 {
     const float *k = QS_NAME(rotate_heads)(op, row, position, kv_head);
     QS_NAME(store_kv)(op, k, k + (int64_t)op->kv_heads * op->head_dim, slot, kv_head);
+}
+
+static void QS_NAME(latent_kv)(const qs_latent_kv *op, float *kv, const float *q, float *out, int32_t position, int32_t slot)
+{
+    const int32_t half = op->rope / 2, width = op->rank + op->rope;
+    const float *cosine = op->cosine + (int64_t)position * half, *sine = op->sine + (int64_t)position * half;
+    const int64_t at = (int64_t)slot * width;
+    uint16_t *halves = (uint16_t *)op->cache + at;
+    QS_NAME(rmsnorm)(kv, op->norm, kv, op->rank, op->eps);
+    QS_NAME(turn)(kv + op->rank, kv + op->rank, cosine, sine, half);
+    for (int32_t h = 0; h < op->heads; h++)
+        QS_NAME(turn)(q + (int64_t)h * op->q_head, out + (int64_t)h * op->out_head, cosine, sine, half);
+    if (op->kv_dtype == QS_F32)
+        memcpy((float *)op->cache + at, kv, sizeof(float) * (size_t)width);
+    else
+        for (int32_t j = 0; j < width; j++)
+            halves[j] = op->kv_dtype == QS_F16 ? qs_float_to_half(kv[j]) : qs_float_to_bf16(kv[j]);
 }
 
 static inline float QS_NAME(kv_value)(const void *cache, int64_t at, const int dtype)
@@ -561,14 +583,3 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, i
 #include "rounding.h"
 #include "routing.h"
 #include "draw.h"
-
-#define QS_PORTABLE_KERNELS                                                                                       \
-    {                                                                                                             \
-        .rmsnorm = QS_NAME(rmsnorm), .add_rmsnorm = QS_NAME(add_rmsnorm), .layernorm = QS_NAME(layernorm),        \
-        .activate = QS_NAME(activate), .soft_cap = QS_NAME(soft_cap), .log_softmax = QS_NAME(log_softmax),        \
-        .argmax = QS_NAME(argmax), .quantize = QS_NAME(quantize), .round_input = QS_NAME(round_input),            \
-        .linear_int = QS_NAME(linear_int), .linear_float = QS_NAME(linear_float), .rope_kv = QS_NAME(rope_kv),    \
-        .attend = QS_NAME(attend), .search_scale = QS_NAME(search_scale), .sweep = QS_NAME(sweep),                \
-        .route = QS_NAME(route), .combine = QS_NAME(combine), .sigmoid_mul = QS_NAME(sigmoid_mul),                \
-        .draw = QS_NAME(draw),                                                                                    \
-    }

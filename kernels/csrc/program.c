@@ -242,6 +242,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
 #include "experts.h"
 #include "lora.h"
 #include "paged_attention.h"
+#include "latent_attention.h"
 
 /* Makes room for what each thread needs for a product. */
 static void add_product(struct layout *layout, const qs_linear *op)
@@ -272,6 +273,10 @@ static struct layout plan_scratch(const qs_op *ops, int32_t count, int32_t rows)
             add_product(&layout, &op->experts.gate_up);
             add_product(&layout, &op->experts.down);
             layout.shared = larger(layout.shared, experts_bytes(&op->experts, rows));
+        }
+        if (op->kind == QS_LATENT_ATTENTION) {
+            layout.row = larger(layout.row, latent_bytes());
+            layout.shared = larger(layout.shared, latent_slots());
         }
         if (op->kind == QS_LORA)
             layout.shared = larger(layout.shared, lora_bytes(&op->lora, rows));
@@ -367,6 +372,11 @@ static void run_row(const struct job *job, int32_t thread, const qs_op *op, int6
             kernels->rope_kv(&op->rope_kv, op->rope_kv.qkv + r * width, step->positions[r], step->slots[r], head);
         break;
     }
+    case QS_LATENT_KV:
+        kernels->latent_kv(&op->latent_kv, op->latent_kv.kv + r * (op->latent_kv.rank + op->latent_kv.rope),
+                           op->latent_kv.q + r * op->latent_kv.q_stride, op->latent_kv.out + r * op->latent_kv.out_stride,
+                           step->positions[r], step->slots[r]);
+        break;
     case QS_CAST:
         memcpy(op->cast.out + r * op->cast.width, op->cast.x + r * op->cast.width,
                sizeof(float) * (size_t)op->cast.width);
@@ -420,6 +430,10 @@ static void run_job(qs_pool *pool, int32_t thread)
             run_experts(job, pool, thread, phase, &op->experts, rows);
         else if (op->kind == QS_LORA)
             run_lora(job, pool, phase, &op->lora, rows);
+        else if (op->kind == QS_HEAD_LINEAR)
+            run_head_linear(job, pool, phase, &op->head_linear, rows);
+        else if (op->kind == QS_LATENT_ATTENTION)
+            run_latent_attention(job, pool, thread, phase, &op->latent_attention);
         else if (op->kind == QS_ALL_GATHER)
             meet_others(pool, phase, &op->all_gather.ranks);
         else if (op->kind == QS_ATTENTION)
@@ -528,6 +542,9 @@ const char *qs_op_name(int32_t kind)
         [QS_SIGMOID_MUL] = "sigmoid_mul",
         [QS_LORA] = "lora",
         [QS_ALL_GATHER] = "all_gather",
+        [QS_HEAD_LINEAR] = "head_linear",
+        [QS_LATENT_KV] = "latent_kv",
+        [QS_LATENT_ATTENTION] = "latent_attention",
     };
     return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;
 }

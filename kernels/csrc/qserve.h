@@ -41,6 +41,9 @@ enum qs_op_kind {
     QS_SIGMOID_MUL = 16,
     QS_LORA = 17,
     QS_ALL_GATHER = 18,
+    QS_HEAD_LINEAR = 19,
+    QS_LATENT_KV = 20,
+    QS_LATENT_ATTENTION = 21,
 };
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
@@ -113,7 +116,8 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  * is a multiple of 8, and divides `k`, which the caller pads. |sum| is at most act_group * 255 * 128, so
  * act_group <= 65536 never overflows int32. Other weights do not read `act_group`.
  *
- * x is [rows, x_width]; row r of the output starts at out + r * out_stride. permutation (i32 [k], NULL for none; u8 and
+ * x is [rows, x_width]; row r of the output starts at out + r * out_stride. x_stride is k: rows that a float product
+ * reads as they are lie so far apart, and only those of a head lie otherwise. permutation (i32 [k], NULL for none; u8 and
  * u4 only) names the x column of each input, -1 for padding.
  *
  * norm (f32 [x_width], NULL for none): the input is that of qs_rms_norm with this weight and `eps`, or of qs_layer_norm
@@ -131,10 +135,44 @@ typedef struct {
     const float *bias, *norm, *norm_bias;
     const int32_t *permutation;
     const uint8_t *codebook;
-    int32_t k, n, x_width, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero, accumulate, centred,
-        function, gated;
+    int32_t k, n, x_width, x_stride, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero,
+        accumulate, centred, function, gated;
     float input_scale, eps, cap;
 } qs_linear;
+
+/* `product` for each head: rows of its input start at x + h * x_head, those of its output at out + h * out_head, and its
+ * tiles, f32, f16 or bf16, follow those of the head before. */
+typedef struct {
+    qs_linear product;
+    int32_t heads, x_head, out_head;
+} qs_head_linear;
+
+/* Stores [latent | rotated key] of each token in cache [blocks][16][rank + rope], f32, f16 or bf16. kv f32 [tokens, rank +
+ * rope] holds both before the RMS norm of the latent (weight norm f32 [rank]) and before the rotation, and is undefined
+ * afterwards. Head h of token t of q, `rope` numbers from q + t * q_stride + h * q_head on, is rotated to where it lies
+ * in out. cosine, sine f32 [positions, rope / 2], halves convention. */
+typedef struct {
+    float *kv;
+    const float *norm, *q;
+    float *out;
+    const float *cosine, *sine;
+    void *cache;
+    int32_t heads, rank, rope, q_stride, q_head, out_stride, out_head, kv_dtype;
+    float eps;
+} qs_latent_kv;
+
+/* Causal attention over a cache of latents: all heads of q f32 [tokens, heads, width] share the key of a token, `width`
+ * numbers, whose first `rank` are its value. out f32 [tokens, heads, rank]. Keys are attended block after block with a
+ * running softmax, in chunks of QS_LATENT_CHUNK tokens, which are then joined in their order. width is at most QS_LATENT. */
+#define QS_LATENT 640
+#define QS_LATENT_CHUNK 1024
+typedef struct {
+    const float *q;
+    float *out;
+    const void *cache;
+    int32_t heads, width, rank, kv_dtype;
+    float scale;
+} qs_latent_attention;
 
 /* Rotates q and k in place (halves convention) and stores k and v in the paged cache.
  * qkv f32 [tokens, (heads + 2 * kv_heads) * head_dim]; cos, sin f32 [positions, rotary_dim / 2];
@@ -266,6 +304,9 @@ typedef struct {
         qs_sigmoid_mul sigmoid_mul;
         qs_lora lora;
         qs_all_gather all_gather;
+        qs_head_linear head_linear;
+        qs_latent_kv latent_kv;
+        qs_latent_attention latent_attention;
     };
 } qs_op;
 

@@ -164,6 +164,7 @@ static void linear(void)
     for (int32_t i = 0; i < op.k; i++)
         order[i] = between(-1, op.x_width - 1);
     op.out_stride = op.n + pad;
+    op.x_stride = op.k;
     op.x = x;
     op.weight = weight;
     op.scales = steps;
