@@ -39,7 +39,12 @@ _FLOATS = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}
 
 def _named(stored: dict[str, StoredTensor], config: dict[str, Any]) -> dict[str, StoredTensor]:
     family, stored = FAMILIES.get(str(config.get("model_type"))), name_parts(stored)
-    return split_experts(stored if family is None else family.modules(config).named_as_transformers(stored))
+    if family is None:
+        return split_experts(stored)
+    layers = config.get("num_hidden_layers")
+    return split_experts(
+        family.modules(config).named_as_transformers(stored, layers if isinstance(layers, int) else None)
+    )
 
 
 class HFDirectory:

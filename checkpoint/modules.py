@@ -94,22 +94,25 @@ class Modules:
         norms = (self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
         return sum(norm is not None for norm in norms)
 
-    def named_as_transformers(self, stored: Mapping[str, T]) -> dict[str, T]:
+    def named_as_transformers(self, stored: Mapping[str, T], layers: int | None = None) -> dict[str, T]:
         """Tensors of a checkpoint by the names that transformers has for them today. Older checkpoints leave out the
         name of the model's body, call the output layer ``embed_out``, and hold masks and the frequencies of rotations,
-        which are left out."""
+        which are left out. So are layers beyond the number of ``layers``: they guess tokens further on (DeepSeek-V3's
+        multi-token prediction)."""
         body = self.embedding.partition(".")[0]
         inside = self.embedding.removeprefix(f"{body}.")
         headless = any(name.startswith(f"{inside}.") for name in stored)
         left_out = re.compile(
             rf"{re.escape(self.layers)}\.\d+\.{re.escape(self.attention)}\.((masked_)?bias|rotary_emb\.inv_freq)"
         )
+        in_layer = re.compile(rf"{re.escape(self.layers)}\.(\d+)\.")
         found = {}
         for old, tensor in stored.items():
             name = old.replace("embed_out.", f"{self.head}.", 1) if old.startswith("embed_out.") else old
             if headless and not name.startswith((f"{self.head}.", f"{body}.", "score.")):
                 name = f"{body}.{name}"
-            if not left_out.fullmatch(name):
+            of_layer = in_layer.match(name) if layers is not None else None
+            if not left_out.fullmatch(name) and not (of_layer and int(of_layer[1]) >= layers):
                 found[name] = tensor
         return found
 

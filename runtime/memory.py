@@ -68,6 +68,8 @@ def weight_bytes(source: ModelSource, modules: Modules, executor: Executor, *, i
 
     def product(module: str) -> int:
         assert source.spec is not None
+        if module.endswith(f".{modules.kv_b}"):  # latent attention takes it apart
+            return 4 * prod(source.shape(module)[:2])
         return executor.packed_bytes(
             _scheme(source, module), source.spec.activations_of(module), *source.shape(module)[:2]
         )

@@ -13,7 +13,7 @@ from qserve.checkpoint.grid import NF4
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.kernels import registry
-from qserve.kernels.ops import BLOCK_SIZE, Executor
+from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV, Executor
 from qserve.runtime import heap, warmup
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed
@@ -97,6 +97,9 @@ def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, De
     if is_in(source, NF4):
         source = Unpacked(source)
     model_config = decoder_config(source.config, source.name)
+    if model_config.latent is not None and cache_dtype(config.kv_cache_dtype, source) in SCALED_KV:
+        raise UsageError(f"{source.name} caches latent vectors, which are kept in 16 or 32 bits: choose "
+                         "--kv-cache-dtype fp16, bf16 or fp32")
     if config.tensor_parallel_size > 1:
         support.require_served(source, model_config, config)
     executor = _executor(source, config, Shard())

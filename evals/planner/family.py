@@ -96,7 +96,8 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     learned = (context + modules.position_offset) * hidden if modules.positions else 0
     if family.latent:
         nope, rope = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
-        value, rank, q_rank = keys.get("v_head_dim"), keys.get("kv_lora_rank"), keys.get("q_lora_rank", 0)
+        value, rank, q_rank = keys.get("v_head_dim", 0), keys.get("kv_lora_rank"), keys.get("q_lora_rank", 0)
+        value = value or _divided(keys, hidden, heads)
         attention = [
             Linear("attention", rank + rope, hidden, layers),
             Linear("attention", heads * (nope + value), rank, layers),
@@ -105,12 +106,13 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
         if q_rank:
             attention.append(Linear("attention", q_rank, hidden, layers))
         attention.append(Linear("attention", heads * (nope + rope), q_rank or hidden, layers))
+        biases = (q_rank + rank + rope + hidden) * keys.flag("attention_bias", False)
         return ModelShape(
             name=keys.name, family=kind, attention="MLA", hidden_size=hidden, vocab_size=vocab, num_layers=layers,
             num_heads=heads, kv_heads=1, kv_width=rank + rope, windows=(0,) * layers, score_width=nope + rope,
             value_width=value, latent_score_width=rank + rope, latent_value_width=rank,
             linears=(*attention, *mlp, head), embedding=vocab * hidden,
-            other=norms + mlp_other + layers * (rank + q_rank), tied=tied, context=context,
+            other=norms + mlp_other + layers * (rank + q_rank + biases), tied=tied, context=context,
             stored_as=keys.stored_as(),
         )
     kv_heads = keys.get("num_key_value_heads", heads)

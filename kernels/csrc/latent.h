@@ -23,12 +23,12 @@ _Static_assert(sizeof(latent_memory) <= QS_LATENT_BYTES, "memory for attention o
 INLINE void add_outer(vf sums[OUTER][PARTS], const float *lanes, const float *items, const int apart, const int step,
                       int32_t count)
 {
-    for (int32_t k = 0; k < count; k++) {
+    for (; count > 0; count--, lanes += QS_LANES, items += step) {
         vf by[PARTS];
         UNROLL for (int p = 0; p < PARTS; p++)
-            by[p] = load(lanes + k * QS_LANES + p * LANES);
+            by[p] = load(lanes + p * LANES);
         UNROLL for (int i = 0; i < OUTER; i++) {
-            vf item = all(items[i * apart + k * step]);
+            vf item = all(items[i * apart]);
             UNROLL for (int p = 0; p < PARTS; p++)
                 sums[i][p] = fused(item, by[p], sums[i][p]);
         }
@@ -52,19 +52,19 @@ INLINE void read_latents(const qs_latent_attention *op, int64_t block, int32_t t
 
 static void pack_rows(const qs_latent_attention *op, const qs_latent_rows *rows, int32_t first, latent_rows *to)
 {
-    int32_t count = rows->count - first < QS_LANES ? rows->count - first : QS_LANES;
-    memset(to->q, 0, sizeof to->q);
-    for (int32_t lane = 0; lane < QS_LANES; lane++) {
-        int64_t row = rows->first + first + (lane < count ? lane : count - 1);
-        to->last[lane] = rows->position + (int32_t)(row / op->heads);
-        for (int32_t j = 0; j < op->width && lane < count; j++)
-            to->q[j * QS_LANES + lane] = rows->q[row * op->width + j] * op->scale;
-    }
+    const int32_t count = rows->count - first < QS_LANES ? rows->count - first : QS_LANES;
+    const float *q = rows->q + (int64_t)(rows->first + first) * op->width;
+    for (int32_t lane = 0; lane < QS_LANES; lane++)
+        to->last[lane] = rows->position + (rows->first + first + (lane < count ? lane : count - 1)) / op->heads;
+    for (int32_t j = 0; j < op->width; j++)
+        for (int32_t lane = 0; lane < QS_LANES; lane++)
+            to->q[j * QS_LANES + lane] = lane < count ? q[(int64_t)lane * op->width + j] * op->scale : 0.0f;
 }
 
-static void begin_state(qs_latent_state *state)
+static void begin_state(qs_latent_state *state, int32_t rank)
 {
-    memset(state, 0, sizeof *state);
+    memset(state->sums, 0, sizeof(float) * QS_LANES * (size_t)((rank + QS_LANES - 1) / QS_LANES * QS_LANES));
+    memset(state->total, 0, sizeof state->total);
     for (int32_t lane = 0; lane < QS_LANES; lane++)
         state->top[lane] = -1e30f;
 }
@@ -169,7 +169,7 @@ static void attend_latent(const qs_latent_attention *op, const qs_latent_rows *r
     for (int32_t chunk = first; chunk < end; chunk++) {
         qs_latent_state *into = chunk == first ? states : memory->chunk;
         for (int32_t g = 0; g < groups; g++)
-            begin_state(into + g);
+            begin_state(into + g, op->rank);
         const int32_t final = memory->rows[groups - 1].last[QS_LANES - 1] / QS_LANES;
         for (int32_t block = chunk * blocks; block < (chunk + 1) * blocks && block <= final; block++) {
             const int32_t token = block * QS_LANES, ends = memory->rows[groups - 1].last[QS_LANES - 1] - token + 1;
@@ -203,9 +203,11 @@ static void finish_latent(const qs_latent_attention *op, const qs_latent_rows *r
             seen |= (uint32_t)(rows->position + (rows->first + lane) / op->heads >= chunk * QS_LATENT_CHUNK) << lane;
         merge_latents(states, states + chunk, seen, op->rank);
     }
-    for (int32_t lane = 0; lane < rows->count; lane++) {
-        float *out = rows->out + (int64_t)(rows->first + lane) * op->rank;
-        for (int32_t j = 0; j < op->rank; j++)
-            out[j] = states->sums[j * QS_LANES + lane] / states->total[lane];
+    float *out = rows->out + (int64_t)rows->first * op->rank, means[QS_LANES];
+    for (int32_t j = 0; j < op->rank; j++) {
+        for (int p = 0; p < PARTS; p++)
+            store(means + p * LANES, load(states->sums + j * QS_LANES + p * LANES) / load(states->total + p * LANES));
+        for (int32_t lane = 0; lane < rows->count; lane++)
+            out[(int64_t)lane * op->rank + j] = means[lane];
     }
 }

@@ -49,7 +49,7 @@ static void run_latent_attention(const struct job *job, qs_pool *pool, int32_t t
         all_chunks += groups * chunks;
     }
     int32_t apart = all_groups < SHARE * pool->threads && all_chunks > all_groups && all_chunks <= QS_LATENT_SLOTS;
-    int32_t some = all_groups / (SHARE * pool->threads);
+    int32_t some = all_groups / (2 * pool->threads);
     some = some < 1 ? 1 : some < QS_LATENT_GROUPS ? some : QS_LATENT_GROUPS;
     int32_t ticket = take(phase);
     for (int32_t s = 0; s < step->sequences; s++) {

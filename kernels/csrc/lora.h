@@ -46,7 +46,7 @@ static void shrink(const struct job *job, const qs_lora *op, const qs_adapter *a
     qs_linear product = {0};
     product.out = shrunk;
     product.weight = adapter->a;
-    product.k = op->width;
+    product.k = product.x_stride = op->width;
     product.n = product.out_stride = adapter->rank;
     product.dtype = adapter->a_dtype;
     job->kernels->linear_float(&product, op->x + (int64_t)first * op->width, row, end, 0,
@@ -63,7 +63,7 @@ static void expand(const struct job *job, const qs_lora *op, const qs_adapter *a
     int32_t tiles = (columns[1] + QS_LANES - 1) / QS_LANES - tile;
     product.out = op->out + (int64_t)first * op->out_stride + columns[0];
     product.weight = adapter->b;
-    product.k = adapter->rank;
+    product.k = product.x_stride = adapter->rank;
     product.n = columns[1];
     product.out_stride = op->out_stride;
     product.dtype = adapter->b_dtype;

@@ -69,8 +69,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32},
     "granitemoeshared": {"shared_intermediate_size": 56},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 32},
-    "deepseek_v2": LATENT,
+    "deepseek_v2": {**LATENT, "attention_bias": True},
     "deepseek_v3": LATENT,
+    "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "minicpm3": {**LATENT, "v_head_dim": None, "mlp_bias": True},
+    "youtu": {**LATENT, "q_lora_rank": None, "attention_bias": True},
 }
 
 
