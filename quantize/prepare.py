@@ -15,6 +15,7 @@ from torch import nn
 
 from qserve.calibration.skeleton import Skeleton, is_finite
 from qserve.checkpoint.errors import CheckpointError, UsageError
+from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.formats import default_format, format_named
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.grid import E4M3, NF4
@@ -96,6 +97,10 @@ def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
         raise UsageError(f"{source.name} is already quantized; give the model it was made from")
     if source.path.resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out} is or contains the model itself; choose another directory")
+    family = FAMILIES.get(str(source.config.get("model_type")))
+    if job.kv_cache is not None and family is not None and family.latent:
+        raise UsageError(f"--kv-cache {job.kv_cache}: {source.name} caches latent vectors, which are kept in 16 bits; "
+                         "leave it out")
     longest = source.config.get("max_position_embeddings")
     if job.tokens and isinstance(longest, int) and job.sequence_length > longest:
         raise UsageError(

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qserve.checkpoint.families import Multipliers
+from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.modules import LLAMA
-from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels import registry
+from qserve.quantize import fp8
 from qserve.runtime.models import latent
 from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
@@ -44,6 +48,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**EXPERTS, "rope_interleave": False, "attention_bias": True, "num_attention_heads": 20,
          "num_key_value_heads": 20, "qk_rope_head_dim": 6, "kv_lora_rank": 18},
+    ),
+    "deepseek_v3-blocks": (
+        "deepseek_v3",
+        {**EXPERTS, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128,
+         "kv_lora_rank": 128, "v_head_dim": 64},
     ),
     "glm4_moe_lite": (
         "glm4_moe_lite", {**EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse"], "v_head_dim": 32},
@@ -156,3 +165,47 @@ def test_quantized_logits_are_those_of_transformers(case: str, form: str, tmp_pa
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.05
     for chunks in ([17, 1, 22], [1] * 40):
         assert torch.equal(run_chunks(small, tokens().tolist(), chunks), got)
+
+
+def test_blocks_of_fp8_are_served_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V3's own format: e4m3 with a scale for each block of 128 x 128, and inputs rounded in groups of 128."""
+    make("deepseek_v3-blocks", tmp_path)
+    scheme = WeightScheme(8, 128, dtype="fp8", rows=128)
+    spec = QuantSpec("fp8", scheme, ActivationScheme("fp8", "group", group_size=128))
+    source, rounded, form = HFDirectory(tmp_path), {}, FORMATS["fp8"]
+    with CheckpointWriter(tmp_path / "fp8", format=form) as writer:
+        for name in source.names():
+            tensor, module = source.tensor(name), name.removesuffix(".weight")
+            if module.endswith("_proj") or module.endswith("_with_mqa"):
+                packed = fp8.nearest(tensor, torch.ones(tensor.shape[1]), scheme)
+                rounded[name] = packed.dequantize()
+                writer.put_linear(module, replace(packed, activations=spec.activations))
+            else:
+                rounded[name] = tensor
+                writer.put(name, tensor)
+        writer.put_json("config.json", {**source.config, "quantization_config": form.config_of(spec)})
+        writer.finish()
+    save_file(rounded, tmp_path / "model.safetensors", {"format": "pt"})
+    want = logits(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval())
+    rounds = run_chunks(decoder(tmp_path / "fp8"), tokens().tolist(), [40])
+    small = decoder(tmp_path / "fp8", "native")
+    got = run_chunks(small, tokens().tolist(), [40])
+    assert not small.fallbacks and ((got - rounds).norm(dim=-1) / rounds.norm(dim=-1)).median() < 0.01
+    for chunks in ([17, 1, 22], [1] * 40):
+        assert torch.equal(run_chunks(small, tokens().tolist(), chunks), got)
+    with monkeypatch.context() as patched:
+        patched.setattr("qserve.kernels.reference.round_input", lambda x, *others: x.float())
+        got = run_chunks(decoder(tmp_path / "fp8"), tokens().tolist(), [40])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert (got - rounds).abs().max() > 0.01
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """DeepSeek-V3 stores such a layer behind the last one."""
+    want = logits(make("deepseek_v3", tmp_path))
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    extra = {name.replace("layers.2.", "layers.3."): x.clone() for name, x in stored.items() if "layers.2." in name}
+    save_file({**stored, **extra, "model.layers.3.eh_proj.weight": torch.ones(64, 128)}, file, {"format": "pt"})
+    assert not [name for name in HFDirectory(tmp_path).names() if "layers.3." in name]
+    torch.testing.assert_close(run_chunks(decoder(tmp_path), tokens().tolist(), [40]), want, rtol=0, atol=1e-4)
