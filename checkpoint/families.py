@@ -200,8 +200,8 @@ def _latent(config: Any) -> Multipliers:
 
 
 def _minicpm3(config: Any) -> Multipliers:
-    residual = config.scale_depth / config.num_hidden_layers**0.5
-    return Multipliers(config.scale_emb, residual, _latent(config).attention, config.dim_model_base / config.hidden_size)
+    residual, logits = config.scale_depth / config.num_hidden_layers**0.5, config.dim_model_base / config.hidden_size
+    return Multipliers(config.scale_emb, residual, _latent(config).attention, logits)
 
 
 def _latent_modules(config: Mapping[str, Any]) -> Modules:

@@ -111,8 +111,9 @@ class Modules:
             name = old.replace("embed_out.", f"{self.head}.", 1) if old.startswith("embed_out.") else old
             if headless and not name.startswith((f"{self.head}.", f"{body}.", "score.")):
                 name = f"{body}.{name}"
-            of_layer = in_layer.match(name) if layers is not None else None
-            if not left_out.fullmatch(name) and not (of_layer and int(of_layer[1]) >= layers):
+            of_layer = in_layer.match(name)
+            guesses = layers is not None and of_layer is not None and int(of_layer[1]) >= layers
+            if not guesses and not left_out.fullmatch(name):
                 found[name] = tensor
         return found
 

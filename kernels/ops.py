@@ -290,8 +290,9 @@ class LatentKV:
     """Stores [latent | rope key] of each token in the cache, and rotates the queries (DeepSeek-V2, arXiv 2405.04434).
 
     kv, float32 [tokens, rank + rope], holds both before the RMS norm of the latent, by ``norm`` [rank], and before the
-    rotation of the key; its contents are undefined afterwards. q [tokens, heads, rope] is rotated into ``out`` of the same shape; both may be parts of the
-    heads of wider buffers. The rotation is that of ``RopeKV``; cosine, sine [positions, rope / 2].
+    rotation of the key; its contents are undefined afterwards. q [tokens, heads, rope] is rotated into ``out`` of the
+    same shape; both may be parts of the heads of wider buffers. The rotation is that of ``RopeKV``; cosine, sine
+    [positions, rope / 2].
 
     cache [blocks, 16, rank + rope], float32, float16 or bfloat16.
     """

@@ -9,12 +9,16 @@ from torch import Tensor
 
 from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.kernels.abi import name_of
 from qserve.kernels.ops import (
     SCALED_KV,
     Attention,
     Embed,
     Experts,
+    HeadLinear,
     HeadNorm,
+    LatentAttention,
+    LatentKV,
     LayerNorm,
     Linear,
     Lora,
@@ -92,8 +96,8 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
             return _too_wide(op.heads * op.head_dim)
         case RopeKV() | Attention():
             return _cache(op, gpu, compiled)
-        case Lora():
-            return "lora has no Triton kernel"
+        case Lora() | HeadLinear() | LatentKV() | LatentAttention():
+            return f"{name_of(type(op))} has no Triton kernel"
     return None
 
 

@@ -18,7 +18,10 @@ from qserve.kernels.ops import Activation, Function, Op, Step
 from qserve.kernels.tiled import TiledEmbed, TiledExperts, TiledHeadLinear, TiledLinear, TiledLora
 
 CSRC = Path(__file__).parents[2] / "kernels" / "csrc"
-TILED = {"embed": TiledEmbed, "linear": TiledLinear, "experts": TiledExperts, "lora": TiledLora, "head_linear": TiledHeadLinear}
+TILED = {
+    "embed": TiledEmbed, "linear": TiledLinear, "experts": TiledExperts, "lora": TiledLora,
+    "head_linear": TiledHeadLinear,
+}  # fmt: skip
 WITH_KERNELS = set(re.findall(r"^ *QS_([A-Z_0-9]+) = \d+,$", (CSRC / "qserve.h").read_text(), re.MULTILINE))
 OPERATIONS = {
     name: TILED.get(name, op) for op in get_args(Op) for name in [abi.name_of(op)] if name.upper() in WITH_KERNELS

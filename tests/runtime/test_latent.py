@@ -80,5 +80,5 @@ def test_what_is_not_served_is_refused(model: Path, options: dict[str, Any], mes
 
 
 def test_scales_of_a_latent_cache_are_not_calibrated(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--kv-cache int8: .* caches latent vectors"):
+    with pytest.raises(UsageError, match=r"--kv-cache int8: .* caches latent vectors"):
         prepare(open_model(model), tmp_path / "out", QuantizeJob(kv_cache="int8"))

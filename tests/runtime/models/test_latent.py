@@ -60,7 +60,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": (
         "minicpm3", {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 24, "mlp_bias": True, "v_head_dim": None},
     ),
-    "youtu": ("youtu", {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8}),
+    "youtu": (
+        "youtu", {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8},
+    ),
 }  # fmt: skip
 LIMITS = DecoderLimits(max_tokens=64, max_logits=64, max_positions=64, num_blocks=24)
 
@@ -176,7 +178,7 @@ def test_blocks_of_fp8_are_served_as_they_are(tmp_path: Path, monkeypatch: pytes
     with CheckpointWriter(tmp_path / "fp8", format=form) as writer:
         for name in source.names():
             tensor, module = source.tensor(name), name.removesuffix(".weight")
-            if module.endswith("_proj") or module.endswith("_with_mqa"):
+            if module.endswith(("_proj", "_with_mqa")):
                 packed = fp8.nearest(tensor, torch.ones(tensor.shape[1]), scheme)
                 rounded[name] = packed.dequantize()
                 writer.put_linear(module, replace(packed, activations=spec.activations))

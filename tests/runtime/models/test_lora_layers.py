@@ -20,6 +20,7 @@ from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.models.lora_layers import LoraLayers
 from tests.adapters import write_adapter
 from tests.runtime.models import test_decoder as dense
+from tests.runtime.models import test_latent as latent
 from tests.runtime.models import test_layer_norm_families as layer_norms
 
 CASES = {
@@ -96,3 +97,22 @@ def test_experts_take_no_adapter(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.0.up_proj"
     with pytest.raises(CheckpointError, match=f"adapts {name}, which is no linear of this model that can have"):
         read_adapter(write_adapter(tmp_path / "lora", {name: (32, 64)}), lora.shapes, max_rank=8)
+
+
+def test_latent_attention_takes_adapters_but_for_the_products_that_it_absorbs(tmp_path: Path) -> None:
+    model = latent.make("youtu", tmp_path)
+    source, lora = HFDirectory(tmp_path), LoraLayers(2, 8)
+    config = decoder_config(source.config, "small")
+    decoder = Decoder(source, config, registry.make("reference"), dense.LIMITS, kv_dtype=torch.float32, lora=lora)
+    absorbed = {name: shape for name, shape in linears(model).items() if name.endswith("kv_b_proj")}
+    assert lora.shapes == {name: shape for name, shape in linears(model).items() if name not in absorbed}
+    adapter = read_adapter(write_adapter(tmp_path / "lora", lora.shapes, r=5), lora.shapes, max_rank=8)
+    lora.put(1, lora.lay_out(adapter))
+    base = latent.logits(model)
+    merge(model, adapter)
+    want = latent.logits(model)
+    assert (want - base).abs().max() > 0.05
+    got = dense.run_chunks(Adapted(decoder, 1), latent.tokens().tolist(), [40])  # type: ignore[arg-type]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    with pytest.raises(CheckpointError, match=r"kv_b_proj, which is no linear of this model that can have an adapter"):
+        read_adapter(write_adapter(tmp_path / "absorbed", absorbed), lora.shapes, max_rank=8)
