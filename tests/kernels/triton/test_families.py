@@ -1,5 +1,5 @@
 """Small random models of families other than Llama's on the Triton executor, in the interpreter: nothing is left to the
-reference, and the logits are the reference's."""
+reference but latent attention, and the logits are the reference's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qserve.kernels import registry
 from qserve.kernels.triton import target
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
-from tests.runtime.models import test_decoder, test_layer_norm_families, test_moe
+from tests.runtime.models import test_decoder, test_latent, test_layer_norm_families, test_moe
 
 pytestmark = pytest.mark.skipif(not target.is_interpreted(), reason="there is a GPU")
 LIMITS = DecoderLimits(max_tokens=16, max_logits=16, max_positions=64, num_blocks=40)
@@ -25,11 +25,11 @@ FAMILIES = ["gemma2", *(pytest.param(case, marks=SLOW) for case in (
 MIXTURES = [pytest.param(case, marks=SLOW) for case in ("qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2")]
 
 
-def logits(path: Path, kernels: str) -> torch.Tensor:
+def logits(path: Path, kernels: str, missing: frozenset[str] = frozenset()) -> torch.Tensor:
     source = HFDirectory(path)
     executor = registry.make(kernels)
     decoder = Decoder(source, decoder_config(source.config, "small"), executor, LIMITS, kv_dtype=torch.float32)
-    assert not decoder.fallbacks
+    assert {line.partition(":")[0] for line in decoder.fallbacks} == missing
     tokens = torch.randint(0, 80, (15,), generator=torch.Generator().manual_seed(7)).tolist()
     return test_decoder.run_chunks(decoder, tokens, [13, 1, 1])
 
@@ -48,3 +48,10 @@ def test_dense_families(case: str, tmp_path: Path) -> None:
 def test_mixtures(case: str, tmp_path: Path) -> None:
     test_moe.make(case).save_pretrained(tmp_path)
     check(tmp_path)
+
+
+def test_latent_attention_is_left_to_the_reference(tmp_path: Path) -> None:
+    test_latent.make("youtu", tmp_path)
+    missing = frozenset({"head_linear", "latent_kv", "latent_attention"})
+    got = logits(tmp_path, "triton", missing)
+    torch.testing.assert_close(got, logits(tmp_path, "reference"), rtol=0, atol=1e-4)
