@@ -334,6 +334,45 @@ static void attention(void)
     free(k_scale), free(v_scale), free(k), free(v), free(sinks);
 }
 
+/* One sequence, sometimes with a second chunk of keys, and the products of heads before it. */
+static void latents(void)
+{
+    static const int32_t dtypes[] = {QS_F32, QS_F16, QS_BF16};
+    int32_t dtype = dtypes[between(0, 2)], heads = between(1, 21), rank = between(1, 70), rope = 2 * between(1, 5);
+    int32_t nope = between(1, 40), width = rank + rope, context = between(0, 9) ? between(0, 60) : QS_LATENT_CHUNK - 3;
+    int32_t tokens = between(1, 9), starts[] = {0, tokens}, blocks = (context + tokens + QS_LANES - 1) / QS_LANES;
+    int32_t tiles = (rank + QS_LANES - 1) / QS_LANES, *tables = room(blocks * 4), *positions = room(tokens * 4);
+    int64_t cells = (int64_t)blocks * QS_LANES * width, weights = (int64_t)heads * tiles * nope * QS_LANES;
+    for (int32_t b = 0; b < blocks; b++)
+        tables[b] = blocks - 1 - b;
+    for (int32_t t = 0; t < tokens; t++)
+        positions[t] = context + t;
+    float *x = numbers((int64_t)tokens * heads * nope, 0), *q = numbers((int64_t)tokens * heads * width, 0), *rows[2], *outs[2];
+    void *cache = values_of(dtype, cells, 0), *weight = values_of(QS_F16, weights, 0);
+    qs_step step = {.positions = positions, .seq_start = starts, .block_tables = tables, .tokens = tokens, .sequences = 1,
+                    .table_stride = blocks};
+    tame(x, (int64_t)tokens * heads * nope);
+    for (int32_t both = 0; both < 2; both++) {
+        rows[both] = memcpy(room((int64_t)tokens * heads * width * 4), q, (size_t)tokens * (size_t)(heads * width) * 4);
+        outs[both] = room((int64_t)tokens * heads * rank * 4);
+        qs_op ops[] = {
+            {.kind = QS_HEAD_LINEAR,
+             .head_linear = {.product = {.x = x, .out = rows[both], .weight = weight, .k = nope, .n = rank, .x_width = nope,
+                                         .x_stride = heads * nope, .out_stride = heads * width, .dtype = QS_F16},
+                             .heads = heads, .x_head = nope, .out_head = width}},
+            {.kind = QS_LATENT_ATTENTION,
+             .latent_attention = {.q = rows[both], .out = outs[both], .cache = cache, .heads = heads, .width = width,
+                                  .rank = rank, .kv_dtype = dtype, .scale = 0.005f}},
+        };
+        run(ops, 2, &step, both ? QS_SCALAR : isa);
+    }
+    agree("products of heads", rows[0], rows[1], (int64_t)tokens * heads * width, 1e-2f);
+    agree("attention over latents", outs[0], outs[1], (int64_t)tokens * heads * rank, 5e-3f);
+    for (int32_t both = 0; both < 2; both++)
+        free(rows[both]), free(outs[both]);
+    free(tables), free(positions), free(x), free(q), free(cache), free(weight);
+}
+
 int main(int count, char **arguments)
 {
     if (count != 3)
@@ -346,6 +385,7 @@ int main(int count, char **arguments)
         linear();
         row_wise();
         attention();
+        latents();
     }
     qs_pool_destroy(pool);
     printf("%s cases agree, best of this machine: %d\n", arguments[2], (int)qs_best_isa());
