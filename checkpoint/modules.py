@@ -43,6 +43,10 @@ class Modules:
         grouped: the joined linear holds for each key head its queries, then its key, then its value.
         interleaved: rotations pair neighbouring rows of queries and keys, not those half a head apart.
         transposed: dense weights of a layer's linears lie [in, out] (``Conv1D``).
+        delta: the module of a gated delta net, in families that have them.
+        delta_in: the linears of its q, k and v together, of its gates z, b and a; or one for q, k, v and z, and one for b
+            and a, where each holds what belongs to a key head side by side.
+        delta_out: the linear behind it.
     """
 
     layers: str = "model.layers"
@@ -77,6 +81,11 @@ class Modules:
     grouped: bool = False
     interleaved: bool = False
     transposed: bool = False
+    delta: str = "linear_attn"
+    delta_in: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"
+    )
+    delta_out: str = "linear_attn.out_proj"
 
     @property
     def norms(self) -> int:
@@ -87,12 +96,12 @@ class Modules:
     def named_as_transformers(self, stored: Mapping[str, T]) -> dict[str, T]:
         """Tensors of a checkpoint by the names that transformers has for them today. Older checkpoints leave out the
         name of the model's body, call the output layer ``embed_out``, and hold masks and the frequencies of rotations,
-        which are left out."""
+        which are left out. So are layers that predict several tokens at once (``mtp``)."""
         body = self.embedding.partition(".")[0]
         inside = self.embedding.removeprefix(f"{body}.")
         headless = any(name.startswith(f"{inside}.") for name in stored)
         left_out = re.compile(
-            rf"{re.escape(self.layers)}\.\d+\.{re.escape(self.attention)}\.((masked_)?bias|rotary_emb\.inv_freq)"
+            rf"{re.escape(self.layers)}\.\d+\.{re.escape(self.attention)}\.((masked_)?bias|rotary_emb\.inv_freq)|mtp\..*"
         )
         found = {}
         for old, tensor in stored.items():
@@ -123,6 +132,7 @@ MIXTRAL = Modules(
 QWEN2_MOE = Modules(
     shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), shared_down="mlp.shared_expert.down_proj"
 )
+QWEN3_NEXT = replace(QWEN2_MOE, delta_in=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"))
 GRANITE_MOE = Modules(
     router="block_sparse_moe.router.layer",
     stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),

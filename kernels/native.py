@@ -26,8 +26,10 @@ from qserve.kernels.ops import (
     SCALED_KV,
     Attention,
     Cast,
+    CausalConv,
     Embed,
     Experts,
+    GatedDelta,
     HeadNorm,
     LayerNorm,
     Linear,
@@ -60,6 +62,7 @@ Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
 
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
+_MAX_CONV, _MAX_KEY_DIM = 8, 256  # of the delta rule
 _TILED = (TiledEmbed, TiledLinear, TiledExperts, TiledLora)
 _DECLARED = {abi.name_of(op): op for op in (*get_args(Op), *_TILED)}  # the tiled ones come last
 
@@ -371,6 +374,10 @@ class NativeExecutor:
             if op.activated.shape[1] % LANES:
                 return f"experts of {op.activated.shape[1]} numbers have no C kernel: it takes multiples of {LANES}"
             return next((reason for weight in (*op.gate_up, *op.down) if (reason := _unsupported(weight))), None)
+        if isinstance(op, CausalConv) and op.width > _MAX_CONV:
+            return f"a convolution of {op.width} tokens has no C kernel: at most {_MAX_CONV}"
+        if isinstance(op, GatedDelta) and op.key_dim > _MAX_KEY_DIM:
+            return f"keys of {op.key_dim} numbers have no C kernel: at most {_MAX_KEY_DIM}"
         if isinstance(op, RopeKV | Attention):
             if op.k_cache.dtype not in abi.DTYPES:
                 return f"a KV cache in {op.k_cache.dtype} has no C kernel"

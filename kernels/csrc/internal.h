@@ -30,6 +30,11 @@ typedef struct {
     int32_t count, shared;
 } qs_queries;
 
+static inline int64_t qs_delta_width(const qs_gated_delta *op)
+{
+    return 2 * ((int64_t)op->key_heads * op->key_dim + (int64_t)op->heads * (op->value_dim + 1));
+}
+
 /* One table per ISA. Every function handles one work item alone; the program runner splits the work. */
 typedef struct {
     void (*rmsnorm)(const float *x, const float *weight, float *out, int32_t width, float eps);
@@ -56,6 +61,12 @@ typedef struct {
     /* A key head of one row: the query heads that share it, its key and its value. */
     void (*rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head);
     void (*attend)(const qs_attention *op, const qs_queries *queries, int32_t kv_head);
+    /* Channels first .. last - 1 of a sequence's tokens, the first of which is at x. */
+    void (*convolve)(const qs_causal_conv *op, float *x, float *state, int32_t tokens, int32_t begins, int32_t first,
+                     int32_t last);
+    /* A head of a sequence's tokens, the first of which is at x and out; `state` is that of the head. */
+    void (*delta)(const qs_gated_delta *op, const float *x, float *out, float *state, int32_t tokens, int32_t begins,
+                  int32_t head);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
     void (*sweep)(const qs_sweep *op, int64_t chunk, float *errors);
     int32_t (*draw)(const qs_draw *op, int64_t row); /* -2 without memory */

@@ -561,6 +561,7 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, i
 #include "rounding.h"
 #include "routing.h"
 #include "draw.h"
+#include "delta.h"
 
 #define QS_PORTABLE_KERNELS                                                                                       \
     {                                                                                                             \
@@ -570,5 +571,5 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, i
         .linear_int = QS_NAME(linear_int), .linear_float = QS_NAME(linear_float), .rope_kv = QS_NAME(rope_kv),    \
         .attend = QS_NAME(attend), .search_scale = QS_NAME(search_scale), .sweep = QS_NAME(sweep),                \
         .route = QS_NAME(route), .combine = QS_NAME(combine), .sigmoid_mul = QS_NAME(sigmoid_mul),                \
-        .draw = QS_NAME(draw),                                                                                    \
+        .draw = QS_NAME(draw), .convolve = QS_NAME(convolve), .delta = QS_NAME(delta),                            \
     }

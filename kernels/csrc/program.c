@@ -242,6 +242,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
 #include "experts.h"
 #include "lora.h"
 #include "paged_attention.h"
+#include "sequences.h"
 
 /* Makes room for what each thread needs for a product. */
 static void add_product(struct layout *layout, const qs_linear *op)
@@ -422,6 +423,8 @@ static void run_job(qs_pool *pool, int32_t thread)
             run_lora(job, pool, phase, &op->lora, rows);
         else if (op->kind == QS_ALL_GATHER)
             meet_others(pool, phase, &op->all_gather.ranks);
+        else if (op->kind == QS_CAUSAL_CONV || op->kind == QS_GATED_DELTA)
+            run_sequences(job, pool, phase, op);
         else if (op->kind == QS_ATTENTION)
             run_attention(job, pool, phase, &op->attention,
                           i && is_joined(job, i - 1) ? &op[-1].rope_kv : NULL);
@@ -528,6 +531,8 @@ const char *qs_op_name(int32_t kind)
         [QS_SIGMOID_MUL] = "sigmoid_mul",
         [QS_LORA] = "lora",
         [QS_ALL_GATHER] = "all_gather",
+        [QS_CAUSAL_CONV] = "causal_conv",
+        [QS_GATED_DELTA] = "gated_delta",
     };
     return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;
 }

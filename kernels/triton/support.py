@@ -12,8 +12,10 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.ops import (
     SCALED_KV,
     Attention,
+    CausalConv,
     Embed,
     Experts,
+    GatedDelta,
     HeadNorm,
     LayerNorm,
     Linear,
@@ -94,6 +96,10 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
             return _cache(op, gpu, compiled)
         case Lora():
             return "lora has no Triton kernel"
+        case CausalConv():
+            return "causal_conv has no Triton kernel"
+        case GatedDelta():
+            return "gated_delta has no Triton kernel"
     return None
 
 
