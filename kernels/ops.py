@@ -526,9 +526,9 @@ Op = (
     | Experts
     | SigmoidMul
     | Lora
+    | AllGather
     | CausalConv
     | GatedDelta
-    | AllGather
 )
 
 
