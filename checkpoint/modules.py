@@ -44,8 +44,8 @@ class Modules:
         interleaved: rotations pair neighbouring rows of queries and keys, not those half a head apart.
         transposed: dense weights of a layer's linears lie [in, out] (``Conv1D``).
         delta: the module of a gated delta net, in families that have them.
-        delta_in: the linears of its q, k and v together, of its gates z, b and a; or one for q, k, v and z, and one for b
-            and a, where each holds what belongs to a key head side by side.
+        delta_in: the linears of its q, k and v together, and of z, b and a; or one for q, k, v and z, and one for b
+            and a, which hold what belongs to a key head side by side.
         delta_out: the linear behind it.
     """
 

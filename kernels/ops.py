@@ -435,7 +435,8 @@ class SigmoidMul:
 @dataclass(frozen=True)
 class CausalConv:
     """In place: each channel becomes SiLU(sum over j of weight[j] * input[t - width + 1 + j]), a causal convolution of
-    its own inputs. x [tokens, channels] may be a slice of the columns of a wider buffer; weight float32 [width, channels].
+    its own inputs. x [tokens, channels] may be a slice of the columns of a wider buffer; weight is float32
+    [width, channels].
 
     state, float32 [slots, width - 1, channels], holds the last inputs of each sequence, oldest first, in the slot that
     ``Step.state_slots`` names. A sequence whose first token here has position 0 begins with zeros. Afterwards the state
@@ -463,8 +464,8 @@ class CausalConv:
 class GatedDelta:
     """The gated delta rule (Yang et al., arXiv 2412.06464) of the step's tokens, one after the other, in float32.
 
-    x [tokens, 2 * key_heads * key_dim + 2 * heads * value_dim + 2 * heads] holds q and k of each key head, v and a gate z
-    of each value head, and the numbers b and a of each. A key head serves the heads / key_heads value heads that follow
+    x [tokens, 2 * key_heads * key_dim + 2 * heads * value_dim + 2 * heads] holds q and k of each key head, v and a gate
+    z of each value head, and the numbers b and a of each. A key head serves heads / key_heads value heads that follow
     each other. q and k are divided by sqrt(|q|^2 + 1e-6), q also by sqrt(key_dim). The state S of a value head becomes
 
         S = exp(rate * softplus(a + dt_bias)) * S;    S = S + k (sigmoid(b) (v - S^T k))^T

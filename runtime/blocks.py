@@ -396,7 +396,8 @@ class BlockManager:
         assert set(self._evictable) == set(self._digest_of) - set(held), "evictable is findable and not held"
         slots = Counter([*self._free_states, *self._state_of.values()])
         assert slots == Counter(range(self.num_states)), f"a slot of states is lost or shared: {slots}"
-        assert self._state_of.keys() == (self._tables.keys() if self.num_states else set()), "who has tables has a state"
+        holders = self._tables.keys() if self.num_states else set()
+        assert self._state_of.keys() == holders, "who has tables has a slot of states"
         if self.tiers is not None:
             self.tiers.check()
 

@@ -65,8 +65,8 @@ class NativeBackend:
             held = str(source.dtype()).removeprefix("torch.")
             notes.insert(0, f"weights in nf4 are held in {held}: no kernel multiplies them as they are stored")
         if memory.states and config.enable_prefix_caching:
-            notes.insert(0, f"prefix caching is off: {model_config.model_type} keeps a state of each sequence, which is "
-                            "right behind its last token alone")
+            notes.insert(0, f"prefix caching is off: {model_config.model_type} keeps a state of each sequence, which "
+                            "holds for its last token alone")
         limits = Limits(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,
@@ -76,7 +76,9 @@ class NativeBackend:
         )
         return LoadedModel(
             runner,
-            CacheDescription(memory.num_blocks, BLOCK_SIZE, memory.windows, config.max_num_seqs if memory.states else 0),
+            CacheDescription(
+                memory.num_blocks, BLOCK_SIZE, memory.windows, config.max_num_seqs if memory.states else 0
+            ),
             limits,
             memory,
             executor.name,
@@ -118,7 +120,8 @@ def _require_no_return(model: DecoderConfig, config: EngineConfig) -> None:
              "--kv-offload-memory and --kv-offload-dir": bool(config.offload_memory)}
     for what, is_asked in asked.items():
         if is_asked:
-            raise UsageError(f"{what} goes back to earlier tokens, of which {model.model_type} keeps no state: leave it out")
+            raise UsageError(f"{what}: this goes back to earlier tokens, of which {model.model_type} keeps no state; "
+                             "leave it out")
 
 
 def _limits(config: EngineConfig, executor: Executor) -> DecoderLimits:

@@ -16,7 +16,7 @@ from qserve.runtime.cache import StateSpec
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """The layers that are gated delta nets, and their shape: that of ``GatedDelta``, with a convolution of ``width``."""
+    """Which layers are gated delta nets, and their shape: that of ``GatedDelta``; ``width`` is ``CausalConv``'s."""
 
     layers: tuple[bool, ...]
     key_heads: int
@@ -71,7 +71,7 @@ def delta_config(hf: PretrainedConfig, name: str) -> DeltaConfig:
     """Raises ``CheckpointError`` where the numbers contradict each other."""
     heads, key_heads = hf.linear_num_value_heads, hf.linear_num_key_heads
     if key_heads < 1 or heads < 1 or heads % key_heads:
-        raise CheckpointError(f"{name}: {heads} value heads of linear attention are no multiple of {key_heads} key heads")
+        raise CheckpointError(f"{name}: {heads} linear value heads are no multiple of {key_heads} linear key heads")
     if hf.linear_conv_kernel_dim < 2:
         raise CheckpointError(f"{name}: a convolution of {hf.linear_conv_kernel_dim} tokens is not served")
     layers = tuple(kind == "linear_attention" for kind in hf.layer_types)

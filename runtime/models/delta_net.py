@@ -1,4 +1,4 @@
-"""The operations of a gated delta net between its projections: the convolution, and the recurrence with its gated norm."""
+"""The operations of a gated delta net between its projections: the convolution and the recurrence."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_layers_that_predict_more_tokens_are_left_out(hybrid: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"linear_num_value_heads": 5}, "no multiple of 2 key heads"),
+        ({"linear_num_value_heads": 5}, "no multiple of 2 linear"),
         ({"layer_types": ["linear_attention"] * 4}, "no layer of full attention"),
         ({"linear_conv_kernel_dim": 1}, "convolution of 1"),
     ],
