@@ -64,6 +64,11 @@ class KVRecorder:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the block has a recurrence in the place of attention, and so neither keys nor values."""
+        return getattr(self._block, "block_type", None) == "linear_attention"
+
     def absmax(self) -> tuple[Tensor, Tensor]:
         """(keys, values): float32 [kv_heads] each. Raises ``UsageError`` where the block's attention was not seen."""
         if self._largest is None:

@@ -123,6 +123,8 @@ class Family:
         capped_scores, capped_logits: by ``attn_logit_softcapping`` and ``final_logit_softcapping``.
         latent: attention goes through one latent vector for each token (DeepSeek).
         sinks: each head has a score that belongs to no key.
+        gated_heads: the linear of queries has a gate for each number of a head's output, behind the head's query.
+        delta: layers of type ``linear_attention`` are gated delta nets.
         experts: None where the feed-forward is one.
         layer_norm: norms subtract the mean (LayerNorm); else they are RMS norms.
         norm_weight: norms multiply by a weight.
@@ -155,6 +157,8 @@ class Family:
     capped_logits: bool = False
     latent: bool = False
     sinks: bool = False
+    gated_heads: bool = False
+    delta: bool = False
     experts: Experts | None = None
     layer_norm: bool = False
     norm_weight: bool = True
@@ -263,6 +267,11 @@ _LATENT = Family(
     native=True, latent=True, qkv_bias=None, out_bias=None, modules=_latent_modules, multipliers=_latent
 )
 _QWEN_MOE = Experts(dense_between=True)
+_SHARED_QWEN_MOE = replace(_QWEN_MOE, shared_inner="shared_expert_intermediate_size", shared_gate=True)
+_QWEN3_5 = Family(
+    native=True, one_plus=True, qk_norm="head", qkv_bias=None, out_bias=None, partial_rotary=True, gated_heads=True,
+    delta=True, keys=keys.qwen3_next,
+)  # fmt: skip
 _MIXTRAL = Experts(("num_local_experts",), "intermediate_size", renormalize=True)
 _GRANITE_MOE = Family(
     native=True, qkv_bias=None, out_bias=None, multipliers=_granite, modules=lambda config: modules.GRANITE_MOE,
@@ -393,12 +402,17 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         native=True, qkv_bias=True, sliding=1, window_asked=True, modules=lambda config: modules.QWEN2_MOE,
-        experts=replace(_QWEN_MOE, shared_inner="shared_expert_intermediate_size", shared_gate=True),
-        gguf=Gguf("qwen2moe"),
+        experts=_SHARED_QWEN_MOE, gguf=Gguf("qwen2moe"),
     ),
     "qwen3_moe": Family(
         native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=_QWEN_MOE,
         gguf=Gguf("qwen3moe", renormalized=True),
+    ),
+    "qwen3_next": replace(_QWEN3_5, modules=lambda config: modules.QWEN3_NEXT, experts=_SHARED_QWEN_MOE),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5, keys=keys.qwen3_5_moe, modules=lambda config: modules.QWEN2_MOE,
+        experts=replace(_SHARED_QWEN_MOE, dense_between=False, renormalize=True),
     ),
     "glm4_moe": Family(
         native=True, qk_norm="head", qk_norm_asked=True, qkv_bias=None, partial_rotary=True, experts=_DEEPSEEK_V3,

@@ -65,6 +65,19 @@ def cwm(config: Config) -> dict[str, Any]:
     return {"layer_types": ["sliding_attention" if i % 4 else "full_attention" for i in range(layers)]}
 
 
+def qwen3_next(config: Config) -> dict[str, Any]:
+    """The last of every four layers attends, the others are gated delta nets. A quarter of each head is rotated."""
+    layers, every = config.get("num_hidden_layers"), config.get("full_attention_interval", 4)
+    if config.get("layer_types") is not None or not isinstance(layers, int) or not isinstance(every, int) or every < 1:
+        return {}
+    return {"layer_types": ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]}
+
+
+def qwen3_5_moe(config: Config) -> dict[str, Any]:
+    """All layers have experts, so no width of a plain feed-forward is said."""
+    return {"intermediate_size": config.get("moe_intermediate_size"), **qwen3_next(config)}
+
+
 def cohere(config: Config) -> dict[str, Any]:
     return _renamed(config, LAYER_NORM)
 

@@ -47,6 +47,10 @@ class Modules:
         grouped: the joined linear holds for each key head its queries, then its key, then its value.
         interleaved: rotations pair neighbouring rows of queries and keys, not those half a head apart.
         transposed: dense weights of a layer's linears lie [in, out] (``Conv1D``).
+        delta: the module of a gated delta net, in families that have them.
+        delta_in: the linears of its q, k and v together, and of z, b and a; or one for q, k, v and z, and one for b
+            and a, which hold what belongs to a key head side by side.
+        delta_out: the linear behind it.
     """
 
     layers: str = "model.layers"
@@ -87,6 +91,11 @@ class Modules:
     grouped: bool = False
     interleaved: bool = False
     transposed: bool = False
+    delta: str = "linear_attn"
+    delta_in: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"
+    )
+    delta_out: str = "linear_attn.out_proj"
 
     @property
     def norms(self) -> int:
@@ -97,13 +106,13 @@ class Modules:
     def named_as_transformers(self, stored: Mapping[str, T], layers: int | None = None) -> dict[str, T]:
         """Tensors of a checkpoint by the names that transformers has for them today. Older checkpoints leave out the
         name of the model's body, call the output layer ``embed_out``, and hold masks and the frequencies of rotations,
-        which are left out. So are layers beyond the number of ``layers``: they guess tokens further on (DeepSeek-V3's
-        multi-token prediction)."""
+        which are left out. So are layers that guess tokens further on: those called ``mtp``, and those beyond the
+        number of ``layers`` (DeepSeek-V3's multi-token prediction)."""
         body = self.embedding.partition(".")[0]
         inside = self.embedding.removeprefix(f"{body}.")
         headless = any(name.startswith(f"{inside}.") for name in stored)
         left_out = re.compile(
-            rf"{re.escape(self.layers)}\.\d+\.{re.escape(self.attention)}\.((masked_)?bias|rotary_emb\.inv_freq)"
+            rf"{re.escape(self.layers)}\.\d+\.{re.escape(self.attention)}\.((masked_)?bias|rotary_emb\.inv_freq)|mtp\..*"
         )
         in_layer = re.compile(rf"{re.escape(self.layers)}\.(\d+)\.")
         found = {}
@@ -137,6 +146,7 @@ MIXTRAL = Modules(
 QWEN2_MOE = Modules(
     shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), shared_down="mlp.shared_expert.down_proj"
 )
+QWEN3_NEXT = replace(QWEN2_MOE, delta_in=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"))
 GRANITE_MOE = Modules(
     router="block_sparse_moe.router.layer",
     stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),

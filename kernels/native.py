@@ -26,8 +26,10 @@ from qserve.kernels.ops import (
     SCALED_KV,
     Attention,
     Cast,
+    CausalConv,
     Embed,
     Experts,
+    GatedDelta,
     HeadLinear,
     HeadNorm,
     LatentAttention,
@@ -67,6 +69,7 @@ ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
 _TILED = (TiledEmbed, TiledLinear, TiledExperts, TiledLora, TiledHeadLinear)
 _WIDEST_LATENT = 640  # with its rotated key
+_MAX_CONV, _MAX_KEY_DIM = 8, 256  # of the delta rule
 _DECLARED = {abi.name_of(op): op for op in (*get_args(Op), *_TILED)}  # the tiled ones come last
 
 
@@ -386,6 +389,10 @@ class NativeExecutor:
             if isinstance(op, LatentAttention) and op.width > _WIDEST_LATENT:
                 return f"a latent of {op.width} has no C kernel: at most {_WIDEST_LATENT}"
             return None if held.dtype in abi.FLOATS else f"{abi.name_of(type(op))} in {held.dtype} has no C kernel"
+        if isinstance(op, CausalConv) and op.width > _MAX_CONV:
+            return f"a convolution of {op.width} tokens has no C kernel: at most {_MAX_CONV}"
+        if isinstance(op, GatedDelta) and op.key_dim > _MAX_KEY_DIM:
+            return f"keys of {op.key_dim} numbers have no C kernel: at most {_MAX_KEY_DIM}"
         if isinstance(op, RopeKV | Attention):
             if op.k_cache.dtype not in abi.DTYPES:
                 return f"a KV cache in {op.k_cache.dtype} has no C kernel"

@@ -533,6 +533,72 @@ class SigmoidMul:
 
 
 @dataclass(frozen=True)
+class CausalConv:
+    """In place: each channel becomes SiLU(sum over j of weight[j] * input[t - width + 1 + j]), a causal convolution of
+    its own inputs. x [tokens, channels] may be a slice of the columns of a wider buffer; weight is float32
+    [width, channels].
+
+    state, float32 [slots, width - 1, channels], holds the last inputs of each sequence, oldest first, in the slot that
+    ``Step.state_slots`` names. A sequence whose first token here has position 0 begins with zeros. Afterwards the state
+    is that behind its last token here.
+    """
+
+    x: Tensor
+    weight: Tensor
+    state: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def channels(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def x_stride(self) -> int:
+        return self.x.stride(0)
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """The gated delta rule (Yang et al., arXiv 2412.06464) of the step's tokens, one after the other, in float32.
+
+    x [tokens, 2 * key_heads * key_dim + 2 * heads * value_dim + 2 * heads] holds q and k of each key head, v and a gate
+    z of each value head, and the numbers b and a of each. A key head serves heads / key_heads value heads that follow
+    each other. q and k are divided by sqrt(|q|^2 + 1e-6), q also by sqrt(key_dim). The state S of a value head becomes
+
+        S = exp(rate * softplus(a + dt_bias)) * S;    S = S + k (sigmoid(b) (v - S^T k))^T
+
+    and out [tokens, heads * value_dim] the RMS norm of S^T q of each head, times ``norm`` [value_dim] and SiLU(z).
+
+    rate (-exp(A_log)) and dt_bias are float32 [heads]. state, float32 [slots, heads, key_dim, value_dim], is kept as
+    that of ``CausalConv``.
+    """
+
+    x: Tensor
+    out: Tensor
+    rate: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    state: Tensor
+    key_heads: int
+    eps: float
+
+    @property
+    def heads(self) -> int:
+        return self.state.shape[1]
+
+    @property
+    def key_dim(self) -> int:
+        return self.state.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.state.shape[3]
+
+
+@dataclass(frozen=True)
 class AllGather:
     """out [rows, width] is memory that all ``ranks`` share, and each has written columns or rows of its own. Afterwards
     each sees all of it, and may not write to it before the next ``AllGather``, of this buffer or another."""
@@ -565,6 +631,8 @@ Op = (
     | HeadLinear
     | LatentKV
     | LatentAttention
+    | CausalConv
+    | GatedDelta
 )
 
 
@@ -577,6 +645,7 @@ class Step:
     block_tables                 [sequences, widest table], padded with anything
     logit_rows                   [logits]: the tokens whose logits are wanted
     adapters                     [tokens]: the slot of each token's adapter, -1 for none; None where no token has one
+    state_slots                  [sequences]: where the states of each sequence are; None where no layer keeps any
     """
 
     token_ids: Tensor
@@ -586,6 +655,7 @@ class Step:
     block_tables: Tensor
     logit_rows: Tensor
     adapters: Tensor | None = None
+    state_slots: Tensor | None = None
 
     @property
     def tokens(self) -> int:

@@ -6,7 +6,7 @@ also measures what the kernels' own rounding costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -28,9 +28,11 @@ from qserve.kernels.ops import (
     Argmax,
     Attention,
     Cast,
+    CausalConv,
     Embed,
     Experts,
     Function,
+    GatedDelta,
     Gather,
     HeadLinear,
     HeadNorm,
@@ -309,6 +311,44 @@ def _lora(op: Lora, step: Step, rows: slice) -> None:
                 op.out[chosen, start : start + size] += held.scale * (x @ a.T) @ b.T
 
 
+def _sequences(step: Step, rows: slice) -> Iterator[tuple[int, int, int, bool]]:
+    """Of each sequence with tokens among ``rows``: its first one there, the one behind its last, the slot of its state,
+    and whether it begins there."""
+    assert step.state_slots is not None
+    for s, (first, last) in enumerate(pairwise(step.seq_start.tolist())):
+        begin, end = max(first, rows.start), min(last, rows.stop)
+        if begin < end:
+            yield begin, end, int(step.state_slots[s]), not step.positions[begin]
+
+
+def _causal_conv(op: CausalConv, step: Step, rows: slice) -> None:
+    for begin, end, slot, begins in _sequences(step, rows):
+        before = torch.zeros_like(op.state[slot]) if begins else op.state[slot]
+        inputs = torch.cat([before, op.x[begin:end].float()])
+        op.state[slot] = inputs[end - begin :]
+        op.x[begin:end] = F.silu((inputs.unfold(0, op.width, 1) * op.weight.T).sum(-1)).to(op.x.dtype)
+
+
+def _gated_delta(op: GatedDelta, step: Step, rows: slice) -> None:
+    keys, values, group = op.key_heads * op.key_dim, op.heads * op.value_dim, op.heads // op.key_heads
+    for begin, end, slot, begins in _sequences(step, rows):
+        q, k, v, z, b, a = op.x[begin:end].float().split([keys, keys, values, values, op.heads, op.heads], 1)
+        q, k = (x.unflatten(1, (op.key_heads, -1)) for x in (q, k))
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (x.repeat_interleave(group, 1) for x in (q * op.key_dim**-0.5, k))
+        v, z = (x.unflatten(1, (op.heads, -1)) for x in (v, z))
+        decay = (op.rate * F.softplus(a + op.dt_bias)).exp()
+        state, kept = torch.zeros_like(op.state[slot]) if begins else op.state[slot], []
+        for t in range(end - begin):
+            state = decay[t, :, None, None] * state
+            change = b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+            state = state + k[t, :, :, None] * change[:, None]
+            kept.append(torch.einsum("hkv,hk->hv", state, q[t]))
+        op.state[slot] = state
+        out = rms_norm(torch.stack(kept), op.norm, op.eps) * F.silu(z)
+        op.out[begin:end] = out.flatten(1).to(op.out.dtype)
+
+
 @dataclass(frozen=True)
 class _Product:
     """A linear whose weight is dequantized once, at load."""
@@ -388,6 +428,10 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
             _experts(op, rows)
         case Lora():
             _lora(op, step, rows)
+        case CausalConv():
+            _causal_conv(op, step, rows)
+        case GatedDelta():
+            _gated_delta(op, step, rows)
         case SigmoidMul():
             op.out[rows] = (op.out[rows].float() * op.gate[rows].float().sigmoid()).to(op.out.dtype)
         case LogSoftmax():

@@ -26,8 +26,11 @@ def recorded(recorder: KVRecorder, block: str, scheme: KVScheme) -> dict[str, Te
 
     The centre is the mean key of each head. Some channels of a key hardly change from token to token. A part common to
     all keys shifts all scores of a query alike, which the softmax does not see; without it the rest keeps more bits.
-    e4m3 scales are made for keys as they are, since other readers use them without the centre.
+    e4m3 scales are made for keys as they are, since other readers use them without the centre. A block without keys
+    has none.
     """
+    if recorder.is_recurrent:
+        return {}
     keys, values = recorder.absmax()
     mean, spread = recorder.key_mean(), recorder.key_spread()
     if not bool(spread.isfinite().all()):

@@ -19,11 +19,13 @@ from qserve.runtime.runner import ModelRunner
 @dataclass(frozen=True)
 class CacheDescription:
     """The paged cache of keys and values: ``num_blocks`` of ``block_size`` tokens. A block holds tokens for one group
-    of layers (``CacheLayout``); ``windows`` has the window of each group."""
+    of layers (``CacheLayout``); ``windows`` has the window of each group. ``num_states``: slots for the states that
+    other layers keep of sequences; 0 where none does."""
 
     num_blocks: int
     block_size: int
     windows: tuple[int, ...] = (0,)
+    num_states: int = 0
 
 
 @dataclass(frozen=True)

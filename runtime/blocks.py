@@ -14,6 +14,9 @@ A block is in exactly one of three states:
     evictable   no table holds it, but its content can be found under its digest; when no block is free, the least
                 recently used is taken first
 
+A sequence of a model that keeps states has a slot for them as long as it has tables. A state is only right behind the
+last token that was computed, so nothing of such a model is found again, and a fork copies its parent's state.
+
 With ``BlockTiers``, what is evicted is copied into a slot of memory, and found there again. The slots are numbered
 behind the blocks, so both copies read like any other. Copies are made in order, after all plans before: a block that is
 loaded can therefore be found at once.
@@ -71,6 +74,7 @@ class BlockManager:
     ``windows``: for each group of layers how many keys a query sees, 0 for all. A request has tables from ``open`` or
     ``fork`` until ``free``. ``allocate`` makes them long enough and writable, ``publish`` makes one of their blocks
     findable, ``release_passed`` gives back what lies behind the windows. ``tiers``: what is kept beside the cache.
+    ``num_states``: slots for the states of as many requests; 0 where no layer keeps any.
     """
 
     def __init__(
@@ -80,12 +84,13 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         windows: Sequence[int] = (0,),
         tiers: BlockTiers | None = None,
+        num_states: int = 0,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"need at least one block of one position, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching and not num_states
         self.windows = tuple(windows)
         self.has_windows = any(windows)
         self.tiers = tiers
@@ -97,6 +102,10 @@ class BlockManager:
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in self.windows)
         self._digest_of: dict[int, tuple[int, bytes]] = {}  # with the group
         self._copies: list[tuple[int, int]] = []  # into slots and out of them, not yet handed out
+        self.num_states = num_states
+        self._free_states = list(range(num_states - 1, -1, -1))
+        self._state_of: dict[str, int] = {}
+        self._state_copies: list[tuple[int, int]] = []
 
     @property
     def num_free(self) -> int:
@@ -153,6 +162,10 @@ class BlockManager:
             for request_id, tables in self._tables.items()
         }
 
+    def state(self, request_id: str) -> int:
+        """The slot of the states of ``request_id``; -1 where no layer keeps any."""
+        return self._state_of.get(request_id, -1)
+
     def evictable(self) -> tuple[int, ...]:
         """Blocks that no table holds and that can be found again, the next to be taken first."""
         return tuple(self._evictable)
@@ -192,24 +205,27 @@ class BlockManager:
         return waits
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
-        """Whether the parent still holds what a query behind its first ``num_tokens`` positions sees."""
-        return all(
+        """Whether the parent still holds what a query behind its first ``num_tokens`` positions sees. A parent with a
+        state does not: it is behind its last position."""
+        return not self.num_states and all(
             table.first <= self._first(num_tokens, window)
             for table, window in zip(self._tables[parent_id], self.windows)
         )
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Start tables that share the parent's blocks of the first ``num_tokens`` positions, as far as the next query
-        sees them."""
+        sees them. A copy of the parent's state comes with ``take_state_copies``: it must be that of these positions."""
         count, parents = self.blocks_for(num_tokens), self._tables[parent_id]
         held = min(table.end for table in parents)
-        if held < count or not self.can_fork(parent_id, num_tokens):
+        if held < count or not (self.num_states or self.can_fork(parent_id, num_tokens)):
             raise ValueError(f"{parent_id} holds {held} of the {count} blocks of {num_tokens} tokens")
         for table, parent, window in zip(self._new_tables(child_id), parents, self.windows):
             table.first = self._first(num_tokens, window)
             for block in parent.blocks[table.first - parent.first : count - parent.first]:
                 self._hold(block)
                 table.blocks.append(block)
+        if self.num_states:
+            self._state_copies.append((self._state_of[parent_id], self._state_of[child_id]))
 
     def is_writable(self, request_id: str, position: int) -> bool:
         """Whether the blocks of ``position`` exist and belong to these tables alone: ``allocate`` has nothing to do."""
@@ -265,6 +281,11 @@ class BlockManager:
     def take_copies(self) -> list[tuple[int, int]]:
         """Copies into memory and back that no plan holds yet, in order; they come before those that follow."""
         copies, self._copies = self._copies, []
+        return copies
+
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """Copies of states, from slot to slot, that no plan holds yet, in order."""
+        copies, self._state_copies = self._state_copies, []
         return copies
 
     def extend(self, request_id: str, num_tokens: int, *, spare: int) -> int:
@@ -328,6 +349,7 @@ class BlockManager:
         for block_of in self._block_of:
             block_of.clear()
         self._copies.clear()
+        self._state_copies.clear()
         if self.tiers is not None:
             self.tiers.clear()
 
@@ -340,6 +362,8 @@ class BlockManager:
         """End the tables. Their last blocks are evicted first: a chain is useless without its beginning, but a window
         is useless without its end."""
         self._shown.pop(request_id, None)
+        if self.num_states:
+            self._free_states.append(self._state_of.pop(request_id))
         for table, window in zip(self._tables.pop(request_id), self.windows):
             for block in table.blocks if window else reversed(table.blocks):
                 if block >= 0:  # else it was not loaded
@@ -370,12 +394,20 @@ class BlockManager:
         for block, (group, _) in named.items():
             assert block not in held or block in groups[group], "a block is found by a group that does not hold it"
         assert set(self._evictable) == set(self._digest_of) - set(held), "evictable is findable and not held"
+        slots = Counter([*self._free_states, *self._state_of.values()])
+        assert slots == Counter(range(self.num_states)), f"a slot of states is lost or shared: {slots}"
+        holders = self._tables.keys() if self.num_states else set()
+        assert self._state_of.keys() == holders, "who has tables has a slot of states"
         if self.tiers is not None:
             self.tiers.check()
 
     def _new_tables(self, request_id: str) -> tuple[_Table, ...]:
         if request_id in self._tables:
             raise ValueError(f"{request_id} has a table already")
+        if self.num_states:
+            if not self._free_states:
+                raise ValueError(f"no room for {request_id}: all {self.num_states} slots of states are taken")
+            self._state_of[request_id] = self._free_states.pop()
         self._tables[request_id] = tuple(_Table() for _ in self.windows)
         return self._tables[request_id]
 

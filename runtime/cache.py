@@ -4,15 +4,19 @@ Layers that keep the same form a group. A sequence has a block table for each gr
 back the blocks behind it. Groups have the same number of layers at most, so all blocks have one size and any group can
 take any block of the pool: nothing is divided beforehand. A model whose layers all keep the same is one group.
 
-A layer that keeps something else (a state of fixed size) needs another field of ``CacheSpec``, a rule in
+A layer that keeps a state of fixed size (``StateSpec``) takes no blocks. It has a slot for each running sequence, and
+``BlockManager`` says which.
+
+A layer that keeps something else of each token needs another field of ``CacheSpec``, a rule in
 ``blocks_needed``, and a rule in ``BlockManager`` for what is passed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,17 @@ class CacheSpec:
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """What one layer keeps of a sequence, however long it is: float32 tensors of these ``shapes``."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * sum(map(prod, self.shapes))
+
+
+@dataclass(frozen=True)
 class CacheGroup:
     """``layers`` that keep the same and share a block table."""
 
@@ -41,21 +56,25 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The groups of a model. Raises ``ValueError`` for layers whose blocks would differ in size."""
+    """The groups of a model, and by layer the states that some keep instead. Raises ``ValueError`` for layers whose
+    blocks would differ in size, and where no layer has any."""
 
     groups: tuple[CacheGroup, ...]
+    states: Mapping[int, StateSpec] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, specs: Sequence[CacheSpec]) -> CacheLayout:
+    def of(cls, specs: Sequence[CacheSpec | StateSpec]) -> CacheLayout:
         """The layout for the layers of a model. The rarest kind is one group; kinds with more layers are several."""
-        if len({spec.width for spec in specs}) > 1:
-            raise ValueError("layers of one cache must keep equally much of a token")
-        places = min(Counter(specs).values())
+        paged = {layer: spec for layer, spec in enumerate(specs) if isinstance(spec, CacheSpec)}
+        if len({spec.width for spec in paged.values()}) != 1:
+            raise ValueError("layers of one cache must keep equally much of a token, and some layer must keep it")
+        places = min(Counter(paged.values()).values())
         groups = []
-        for spec in dict.fromkeys(specs):
-            layers = [layer for layer, other in enumerate(specs) if other == spec]
+        for spec in dict.fromkeys(paged.values()):
+            layers = [layer for layer, other in paged.items() if other == spec]
             groups += [CacheGroup(spec, tuple(layers[i : i + places])) for i in range(0, len(layers), places)]
-        return cls(tuple(groups))
+        states = {layer: spec for layer, spec in enumerate(specs) if isinstance(spec, StateSpec)}
+        return cls(tuple(groups), states)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -74,6 +93,11 @@ class CacheLayout:
     def block_bytes(self, block_size: int, element_size: int) -> int:
         """Bytes of a block: what all places keep of ``block_size`` tokens."""
         return self.places * self.groups[0].spec.width * element_size * block_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence, of all layers together."""
+        return sum(spec.nbytes for spec in self.states.values())
 
 
 def window_blocks(window: int, block_size: int) -> int:

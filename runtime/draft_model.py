@@ -70,6 +70,9 @@ class DraftModel:
         require_vocabulary(source, target, vocabulary)
         decoder = decoder_config(source.config, source.name)
         layout, context = decoder.cache_layout, context_limit(decoder)
+        if layout.states:
+            raise UsageError(f"{source.name} cannot draft: it keeps a state of each sequence, and a wrong guess cannot "
+                             "be taken back out of it")
         context = min(context, config.max_model_len or context)
         block_bytes = layout.block_bytes(BLOCK_SIZE, cache_dtype("auto", source).itemsize)
         free = available_memory()

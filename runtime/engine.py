@@ -107,7 +107,7 @@ class Engine:
             ),
             BlockManager(
                 loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching, loaded.cache.windows,
-                self.offload.tiers if self.offload else None,
+                self.offload.tiers if self.offload else None, loaded.cache.num_states,
             ),
         )
         self.journal = Journal()

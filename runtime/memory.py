@@ -29,6 +29,7 @@ class MemoryPlan:
     """Bytes, and the KV blocks and context they allow.
 
     ``windows``: one for each group of layers (``CacheLayout``). ``process`` is resident before anything is loaded.
+    ``states`` are what layers keep of ``--max-num-seqs`` sequences besides blocks.
     ``kv_offload`` is for KV blocks that the cache evicts. ``files`` are those of the checkpoint; their pages stay in
     memory until another process needs it. ``share``: the part of the free memory that the KV cache may have.
     """
@@ -43,18 +44,21 @@ class MemoryPlan:
     files: int = 0
     windows: tuple[int, ...] = (0,)
     kv_offload: int = 0
+    states: int = 0
     share: float = _SHARE
 
     @property
     def peak(self) -> int:
         """Bytes resident when every KV block has been used."""
-        return self.process + self.files + self.weights + self.workspace + self.kv_cache + self.kv_offload
+        cache = self.kv_cache + self.kv_offload + self.states
+        return self.process + self.files + self.weights + self.workspace + cache
 
     def lines(self) -> list[str]:
         """The plan for a person."""
         return [
             f"memory: {_mib(self.weights)} weights + {_mib(self.workspace)} workspace + {_mib(self.kv_cache)} "
-            f"KV cache of {_mib(self.available)} available",
+            f"KV cache of {_mib(self.available)} available"
+            + (f", and {_mib(self.states)} for the states of sequences" if self.states else ""),
             f"KV cache: {self.num_blocks} blocks of {BLOCK_SIZE} tokens; context {self.max_model_len} tokens"
             + (f"; {_mib(self.kv_offload)} of memory for evicted blocks" if self.kv_offload else ""),
             f"peak: {_mib(self.peak)} resident, with {_mib(self.process)} of the process itself and "
@@ -123,17 +127,19 @@ def plan_memory(
     if config.gpu_memory_utilization is not None:
         available, share = max(0, available - reserved(total, config.gpu_memory_utilization)), 1.0
     block_bytes, windows = layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
+    states = config.max_num_seqs * layout.state_bytes
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
     host = available_memory() if on_gpu else available - weights - workspace
     if kv_offload_memory and kv_offload_memory + (0 if on_gpu else block_bytes) > host:
         raise CapacityError(f"--kv-offload-memory {_mib(kv_offload_memory)} exceeds the {_mib(max(host, 0))} of memory "
                             "that is left; lower it")
-    free = available - weights - workspace - (0 if on_gpu else kv_offload_memory)
+    free = available - weights - workspace - states - (0 if on_gpu else kv_offload_memory)
     if free < block_bytes:
         raise CapacityError(
             f"the model does not fit: {_mib(weights)} weights + {_mib(workspace)} workspace + {_mib(block_bytes)} for "
             f"one KV block exceed the {_mib(available)} of memory available"
+            + (f", with {_mib(states)} for states of --max-num-seqs {config.max_num_seqs}: lower it" if states else "")
         )
     wanted = config.max_num_seqs * blocks_needed(max_model_len or context, BLOCK_SIZE, windows)
     if kv_cache_memory is None:
@@ -161,6 +167,7 @@ def plan_memory(
         max_model_len=max_model_len or tokens_held(num_blocks, BLOCK_SIZE, windows, context),
         windows=windows,
         kv_offload=kv_offload_memory,
+        states=states,
         share=share,
         process=int(psutil.Process().memory_info().rss),
         files=files,
@@ -174,7 +181,10 @@ def divide(plans: Mapping[str, MemoryPlan], kv_cache_memory: int | None = None) 
     Raises ``CapacityError`` with the arithmetic where they do not fit together.
     """
     available = min(plan.available for plan in plans.values())
-    needed = {name: plan.process + plan.weights + plan.workspace + plan.kv_offload for name, plan in plans.items()}
+    needed = {
+        name: plan.process + plan.weights + plan.workspace + plan.kv_offload + plan.states
+        for name, plan in plans.items()
+    }
     left = available - sum(needed.values())
     if left < (kv_cache_memory or 1) * len(plans):
         sizes = " + ".join(f"{_mib(size)} for {name}" for name, size in needed.items())

@@ -64,6 +64,9 @@ class NativeBackend:
         if isinstance(source, Unpacked):
             held = str(source.dtype()).removeprefix("torch.")
             notes.insert(0, f"weights in nf4 are held in {held}: no kernel multiplies them as they are stored")
+        if memory.states and config.enable_prefix_caching:
+            notes.insert(0, f"prefix caching is off: {model_config.model_type} keeps a state of each sequence, which "
+                            "holds for its last token alone")
         limits = Limits(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,
@@ -73,7 +76,9 @@ class NativeBackend:
         )
         return LoadedModel(
             runner,
-            CacheDescription(memory.num_blocks, BLOCK_SIZE, memory.windows),
+            CacheDescription(
+                memory.num_blocks, BLOCK_SIZE, memory.windows, config.max_num_seqs if memory.states else 0
+            ),
             limits,
             memory,
             executor.name,
@@ -102,6 +107,8 @@ def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, De
                          "--kv-cache-dtype fp16, bf16 or fp32")
     if config.tensor_parallel_size > 1:
         support.require_served(source, model_config, config)
+    if model_config.delta is not None:
+        _require_no_return(model_config, config)
     executor = _executor(source, config, Shard())
     computes = str(executor.placement.activations).removeprefix("torch.")
     if config.dtype not in ("auto", computes):
@@ -110,10 +117,20 @@ def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, De
     return source, model_config, executor
 
 
+def _require_no_return(model: DecoderConfig, config: EngineConfig) -> None:
+    """Raises ``UsageError`` for what goes back to an earlier token of a sequence: no layer keeps its state there."""
+    asked = {"speculative decoding": config.speculative_config is not None,
+             "--kv-offload-memory and --kv-offload-dir": bool(config.offload_memory)}
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise UsageError(f"{what}: this goes back to earlier tokens, of which {model.model_type} keeps no state; "
+                             "leave it out")
+
+
 def _limits(config: EngineConfig, executor: Executor) -> DecoderLimits:
     """Those of a step; memory sets the others."""
     on_gpu = executor.placement.device.type == "cuda"
-    return DecoderLimits(config.step_tokens(on_gpu), config.logit_rows, 0, 0)
+    return DecoderLimits(config.step_tokens(on_gpu), config.logit_rows, 0, 0, config.max_num_seqs)
 
 
 def _has_int8_head(source: ModelSource, config: EngineConfig) -> bool:

@@ -66,6 +66,8 @@ class StepModel(Protocol):
     def log_softmax(self, step: Step, rows: Tensor) -> None: ...
     @property
     def kv(self) -> Tensor: ...
+    @property
+    def sequence_states(self) -> Sequence[Tensor]: ...
 
 
 class DecoderRunner:
@@ -110,6 +112,9 @@ class DecoderRunner:
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         decoder = self.decoder
         self.copy_blocks(plan.copies)
+        for source, destination in plan.state_copies:
+            for state in decoder.sequence_states:
+                state[destination] = state[source]
         steps = self._arrays.describe(plan, self._rows)
         decoder.run(*steps)
         step = steps[0]

@@ -519,7 +519,8 @@ class Scheduler:
         request.num_in_flight += 1
         request.num_plans += 1
         tables = self.blocks.block_tables(request_id)
-        return ScheduledSequence(request_id, (newest,), start, tables, 1, False, adapter=request.adapter)
+        state = self.blocks.state(request_id)
+        return ScheduledSequence(request_id, (newest,), start, tables, 1, False, adapter=request.adapter, state=state)
 
     def _stop(self, request: Request, budget: int) -> int:
         """Where up to ``budget`` further tokens of a running request end."""
@@ -543,6 +544,7 @@ class Scheduler:
             wants_prompt_logprobs=scores and request.params.prompt_logprobs is not None,
             wants_prompt_states=scores and request.is_pooled,
             adapter=request.adapter,
+            state=self.blocks.state(request.request_id),
         )
         if scores:
             request.num_scored = min(stop, request.num_prompt)
@@ -559,7 +561,8 @@ class Scheduler:
         self._copies += self.blocks.take_copies()
         if self.blocks.tiers is not None:
             self.blocks.tiers.planned()
-        plan = StepPlan(self._step, sequences, tuple(self._preempted), tuple(self._copies))
+        states = tuple(self.blocks.take_state_copies())
+        plan = StepPlan(self._step, sequences, tuple(self._preempted), tuple(self._copies), states)
         self._in_flight.append((plan, requests))
         self._step += 1
         self._preempted, self._copies = [], []

@@ -34,7 +34,7 @@ class StepArrays:
         """The step as each group of layers sees it. Its logit rows are those that are sampled from. ``newest``: for
         requests whose newest token the plan does not know, where that token lies among the last greedy ones."""
         columns: Any = zip(*plan.sequences)
-        request_ids, runs, starts, tables, num_sampled, *_, adapters = columns
+        request_ids, runs, starts, tables, num_sampled, *_, adapters, states = columns
         rows = self._tables.place(request_ids, tables)
         lengths = [*map(len, runs)]
         tokens, logits, sequences = sum(lengths), sum(num_sampled), len(runs)
@@ -58,10 +58,12 @@ class StepArrays:
         for source, (_, _, slots, _, block_tables, _) in zip(self._tables.arrays, arrays):
             block_tables[:] = source[rows, :widest]
             slots[:] = source[row_of_token, blocks] * BLOCK_SIZE + offsets
+        more = {}
         if max(adapters) >= 0:
-            of_tokens = torch.from_numpy(np.repeat(np.array(adapters, np.int32), lengths))
-            return tuple([replace(step, adapters=of_tokens) for step in steps])
-        return steps
+            more["adapters"] = torch.from_numpy(np.repeat(np.array(adapters, np.int32), lengths))
+        if states[0] >= 0:
+            more["state_slots"] = torch.from_numpy(np.array(states, np.int32))
+        return tuple([replace(step, **more) for step in steps]) if more else steps
 
     def _arrays(
         self, tokens: int, sequences: int, logits: int, widest: int, groups: int

@@ -29,6 +29,7 @@ class ScheduledSequence(NamedTuple):
             prompt position is asked for exactly once, even if the request is preempted.
         wants_prompt_states: the same for the model's last hidden states.
         adapter: the slot of the request's LoRA adapter, -1 for none.
+        state: the slot of the states that layers keep of the request; -1 where none keeps any.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class ScheduledSequence(NamedTuple):
     wants_prompt_logprobs: bool = False
     wants_prompt_states: bool = False
     adapter: int = -1
+    state: int = -1
 
     @property
     def draft(self) -> tuple[int, ...]:
@@ -58,12 +60,14 @@ class StepPlan:
         preempted: requests that lost their blocks since the last plan.
         copies: ``(source, destination)`` blocks to copy, in order, before anything else. Numbers behind those of the
             cache are slots of memory (``BlockTiers``): a copy into one saves a block, a copy from one brings it back.
+        state_copies: ``(source, destination)`` slots of states to copy likewise.
     """
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
     preempted: tuple[str, ...]
     copies: tuple[tuple[int, int], ...]
+    state_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +90,7 @@ class StepPlan:
             "sequences": [sequence._asdict() for sequence in self.sequences],
             "preempted": self.preempted,
             "copies": self.copies,
+            "state_copies": self.state_copies,
             "num_tokens": self.num_tokens,
         }
 

@@ -63,6 +63,7 @@ def _run(decoder: Decoder, spans: list[tuple[int, int]]) -> None:
         seq_start=lengths.cumsum(0, dtype=torch.int32),
         block_tables=table.expand(len(spans), width).contiguous(),
         logit_rows=torch.empty(0, dtype=torch.int32),
+        state_slots=torch.arange(len(spans), dtype=torch.int32) % max(1, decoder.limits.num_states),
     )
     decoder.run(*[step] * len(decoder.layout.groups))
     rows = torch.arange(min(len(positions), decoder.limits.max_logits), dtype=torch.int32)

@@ -89,6 +89,9 @@ def verdict(kind: str) -> tuple[str, str]:
         return "native", ""
     try:
         with tempfile.TemporaryDirectory() as path:
+            save_small(small(kind), Path(path))
+            if (held := HFDirectory(path).config["model_type"]) in native_families():
+                return "native", f"as `{held}`"
             found = trial(kind, Path(path))
     except Unsupported as error:
         return "refused", error.reason

@@ -62,7 +62,7 @@ def _memory(plan: Deployment) -> list[tuple[str, str]]:
     found = [
         (
             f"KV per token ({shape.attention})",
-            f"{of} x {shape.num_layers} layers x {size} bytes = {per_token:,} bytes = {per_token / 1024:g} KiB",
+            f"{of} x {len(shape.windows)} layers x {size} bytes = {per_token:,} bytes = {per_token / 1024:g} KiB",
         )
     ]
     if any(shape.windows):
@@ -71,6 +71,9 @@ def _memory(plan: Deployment) -> list[tuple[str, str]]:
             for window, count in Counter(shape.windows).items()
         )
         found.append(("sliding window", f"{windows}, if the engine gives back what is behind it"))
+    if shape.state_bytes:
+        layers = shape.num_layers - len(shape.windows)
+        found.append(("states", f"{layers} layers keep {shape.state_bytes / 1e6:.1f} MB of a request of any length"))
     blocks = math.ceil(tokens / BLOCK)
     spread = f"; {share / 1e6:.1f} MB on each GPU of {layout}" if layout.gpus > 1 else ""
     room = gpu.memory * roofline.efficiency.memory

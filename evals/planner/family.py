@@ -120,12 +120,12 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
         raise CheckpointError(f"{keys.name}: {heads} attention heads are not a multiple of {kv_heads} key heads")
     head_dim = keys.get("head_dim", 0) or _divided(keys, hidden, heads)
     q_size, kv_size = heads * head_dim, kv_heads * head_dim
-    attention = [
-        Linear("attention", q_size + 2 * kv_size, hidden, layers),
-        Linear("attention", hidden, q_size, layers),
-    ]
+    deltas = _deltas(keys, layers) if family.delta else 0
+    attend, qkv_size = layers - deltas, q_size * (1 + family.gated_heads) + 2 * kv_size
+    attention = [Linear("attention", qkv_size, hidden, attend), Linear("attention", hidden, q_size, attend)]
+    delta, delta_other, state_bytes = _delta_nets(keys, hidden, deltas) if deltas else ([], 0, 0)
     asked = keys.flag("attention_bias", False)
-    biases = (q_size + 2 * kv_size) * (asked if family.qkv_bias is None else family.qkv_bias)
+    biases = qkv_size * (asked if family.qkv_bias is None else family.qkv_bias)
     biases += hidden * (asked if family.out_bias is None else family.out_bias)
     qk_norm = None if family.qk_norm_asked and not keys.flag("use_qk_norm", False) else family.qk_norm
     biases += {"head": 2 * head_dim, "all": q_size + kv_size, "layer": q_size + kv_size, None: 0}[qk_norm]
@@ -133,12 +133,38 @@ def _decoder(keys: _Keys, kind: str, family: Family) -> ModelShape:
     return ModelShape(
         name=keys.name, family=kind, attention=_kind(heads, kv_heads), hidden_size=hidden, vocab_size=vocab,
         num_layers=layers, num_heads=heads, kv_heads=kv_heads, kv_width=2 * kv_size,
-        windows=_chunks(keys, layers) if llama_4 else _windows(keys, family, layers),
+        windows=_chunks(keys, layers) if llama_4 else _windows(keys, family, attend),
         score_width=head_dim, value_width=head_dim,
-        latent_score_width=head_dim, latent_value_width=head_dim, linears=(*attention, *mlp, head),
-        embedding=vocab * hidden + learned, other=norms + mlp_other + layers * biases + vocab * family.head_bias,
-        tied=tied, context=context, stored_as=keys.stored_as(),
+        latent_score_width=head_dim, latent_value_width=head_dim, linears=(*attention, *delta, *mlp, head),
+        embedding=vocab * hidden + learned,
+        other=norms + mlp_other + attend * biases + delta_other + vocab * family.head_bias,
+        tied=tied, context=context, stored_as=keys.stored_as(), state_bytes=state_bytes,
     )
+
+
+def _deltas(keys: _Keys, layers: int) -> int:
+    """How many layers are gated delta nets."""
+    kinds = keys.config.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}:
+        raise CheckpointError(f"{keys.name}: layer_types does not say of each of {layers} layers what it is")
+    if "full_attention" not in kinds:
+        raise CheckpointError(f"{keys.name} has no layer of full attention")
+    return kinds.count("linear_attention")
+
+
+def _delta_nets(keys: _Keys, hidden: int, layers: int) -> tuple[list[Linear], int, int]:
+    """Gated delta nets: their linears, their parameters that are no matrices, and the bytes that they keep of a
+    request, in float32."""
+    heads, key_dim = keys.get("linear_num_value_heads", 32), keys.get("linear_key_head_dim", 128)
+    key_size = keys.get("linear_num_key_heads", 16) * key_dim
+    value_dim, width = keys.get("linear_value_head_dim", 128), keys.get("linear_conv_kernel_dim", 4)
+    convolved = 2 * key_size + heads * value_dim
+    linears = [
+        Linear("attention", convolved + heads * value_dim + 2 * heads, hidden, layers),
+        Linear("attention", hidden, heads * value_dim, layers),
+    ]
+    other = layers * (convolved * width + 2 * heads + value_dim)
+    return linears, other, 4 * layers * (convolved * (width - 1) + heads * key_dim * value_dim)
 
 
 def _feed_forward(keys: _Keys, family: Family, hidden: int, layers: int) -> tuple[list[Linear], int]:

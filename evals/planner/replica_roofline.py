@@ -163,6 +163,10 @@ class ReplicaRoofline:
         done = 2.0 * cached * shape.num_heads * width / self.layout.tp
         return max(read / self.bandwidth, done / self.flops())
 
+    def states(self, rows: float) -> float:
+        """Seconds in which the states of ``rows`` requests are read and written, in layers that keep them."""
+        return 2.0 * rows * self.shape.state_bytes * self.kv_share / self.bandwidth
+
     def prefill_attention(self, pairs: float) -> float:
         """Seconds of ``pairs`` of a prompt's token and one that it looks at, over all layers: they are computed."""
         shape = self.shape
@@ -173,7 +177,7 @@ class ReplicaRoofline:
         rows = max(1.0, batch / self.layout.pp)
         return {
             "weights": self.linears(rows, rows),
-            "attention": self.decode_attention(rows * self.shape.cached(tokens)),
+            "attention": self.decode_attention(rows * self.shape.cached(tokens)) + self.states(rows),
             "exchange": self.exchange(rows),
             "overhead": self.efficiency.overhead,
         }

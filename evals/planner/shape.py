@@ -57,11 +57,12 @@ class ModelShape:
         attention: MHA, GQA, MQA or MLA (DeepSeek-V2, arXiv 2405.04434).
         kv_heads: heads that are cached; 1 for MLA, whose latent all heads share.
         kv_width: numbers that one token leaves in one layer.
-        windows: tokens that each layer looks back, 0 for all of them.
+        windows: tokens that each layer that keeps keys looks back, 0 for all of them.
         score_width: numbers per head that a query is multiplied with for one cached token; ``value_width``: those that
             are summed for it; ``latent_*``: the same where an MLA cache is read as it is stored.
         embedding: parameters of token and position embeddings; ``other``: those of norms and biases.
         tied: the output layer is the embedding.
+        state_bytes: of a request, in layers that keep a state of it and no keys.
         part_of: the type of a model that also sees or hears, of which this is the text part.
     """
 
@@ -85,6 +86,7 @@ class ModelShape:
     tied: bool
     context: int
     stored_as: str | None = None
+    state_bytes: int = 0
     part_of: str | None = None
 
     def parameters_by_kind(self) -> dict[str, int]:
@@ -124,12 +126,12 @@ class ModelShape:
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of one token in every layer that still looks at it."""
-        return self.num_layers * self.kv_width * element_bytes
+        return len(self.windows) * self.kv_width * element_bytes
 
     def kv_bytes(self, tokens: float, element_bytes: int) -> int:
-        """Bytes of a request of ``tokens``, in whole blocks; a window keeps no more than itself."""
+        """Bytes of a request of ``tokens``, in whole blocks; a window keeps no more than itself. With its states."""
         blocks = math.ceil(tokens / BLOCK) * BLOCK
-        return self.kv_width * element_bytes * round(self.cached(blocks))
+        return self.kv_width * element_bytes * round(self.cached(blocks)) + self.state_bytes
 
     def cached(self, tokens: float) -> float:
         """Tokens in the cache of a request of ``tokens``, summed over the layers."""

@@ -40,6 +40,7 @@ class ModelCost:
         return (
             roofline.linears(tokens, rows)
             + roofline.decode_attention(shape.capped(decode_kv, rows))
+            + roofline.states(rows)
             + roofline.prefill_attention(shape.capped(prefill_kv, tokens))
             + roofline.exchange(tokens)
             + roofline.efficiency.overhead

@@ -47,6 +47,10 @@ typedef struct {
 typedef struct {
     float sums[QS_LATENT * QS_LANES], top[QS_LANES], total[QS_LANES];
 } qs_latent_state;
+static inline int64_t qs_delta_width(const qs_gated_delta *op)
+{
+    return 2 * ((int64_t)op->key_heads * op->key_dim + (int64_t)op->heads * (op->value_dim + 1));
+}
 
 /* One table per ISA. Every function handles one work item alone; the program runner splits the work. */
 typedef struct {
@@ -81,6 +85,12 @@ typedef struct {
                           qs_latent_state *states, void *memory);
     void (*finish_latent)(const qs_latent_attention *op, const qs_latent_rows *rows, qs_latent_state *states,
                           int32_t chunks);
+    /* Channels first .. last - 1 of a sequence's tokens, the first of which is at x. */
+    void (*convolve)(const qs_causal_conv *op, float *x, float *state, int32_t tokens, int32_t begins, int32_t first,
+                     int32_t last);
+    /* A head of a sequence's tokens, the first of which is at x and out; `state` is that of the head. */
+    void (*delta)(const qs_gated_delta *op, const float *x, float *out, float *state, int32_t tokens, int32_t begins,
+                  int32_t head);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
     void (*sweep)(const qs_sweep *op, int64_t chunk, float *errors);
     int32_t (*draw)(const qs_draw *op, int64_t row); /* -2 without memory */

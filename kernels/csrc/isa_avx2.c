@@ -12,6 +12,7 @@
 #include "portable.h"
 #include "avx2_vectors.h"
 #include "rows.h"
+#include "delta_vectors.h"
 #include "attention.h"
 #include "latent.h"
 #include "store_tiles.h"
@@ -161,6 +162,8 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .combine = QS_NAME(combine), \
         .sigmoid_mul = QS_NAME(sigmoid_mul), \
         .draw = QS_NAME(draw), \
+        .convolve = convolve, \
+        .delta = delta, \
     }
 
 const qs_kernels qs_kernels_avx2 = KERNELS(linear_int);

@@ -14,6 +14,7 @@
 
 #include "avx512_vectors.h"
 #include "rows.h"
+#include "delta_vectors.h"
 #include "attention.h"
 #include "latent.h"
 #include "store_tiles.h"
@@ -41,6 +42,8 @@ const qs_kernels qs_kernels_avx512 = {
     .route = QS_NAME(route),
     .combine = QS_NAME(combine),
     .sigmoid_mul = QS_NAME(sigmoid_mul),
+    .convolve = convolve,
+    .delta = delta,
     .sweep = QS_NAME(sweep),
     .draw = QS_NAME(draw),
 };

@@ -35,6 +35,7 @@ int32_t qs_has_dot_products(void)
 
 #include "neon_vectors.h"
 #include "rows.h"
+#include "delta_vectors.h"
 #include "attention.h"
 #include "latent.h"
 #include "store_tiles.h"
@@ -125,6 +126,8 @@ const qs_kernels qs_kernels_neon = {
     .route = QS_NAME(route),
     .combine = QS_NAME(combine),
     .sigmoid_mul = QS_NAME(sigmoid_mul),
+    .convolve = convolve,
+    .delta = delta,
     .sweep = QS_NAME(sweep),
     .draw = QS_NAME(draw),
 };

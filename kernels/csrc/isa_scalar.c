@@ -79,4 +79,6 @@ const qs_kernels qs_kernels_scalar = {
     .sigmoid_mul = qs_scalar_sigmoid_mul,
     .sweep = qs_scalar_sweep,
     .draw = qs_scalar_draw,
+    .convolve = qs_scalar_convolve,
+    .delta = qs_scalar_delta,
 };

@@ -583,3 +583,4 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, i
 #include "rounding.h"
 #include "routing.h"
 #include "draw.h"
+#include "delta.h"

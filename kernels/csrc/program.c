@@ -243,6 +243,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
 #include "lora.h"
 #include "paged_attention.h"
 #include "latent_attention.h"
+#include "sequences.h"
 
 /* Makes room for what each thread needs for a product. */
 static void add_product(struct layout *layout, const qs_linear *op)
@@ -436,6 +437,8 @@ static void run_job(qs_pool *pool, int32_t thread)
             run_latent_attention(job, pool, thread, phase, &op->latent_attention);
         else if (op->kind == QS_ALL_GATHER)
             meet_others(pool, phase, &op->all_gather.ranks);
+        else if (op->kind == QS_CAUSAL_CONV || op->kind == QS_GATED_DELTA)
+            run_sequences(job, pool, phase, op);
         else if (op->kind == QS_ATTENTION)
             run_attention(job, pool, phase, &op->attention,
                           i && is_joined(job, i - 1) ? &op[-1].rope_kv : NULL);
@@ -545,6 +548,8 @@ const char *qs_op_name(int32_t kind)
         [QS_HEAD_LINEAR] = "head_linear",
         [QS_LATENT_KV] = "latent_kv",
         [QS_LATENT_ATTENTION] = "latent_attention",
+        [QS_CAUSAL_CONV] = "causal_conv",
+        [QS_GATED_DELTA] = "gated_delta",
     };
     return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;
 }

@@ -44,6 +44,8 @@ enum qs_op_kind {
     QS_HEAD_LINEAR = 19,
     QS_LATENT_KV = 20,
     QS_LATENT_ATTENTION = 21,
+    QS_CAUSAL_CONV = 22,
+    QS_GATED_DELTA = 23,
 };
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
@@ -282,6 +284,31 @@ typedef struct {
  * have come here: then each sees all of it. */
 typedef struct { qs_ranks ranks; float *out; } qs_all_gather;
 
+/* In place, for each sequence: x[t, c] = silu(sum over j of weight[j, c] * input[t - width + 1 + j, c]), the inputs being x
+ * before. Row r of x starts at x + r * x_stride; weight f32 [width, channels]. state f32 [slots, width - 1, channels] holds
+ * the inputs before the step, oldest first, in the slot state_slots[s] of the step, and then those before the next one.
+ * A sequence whose first token has position 0 begins with zeros. */
+#define QS_MAX_CONV 8 /* the width at most */
+typedef struct {
+    float *x;
+    const float *weight;
+    float *state;
+    int32_t width, channels, x_stride;
+} qs_causal_conv;
+
+/* For each sequence and head, token by token: the gated delta rule of ops.py. Row r of x holds q and k f32 [key_heads,
+ * key_dim], v and z [heads, value_dim], b and a [heads]; out [tokens, heads, value_dim]. state f32 [slots, heads, key_dim,
+ * value_dim] is kept as that of qs_causal_conv; rate and dt_bias [heads], norm [value_dim]. */
+#define QS_MAX_KEY_DIM 256
+typedef struct {
+    const float *x;
+    float *out;
+    const float *rate, *dt_bias, *norm;
+    float *state;
+    int32_t key_heads, heads, key_dim, value_dim;
+    float eps;
+} qs_gated_delta;
+
 typedef struct {
     int32_t kind, rows;
     union {
@@ -307,14 +334,17 @@ typedef struct {
         qs_head_linear head_linear;
         qs_latent_kv latent_kv;
         qs_latent_attention latent_attention;
+        qs_causal_conv causal_conv;
+        qs_gated_delta gated_delta;
     };
 } qs_op;
 
 /* One step. Sequence s owns the tokens seq_start[s] .. seq_start[s + 1] - 1, at consecutive positions;
  * block_tables i32 [sequences, table_stride] names its KV blocks. slots[t] = block * 16 + offset. adapters i32 [tokens],
- * NULL for none, has the slot of each token's adapter, or -1. */
+ * NULL for none, has the slot of each token's adapter, or -1. state_slots i32 [sequences] has that of each sequence's
+ * states, NULL where no operation keeps any. */
 typedef struct {
-    const int32_t *token_ids, *positions, *slots, *seq_start, *block_tables, *logit_rows, *adapters;
+    const int32_t *token_ids, *positions, *slots, *seq_start, *block_tables, *logit_rows, *adapters, *state_slots;
     int32_t tokens, logits, sequences, table_stride;
 } qs_step;
 

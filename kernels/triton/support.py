@@ -13,8 +13,10 @@ from qserve.kernels.abi import name_of
 from qserve.kernels.ops import (
     SCALED_KV,
     Attention,
+    CausalConv,
     Embed,
     Experts,
+    GatedDelta,
     HeadLinear,
     HeadNorm,
     LatentAttention,
@@ -96,7 +98,7 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
             return _too_wide(op.heads * op.head_dim)
         case RopeKV() | Attention():
             return _cache(op, gpu, compiled)
-        case Lora() | HeadLinear() | LatentKV() | LatentAttention():
+        case Lora() | HeadLinear() | LatentKV() | LatentAttention() | CausalConv() | GatedDelta():
             return f"{name_of(type(op))} has no Triton kernel"
     return None
 

@@ -14,7 +14,8 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_families
 from qserve.checkpoint.modules import Modules
 from qserve.kernels.ops import Function
-from qserve.runtime.cache import CacheLayout, CacheSpec
+from qserve.runtime.cache import CacheLayout, CacheSpec, StateSpec
+from qserve.runtime.models.delta_config import DeltaConfig, delta_config
 from qserve.runtime.models.latent_config import LatentConfig, latent_config
 from qserve.runtime.models.moe_config import MoeConfig, moe_config
 
@@ -61,6 +62,7 @@ class DecoderConfig:
     logit_cap: float
     moe: MoeConfig | None
     latent: LatentConfig | None
+    delta: DeltaConfig | None
     hf: PretrainedConfig
 
     @property
@@ -84,13 +86,17 @@ class DecoderConfig:
     @property
     def cache_layout(self) -> CacheLayout:
         width = self.latent.width if self.latent else self.head_dim
-        return CacheLayout.of([
+        kept: list[CacheSpec | StateSpec] = [
             CacheSpec(self.num_key_value_heads, width, window, self.latent is not None) for window in self.windows
-        ])
+        ]
+        if self.delta is not None:
+            kept = [self.delta.state if delta else spec for delta, spec in zip(self.delta.layers, kept)]
+        return CacheLayout.of(kept)
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of keys and values that one token takes in all layers."""
-        return self.num_hidden_layers * self.cache_layout.groups[0].spec.width * element_size
+        layers = self.num_hidden_layers - (sum(self.delta.layers) if self.delta is not None else 0)
+        return layers * self.cache_layout.groups[0].spec.width * element_size
 
 
 def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
@@ -143,6 +149,7 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
         logit_cap=float(hf.final_logit_softcapping or 0) if family.capped_logits else 0.0,
         moe=moe_config(hf, family.experts, name) if family.experts else None,
         latent=latent_config(hf) if family.latent else None,
+        delta=delta_config(hf, name) if family.delta else None,
         hf=hf,
     )
 
@@ -170,7 +177,7 @@ def _windows(hf: PretrainedConfig, family: Family, name: str) -> tuple[int, ...]
     kinds = getattr(hf, "layer_types", None)
     if kinds is None:
         return (window,) * int(hf.num_hidden_layers)
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    unknown = set(kinds) - {"full_attention", "sliding_attention", "linear_attention" if family.delta else ""}
     if unknown:
         raise CheckpointError(f"{name} has layers of type {sorted(unknown)[0]!r}, which is not served")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -5,7 +5,7 @@ buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,12 +26,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class DecoderLimits:
-    """The sizes of the buffers: tokens and logit rows of a step, positions of a sequence, blocks of the pool."""
+    """The sizes of the buffers: tokens and logit rows of a step, positions of a sequence, blocks of the pool, and slots
+    for sequences whose states layers keep."""
 
     max_tokens: int
     max_logits: int
     max_positions: int
     num_blocks: int
+    num_states: int = 0
 
     def workspace_bytes(
         self, config: DecoderConfig, activations: torch.dtype = torch.float32, group: RankGroup | None = None
@@ -46,7 +48,8 @@ class DecoderLimits:
 class Decoder:
     """Runs steps. ``logits`` float32 [max_logits, vocab] and ``greedy`` int32 [max_logits] hold the last head run;
     ``kv`` [places, 2, blocks, kv_heads * head_dim * 16] is the cache, or [places, 1, blocks, …] of latents. Layers of
-    different groups share a place. All are where the executor places them.
+    different groups share a place. All are where the executor places them. ``sequence_states``: what layers keep of
+    each sequence, each tensor [num_states, …].
 
     ``group``: of the ranks that share the model, if there are several. Then this one has a shard of the weights, ``kv``
     its own key heads, and ``greedy`` is that of the first rank. All must run the same steps and heads.
@@ -83,6 +86,12 @@ class Decoder:
         self._kv_dtype = kv_dtype
         self._pages: list[tuple[Tensor, ...]] = []
         self.resize_cache(limits.num_blocks)
+        device = self.placement.device
+        kept = {
+            layer: [torch.zeros(limits.num_states, *shape, device=device) for shape in spec.shapes]
+            for layer, spec in self.layout.states.items()
+        }
+        self.sequence_states = [state for states in kept.values() for state in states]
         self._buffers = buffers = Buffers.allocate(
             config, self.placement, tokens=tokens, rows=rows, positions=limits.max_positions, group=group
         )
@@ -98,13 +107,16 @@ class Decoder:
         head_fallbacks = registry.fallbacks(executor, head)
         del head
         for i in range(layers):
-            layers_alike, place = self.layout.place(i)
-            if not self._body or self._body[-1][0] != layers_alike:
-                self._body.append((layers_alike, executor.program(tokens)))
+            if i in kept:
+                here = self._body[-1][0] if self._body else 0  # any step does: it has no blocks
+            else:
+                here, place = self.layout.place(i)
+            if not self._body or self._body[-1][0] != here:
+                self._body.append((here, executor.program(tokens)))
             program = self._body[-1][1]
             if i == 0:
                 program.add(embed)
-            ops = builder.layer(i, self._pages[place])
+            ops = builder.layer(i, kept[i] if i in kept else self._pages[place])
             program.add(ops)
             self.fallbacks += registry.fallbacks(executor, ops)
             del ops  # what was read of this layer is gone before the next one is read
@@ -170,10 +182,14 @@ def missing_kernels(
     placement = executor.placement
     buffers = Buffers.allocate(config, placement, tokens=1, rows=1, positions=1)
     builder = LayerBuilder(config, Headers(source), buffers, kv_dtype)
-    spec = config.cache_layout.groups[0].spec
+    layout = config.cache_layout
+    spec = layout.groups[0].spec
     layer = torch.empty(2, 1, spec.kv_heads * spec.head_dim * BLOCK_SIZE, dtype=kv_dtype, device=placement.device)
     pages_of_layer = _pages_of(layer, spec, spec.kv_heads, placement)
     found = registry.fallbacks(executor, builder.embed())
     for i in range(config.num_hidden_layers):
-        found += registry.fallbacks(executor, builder.layer(i, pages_of_layer))
+        kept: Sequence[Tensor] = pages_of_layer
+        if (state := layout.states.get(i)) is not None:
+            kept = [torch.empty(1, *shape, device=placement.device) for shape in state.shapes]
+        found += registry.fallbacks(executor, builder.layer(i, kept))
     return found + registry.fallbacks(executor, builder.head(int8=False))

@@ -66,7 +66,7 @@ class LatentBuffers:
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
 
-def attend(
+def latent_attention(
     config: DecoderConfig, weights: Weights, layer: str, x: Tensor, buffers: LatentBuffers, attended: Tensor,
     cache: Tensor, rotation: tuple[Tensor, Tensor], product: Product,
 ) -> list[Op]:

@@ -33,12 +33,13 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig, is_classifier
+from qserve.runtime.models.delta_net import DeltaBuffers, recurrence
 from qserve.runtime.models.kv_scales import cache_center, cache_scales
-from qserve.runtime.models.latent import LatentBuffers, attend
+from qserve.runtime.models.latent import LatentBuffers, latent_attention
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.moe import MoeBuffers, routed
 from qserve.runtime.models.rope import query_scale, rope_tables
-from qserve.runtime.models.row_order import Orders, element_order, part_of, qkv_orders
+from qserve.runtime.models.row_order import Orders, element_order, gate_orders, part_of, qkv_orders
 from qserve.runtime.models.weights import Weight, Weights
 from qserve.runtime.parallel.group import RankGroup
 
@@ -56,10 +57,12 @@ class Buffers:
     greedy      [rows] int32
     moe         the buffers of experts, None in models without
     latent      those of latent attention, which has no qkv
+    delta       those of gated delta nets, None in models without
+    gates       [tokens, …]: of heads, in families that have them
     rotations   cosine and sine, float32 [positions, rotary_dim / 2], for each of the ``rope_kinds``
     q_scale     float32 [positions], or None
 
-    Of qkv and gate_up a rank has its own columns. All ranks share x, sublayer, attended, activated, and logits.
+    Of qkv, gates and gate_up a rank has its own columns. All ranks share x, sublayer, attended, activated, and logits.
     """
 
     x: Tensor
@@ -75,6 +78,8 @@ class Buffers:
     greedy: Tensor
     moe: MoeBuffers | None
     latent: LatentBuffers | None
+    delta: DeltaBuffers | None
+    gates: Tensor
     rotations: dict[str | None, tuple[Tensor, Tensor]]
     q_scale: Tensor | None
 
@@ -123,6 +128,8 @@ class Buffers:
             greedy=torch.empty(rows, dtype=torch.int32, device=device),
             moe=MoeBuffers.allocate(config.moe, hidden, placement, tokens, group) if config.moe else None,
             latent=LatentBuffers.allocate(config, placement, tokens) if config.latent else None,
+            delta=DeltaBuffers.allocate(config.delta, placement, tokens) if config.delta else None,
+            gates=activations(tokens, len(queries) * config.head_dim if config.family.gated_heads else 0),
             rotations={kind: rotation(kind) for kind in config.rope_kinds},
             q_scale=None if scale is None else scale.to(device),
         )
@@ -131,7 +138,8 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes of activations and logits."""
         held = {id(x := getattr(self, field.name)): x for field in fields(self) if field.name != "q_scale"}
-        return sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, Tensor | MoeBuffers | LatentBuffers))
+        parts = Tensor | MoeBuffers | LatentBuffers | DeltaBuffers
+        return sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, parts))
 
 
 class LayerBuilder:
@@ -180,18 +188,20 @@ class LayerBuilder:
             ops += self._group.gather(buffers.x)
         return ops
 
-    def layer(self, i: int, cache: Sequence[Tensor]) -> list[Op]:
-        """``cache``: the keys and values of the layer, or its latents."""
+    def layer(self, i: int, kept: Sequence[Tensor]) -> list[Op]:
+        """``kept``: where the layer keeps keys and values, latents, or its states."""
         modules, layer = self._config.modules, f"{self._config.modules.layers}.{i}"
         parallel = self._config.parallel
         x, read = self._input(layer, modules.attention_norm)
-        attended, add = (self._latent if self._config.latent else self._attention)(i, layer, x, *cache)
+        delta = self._config.delta and self._config.delta.layers[i]
+        sublayer = self._delta if delta else self._latent if self._config.latent else self._attention
+        attend, add = sublayer(i, layer, x, *kept)
         y, read_too = (x, []) if parallel and modules.mlp_norm is None else self._input(layer, modules.mlp_norm)
         sparse = self._config.moe and self._config.moe.sparse[i]
         feed, add_too = self._experts(layer, y) if sparse else self._mlp(layer, y)
         if parallel:  # nothing is added to the stream before both have read it
-            return [*read, *attended, *read_too, *feed, *add, *add_too]
-        return [*read, *attended, *add, *read_too, *feed, *add_too]
+            return [*read, *attend, *read_too, *feed, *add, *add_too]
+        return [*read, *attend, *add, *read_too, *feed, *add_too]
 
     def final_norm(self) -> list[Op]:
         """The states of the rows whose logits are wanted, as transformers returns them."""
@@ -306,9 +316,16 @@ class LayerBuilder:
         if len(config.modules.qkv) == 1:
             sizes = [sum(sizes)]
         orders = qkv_orders(config, rotary_dim, queries, keys)
+        gates: list[Op] = []
+        if config.family.gated_heads:
+            sizes[0] *= 2
+            order, gate_order = gate_orders(config, queries)
+            orders = [order, *orders[1:]]
+            gates = self._joined(layer, config.modules.qkv[:1], sizes[:1], x, buffers.gates, [gate_order])
         attended = _columns(buffers.attended, range(queries.start * dim, queries.stop * dim))
         compute = [
             *self._joined(layer, config.modules.qkv, sizes, x, buffers.qkv, orders),
+            *gates,
             *head_norms,
             RopeKV(
                 buffers.qkv, cosine, sine, k_cache, v_cache, heads, kv_heads, dim,
@@ -318,6 +335,7 @@ class LayerBuilder:
                 buffers.qkv, attended, k_cache, v_cache, heads, kv_heads, dim, config.attention_scale,
                 config.windows[i], k_scale, v_scale, config.score_cap, sinks,
             ),
+            *([SigmoidMul(buffers.gates, attended)] if gates else []),
             *self._group.gather(buffers.attended),
         ]  # fmt: skip
         return compute, self._to_stream(layer, config.modules.out, buffers.attended, config.modules.attention_out_norm)
@@ -327,10 +345,21 @@ class LayerBuilder:
         config, buffers = self._config, self._buffers
         assert buffers.latent is not None
         rotation = buffers.rotations[config.rope_kinds[i]]
-        compute = attend(
+        compute = latent_attention(
             config, self._weights, layer, x, buffers.latent, buffers.attended, cache, rotation, self._joined
         )
         return compute, self._to_stream(layer, config.modules.out, buffers.attended, None)
+
+    def _delta(self, i: int, layer: str, x: Tensor, conv: Tensor, state: Tensor) -> tuple[list[Op], list[Op]]:
+        """The operations of a gated delta net, and those that add it to the residual stream."""
+        config, modules, buffers = self._config.delta, self._config.modules, self._buffers.delta
+        assert config is not None and buffers is not None
+        sizes, orders = config.sizes(modules), config.orders(modules)
+        compute = [
+            *self._joined(layer, modules.delta_in, sizes, x, buffers.projected, orders),
+            *recurrence(config, modules, self._weights, layer, buffers, conv, state, self._config.rms_norm_eps),
+        ]
+        return compute, self._to_stream(layer, modules.delta_out, buffers.out, None)
 
     def _mlp(self, layer: str, x: Tensor) -> tuple[list[Op], list[Op]]:
         """The operations that compute the feed-forward, and those that add it to the residual stream."""

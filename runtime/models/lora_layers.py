@@ -46,9 +46,11 @@ class LoraLayers:
     def after(
         self, modules: Sequence[str], sizes: Sequence[int], x: Tensor, out: Tensor, orders: Orders = (None, None, None)
     ) -> Lora:
-        """The operation behind the product of ``modules``, whose outputs (of ``sizes``) lie side by side in ``out``."""
-        starts = [sum(sizes[:part]) for part in range(len(sizes))]
-        slots = LoraSlots(list(zip(starts, sizes)), self.count, self.max_rank)
+        """The operation behind the product of ``modules``, whose outputs (of ``sizes``, or those of them that
+        ``orders`` name) lie side by side in ``out``."""
+        held = [size if order is None else len(order) for size, order in zip(sizes, orders)]
+        starts = [sum(held[:part]) for part in range(len(held))]
+        slots = LoraSlots(list(zip(starts, held)), self.count, self.max_rank)
         self._products.append(_Product(tuple(modules), tuple(orders[: len(modules)]), slots))
         self.shapes |= {module: (size, x.shape[1]) for module, size in zip(modules, sizes)}
         return Lora(x, out, slots)

@@ -41,6 +41,14 @@ def qkv_orders(config: DecoderConfig, rotary_dim: int, queries: range, keys: ran
     return [_unless_all(part, count * dim) for part, count in zip(parts, (heads, kv_heads, kv_heads))]
 
 
+def gate_orders(config: DecoderConfig, queries: range) -> tuple[Tensor, Tensor]:
+    """Of a linear that holds for each head its query and then a gate: the rows of the queries, and those of the gates,
+    of the heads ``queries``."""
+    dim = config.head_dim
+    heads = torch.arange(config.num_attention_heads * 2 * dim).view(-1, 2, dim)[queries.start : queries.stop]
+    return heads[:, 0].flatten(), heads[:, 1].flatten()
+
+
 def part_of(count: int, part: range, times: int = 1) -> Tensor | None:
     """The outputs ``part`` of each of ``times`` times ``count`` that follow each other; None where that is all."""
     return _unless_all((torch.arange(times)[:, None] * count + torch.tensor(part)).flatten(), count * times)

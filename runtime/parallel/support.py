@@ -23,6 +23,7 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
         "--kv-offload-memory and --kv-offload-dir": bool(config.offload_memory),
         "a model that is changed as it is read": type(source) not in (HFDirectory, GGUFFile),
         f"latent attention, as {model.model_type} has it,": model.latent is not None,
+        f"the states that {model.model_type} keeps of sequences": model.delta is not None,
         f"norms of all heads together, as {model.model_type} has them,": model.family.qk_norm == "all",
     }
     for what, is_asked in others.items():

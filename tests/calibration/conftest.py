@@ -19,6 +19,10 @@ COMMON: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "max
                           "pad_token_id": None}  # fmt: skip
 GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 2, "intermediate_size": 64}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
     "mistral": {**GROUPED, "sliding_window": 8},
@@ -35,6 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**GROUPED, "num_local_experts": 4},
     "qwen2_moe": {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**GROUPED, **EXPERTS, "head_dim": 16},
+    "qwen3_next": {**GROUPED, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    "qwen3_5_text": {**GROUPED, **DELTA},
     "gpt2": {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "falcon": {**COMMON, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 64},
     "starcoder2": {**GROUPED, "use_bias": True},

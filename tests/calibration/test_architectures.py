@@ -28,7 +28,7 @@ from qserve.quantize.job import QuantizeJob
 
 Saved = Callable[[str], Path]
 MIXTURES = {"mixtral": "block_sparse_moe.gate", "qwen2_moe": "mlp.gate", "qwen3_moe": "mlp.gate", "olmoe": "mlp.gate",
-            "glm4_moe": "mlp.gate"}  # fmt: skip
+            "qwen3_next": "mlp.gate", "glm4_moe": "mlp.gate"}  # fmt: skip
 
 
 def transformers_logits(path: Path, tokens: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def test_names_are_those_of_the_files(family: str, saved_model: Saved) -> None:
     assert set(skeleton.linears(0)) == {name for name in skeleton.shapes if name.startswith(inside[0])}
     gates = {router.removeprefix(name) for router in skeleton.routers for name in inside if router.startswith(name)}
     expected = {MIXTURES[family]} if family in MIXTURES else set()
-    assert gates == expected | ({"mlp.shared_expert_gate"} if family == "qwen2_moe" else set())
+    assert gates == expected | ({"mlp.shared_expert_gate"} if family in ("qwen2_moe", "qwen3_next") else set())
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])

@@ -27,6 +27,8 @@ def each_expert(owner: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
     return {f"{owner}.{index}.{up}": (f"{owner}.{index}.{down}",) for index in range(4)}
 
 
+# The gated norm in front of out_proj has one weight for all heads: nothing is moved into it.
+DELTA = {**GATED, "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")}
 EXPECTED: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -63,6 +65,11 @@ EXPECTED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "qwen3_moe": {**ATTENTION, **each_expert("mlp.experts", "up_proj", "down_proj")},
     "olmoe": {**ATTENTION, **each_expert("mlp.experts", "up_proj", "down_proj")},
+    "qwen3_next": {**DELTA, "input_layernorm": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
+    "qwen3_5_text": {
+        **DELTA,
+        "input_layernorm": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+    },
     "gpt2": {"ln_1": ("attn.c_attn",), "attn.c_attn": ("attn.c_proj",), "ln_2": ("mlp.c_fc",)},
     "falcon": {
         "ln_attn": ("self_attention.query_key_value",),

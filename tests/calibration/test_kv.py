@@ -28,6 +28,9 @@ def test_recorded_is_what_the_cache_holds(family: str, saved_model: Callable[[st
     for visit in walk(skeleton, tokens, samples_at_once=2):
         with KVRecorder(visit.block) as recorder:
             visit.finish()
+        if recorder.is_recurrent:
+            assert family in ("qwen3_next", "qwen3_5_text") and visit.index == 0
+            continue
         if family == "falcon":  # its attention is not one that transformers lets others take the place of
             with pytest.raises(UsageError, match="FalconDecoderLayer cannot be observed"):
                 recorder.absmax()

@@ -99,10 +99,12 @@ def test_plan_is_plain_data() -> None:
                 "wants_prompt_logprobs": True,
                 "wants_prompt_states": False,
                 "adapter": -1,
+                "state": -1,
             }
         ],
         "preempted": [],
         "copies": [],
+        "state_copies": [],
         "num_tokens": 3,
     }
 

@@ -20,6 +20,10 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DELTA: dict[str, Any] = {
+    "head_dim": 32, "linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "num_hidden_layers": 5,
+}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "moe_intermediate_size": 48, "n_routed_experts": 6, "n_shared_experts": 2,
@@ -63,6 +67,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
     "qwen3_moe": {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2},
+    "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
+    "qwen3_5_text": {**DELTA, "attention_bias": True},
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 56, "full_attention_interval": 2},
     "glm4_moe": {**LATENT, "head_dim": 32, "use_qk_norm": True},
     "dots1": {**LATENT, "head_dim": 32},
     "olmoe": {**EXPERTS, "attention_bias": True},
@@ -116,6 +123,18 @@ def test_a_window_caps_what_a_request_holds_and_looks_at() -> None:
     assert windowed.kv_bytes(20, 2) == windowed.kv_width * 2 * 3 * 32  # whole blocks
     pairs = sum(min(i + 1, window or 100) for window in windowed.windows for i in range(100))
     assert windowed.looked_at(100) == pairs
+
+
+def test_a_state_counts_once_however_long_a_request_is() -> None:
+    config = {**TINY, **DELTA, "model_type": "qwen3_5_text", "num_hidden_layers": 8}
+    hybrid = shape_of(config, "it")
+    assert hybrid.windows == (0, 0) and hybrid.kv_bytes_per_token(2) == 2 * 2 * 2 * 32 * 2
+    assert hybrid.state_bytes == 6 * 4 * (3 * (2 * 3 * 8 + 6 * 12) + 6 * 8 * 12)
+    assert hybrid.kv_bytes(160, 2) == 160 * hybrid.kv_bytes_per_token(2) + hybrid.state_bytes
+    assert hybrid.looked_at(10) == 2 * 55
+    for kinds in (["linear_attention"] * 8, ["full_attention"] * 3, ["mamba"] * 8):
+        with pytest.raises(CheckpointError, match=r"full attention|layer_types"):
+            shape_of({**config, "layer_types": kinds}, "it")
 
 
 def test_bytes_of_weights_hold_scales_and_zero_points() -> None:
