@@ -202,7 +202,8 @@ class Fleet:
         """A request found the replica so. One that cannot be reached waits for its next good probe."""
         if (replica := self.replicas.get(url)) is None:
             return  # it left meanwhile
-        replica.breaker.failed(time.monotonic())
+        if replica.state != "down":
+            replica.breaker.failed(time.monotonic())
         if unreachable:
             self._become(replica, "down", why)
         self._apply(replica)
@@ -301,6 +302,7 @@ class Fleet:
         replica.state = state
         if state == "down":
             self.router.forget(replica.url)
+            replica.breaker.died(time.monotonic())
         if state == "ready" and replica.local is not None:
             replica.local.loaded()
 

@@ -29,6 +29,19 @@ def test_the_breaker_opens_pauses_and_is_quick_to_open_again() -> None:
     assert not breaker.is_open(100)
 
 
+def test_all_that_fails_with_a_process_fails_once() -> None:
+    breaker = Breaker()
+    for death in range(1, FAILURES + 1):
+        for _ in range(64):
+            breaker.failed(death)
+        assert breaker.is_open(death)
+        breaker.died(death)
+        assert breaker.is_open(death) == (death == FAILURES), "a process that ends again and again"
+    breaker.worked()
+    breaker.died(100)
+    assert not breaker.is_open(100)
+
+
 def test_failures_far_apart_open_nothing() -> None:
     breaker = Breaker()
     for minute in range(20):
