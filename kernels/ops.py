@@ -540,7 +540,7 @@ class CausalConv:
 
     state, float32 [slots, width - 1, channels], holds the last inputs of each sequence, oldest first, in the slot that
     ``Step.state_slots`` names. A sequence whose first token here has position 0 begins with zeros. Afterwards the state
-    is that behind its last token here.
+    is that behind its last token here, and copies of earlier ones are where ``Step.state_saves`` wants them.
     """
 
     x: Tensor
@@ -646,6 +646,8 @@ class Step:
     logit_rows                   [logits]: the tokens whose logits are wanted
     adapters                     [tokens]: the slot of each token's adapter, -1 for none; None where no token has one
     state_slots                  [sequences]: where the states of each sequence are; None where no layer keeps any
+    state_saves                  [tokens]: the slot that gets a copy of the states behind each token, -1 for none; None
+                                 where no token has one. No two are the same, and none is among ``state_slots``
     """
 
     token_ids: Tensor
@@ -656,6 +658,7 @@ class Step:
     logit_rows: Tensor
     adapters: Tensor | None = None
     state_slots: Tensor | None = None
+    state_saves: Tensor | None = None
 
     @property
     def tokens(self) -> int:

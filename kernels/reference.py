@@ -311,27 +311,37 @@ def _lora(op: Lora, step: Step, rows: slice) -> None:
                 op.out[chosen, start : start + size] += held.scale * (x @ a.T) @ b.T
 
 
-def _sequences(step: Step, rows: slice) -> Iterator[tuple[int, int, int, bool]]:
+def _sequences(step: Step, rows: slice) -> Iterator[tuple[int, int, int, int, bool]]:
     """Of each sequence with tokens among ``rows``: its first one there, the one behind its last, the slot of its state,
-    and whether it begins there."""
+    the slot that gets a copy of it afterwards or -1, and whether it begins there. A sequence whose state is saved on
+    the way comes in parts."""
     assert step.state_slots is not None
+    saves = [-1] * step.tokens if step.state_saves is None else step.state_saves.tolist()
     for s, (first, last) in enumerate(pairwise(step.seq_start.tolist())):
-        begin, end = max(first, rows.start), min(last, rows.stop)
-        if begin < end:
-            yield begin, end, int(step.state_slots[s]), not step.positions[begin]
+        begin = max(first, rows.start)
+        for end in range(begin + 1, min(last, rows.stop) + 1):
+            if saves[end - 1] >= 0 or end == min(last, rows.stop):
+                yield begin, end, int(step.state_slots[s]), saves[end - 1], not step.positions[begin]
+                begin = end
+
+
+def _leave_state(held: Tensor, slot: int, saved: int, state: Tensor) -> None:
+    held[slot] = state
+    if saved >= 0:
+        held[saved] = state
 
 
 def _causal_conv(op: CausalConv, step: Step, rows: slice) -> None:
-    for begin, end, slot, begins in _sequences(step, rows):
+    for begin, end, slot, saved, begins in _sequences(step, rows):
         before = torch.zeros_like(op.state[slot]) if begins else op.state[slot]
         inputs = torch.cat([before, op.x[begin:end].float()])
-        op.state[slot] = inputs[end - begin :]
+        _leave_state(op.state, slot, saved, inputs[end - begin :])
         op.x[begin:end] = F.silu((inputs.unfold(0, op.width, 1) * op.weight.T).sum(-1)).to(op.x.dtype)
 
 
 def _gated_delta(op: GatedDelta, step: Step, rows: slice) -> None:
     keys, values, group = op.key_heads * op.key_dim, op.heads * op.value_dim, op.heads // op.key_heads
-    for begin, end, slot, begins in _sequences(step, rows):
+    for begin, end, slot, saved, begins in _sequences(step, rows):
         q, k, v, z, b, a = op.x[begin:end].float().split([keys, keys, values, values, op.heads, op.heads], 1)
         q, k = (x.unflatten(1, (op.key_heads, -1)) for x in (q, k))
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -344,7 +354,7 @@ def _gated_delta(op: GatedDelta, step: Step, rows: slice) -> None:
             change = b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
             state = state + k[t, :, :, None] * change[:, None]
             kept.append(torch.einsum("hkv,hk->hv", state, q[t]))
-        op.state[slot] = state
+        _leave_state(op.state, slot, saved, state)
         out = rms_norm(torch.stack(kept), op.norm, op.eps) * F.silu(z)
         op.out[begin:end] = out.flatten(1).to(op.out.dtype)
 

@@ -19,13 +19,13 @@ from qserve.runtime.runner import ModelRunner
 @dataclass(frozen=True)
 class CacheDescription:
     """The paged cache of keys and values: ``num_blocks`` of ``block_size`` tokens. A block holds tokens for one group
-    of layers (``CacheLayout``); ``windows`` has the window of each group. ``num_states``: slots for the states that
-    other layers keep of sequences; 0 where none does."""
+    of layers (``CacheLayout``); ``windows`` has the window of each group. ``keeps_states``: other layers keep
+    a state of each sequence, in ``EngineConfig.num_state_slots`` slots."""
 
     num_blocks: int
     block_size: int
     windows: tuple[int, ...] = (0,)
-    num_states: int = 0
+    keeps_states: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ A block is in exactly one of three states:
     evictable   no table holds it, but its content can be found under its digest; when no block is free, the least
                 recently used is taken first
 
-A sequence of a model that keeps states has a slot for them as long as it has tables. A state is only right behind the
-last token that was computed, so nothing of such a model is found again, and a fork copies its parent's state.
+A sequence of a model that keeps states has a slot for them as long as it has tables (``StateSlots``). A state is only
+right behind the last token that was computed. So a cached beginning of such a model must end where a snapshot of the
+state was kept, and a fork copies its parent's state.
 
 With ``BlockTiers``, what is evicted is copied into a slot of memory, and found there again. The slots are numbered
 behind the blocks, so both copies read like any other. Copies are made in order, after all plans before: a block that is
@@ -32,6 +33,7 @@ from dataclasses import dataclass, field
 
 from qserve.runtime.block_tiers import BlockTiers, Key
 from qserve.runtime.cache import blocks_needed, tokens_held, window_blocks
+from qserve.runtime.state_slots import StateSlots
 
 
 def chain_digests(
@@ -74,7 +76,7 @@ class BlockManager:
     ``windows``: for each group of layers how many keys a query sees, 0 for all. A request has tables from ``open`` or
     ``fork`` until ``free``. ``allocate`` makes them long enough and writable, ``publish`` makes one of their blocks
     findable, ``release_passed`` gives back what lies behind the windows. ``tiers``: what is kept beside the cache.
-    ``num_states``: slots for the states of as many requests; 0 where no layer keeps any.
+    ``states``: the slots for what layers keep of a request instead of blocks; None where no layer does.
     """
 
     def __init__(
@@ -84,16 +86,17 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         windows: Sequence[int] = (0,),
         tiers: BlockTiers | None = None,
-        num_states: int = 0,
+        states: StateSlots | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"need at least one block of one position, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching and not num_states
+        self.enable_prefix_caching = enable_prefix_caching and (states is None or states.num_snapshots > 0)
         self.windows = tuple(windows)
         self.has_windows = any(windows)
         self.tiers = tiers
+        self.states = states
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._refs = [0] * num_blocks
@@ -102,10 +105,6 @@ class BlockManager:
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in self.windows)
         self._digest_of: dict[int, tuple[int, bytes]] = {}  # with the group
         self._copies: list[tuple[int, int]] = []  # into slots and out of them, not yet handed out
-        self.num_states = num_states
-        self._free_states = list(range(num_states - 1, -1, -1))
-        self._state_of: dict[str, int] = {}
-        self._state_copies: list[tuple[int, int]] = []
 
     @property
     def num_free(self) -> int:
@@ -164,7 +163,12 @@ class BlockManager:
 
     def state(self, request_id: str) -> int:
         """The slot of the states of ``request_id``; -1 where no layer keeps any."""
-        return self._state_of.get(request_id, -1)
+        return -1 if self.states is None else self.states.slot(request_id)
+
+    def save_states(self, request_id: str, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """The plan that is being made computes the tokens ``start .. stop - 1``: (tokens, slot) for each state on the
+        way that it keeps a snapshot of."""
+        return () if self.states is None else self.states.save(request_id, start, stop)
 
     def evictable(self) -> tuple[int, ...]:
         """Blocks that no table holds and that can be found again, the next to be taken first."""
@@ -172,8 +176,15 @@ class BlockManager:
 
     def open(self, request_id: str, digests: Sequence[bytes] = ()) -> int:
         """Start tables with the longest run of leading ``digests`` in the cache and in memory; returns how many
-        positions. ``allocate`` gets what is in memory."""
-        tables, count = self._new_tables(request_id), self._num_known(digests, self._at_hand())
+        positions. ``allocate`` gets what is in memory. Where layers keep states the run ends with a snapshot."""
+        at_hand = self._at_hand()
+        count = known = self._num_known(digests, at_hand)
+        if self.states is not None:
+            ends = (n for n in range(known, 0, -1) if digests[n - 1] in self.states)
+            count = next((n for n in ends if self._num_known(digests[:n], at_hand) == n), 0)
+        tables = self._new_tables(request_id)
+        if self.states is not None:
+            self.states.open(request_id, digests, count, known)
         for group, (table, window, block_of) in enumerate(zip(tables, self.windows, self._block_of)):
             table.first = self._first(count * self.block_size, window)
             for index, digest in enumerate(digests[table.first : count]):
@@ -207,7 +218,7 @@ class BlockManager:
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
         """Whether the parent still holds what a query behind its first ``num_tokens`` positions sees. A parent with a
         state does not: it is behind its last position."""
-        return not self.num_states and all(
+        return self.states is None and all(
             table.first <= self._first(num_tokens, window)
             for table, window in zip(self._tables[parent_id], self.windows)
         )
@@ -217,15 +228,17 @@ class BlockManager:
         sees them. A copy of the parent's state comes with ``take_state_copies``: it must be that of these positions."""
         count, parents = self.blocks_for(num_tokens), self._tables[parent_id]
         held = min(table.end for table in parents)
-        if held < count or not (self.num_states or self.can_fork(parent_id, num_tokens)):
+        if held < count or not (self.states or self.can_fork(parent_id, num_tokens)):
             raise ValueError(f"{parent_id} holds {held} of the {count} blocks of {num_tokens} tokens")
-        for table, parent, window in zip(self._new_tables(child_id), parents, self.windows):
+        children = self._new_tables(child_id)
+        if self.states is not None:
+            self.states.open(child_id, (), 0, 0)
+            self.states.fork(parent_id, child_id)
+        for table, parent, window in zip(children, parents, self.windows):
             table.first = self._first(num_tokens, window)
             for block in parent.blocks[table.first - parent.first : count - parent.first]:
                 self._hold(block)
                 table.blocks.append(block)
-        if self.num_states:
-            self._state_copies.append((self._state_of[parent_id], self._state_of[child_id]))
 
     def is_writable(self, request_id: str, position: int) -> bool:
         """Whether the blocks of ``position`` exist and belong to these tables alone: ``allocate`` has nothing to do."""
@@ -266,6 +279,8 @@ class BlockManager:
             )
         self._shown.pop(request_id, None)
         self._load(request_id)
+        if self.states is not None:
+            self.states.begin(request_id)
         copies: list[tuple[int, int]] = []
         for table, stop in self._stops(request_id, num_tokens, stepwise):
             blocks = table.blocks
@@ -285,8 +300,7 @@ class BlockManager:
 
     def take_state_copies(self) -> list[tuple[int, int]]:
         """Copies of states, from slot to slot, that no plan holds yet, in order."""
-        copies, self._state_copies = self._state_copies, []
-        return copies
+        return [] if self.states is None else self.states.take_copies()
 
     def extend(self, request_id: str, num_tokens: int, *, spare: int) -> int:
         """Let the groups with a window grow towards ``num_tokens`` positions while more than ``spare`` blocks can be
@@ -338,6 +352,8 @@ class BlockManager:
                 self._free.append(known)
             block_of[digest] = block
             self._digest_of[block] = group, digest
+        if self.states is not None:
+            self.states.publish(request_id, (index + 1) * self.block_size, digest)
 
     def forget(self) -> None:
         """Let nothing be found any more, because a step failed and its copies may not have been made. No request has a
@@ -349,7 +365,8 @@ class BlockManager:
         for block_of in self._block_of:
             block_of.clear()
         self._copies.clear()
-        self._state_copies.clear()
+        if self.states is not None:
+            self.states.forget()
         if self.tiers is not None:
             self.tiers.clear()
 
@@ -362,8 +379,8 @@ class BlockManager:
         """End the tables. Their last blocks are evicted first: a chain is useless without its beginning, but a window
         is useless without its end."""
         self._shown.pop(request_id, None)
-        if self.num_states:
-            self._free_states.append(self._state_of.pop(request_id))
+        if self.states is not None:
+            self.states.free(request_id)
         for table, window in zip(self._tables.pop(request_id), self.windows):
             for block in table.blocks if window else reversed(table.blocks):
                 if block >= 0:  # else it was not loaded
@@ -394,20 +411,16 @@ class BlockManager:
         for block, (group, _) in named.items():
             assert block not in held or block in groups[group], "a block is found by a group that does not hold it"
         assert set(self._evictable) == set(self._digest_of) - set(held), "evictable is findable and not held"
-        slots = Counter([*self._free_states, *self._state_of.values()])
-        assert slots == Counter(range(self.num_states)), f"a slot of states is lost or shared: {slots}"
-        holders = self._tables.keys() if self.num_states else set()
-        assert self._state_of.keys() == holders, "who has tables has a slot of states"
+        if self.states is not None:
+            self.states.check(self._tables, set[bytes].intersection(*map(set, self._block_of)))
         if self.tiers is not None:
             self.tiers.check()
 
     def _new_tables(self, request_id: str) -> tuple[_Table, ...]:
         if request_id in self._tables:
             raise ValueError(f"{request_id} has a table already")
-        if self.num_states:
-            if not self._free_states:
-                raise ValueError(f"no room for {request_id}: all {self.num_states} slots of states are taken")
-            self._state_of[request_id] = self._free_states.pop()
+        if self.states is not None and not self.states.has_room:
+            raise ValueError(f"no room for {request_id}: {self.states.num_running} sequences have states already")
         self._tables[request_id] = tuple(_Table() for _ in self.windows)
         return self._tables[request_id]
 
@@ -481,6 +494,8 @@ class BlockManager:
             block, _ = self._evictable.popitem(last=False)
             group, digest = self._digest_of.pop(block)
             del self._block_of[group][digest]
+            if self.states is not None:
+                self.states.drop(digest)
             if self.tiers is not None and (slot := self.tiers.store((group, digest))) is not None:
                 self._copies.append((block, self.num_blocks + slot))
         self._refs[block] = 1

@@ -48,7 +48,7 @@ class EngineConfig:
             model.
         quantization: the format in which the checkpoint must be stored, such as awq; None takes any.
         seed: of the draws of requests that have no seed of their own, int64; None draws one for each request.
-        enable_prefix_caching: reuse the KV of equal prompt beginnings.
+        enable_prefix_caching: reuse the KV of equal prompt beginnings, and the states of hybrids.
         kernels: which executor, see ``registry.names``.
         tensor_parallel_size: ranks that share the model, processes of this machine with a shard of its weights each.
         threads: of the native kernels, for each rank; None takes the cores of this process.
@@ -106,6 +106,16 @@ class EngineConfig:
         """Rows of logits of one step: one for each request, and enough for a draft of a single one."""
         draft = self.speculative_config.num_speculative_tokens if self.speculative_config else 0
         return max(self.max_num_seqs, 1 + draft)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Slots for snapshots of the states that layers of a hybrid keep of a sequence, besides those of sequences."""
+        return max(4, self.max_num_seqs // 4) if self.enable_prefix_caching else 0
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots for the states of sequences and for snapshots of them."""
+        return self.max_num_seqs + self.num_snapshots
 
     @property
     def num_threads(self) -> int | None:

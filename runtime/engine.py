@@ -44,6 +44,7 @@ from qserve.runtime.sampler import Sampled
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import NO_DRAFTS, Scheduler
 from qserve.runtime.snapshot import EngineSnapshot, take
+from qserve.runtime.state_slots import StateSlots
 from qserve.runtime.stats import EngineStats
 from qserve.runtime.step_in_flight import StepInFlight
 from qserve.runtime.step_plan import RequestUpdate
@@ -107,7 +108,9 @@ class Engine:
             ),
             BlockManager(
                 loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching, loaded.cache.windows,
-                self.offload.tiers if self.offload else None, loaded.cache.num_states,
+                self.offload.tiers if self.offload else None,
+                StateSlots(config.max_num_seqs, config.num_snapshots, loaded.cache.block_size)
+                if loaded.cache.keeps_states else None,
             ),
         )
         self.journal = Journal()

@@ -29,7 +29,7 @@ class MemoryPlan:
     """Bytes, and the KV blocks and context they allow.
 
     ``windows``: one for each group of layers (``CacheLayout``). ``process`` is resident before anything is loaded.
-    ``states`` are what layers keep of ``--max-num-seqs`` sequences besides blocks.
+    ``states`` are what layers keep of ``--max-num-seqs`` sequences besides blocks, and the snapshots of that.
     ``kv_offload`` is for KV blocks that the cache evicts. ``files`` are those of the checkpoint; their pages stay in
     memory until another process needs it. ``share``: the part of the free memory that the KV cache may have.
     """
@@ -58,7 +58,7 @@ class MemoryPlan:
         return [
             f"memory: {_mib(self.weights)} weights + {_mib(self.workspace)} workspace + {_mib(self.kv_cache)} "
             f"KV cache of {_mib(self.available)} available"
-            + (f", and {_mib(self.states)} for the states of sequences" if self.states else ""),
+            + (f", and {_mib(self.states)} for the states of sequences and their snapshots" if self.states else ""),
             f"KV cache: {self.num_blocks} blocks of {BLOCK_SIZE} tokens; context {self.max_model_len} tokens"
             + (f"; {_mib(self.kv_offload)} of memory for evicted blocks" if self.kv_offload else ""),
             f"peak: {_mib(self.peak)} resident, with {_mib(self.process)} of the process itself and "
@@ -127,7 +127,7 @@ def plan_memory(
     if config.gpu_memory_utilization is not None:
         available, share = max(0, available - reserved(total, config.gpu_memory_utilization)), 1.0
     block_bytes, windows = layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
-    states = config.max_num_seqs * layout.state_bytes
+    states = config.num_state_slots * layout.state_bytes
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
     host = available_memory() if on_gpu else available - weights - workspace

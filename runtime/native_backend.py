@@ -64,9 +64,6 @@ class NativeBackend:
         if isinstance(source, Unpacked):
             held = str(source.dtype()).removeprefix("torch.")
             notes.insert(0, f"weights in nf4 are held in {held}: no kernel multiplies them as they are stored")
-        if memory.states and config.enable_prefix_caching:
-            notes.insert(0, f"prefix caching is off: {model_config.model_type} keeps a state of each sequence, which "
-                            "holds for its last token alone")
         limits = Limits(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,
@@ -76,9 +73,7 @@ class NativeBackend:
         )
         return LoadedModel(
             runner,
-            CacheDescription(
-                memory.num_blocks, BLOCK_SIZE, memory.windows, config.max_num_seqs if memory.states else 0
-            ),
+            CacheDescription(memory.num_blocks, BLOCK_SIZE, memory.windows, bool(memory.states)),
             limits,
             memory,
             executor.name,
@@ -130,7 +125,7 @@ def _require_no_return(model: DecoderConfig, config: EngineConfig) -> None:
 def _limits(config: EngineConfig, executor: Executor) -> DecoderLimits:
     """Those of a step; memory sets the others."""
     on_gpu = executor.placement.device.type == "cuda"
-    return DecoderLimits(config.step_tokens(on_gpu), config.logit_rows, 0, 0, config.max_num_seqs)
+    return DecoderLimits(config.step_tokens(on_gpu), config.logit_rows, 0, 0, config.num_state_slots)
 
 
 def _has_int8_head(source: ModelSource, config: EngineConfig) -> bool:

@@ -519,8 +519,10 @@ class Scheduler:
         request.num_in_flight += 1
         request.num_plans += 1
         tables = self.blocks.block_tables(request_id)
-        state = self.blocks.state(request_id)
-        return ScheduledSequence(request_id, (newest,), start, tables, 1, False, adapter=request.adapter, state=state)
+        return ScheduledSequence(
+            request_id, (newest,), start, tables, 1, False, adapter=request.adapter,
+            state=self.blocks.state(request_id), saves=self.blocks.save_states(request_id, start, start + 1),
+        )  # fmt: skip
 
     def _stop(self, request: Request, budget: int) -> int:
         """Where up to ``budget`` further tokens of a running request end."""
@@ -545,6 +547,7 @@ class Scheduler:
             wants_prompt_states=scores and request.is_pooled,
             adapter=request.adapter,
             state=self.blocks.state(request.request_id),
+            saves=self.blocks.save_states(request.request_id, start, stop),
         )
         if scores:
             request.num_scored = min(stop, request.num_prompt)

@@ -34,7 +34,7 @@ class StepArrays:
         """The step as each group of layers sees it. Its logit rows are those that are sampled from. ``newest``: for
         requests whose newest token the plan does not know, where that token lies among the last greedy ones."""
         columns: Any = zip(*plan.sequences)
-        request_ids, runs, starts, tables, num_sampled, *_, adapters, states = columns
+        request_ids, runs, starts, tables, num_sampled, *_, adapters, states, saves = columns
         rows = self._tables.place(request_ids, tables)
         lengths = [*map(len, runs)]
         tokens, logits, sequences = sum(lengths), sum(num_sampled), len(runs)
@@ -63,6 +63,12 @@ class StepArrays:
             more["adapters"] = torch.from_numpy(np.repeat(np.array(adapters, np.int32), lengths))
         if states[0] >= 0:
             more["state_slots"] = torch.from_numpy(np.array(states, np.int32))
+        if any(saves):
+            state_saves = np.full(tokens, -1, np.int32)
+            for begin, start, each in zip(seq_start, starts, saves):
+                for behind, slot in each:
+                    state_saves[begin + behind - start - 1] = slot
+            more["state_saves"] = torch.from_numpy(state_saves)
         return tuple([replace(step, **more) for step in steps]) if more else steps
 
     def _arrays(

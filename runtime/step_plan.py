@@ -30,6 +30,7 @@ class ScheduledSequence(NamedTuple):
         wants_prompt_states: the same for the model's last hidden states.
         adapter: the slot of the request's LoRA adapter, -1 for none.
         state: the slot of the states that layers keep of the request; -1 where none keeps any.
+        saves: ``(tokens, slot)``: the states behind the first so many tokens of the request are copied to the slot.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class ScheduledSequence(NamedTuple):
     wants_prompt_states: bool = False
     adapter: int = -1
     state: int = -1
+    saves: tuple[tuple[int, int], ...] = ()
 
     @property
     def draft(self) -> tuple[int, ...]:

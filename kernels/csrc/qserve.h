@@ -342,9 +342,11 @@ typedef struct {
 /* One step. Sequence s owns the tokens seq_start[s] .. seq_start[s + 1] - 1, at consecutive positions;
  * block_tables i32 [sequences, table_stride] names its KV blocks. slots[t] = block * 16 + offset. adapters i32 [tokens],
  * NULL for none, has the slot of each token's adapter, or -1. state_slots i32 [sequences] has that of each sequence's
- * states, NULL where no operation keeps any. */
+ * states, NULL where no operation keeps any; state_saves i32 [tokens], NULL for none, has the slot that gets a copy of
+ * the state behind each token, or -1. */
 typedef struct {
-    const int32_t *token_ids, *positions, *slots, *seq_start, *block_tables, *logit_rows, *adapters, *state_slots;
+    const int32_t *token_ids, *positions, *slots, *seq_start, *block_tables, *logit_rows, *adapters, *state_slots,
+        *state_saves;
     int32_t tokens, logits, sequences, table_stride;
 } qs_step;
 

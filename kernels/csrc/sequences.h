@@ -2,36 +2,53 @@
 
 #define CHANNELS 256 /* of a convolution in one piece */
 
-/* Where the tokens of a sequence and its state begin. */
-struct sequence {
-    int64_t first, slot;
+/* Tokens of a sequence that follow each other, and its state. Behind the last of them the state is copied to the slot
+ * `saved`, unless that is -1. */
+struct stretch {
+    int64_t first, slot, saved;
     int32_t tokens, begins;
 };
 
-static struct sequence sequence_of(const qs_step *step, int32_t s)
+/* The tokens of sequence s from `first` to its end, or to the first one behind which its state is saved. */
+static struct stretch stretch_from(const qs_step *step, int32_t s, int32_t first)
 {
-    int32_t first = step->seq_start[s], tokens = step->seq_start[s + 1] - first;
-    return (struct sequence){first, step->state_slots[s], tokens, tokens && step->positions[first] == 0};
+    const int32_t end = step->seq_start[s + 1], *saves = step->state_saves;
+    int32_t next = saves ? first : end;
+    while (next < end && saves[next++] < 0)
+        ;
+    return (struct stretch){first, step->state_slots[s], saves && next > first ? saves[next - 1] : -1, next - first,
+                         first < end && step->positions[first] == 0};
 }
 
 /* A piece is some channels of a sequence. */
 static void convolve_piece(const struct job *job, const qs_causal_conv *op, int32_t s, int32_t piece)
 {
-    struct sequence at = sequence_of(job->step, s);
-    int32_t first = piece * CHANNELS, last = op->channels - first < CHANNELS ? op->channels : first + CHANNELS;
-    if (at.tokens)
-        job->kernels->convolve(op, op->x + at.first * op->x_stride, op->state + at.slot * (op->width - 1) * op->channels,
-                               at.tokens, at.begins, first, last);
+    const int32_t first = piece * CHANNELS, held = op->width - 1;
+    const int32_t last = op->channels - first < CHANNELS ? op->channels : first + CHANNELS;
+    for (int32_t begin = job->step->seq_start[s]; begin < job->step->seq_start[s + 1];) {
+        struct stretch at = stretch_from(job->step, s, begin);
+        float *state = op->state + at.slot * held * op->channels;
+        job->kernels->convolve(op, op->x + at.first * op->x_stride, state, at.tokens, at.begins, first, last);
+        for (int32_t j = 0; at.saved >= 0 && j < held; j++)
+            memcpy(op->state + (at.saved * held + j) * op->channels + first, state + (int64_t)j * op->channels + first,
+                   sizeof(float) * (size_t)(last - first));
+        begin += at.tokens;
+    }
 }
 
 /* A piece is a head of a sequence. */
 static void delta_piece(const struct job *job, const qs_gated_delta *op, int32_t s, int32_t head)
 {
-    struct sequence at = sequence_of(job->step, s);
-    if (at.tokens)
+    const int64_t size = (int64_t)op->key_dim * op->value_dim;
+    for (int32_t begin = job->step->seq_start[s]; begin < job->step->seq_start[s + 1];) {
+        struct stretch at = stretch_from(job->step, s, begin);
+        float *state = op->state + (at.slot * op->heads + head) * size;
         job->kernels->delta(op, op->x + at.first * qs_delta_width(op), op->out + at.first * op->heads * op->value_dim,
-                            op->state + (at.slot * op->heads + head) * op->key_dim * op->value_dim, at.tokens, at.begins,
-                            head);
+                            state, at.tokens, at.begins, head);
+        if (at.saved >= 0)
+            memcpy(op->state + (at.saved * op->heads + head) * size, state, sizeof(float) * (size_t)size);
+        begin += at.tokens;
+    }
 }
 
 static void run_sequences(const struct job *job, qs_pool *pool, struct phase *phase, const qs_op *op)

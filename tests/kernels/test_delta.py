@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +102,35 @@ def check(op: CausalConv | GatedDelta) -> None:
             whole = cut(op, [16], executor(isa), start)
             for chunks in ([1] * 16, [3, 1, 12], [15, 1]):
                 assert all(map(torch.equal, cut(op, chunks, executor(isa), start), whole))
+
+
+def check_saves(op: CausalConv | GatedDelta) -> None:
+    """States that are saved on the way are those behind a step that ends there, and nothing else changes."""
+    saves = torch.full((16,), -1, dtype=torch.int32)
+    saves[2], saves[4], saves[9] = 4, 5, 6  # behind 3 and 5 tokens of the first sequence, and 4 of the third
+    plain, saving = step_of(SPANS, [2, 0, 3, 1]), replace(step_of(SPANS, [2, 0, 3, 1]), state_saves=saves)
+    op = replace(op, state=torch.randn(SLOTS + 3, *op.state.shape[1:]))
+    for on in (ReferenceExecutor(), *map(executor, ISAS)):
+        exact = not isinstance(on, ReferenceExecutor)
+        same = torch.equal if exact else partial(torch.allclose, rtol=1e-4, atol=1e-4)
+        want, states = computed(on, op, plain)
+        got, left = computed(on, op, saving)
+        assert same(got, want) and same(left[:SLOTS], states[:SLOTS]) and torch.equal(states[SLOTS:], op.state[SLOTS:])
+        for saved, first, span, slot in ((4, 0, (0, 3), 2), (5, 0, (0, 5), 2), (6, 6, (3, 4), 3)):
+            rows = slice(first, first + span[1])
+            out = {"out": op.out[rows]} if isinstance(op, GatedDelta) else {}
+            part = replace(op, x=op.x[rows], **out)
+            _, behind = computed(on, part, step_of([span], [slot]))
+            assert same(left[saved], behind[slot])
+
+
+@pytest.mark.parametrize(
+    "case", [(conv_of, 40, 4), (conv_of, 300, 3), (delta_of, 2, 2, 16, 24), (delta_of, 1, 2, 24, 64)]
+)
+def test_a_state_is_saved_on_the_way(case: tuple[Any, ...]) -> None:
+    torch.manual_seed(2)
+    make, *shape = case
+    check_saves(make(16, *shape))
 
 
 @pytest.mark.skipif(not ISAS, reason=str(native.missing()))

@@ -33,6 +33,7 @@ from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.scheduler import Scheduler
+from qserve.runtime.state_slots import StateSlots
 from qserve.runtime.step_plan import ScheduledSequence, StepPlan
 
 VOCAB = 11
@@ -93,6 +94,7 @@ class FakeRunner:
         self.block_size = block_size
         self.windows = windows
         self.kv: dict[tuple[int, int], int] = {}  # blocks, and the slots of memory behind them
+        self.states: dict[int, int] = {}  # by slot, where a model keeps any: that behind the tokens computed
         self.newest: dict[str, int] = {}
         self.begun: list[tuple[Transfer, list[int]]] = []  # with what was in the slot then
         self.disk: dict[Key, list[int]] = {}
@@ -126,11 +128,23 @@ class FakeRunner:
         for source, destination in plan.copies:
             for offset in range(size):
                 self.kv[destination, offset] = self.kv.get((source, offset), -1)
+        for source, destination in plan.state_copies:
+            self.states[destination] = self.states.get(source, WRONG)
+        slots = [s.state for s in plan.sequences if s.state >= 0]
+        slots += [slot for s in plan.sequences for _, slot in s.saves]
+        assert len(set(slots)) == len(slots), "two states are in one slot"
         written: set[tuple[int, int]] = set()
         runs: dict[str, tuple[int, ...]] = {}
         for sequence in plan.sequences:  # all of a step's writes come before its reads
             oracle, end = oracles[sequence.request_id], sequence.start + len(sequence.token_ids)
             oracle.upto(end)
+            if sequence.state >= 0:
+                begins = sequence.start == 0 or self.states[sequence.state] == oracle.kv[sequence.start - 1]
+                assert begins, f"{sequence} goes on from a foreign state"
+                self.states[sequence.state] = oracle.kv[end - 1]
+                for tokens, slot in sequence.saves:
+                    assert sequence.start < tokens <= end and tokens % size == 0
+                    self.states[slot] = oracle.kv[tokens - 1]
             known, right = end - len(sequence.draft), True
             for position, given in enumerate(sequence.token_ids, sequence.start):
                 token = self.newest[sequence.request_id] if given == -1 else given
@@ -178,6 +192,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     refused = 0
     loaded = 0  # blocks that came back from memory
     read = 0  # and from disk
+    resumed = 0  # sequences that went on from a snapshot
+    saved = 0  # snapshots
 
     @initialize(
         positions=st.integers(8, 44),
@@ -190,6 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from(((0,), (0,), (0, 5), (6,), (0, 1, 9))),
         slots=st.sampled_from((30, 0, 12, 5, 1)),
         room=st.sampled_from((60, 60, 4, 0)),
+        snapshots=st.sampled_from((None, None, None, 3, 8, 1, 0)),
     )
     def start(
         self,
@@ -203,6 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows: tuple[int, ...],
         slots: int,
         room: int,
+        snapshots: int | None,
     ) -> None:
         config = SchedulerConfig(
             max_model_len=40,
@@ -213,10 +231,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting_tokens=150,
             priority_aging=4.0,
         )
-        self.slots, self.room = slots if caching else 0, room
-        self.make = lambda tiers: Scheduler(
-            config, BlockManager(len(windows) * (positions // block_size), block_size, caching, windows, tiers)
-        )
+        keeps_states = snapshots is not None  # such a model has neither drafts nor blocks elsewhere
+        self.slots, self.room = slots if caching and not keeps_states else 0, room
+
+        def make(tiers: BlockTiers | None) -> Scheduler:
+            states = StateSlots(max_num_seqs, snapshots, block_size, 4) if snapshots is not None else None
+            blocks = len(windows) * (positions // block_size)
+            return Scheduler(config, BlockManager(blocks, block_size, caching, windows, tiers, states))
+
+        self.make = make
         self.runner = FakeRunner(block_size, windows)
         self.scheduler = self.make(self.empty_tiers())
         self.depth = depth
@@ -370,6 +393,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name in sampling:
             beams = {beam.request_id for beam in self.live[name].request.beams}
             assert beams <= sampling, "a beam goes on without the others"
+        SchedulerMachine.saved += sum(len(s.saves) for s in plan.sequences)
+        SchedulerMachine.resumed += len(plan.state_copies)
         self.not_run.append(plan)
 
     def held(self, window: int, sequence: ScheduledSequence) -> None:
@@ -382,7 +407,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def drafts(self) -> dict[str, list[int]]:
         """For some of those that run, as chance has it: what comes next, as far as it is not led astray."""
-        drafts = {}
+        drafts: dict[str, list[int]] = {}
+        if self.scheduler.blocks.states is not None:
+            return drafts
         for name, oracle in self.live.items():
             request = oracle.request
             chance = crc32(f"{name} {len(request.output_token_ids)} {self.now}".encode())
@@ -505,6 +532,7 @@ def drive(steps: int, *, derandomize: bool) -> None:
     machine = SchedulerMachine
     machine.count = machine.preemptions = machine.hits = machine.copies = machine.forks = machine.mixed = 0
     machine.accepted = machine.refused = machine.passed = machine.loaded = machine.read = 0
+    machine.saved = machine.resumed = 0
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -523,6 +551,7 @@ def drive(steps: int, *, derandomize: bool) -> None:
     assert machine.mixed > steps // 400, "beams hardly ran beside other tenants"
     assert min(machine.accepted, machine.refused) > steps // 50, "drafts were hardly ever right, or wrong"
     assert machine.passed > steps // 20, "windows hardly passed a block"
+    assert machine.saved > steps // 20 and machine.resumed > steps // 100, "states were hardly kept, or found"
     assert machine.loaded > steps // 200 and machine.read > steps // 2000, "hardly anything came back"
 
 
