@@ -100,6 +100,7 @@ def test_plan_is_plain_data() -> None:
                 "wants_prompt_states": False,
                 "adapter": -1,
                 "state": -1,
+                "saves": [],
             }
         ],
         "preempted": [],
