@@ -1,5 +1,5 @@
-"""Memory in huge pages, where the system gives them: a step reads far more than a processor's address caches cover in
-small pages.
+"""Memory in huge pages, where the system gives them: a step reads far more weights than a processor's address caches
+cover in small pages. Not for a KV cache: its first tokens would wait for whole huge pages of zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _mapped(size: int) -> Tensor:
     """uint8 [size rounded up], at the beginning of a huge page."""
     size = -(-size // _HUGE) * _HUGE
-    area = mmap.mmap(-1, size + _HUGE)
+    # Private: most systems give shared memory no huge pages.
+    area = mmap.mmap(-1, size + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(area, dtype=torch.uint8)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.files import file_sha256
-from qserve.kernels import native, pages
+from qserve.kernels import native
 from qserve.kernels.draw import RowSampling
 from qserve.kernels.ops import BLOCK_SIZE, Executor, Step
 from qserve.runtime.device_sampler import sample_rows, there
@@ -85,7 +85,7 @@ class DecoderRunner:
         """Number ``count`` slots in this machine's memory behind the blocks of the cache, so that plans can copy blocks
         there and back. Returns them, contiguous: [count, places, 2, …]."""
         places, pair, _, width = self.decoder.kv.shape
-        self._slots = pages.empty((count, places, pair, width), self.decoder.kv.dtype)
+        self._slots = torch.empty(count, places, pair, width, dtype=self.decoder.kv.dtype)
         return self._slots
 
     def block(self, number: int) -> Tensor:

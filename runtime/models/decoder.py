@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource
-from qserve.kernels import pages, registry
+from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE, Executor, LogSoftmax, Placement, Program, Step
 from qserve.runtime.cache import CacheSpec
 from qserve.runtime.models.config import DecoderConfig
@@ -153,10 +153,7 @@ class Decoder:
         spec, device = self.layout.groups[0].spec, self.placement.device
         width = self._kv_heads * spec.head_dim * BLOCK_SIZE
         shape = self.layout.places, 1 if spec.latent else 2, num_blocks, width
-        if device.type == "cpu":
-            self.kv = pages.empty(shape, self._kv_dtype)
-        else:
-            self.kv = torch.empty(shape, dtype=self._kv_dtype, device=device)
+        self.kv = torch.empty(shape, dtype=self._kv_dtype, device=device)
         views = [_pages_of(place, spec, self._kv_heads, self.placement) for place in self.kv]
         for old, new in zip(self._pages, views):
             for tensor, other in zip(old, new):
