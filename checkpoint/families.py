@@ -90,6 +90,7 @@ class Gguf:
         permuted: rows of queries and keys lie in the order of llama.cpp's rotation, which rotates neighbouring pairs.
         rotates_by_kind: layers with a window have a rotation of their own, which is never scaled.
         renormalized: the weights of a token's experts sum to one where the file does not say.
+        pre: its pre-tokenizer, by which it is told from families that are stored alike.
     """
 
     architecture: str
@@ -98,6 +99,7 @@ class Gguf:
     permuted: bool = False
     rotates_by_kind: bool = False
     renormalized: bool = False
+    pre: str | None = None
 
 
 @dataclass(frozen=True)
@@ -439,13 +441,15 @@ FAMILIES = {
     "deepseek_v2": replace(
         _LATENT, mlp_bias=None, keys=keys.deepseek_v2, modules=lambda config: modules.INTERLEAVED,
         experts=replace(_DEEPSEEK, group_best=1, renormalize=False),
+        gguf=Gguf("deepseek2", says=gguf_keys.deepseek_v2),
     ),
-    "deepseek_v3": replace(_LATENT, experts=_DEEPSEEK_V3),
+    "deepseek_v3": replace(_LATENT, experts=_DEEPSEEK_V3, gguf=Gguf("deepseek2")),
     "glm4_moe_lite": replace(
-        _LATENT, keys=keys.glm4_moe_lite, experts=replace(_DEEPSEEK_V3, dense_layers=None, dense_between=True)
+        _LATENT, keys=keys.glm4_moe_lite, experts=replace(_DEEPSEEK_V3, dense_layers=None, dense_between=True),
+        gguf=Gguf("deepseek2", says=gguf_keys.glm4_moe_lite, pre="glm4"),
     ),
     "minicpm3": replace(_LATENT, mlp_bias=None, tied=True, modules=lambda config: LLAMA, multipliers=_minicpm3),
-    "youtu": replace(_LATENT, tied=True),
+    "youtu": replace(_LATENT, tied=True, gguf=Gguf("deepseek2")),
 }  # fmt: skip
 
 

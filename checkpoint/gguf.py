@@ -113,13 +113,10 @@ class GGUFFile:
     def tensor(self, name: str, rows: range | None = None) -> Tensor:
         stored = self._where(name)
         if rows is not None:
-            if len(stored.names) > 1 or stored.undo is not None or stored.laid != stored.shape:
+            if not stored.is_verbatim:
                 return self.tensor(name)[rows.start : rows.stop].clone()
             return self._read(stored.names[0], stored.place, rows)
-        parts = [self._read(part, stored.place) for part in stored.names]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
-        tensor = tensor.reshape(stored.laid)
-        return tensor if stored.undo is None else stored.undo(tensor)
+        return stored.made([self._read(part, stored.place) for part in stored.names])
 
     def linear(self, module: str) -> QuantizedWeight:
         raise CheckpointError(f"{self.path}: {module} is not stored packed; a GGUF file is read dense")

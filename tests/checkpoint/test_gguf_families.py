@@ -46,6 +46,15 @@ GLM_SAYS = {
     "leading_dense_block_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_shared_count": 2,
     "expert_feed_forward_length": 32,
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}  # fmt: skip
+LATENT_SAYS = {
+    "attention.q_lora_rank": 32, "attention.kv_lora_rank": 32, "attention.head_count_kv": 1, "attention.key_length": 48,
+    "attention.value_length": 32, "attention.key_length_mla": 48, "attention.value_length_mla": 32,
+    "rope.dimension_count": 16,
+}  # fmt: skip
 LONG, SHORT = [float(n) for n in range(1, 9)], [1 + n / 10 for n in range(8)]
 LAYERS = ["full_attention", "sliding_attention", "sliding_attention"]
 PATTERN = [False, True, True]
@@ -57,6 +66,12 @@ YARN_SAYS = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
     "rope.scaling.yarn_log_multiplier": 0.5, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
     "attention.temperature_scale": 0.1,
+}  # fmt: skip
+
+LATENT_YARN = {key: value for key, value in YARN.items() if key != "llama_4_scaling_beta"} | {"mscale": 0.5}
+LATENT_YARN_SAYS = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
+    "rope.scaling.yarn_log_multiplier": 0.05,
 }  # fmt: skip
 
 # Model type, llama.cpp's architecture, changes of the configuration, and what the file says besides what all say.
@@ -177,7 +192,34 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {**MULTIPLIERS, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
         {**GRANITE_SCALES, "expert_count": 5, "expert_used_count": 2, "expert_shared_feed_forward_length": 64},
     ),
+    "deepseek_v2": (
+        "deepseek_v2", "deepseek2",
+        {**LATENT, **GLM_MOE, "norm_topk_prob": False, "topk_method": "group_limited_greedy"},
+        {**LATENT_SAYS, **GLM_SAYS, "expert_weights_norm": False, "expert_gating_func": 1},
+    ),
+    "deepseek_v2-lite": (
+        "deepseek_v2", "deepseek2",
+        {**LATENT, **GLM_MOE, "q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1,
+         "rope_parameters": LATENT_YARN},
+        {**{key: value for key, value in {**LATENT_SAYS, **GLM_SAYS}.items()
+            if "q_lora" not in key and "norm" not in key and "group" not in key and "_mla" not in key},
+         **LATENT_YARN_SAYS, "attention.head_count_kv": 4},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3", "deepseek2", {**LATENT, **GLM_MOE, "rope_parameters": LATENT_YARN},
+        {**LATENT_SAYS, **GLM_SAYS, **LATENT_YARN_SAYS, "expert_gating_func": 2},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite", "deepseek2", {**LATENT, **GLM_MOE, "mlp_layer_types": ["dense", "dense", "sparse"]},
+        {**LATENT_SAYS, **GLM_SAYS, "leading_dense_block_count": 2, "tokenizer.ggml.pre": "glm4"},
+    ),
+    "youtu": (
+        "youtu", "deepseek2", {**LATENT, "tie_word_embeddings": True},
+        {**LATENT_SAYS, "leading_dense_block_count": 3, "expert_feed_forward_length": 96},
+    ),
 }  # fmt: skip
+WHOLE_KV_B = {"deepseek_v2-lite"}
+"""Cases of older files, in which the linear from the latent to keys and values is whole."""
 ROTATES_NEIGHBOURS = {"llama", "granite", "smollm3", "olmo", "mistral3", "arcee", "granitemoe"}
 """Architectures whose queries and keys lie in another order than in transformers."""
 ADDS_ONE = {"gemma", "gemma2", "gemma3", "nemotron"}
@@ -227,8 +269,10 @@ def ungrouped(tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
     return torch.cat([rows[place] for place in places])
 
 
-def as_llama_cpp(architecture: str, config: Any, tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint as llama.cpp's converter writes them."""
+def as_llama_cpp(
+    architecture: str, config: Any, tensors: dict[str, Tensor], *, whole_kv_b: bool = False
+) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint as llama.cpp's converter writes them, or wrote: ``whole_kv_b``."""
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
@@ -250,6 +294,12 @@ def as_llama_cpp(architecture: str, config: Any, tensors: dict[str, Tensor]) -> 
         if found := re.fullmatch(r"(.*\.)(experts\.|norms\.)(\d+)\.(.*)", name):
             before, kind, number, rest = found.groups()
             stacks.setdefault(before + kind.replace("norms.", "") + rest, {})[int(number)] = tensor
+            continue
+        if "kv_b_proj" in parts and not whole_kv_b:
+            heads_of = tensor.view(heads, -1, config.kv_lora_rank)
+            keys, values = heads_of[:, : config.qk_nope_head_dim], heads_of[:, config.qk_nope_head_dim :]
+            put(name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2))
+            put(name.replace("kv_b_proj", "v_b_proj"), values)
             continue
         if architecture in ROTATES_NEIGHBOURS and ("q_proj" in parts or "k_proj" in parts):
             tensor = neighbours(tensor, heads if "q_proj" in parts else kv_heads)
@@ -291,7 +341,7 @@ def write(
         common["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
     if hasattr(config, "num_key_value_heads"):
         common["attention.head_count_kv"] = config.num_key_value_heads
-    if getattr(config, "head_dim", None) and architecture != "falcon":
+    if getattr(config, "head_dim", None) and architecture not in ("falcon", "deepseek2"):
         common |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     rope = getattr(config, "rope_parameters", None) or {}
     whole = rope.get("full_attention", rope)
@@ -302,7 +352,8 @@ def write(
             **arrays, "rope_factors_long.weight": np.array(LONG, np.float32),
             "rope_factors_short.weight": np.array(SHORT, np.float32),
         }  # fmt: skip
-    keys = {f"{architecture}.{key}": value for key, value in {**common, **says}.items()}
+    said = {**common, **says}
+    keys = {key if key.startswith("tokenizer.") else f"{architecture}.{key}": value for key, value in said.items()}
     for key, value in {**keys, **(vocabulary or {})}.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -315,7 +366,8 @@ def write(
         else:
             writer.add_float32(key, value)
     for name, array in arrays.items():
-        if array.ndim >= 2 and "norm" not in name and array.shape[-1] % 32 == 0 and kind is not Kind.F32:
+        turned = "attn_k_b" in name  # rows in blocks are not those of the model, so Q8_0 is not exact
+        if array.ndim >= 2 and "norm" not in name and not turned and array.shape[-1] % 32 == 0 and kind is not Kind.F32:
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, array.astype(np.float32))
@@ -331,7 +383,7 @@ def write(
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     kind, architecture, changes, says = CASES[case]
     model, tensors = random_model(kind, changes, tmp_path)
-    arrays = as_llama_cpp(architecture, model.config, tensors)
+    arrays = as_llama_cpp(architecture, model.config, tensors, whole_kv_b=case in WHOLE_KV_B)
     source = GGUFFile(write(tmp_path / "m.gguf", architecture, model.config, arrays, says))
     assert source.config["model_type"] == kind
     tensors = FAMILIES[kind].modules(source.config).named_as_transformers(tensors)
@@ -382,7 +434,7 @@ def test_blocks_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
     assert source.config["num_hidden_layers"] == 3 and len(source.names()) == len(tensors)
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "gptj", "bert", "deepseek2", "opt", "nonsense"])
+@pytest.mark.parametrize("architecture", ["mamba", "gptj", "bert", "deepseek", "opt", "nonsense"])
 def test_what_is_not_read_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
@@ -406,3 +458,20 @@ def test_layers_with_a_window() -> None:
     for wrong in (np.array([True]), "LLLG", -1):
         with pytest.raises(CheckpointError, match="sliding_window_pattern must"):
             windows(wrong)
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [({"expert_gating_func": 3}, "expert_gating_func is 3; known are 1"),
+     ({"expert_weights_norm": True}, "expert_weights_norm is True, which no model of its type has"),
+     ({"attention.temperature_scale": 0.1}, "temperature_scale is not supported"),
+     ({"rope.dimension_count": 48}, "heads of 48 with a rotary part of 48")],
+)  # fmt: skip
+def test_latent_attention_that_transformers_cannot_express_is_refused(
+    says: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    kind, architecture, changes, usual = CASES["deepseek_v2-lite"]
+    model, tensors = random_model(kind, changes, tmp_path)
+    arrays = as_llama_cpp(architecture, model.config, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        GGUFFile(write(tmp_path / "m.gguf", architecture, model.config, arrays, {**usual, **says}))
