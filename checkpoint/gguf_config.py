@@ -40,11 +40,13 @@ def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> dict[s
         raise CheckpointError("the tensor token_embd.weight is missing")
     rotated = facts.count("rope.dimension_count", 0)
     head_dim = rotated if family.latent else _head_dim(facts, family, hidden // heads, rotated)
+    # A model of nothing but experts need not say how wide a plain feed-forward would be.
+    inner = facts.count("expert_feed_forward_length", 0) or None if family.gated else 4 * hidden
     eps = "attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon"
     said: dict[str, Any] = {
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
-        "intermediate_size": facts.count("feed_forward_length", 4 * hidden if not family.gated else None),
+        "intermediate_size": facts.count("feed_forward_length", inner),
         "num_hidden_layers": facts.count("block_count") - facts.count("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": heads if family.latent else kv_heads,

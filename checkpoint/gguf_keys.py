@@ -167,3 +167,22 @@ def glm4_moe_lite(facts: Facts) -> dict[str, Any]:
     """Which layers have experts is listed."""
     dense = facts.count("leading_dense_block_count", 0)
     return {"mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(facts.layers)]}
+
+
+def qwen3_5(facts: Facts) -> dict[str, Any]:
+    """Gated delta nets, in all layers but every fourth where the file says no other number."""
+    heads, key_heads = facts.count("ssm.time_step_rank"), facts.count("ssm.group_count")
+    values, every = facts.count("ssm.inner_size"), facts.count("full_attention_interval", 4)
+    if not key_heads or not heads or heads % key_heads or values % heads or not every:
+        raise CheckpointError(
+            f"{values} values of {heads} linear heads over {key_heads} key heads, every layer {every} attending, are "
+            "not supported"
+        )
+    return {
+        "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.count("ssm.state_size"),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": values // heads,
+        "layer_types": ["linear_attention" if (i + 1) % every else "full_attention" for i in range(facts.layers)],
+    }

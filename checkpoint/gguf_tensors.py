@@ -18,7 +18,17 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import Family
 from qserve.checkpoint.gguf_config import LONG, ROPE_FACTORS, SHORT, in_llamas_keys
 from qserve.checkpoint.gguf_keys import Shapes
-from qserve.checkpoint.gguf_undo import joined_kv_b, minus_one, regroup, transposed, unpermute
+from qserve.checkpoint.gguf_undo import (
+    half_rows,
+    joined_kv_b,
+    log_of_rates,
+    minus_one,
+    regroup,
+    transposed,
+    unpermute,
+    untiled,
+    untiled_columns,
+)
 from qserve.checkpoint.modules import Modules
 
 Undo = Callable[..., Tensor]
@@ -140,7 +150,10 @@ class _Layout:
         sparse = experts.sparse(config, min(self._layers, len(self._shapes))) if experts else ()
         for i in range(self._layers):
             yield from self._norms(i)
-            yield from self._latent(i) if self._family.latent else self._attention(i)
+            if self._family.delta and self._config["layer_types"][i] == "linear_attention":
+                yield from self._delta(i)
+            else:
+                yield from self._latent(i) if self._family.latent else self._attention(i)
             yield from self._experts(i) if i < len(sparse) and sparse[i] else self._mlp(i)
 
     def _norms(self, i: int) -> Iterator[tuple[str, Stored]]:
@@ -162,7 +175,8 @@ class _Layout:
         else:
             for name, heads in zip(modules.qkv, (self._heads, self._kv_heads, 0)):
                 undo = partial(unpermute, heads=heads) if self._permuted and heads else None
-                yield from self._linear(i, name, (heads or self._kv_heads) * dim, self._hidden, undo)
+                gate = 2 if self._family.gated_heads and name == modules.qkv[0] else 1
+                yield from self._linear(i, name, gate * (heads or self._kv_heads) * dim, self._hidden, undo)
         yield from self._linear(i, modules.out, self._hidden, queries)
 
     def _latent(self, i: int) -> Iterator[tuple[str, Stored]]:
@@ -185,6 +199,30 @@ class _Layout:
         else:
             yield from self._linear(i, modules.kv_b, heads * (nope + value), rank)
         yield from self._linear(i, modules.out, hidden, heads * value)
+
+    def _delta(self, i: int) -> Iterator[tuple[str, Stored]]:
+        """A gated delta net. Its value heads have another order in the file where a key head has several."""
+        config, modules, hidden = self._config, self._modules, self._hidden
+        key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        keys, values = key_heads * config["linear_key_head_dim"], heads * config["linear_value_head_dim"]
+        order = {"key_heads": key_heads, "heads": heads}
+
+        def tiled(undo: Undo, **more: int) -> Undo | None:
+            return partial(undo, **order, **more) if heads != key_heads else None
+
+        module, convolved = f"{modules.layers}.{i}.{modules.delta}", 2 * keys + values
+        sizes = (convolved, values, heads, heads)
+        for name, size in zip(modules.delta_in, sizes):
+            yield from self._linear(i, name, size, hidden, tiled(untiled, first=2 * keys if size == convolved else 0))
+        yield (
+            f"{module}.conv1d.weight",
+            _one(f"blk.{i}.ssm_conv1d.weight", (convolved, 1, config["linear_conv_kernel_dim"]),
+                 undo=tiled(untiled, first=2 * keys)),
+        )  # fmt: skip
+        yield f"{module}.A_log", _one(f"blk.{i}.ssm_a", (heads,), undo=partial(log_of_rates, **order))
+        yield f"{module}.dt_bias", _one(f"blk.{i}.ssm_dt.bias", (heads,), undo=tiled(untiled))
+        yield f"{module}.norm.weight", _one(f"blk.{i}.ssm_norm.weight", (config["linear_value_head_dim"],))
+        yield from self._linear(i, modules.delta_out, hidden, values, tiled(untiled_columns))
 
     def _mlp(self, i: int) -> Iterator[tuple[str, Stored]]:
         modules, inner = self._modules, self._config["intermediate_size"]
@@ -210,13 +248,15 @@ class _Layout:
                 laid = (count, rows, inp)
                 yield f"{layer}.{name}", Stored((count, rows * len(stacks), inp), stacks, (laid,) * len(stacks))
         else:
-            places = zip((*modules.expert_up, modules.expert_down), (gate, up, down))
-            for name, stack in places:
+            joined = f"{block}.ffn_gate_up_exps.weight"
+            files = (joined, joined, down) if joined in self._shapes else (gate, up, down)
+            for half, (name, stack) in enumerate(zip((*modules.expert_up, modules.expert_down), files)):
                 shape = (hidden, inner) if stack == down else (inner, hidden)
+                each, undo = ((2 * inner, hidden), partial(half_rows, half=half)) if stack == joined else (shape, None)
                 if self._shapes.get(stack, (count,))[0] != count:
                     raise CheckpointError(f"the tensor {stack} holds {self._shapes[stack][0]} experts of {count}")
                 for e in range(count):
-                    yield f"{layer}.{modules.experts}.{e}.{name}.weight", _one(stack, shape, place=e)
+                    yield f"{layer}.{modules.experts}.{e}.{name}.weight", _one(stack, shape, each, e, undo)
         shared = int(self._config[experts.shared_inner]) if experts.shared_inner else 0
         if experts.shared_count:
             shared = inner * int(self._config[experts.shared_count])

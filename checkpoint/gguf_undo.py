@@ -31,6 +31,28 @@ def minus_one(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) - 1
 
 
+def untiled(tensor: Tensor, key_heads: int, heads: int, first: int = 0) -> Tensor:
+    """Rows from ``first`` on are those of the value ``heads`` of a gated delta net. llama.cpp has the first of each key
+    head, then the second of each, and so on; transformers has those of a key head side by side."""
+    rows = tensor[first:]
+    rows = rows.reshape(heads // key_heads, key_heads, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    return torch.cat([tensor[:first], rows])
+
+
+def untiled_columns(tensor: Tensor, key_heads: int, heads: int) -> Tensor:
+    return untiled(tensor.T, key_heads, heads).T.contiguous()
+
+
+def log_of_rates(tensor: Tensor, key_heads: int, heads: int) -> Tensor:
+    """The logarithms [heads] of the rates of a gated delta net, of which llama.cpp keeps the negative."""
+    return untiled(tensor.neg().log(), key_heads, heads)
+
+
+def half_rows(tensor: Tensor, half: int) -> Tensor:
+    """One half of the rows of two linears, of which each has as many."""
+    return tensor.chunk(2)[half].clone()
+
+
 def joined_kv_b(keys: Tensor, values: Tensor) -> Tensor:
     """The linear from the latent to keys and values, [heads * (nope + value), rank], of its two halves: the keys
     [heads, rank, nope], which llama.cpp keeps transposed, and the values [heads, value, rank]."""

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qserve.checkpoint import gguf_keys
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.gguf import GGUFFile
@@ -72,6 +73,21 @@ LATENT_YARN = {key: value for key, value in YARN.items() if key != "llama_4_scal
 LATENT_YARN_SAYS = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
     "rope.scaling.yarn_log_multiplier": 0.05,
+}  # fmt: skip
+DELTA = {
+    "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+DELTA_SAYS = {
+    "rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0], "full_attention_interval": 4,
+    "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 6, "ssm.inner_size": 192,
+}  # fmt: skip
+DELTA_MOE = {
+    **DELTA, **MOE, "num_experts": 5, "shared_expert_intermediate_size": 64, "initializer_range": 0.1,
+}  # fmt: skip
+DELTA_MOE_SAYS = {
+    **DELTA_SAYS, "expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 64,
 }  # fmt: skip
 
 # Model type, llama.cpp's architecture, changes of the configuration, and what the file says besides what all say.
@@ -217,12 +233,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "youtu", "deepseek2", {**LATENT, "tie_word_embeddings": True},
         {**LATENT_SAYS, "leading_dense_block_count": 3, "expert_feed_forward_length": 96},
     ),
+    "qwen3_5": ("qwen3_5_text", "qwen35", DELTA, DELTA_SAYS),
+    "qwen3_5-pairs": (
+        "qwen3_5_text", "qwen35", {**DELTA, "linear_num_value_heads": 2, "tie_word_embeddings": True},
+        {**DELTA_SAYS, "ssm.time_step_rank": 2, "ssm.inner_size": 64},
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "qwen35moe", DELTA_MOE, DELTA_MOE_SAYS),
 }  # fmt: skip
 WHOLE_KV_B = {"deepseek_v2-lite"}
 """Cases of older files, in which the linear from the latent to keys and values is whole."""
 ROTATES_NEIGHBOURS = {"llama", "granite", "smollm3", "olmo", "mistral3", "arcee", "granitemoe"}
 """Architectures whose queries and keys lie in another order than in transformers."""
-ADDS_ONE = {"gemma", "gemma2", "gemma3", "nemotron"}
+ADDS_ONE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe"}
 LAYER_NORM_EPS = {
     "command-r", "cohere2", "starcoder2", "falcon", "gptneox", "phi2", "stablelm", "olmo", "nemotron", "jais2", "gpt2",
     "starcoder",
@@ -242,7 +264,7 @@ def random_model(kind: str, changes: dict[str, Any], path: Path) -> tuple[Any, d
                 continue
             if name.endswith("bias") or "norm" in name or (parameter.dim() == 1 and "rotary" not in name):
                 parameter += 0.3 * torch.randn_like(parameter)
-            elif parameter.dim() > 1:
+            elif parameter.dim() > 1 and "conv1d" not in name:
                 turned = transposed and parameter.dim() == 2 and ("c_" in name)
                 rows = parameter.T if turned else parameter
                 exact = gguf.quants.dequantize(gguf.quants.quantize(rows.numpy(), Kind.Q8_0), Kind.Q8_0)
@@ -267,6 +289,17 @@ def ungrouped(tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
     places = [g * wide + i for g in range(kv_heads) for i in range(group)]
     places += [g * wide + group for g in range(kv_heads)] + [g * wide + group + 1 for g in range(kv_heads)]
     return torch.cat([rows[place] for place in places])
+
+
+def tiled(tensor: Tensor, config: Any, name: str) -> Tensor:
+    """The value heads of a gated delta net as llama.cpp has them: those first of their key heads, then the second."""
+    if name == "out_proj":
+        return tiled(tensor.T, config, "").T
+    key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    first = 2 * key_heads * config.linear_key_head_dim if name in ("in_proj_qkv", "conv1d") else 0
+    rows = tensor[first:].split((len(tensor) - first) // heads)
+    order = [k * (heads // key_heads) + j for j in range(heads // key_heads) for k in range(key_heads)]
+    return torch.cat([tensor[:first], *(rows[v] for v in order)])
 
 
 def as_llama_cpp(
@@ -307,7 +340,12 @@ def as_llama_cpp(
             tensor = ungrouped(tensor, heads, kv_heads)
         if architecture == "gpt2" and parts[-2].startswith("c_") and parts[-1] == "weight":
             tensor = tensor.T
-        if architecture in ADDS_ONE and name.endswith("norm.weight"):
+        if "linear_attn" in parts:
+            part = parts[parts.index("linear_attn") + 1]
+            tensor = tensor if part == "norm" else tiled(tensor, config, part)
+            tensor = -tensor.exp() if part == "A_log" else tensor
+            name = name.replace("dt_bias", "dt_proj.bias")
+        elif architecture in ADDS_ONE and name.endswith("norm.weight"):
             tensor = tensor + 1
         if name.endswith("e_score_correction_bias"):
             name = name.replace("_bias", ".bias")
@@ -333,6 +371,8 @@ def write(
         "embedding_length": config.hidden_size, "attention.head_count": config.num_attention_heads,
         "feed_forward_length": inner or 4 * config.hidden_size,
     }  # fmt: skip
+    if architecture == "qwen35moe":  # it has no other feed-forward than experts
+        del common["feed_forward_length"]
     if architecture in LAYER_NORM_EPS:
         eps = next((getattr(config, key) for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
                     if hasattr(config, key)), 1e-5)
@@ -392,7 +432,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         assert source.shape(name) == tuple(tensors[name].shape) or source.tensor(name).numel() == 1, name
         torch.testing.assert_close(source.tensor(name), tensors[name].float(), rtol=0, atol=1e-6, msg=name)
     config = decoder_config(source.config, "small")
-    limits = DecoderLimits(max_tokens=40, max_logits=40, max_positions=64, num_blocks=24)
+    limits = DecoderLimits(max_tokens=40, max_logits=40, max_positions=64, num_blocks=24, num_states=1)
     kernels = "reference" if native.missing() else "native"
     decoder = Decoder(source, config, registry.make(kernels), limits, kv_dtype=torch.float32)
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(7))
@@ -422,6 +462,29 @@ def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
     arrays["blk.0.ffn_up_exps.weight"] = arrays["blk.0.ffn_up_exps.weight"][:3]
     with pytest.raises(CheckpointError, match=r"ffn_up_exps.weight holds 3 experts of 5"):
         GGUFFile(write(tmp_path / "few.gguf", architecture, model.config, arrays, says))
+
+
+def test_gate_and_up_of_experts_that_are_stored_as_one(tmp_path: Path) -> None:
+    kind, architecture, changes, says = CASES["qwen3_5_moe"]
+    model, tensors = random_model(kind, changes, tmp_path)
+    arrays = as_llama_cpp(architecture, model.config, tensors)
+    for i in range(4):
+        halves = [arrays.pop(f"blk.{i}.ffn_{half}_exps.weight") for half in ("gate", "up")]
+        arrays[f"blk.{i}.ffn_gate_up_exps.weight"] = np.concatenate(halves, 1)
+    source = GGUFFile(write(tmp_path / "m.gguf", architecture, model.config, arrays, says))
+    assert set(source.names()) == set(tensors)
+    for name in (name for name in tensors if ".experts." in name):
+        torch.testing.assert_close(source.tensor(name), tensors[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("ssm.group_count", 4), ("ssm.group_count", 0), ("ssm.time_step_rank", 0),
+                       ("ssm.inner_size", 100), ("full_attention_interval", 0)],
+)  # fmt: skip
+def test_gated_delta_nets_whose_sizes_contradict_each_other_are_refused(key: str, value: int) -> None:
+    metadata = {"qwen35.block_count": 4, **{f"qwen35.{name}": said for name, said in DELTA_SAYS.items()}}
+    with pytest.raises(CheckpointError, match="linear heads over"):
+        gguf_keys.qwen3_5(Facts("qwen35", {**metadata, f"qwen35.{key}": value}, {}))
 
 
 def test_blocks_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
