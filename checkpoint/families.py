@@ -410,12 +410,15 @@ FAMILIES = {
         native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=_QWEN_MOE,
         gguf=Gguf("qwen3moe", renormalized=True),
     ),
-    "qwen3_next": replace(_QWEN3_5, modules=lambda config: modules.QWEN3_NEXT, experts=_SHARED_QWEN_MOE),
-    "qwen3_5_text": replace(_QWEN3_5, gguf=Gguf("qwen35", says=gguf_keys.qwen3_5)),
+    "qwen3_next": replace(
+        _QWEN3_5, modules=lambda config: modules.QWEN3_NEXT, experts=_SHARED_QWEN_MOE,
+        gguf=Gguf("qwen3next", says=gguf_keys.qwen3_next, renormalized=True),
+    ),
+    "qwen3_5_text": replace(_QWEN3_5, gguf=Gguf("qwen35", says=gguf_keys.qwen3_next)),
     "qwen3_5_moe_text": replace(
         _QWEN3_5, keys=keys.qwen3_5_moe, modules=lambda config: modules.QWEN2_MOE,
         experts=replace(_SHARED_QWEN_MOE, dense_between=False, renormalize=True),
-        gguf=Gguf("qwen35moe", says=gguf_keys.qwen3_5),
+        gguf=Gguf("qwen35moe", says=gguf_keys.qwen3_next),
     ),
     "glm4_moe": Family(
         native=True, qk_norm="head", qk_norm_asked=True, qkv_bias=None, partial_rotary=True, experts=_DEEPSEEK_V3,

@@ -169,7 +169,7 @@ def glm4_moe_lite(facts: Facts) -> dict[str, Any]:
     return {"mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(facts.layers)]}
 
 
-def qwen3_5(facts: Facts) -> dict[str, Any]:
+def qwen3_next(facts: Facts) -> dict[str, Any]:
     """Gated delta nets, in all layers but every fourth where the file says no other number."""
     heads, key_heads = facts.count("ssm.time_step_rank"), facts.count("ssm.group_count")
     values, every = facts.count("ssm.inner_size"), facts.count("full_attention_interval", 4)

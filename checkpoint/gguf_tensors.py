@@ -21,6 +21,7 @@ from qserve.checkpoint.gguf_keys import Shapes
 from qserve.checkpoint.gguf_undo import (
     half_rows,
     joined_kv_b,
+    joined_qkvz,
     log_of_rates,
     minus_one,
     regroup,
@@ -201,19 +202,30 @@ class _Layout:
         yield from self._linear(i, modules.out, hidden, heads * value)
 
     def _delta(self, i: int) -> Iterator[tuple[str, Stored]]:
-        """A gated delta net. Its value heads have another order in the file where a key head has several."""
+        """A gated delta net. Its value heads have another order in the file where a key head has several, but not in
+        Qwen3-Next's. Of that, newer files hold the linear for q, k, v and z in two."""
         config, modules, hidden = self._config, self._modules, self._hidden
         key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
         keys, values = key_heads * config["linear_key_head_dim"], heads * config["linear_value_head_dim"]
-        order = {"key_heads": key_heads, "heads": heads}
+        by_key_head = len(modules.delta_in) == 2
+        order = {"key_heads": heads if by_key_head else key_heads, "heads": heads}
 
         def tiled(undo: Undo, **more: int) -> Undo | None:
-            return partial(undo, **order, **more) if heads != key_heads else None
+            return partial(undo, **order, **more) if order["key_heads"] != heads else None
 
         module, convolved = f"{modules.layers}.{i}.{modules.delta}", 2 * keys + values
-        sizes = (convolved, values, heads, heads)
-        for name, size in zip(modules.delta_in, sizes):
-            yield from self._linear(i, name, size, hidden, tiled(untiled, first=2 * keys if size == convolved else 0))
+        halves = (f"blk.{i}.attn_qkv.weight", f"blk.{i}.attn_gate.weight")
+        if not by_key_head:
+            for name, size, first in zip(modules.delta_in, (convolved, values, heads, heads), (2 * keys, 0, 0, 0)):
+                yield from self._linear(i, name, size, hidden, tiled(untiled, first=first))
+        elif any(half in self._shapes for half in halves):
+            shape, laid = (convolved + values, hidden), ((convolved, hidden), (values, hidden))
+            join = partial(joined_qkvz, key_heads=key_heads, keys=keys)
+            yield f"{modules.layers}.{i}.{modules.delta_in[0]}.weight", Stored(shape, halves, laid, undo=join)
+        else:
+            yield from self._linear(i, modules.delta_in[0], convolved + values, hidden)
+        if by_key_head:
+            yield from self._linear(i, modules.delta_in[1], 2 * heads, hidden)
         yield (
             f"{module}.conv1d.weight",
             _one(f"blk.{i}.ssm_conv1d.weight", (convolved, 1, config["linear_conv_kernel_dim"]),

@@ -48,6 +48,13 @@ def log_of_rates(tensor: Tensor, key_heads: int, heads: int) -> Tensor:
     return untiled(tensor.neg().log(), key_heads, heads)
 
 
+def joined_qkvz(qkv: Tensor, z: Tensor, key_heads: int, keys: int) -> Tensor:
+    """One linear for q, k, v and z of a gated delta net, which holds what belongs to a key head side by side. ``qkv``:
+    all q, all k and all v; of the first two there are ``keys`` rows each."""
+    parts = [*qkv.split([keys, keys, len(qkv) - 2 * keys]), z]
+    return torch.cat([part.reshape(key_heads, -1, part.shape[1]) for part in parts], 1).reshape(-1, qkv.shape[1])
+
+
 def half_rows(tensor: Tensor, half: int) -> Tensor:
     """One half of the rows of two linears, of which each has as many."""
     return tensor.chunk(2)[half].clone()

@@ -238,13 +238,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "qwen3_5_text", "qwen35", {**DELTA, "linear_num_value_heads": 2, "tie_word_embeddings": True},
         {**DELTA_SAYS, "ssm.time_step_rank": 2, "ssm.inner_size": 64},
     ),
+    "qwen3_next": ("qwen3_next", "qwen3next", DELTA_MOE, DELTA_MOE_SAYS),
+    "qwen3_next-older": ("qwen3_next", "qwen3next", DELTA_MOE, DELTA_MOE_SAYS),
     "qwen3_5_moe": ("qwen3_5_moe_text", "qwen35moe", DELTA_MOE, DELTA_MOE_SAYS),
 }  # fmt: skip
-WHOLE_KV_B = {"deepseek_v2-lite"}
-"""Cases of older files, in which the linear from the latent to keys and values is whole."""
+OLDER = {"deepseek_v2-lite", "qwen3_next-older"}
+"""Cases of older files, in which linears are whole that newer ones hold in two."""
 ROTATES_NEIGHBOURS = {"llama", "granite", "smollm3", "olmo", "mistral3", "arcee", "granitemoe"}
 """Architectures whose queries and keys lie in another order than in transformers."""
-ADDS_ONE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe"}
+ADDS_ONE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next"}
 LAYER_NORM_EPS = {
     "command-r", "cohere2", "starcoder2", "falcon", "gptneox", "phi2", "stablelm", "olmo", "nemotron", "jais2", "gpt2",
     "starcoder",
@@ -303,9 +305,9 @@ def tiled(tensor: Tensor, config: Any, name: str) -> Tensor:
 
 
 def as_llama_cpp(
-    architecture: str, config: Any, tensors: dict[str, Tensor], *, whole_kv_b: bool = False
+    architecture: str, config: Any, tensors: dict[str, Tensor], *, older: bool = False
 ) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint as llama.cpp's converter writes them, or wrote: ``whole_kv_b``."""
+    """The tensors of a checkpoint as llama.cpp's converter writes them, or wrote: ``older``."""
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
@@ -328,7 +330,7 @@ def as_llama_cpp(
             before, kind, number, rest = found.groups()
             stacks.setdefault(before + kind.replace("norms.", "") + rest, {})[int(number)] = tensor
             continue
-        if "kv_b_proj" in parts and not whole_kv_b:
+        if "kv_b_proj" in parts and not older:
             heads_of = tensor.view(heads, -1, config.kv_lora_rank)
             keys, values = heads_of[:, : config.qk_nope_head_dim], heads_of[:, config.qk_nope_head_dim :]
             put(name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2))
@@ -342,7 +344,16 @@ def as_llama_cpp(
             tensor = tensor.T
         if "linear_attn" in parts:
             part = parts[parts.index("linear_attn") + 1]
-            tensor = tensor if part == "norm" else tiled(tensor, config, part)
+            if part == "in_proj_qkvz" and not older:
+                key_heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+                value = config.linear_num_value_heads // key_heads * config.linear_value_head_dim
+                of_heads = tensor.view(key_heads, -1, tensor.shape[1]).split([key, key, value, value], 1)
+                q, k, v, z = (rows.flatten(0, 1) for rows in of_heads)
+                put(name.replace("qkvz", "qkv"), torch.cat([q, k, v]))
+                put(name.replace("qkvz", "z"), z)
+                continue
+            if architecture != "qwen3next" and part != "norm":
+                tensor = tiled(tensor, config, part)
             tensor = -tensor.exp() if part == "A_log" else tensor
             name = name.replace("dt_bias", "dt_proj.bias")
         elif architecture in ADDS_ONE and name.endswith("norm.weight"):
@@ -423,7 +434,7 @@ def write(
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     kind, architecture, changes, says = CASES[case]
     model, tensors = random_model(kind, changes, tmp_path)
-    arrays = as_llama_cpp(architecture, model.config, tensors, whole_kv_b=case in WHOLE_KV_B)
+    arrays = as_llama_cpp(architecture, model.config, tensors, older=case in OLDER)
     source = GGUFFile(write(tmp_path / "m.gguf", architecture, model.config, arrays, says))
     assert source.config["model_type"] == kind
     tensors = FAMILIES[kind].modules(source.config).named_as_transformers(tensors)
@@ -484,7 +495,7 @@ def test_gate_and_up_of_experts_that_are_stored_as_one(tmp_path: Path) -> None:
 def test_gated_delta_nets_whose_sizes_contradict_each_other_are_refused(key: str, value: int) -> None:
     metadata = {"qwen35.block_count": 4, **{f"qwen35.{name}": said for name, said in DELTA_SAYS.items()}}
     with pytest.raises(CheckpointError, match="linear heads over"):
-        gguf_keys.qwen3_5(Facts("qwen35", {**metadata, f"qwen35.{key}": value}, {}))
+        gguf_keys.qwen3_next(Facts("qwen35", {**metadata, f"qwen35.{key}": value}, {}))
 
 
 def test_blocks_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
