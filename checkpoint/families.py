@@ -90,6 +90,8 @@ class Gguf:
         permuted: rows of queries and keys lie in the order of llama.cpp's rotation, which rotates neighbouring pairs.
         rotates_by_kind: layers with a window have a rotation of their own, which is never scaled.
         renormalized: the weights of a token's experts sum to one where the file does not say.
+        keeps_mxfp4: experts in MXFP4 are served as they are, in which the family is published.
+        untruncated: dimensions between which YaRN blends are not rounded, and it scales where nothing is said.
         pre: its pre-tokenizer, by which it is told from families that are stored alike.
     """
 
@@ -99,6 +101,8 @@ class Gguf:
     permuted: bool = False
     rotates_by_kind: bool = False
     renormalized: bool = False
+    keeps_mxfp4: bool = False
+    untruncated: bool = False
     pre: str | None = None
 
 
@@ -441,6 +445,7 @@ FAMILIES = {
         native=True, qkv_bias=True, out_bias=True, sliding=2, sinks=True, modules=lambda config: modules.GPT_OSS,
         served={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         experts=replace(_MIXTRAL, biases=True, function="swigluoai"),
+        gguf=Gguf("gpt-oss", keeps_mxfp4=True, untruncated=True),
     ),
     "deepseek_v2": replace(
         _LATENT, mlp_bias=None, keys=keys.deepseek_v2, modules=lambda config: modules.INTERLEAVED,

@@ -63,6 +63,9 @@ def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> dict[s
         said["use_qk_norm"] = facts.has("blk.0.attn_q_norm.weight")
     if family.modules(said).positions is None:
         said |= _rotation(facts, read, family, head_dim, rotated)
+        if gguf.untruncated:
+            scaling = said.setdefault("rope_scaling", {"rope_type": "default"})
+            scaling |= {"truncate": False} if scaling["rope_type"] == "yarn" else {}
         if gguf.rotates_by_kind:
             full = {"rope_type": "default", **said.pop("rope_scaling", {}), "rope_theta": said["rope_theta"]}
             base = facts.number("rope.freq_base_swa", said["rope_theta"])
@@ -73,7 +76,7 @@ def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> dict[s
     return {
         "architectures": [_class_name(model_type)],
         "model_type": model_type,
-        "torch_dtype": "bfloat16" if family.one_plus and not family.layer_norm else "float16",
+        "torch_dtype": "bfloat16" if (family.one_plus and not family.layer_norm) or family.sinks else "float16",
         **{gguf.names.get(key, key): value for key, value in said.items()},
         **(_experts(facts, family.experts, gguf) if family.experts else {}),
         **gguf.says(facts),

@@ -20,6 +20,7 @@ from qserve.checkpoint.gguf_config import LONG, ROPE_FACTORS, SHORT, in_llamas_k
 from qserve.checkpoint.gguf_keys import Shapes
 from qserve.checkpoint.gguf_undo import (
     half_rows,
+    in_turn,
     joined_kv_b,
     joined_qkvz,
     log_of_rates,
@@ -170,6 +171,8 @@ class _Layout:
         if self._family.qk_norm and (not self._family.qk_norm_asked or self._config["use_qk_norm"]):
             for norm, heads in ((modules.q_norm, self._heads), (modules.k_norm, self._kv_heads)):
                 yield from self._head_norm(i, norm, heads)
+        if self._family.sinks:
+            yield f"{modules.layers}.{i}.{modules.sinks}", _one(f"blk.{i}.attn_sinks.weight", (self._heads,))
         if len(modules.qkv) == 1:
             undo = partial(regroup, heads=self._heads, kv_heads=self._kv_heads) if modules.grouped else None
             yield from self._linear(i, modules.qkv[0], queries + 2 * keys, self._hidden, undo)
@@ -253,7 +256,9 @@ class _Layout:
         if experts.score_bias:
             yield f"{layer}.{modules.score_bias}", _one(f"{block}.exp_probs_b.bias", (count,))
         gate, up, down = (f"{block}.ffn_{name}_exps.weight" for name in ("gate", "up", "down"))
-        if modules.stacked != Modules().stacked:
+        if modules.alternating:
+            yield from self._alternating_experts(i, count, inner)
+        elif modules.stacked != Modules().stacked:
             for name, stacks, rows, inp in (
                 (modules.stacked[0], (gate, up), inner, hidden), (modules.stacked[1], (down,), hidden, inner),
             ):  # fmt: skip
@@ -265,8 +270,7 @@ class _Layout:
             for half, (name, stack) in enumerate(zip((*modules.expert_up, modules.expert_down), files)):
                 shape = (hidden, inner) if stack == down else (inner, hidden)
                 each, undo = ((2 * inner, hidden), partial(half_rows, half=half)) if stack == joined else (shape, None)
-                if self._shapes.get(stack, (count,))[0] != count:
-                    raise CheckpointError(f"the tensor {stack} holds {self._shapes[stack][0]} experts of {count}")
+                self._check_count(stack, count)
                 for e in range(count):
                     yield f"{layer}.{modules.experts}.{e}.{name}.weight", _one(stack, shape, each, e, undo)
         shared = int(self._config[experts.shared_inner]) if experts.shared_inner else 0
@@ -283,6 +287,24 @@ class _Layout:
             yield from self._linear(i, modules.shared_down, hidden, shared)
             if experts.shared_gate:
                 yield from self._linear(i, modules.shared_gate, 1, hidden)
+
+    def _alternating_experts(self, i: int, count: int, inner: int) -> Iterator[tuple[str, Stored]]:
+        """Experts with biases. In the file gate and up projection are two."""
+        modules, hidden = self._modules, self._hidden
+        for part, width in (("weight", (inner,)), ("bias", ())):
+            gate, up, down = (f"blk.{i}.ffn_{name}_exps.{part}" for name in ("gate", "up", "down"))
+            for stack in (gate, up, down):
+                self._check_count(stack, count)
+            each = (inner, hidden) if width else (inner,)
+            for e in range(count):
+                expert = f"{modules.layers}.{i}.{modules.experts}.{e}"
+                joined = Stored((2 * inner, *each[1:]), (gate, up), (each, each), e, in_turn)
+                yield f"{expert}.{modules.expert_up[0]}.{part}", joined
+                yield f"{expert}.{modules.expert_down}.{part}", _one(down, (hidden, *width), place=e)
+
+    def _check_count(self, stack: str, count: int) -> None:
+        if self._shapes.get(stack, (count,))[0] != count:
+            raise CheckpointError(f"the tensor {stack} holds {self._shapes[stack][0]} experts of {count}")
 
     def _linear(
         self, i: int, name: str, out: int, inp: int, undo: Undo | None = None

@@ -55,6 +55,11 @@ def joined_qkvz(qkv: Tensor, z: Tensor, key_heads: int, keys: int) -> Tensor:
     return torch.cat([part.reshape(key_heads, -1, part.shape[1]) for part in parts], 1).reshape(-1, qkv.shape[1])
 
 
+def in_turn(gate: Tensor, up: Tensor) -> Tensor:
+    """The rows of both, or their numbers, in turn."""
+    return torch.stack([gate, up], 1).flatten(0, 1)
+
+
 def half_rows(tensor: Tensor, half: int) -> Tensor:
     """One half of the rows of two linears, of which each has as many."""
     return tensor.chunk(2)[half].clone()

@@ -74,6 +74,18 @@ LATENT_YARN_SAYS = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
     "rope.scaling.yarn_log_multiplier": 0.05,
 }  # fmt: skip
+OSS = {
+    "head_dim": 32, "sliding_window": 7, "num_local_experts": 5, "num_experts_per_tok": 2, "initializer_range": 0.1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}  # fmt: skip
+OSS_YARN = {
+    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "truncate": False,
+}  # fmt: skip
+OSS_SAYS = {
+    "rope.dimension_count": 32, "attention.sliding_window": 7, "expert_count": 5, "expert_used_count": 2,
+    "expert_feed_forward_length": 96,
+}  # fmt: skip
 DELTA = {
     "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
     "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
@@ -233,6 +245,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "youtu", "deepseek2", {**LATENT, "tie_word_embeddings": True},
         {**LATENT_SAYS, "leading_dense_block_count": 3, "expert_feed_forward_length": 96},
     ),
+    "gpt_oss": ("gpt_oss", "gpt-oss", OSS, OSS_SAYS),
+    "gpt_oss-yarn": (
+        "gpt_oss", "gpt-oss", {**OSS, "rope_parameters": OSS_YARN},
+        {**OSS_SAYS, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+         "rope.scaling.original_context_length": 16},
+    ),
     "qwen3_5": ("qwen3_5_text", "qwen35", DELTA, DELTA_SAYS),
     "qwen3_5-pairs": (
         "qwen3_5_text", "qwen35", {**DELTA, "linear_num_value_heads": 2, "tie_word_embeddings": True},
@@ -268,10 +286,11 @@ def random_model(kind: str, changes: dict[str, Any], path: Path) -> tuple[Any, d
                 parameter += 0.3 * torch.randn_like(parameter)
             elif parameter.dim() > 1 and "conv1d" not in name:
                 turned = transposed and parameter.dim() == 2 and ("c_" in name)
-                rows = parameter.T if turned else parameter
+                turned = turned or (kind == "gpt_oss" and parameter.dim() == 3)
+                rows = parameter.mT if turned else parameter
                 exact = gguf.quants.dequantize(gguf.quants.quantize(rows.numpy(), Kind.Q8_0), Kind.Q8_0)
                 exact = torch.from_numpy(exact)
-                parameter.copy_(exact.T if turned else exact)
+                parameter.copy_(exact.mT if turned else exact)
     model.save_pretrained(path)
     return model, load_file(path / "model.safetensors")
 
@@ -302,6 +321,19 @@ def tiled(tensor: Tensor, config: Any, name: str) -> Tensor:
     rows = tensor[first:].split((len(tensor) - first) // heads)
     order = [k * (heads // key_heads) + j for j in range(heads // key_heads) for k in range(key_heads)]
     return torch.cat([tensor[:first], *(rows[v] for v in order)])
+
+
+def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` with GPT-OSS's experts apart, each weight [out, in]."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        experts, inside, linear = name.partition(".experts.")
+        for e, one in enumerate(tensor) if inside else ():
+            place = f"{experts}.experts.{e}.{linear.removesuffix('_bias')}"
+            found |= {f"{place}.bias": one} if linear.endswith("_bias") else {f"{place}.weight": one.T}
+        if not inside:
+            found[name] = tensor
+    return found
 
 
 def as_llama_cpp(
@@ -360,12 +392,19 @@ def as_llama_cpp(
             tensor = tensor + 1
         if name.endswith("e_score_correction_bias"):
             name = name.replace("_bias", ".bias")
+        if architecture == "gpt-oss" and "experts" in parts:
+            block, part = f"blk.{parts[2]}.ffn", "bias" if name.endswith("bias") else "weight"
+            rows = tensor if part == "bias" else tensor.mT
+            halves = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
+            for half, rows in halves.items():
+                written[f"{block}_{half}_exps.{part}"] = np.ascontiguousarray(rows.numpy())
+            continue
         if name.endswith("input_linear.weight"):
             block, kind = f"blk.{parts[2]}", "exps" if tensor.dim() == 3 else "shexp"
             for half, rows in zip(("gate", "up"), tensor.chunk(2, dim=-2)):
                 written[f"{block}.ffn_{half}_{kind}.weight"] = np.ascontiguousarray(rows.numpy())
             continue
-        put(name, tensor)
+        put(f"{name}.weight" if name.endswith("sinks") else name, tensor)
     for name, stacked in stacks.items():
         put(name, torch.stack([stacked[i] for i in range(len(stacked))]))
     return written
@@ -373,7 +412,7 @@ def as_llama_cpp(
 
 def write(
     path: Path, architecture: str, config: Any, arrays: dict[str, np.ndarray], says: dict[str, Any],
-    kind: Kind = Kind.Q8_0, *, vocabulary: dict[str, Any] | None = None,
+    kind: Kind = Kind.Q8_0, *, vocabulary: dict[str, Any] | None = None, experts: Kind | None = None,
 ) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     inner = getattr(config, "ffn_hidden_size" if architecture == "falcon" else "intermediate_size", None)
@@ -417,8 +456,12 @@ def write(
         else:
             writer.add_float32(key, value)
     for name, array in arrays.items():
+        if experts is not None and name.endswith("_exps.weight"):
+            writer.add_tensor(name, gguf.quants.quantize(array, experts), raw_dtype=experts)
+            continue
         turned = "attn_k_b" in name  # rows in blocks are not those of the model, so Q8_0 is not exact
-        if array.ndim >= 2 and "norm" not in name and not turned and array.shape[-1] % 32 == 0 and kind is not Kind.F32:
+        plain = turned or "norm" in name or name.endswith("bias") or kind is Kind.F32
+        if array.ndim >= 2 and not plain and array.shape[-1] % 32 == 0:
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, array.astype(np.float32))
@@ -438,6 +481,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     source = GGUFFile(write(tmp_path / "m.gguf", architecture, model.config, arrays, says))
     assert source.config["model_type"] == kind
     tensors = FAMILIES[kind].modules(source.config).named_as_transformers(tensors)
+    tensors = one_by_one(tensors) if kind == "gpt_oss" else tensors
     assert set(source.names()) == set(tensors) - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     for name in source.names():
         assert source.shape(name) == tuple(tensors[name].shape) or source.tensor(name).numel() == 1, name
@@ -473,6 +517,45 @@ def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
     arrays["blk.0.ffn_up_exps.weight"] = arrays["blk.0.ffn_up_exps.weight"][:3]
     with pytest.raises(CheckpointError, match=r"ffn_up_exps.weight holds 3 experts of 5"):
         GGUFFile(write(tmp_path / "few.gguf", architecture, model.config, arrays, says))
+
+
+@torch.no_grad()
+def test_experts_of_gpt_oss_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:
+    kind, architecture, changes, says = CASES["gpt_oss-yarn"]
+    model, tensors = random_model(kind, changes, tmp_path)
+    for name in (name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))):
+        rows = np.ascontiguousarray(tensors[name].mT.numpy())
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(rows, Kind.MXFP4), Kind.MXFP4)
+        tensors[name] = torch.from_numpy(rounded).mT
+        model.get_parameter(name).copy_(tensors[name])
+    arrays = as_llama_cpp(architecture, model.config, tensors)
+    path = write(tmp_path / "m.gguf", architecture, model.config, arrays, says, experts=Kind.MXFP4)
+    source = GGUFFile(path)
+    assert source.format is not None and source.format.name == "mxfp4" and source.spec is not None
+    assert len(source.linears()) == 3 * 5 * 2 and not any(".experts." in name for name in source.names())
+    apart = one_by_one(tensors)
+    for module in source.linears():
+        weight = source.linear(module)
+        assert source.shape(module) == tuple(weight.codes.shape) and source.spec.scheme_of(module) == weight.scheme
+        assert torch.equal(weight.dequantize(), apart[f"{module}.weight"])
+        assert weight.bias is not None and torch.equal(weight.bias, apart[f"{module}.bias"])
+    assert source.parameters() == sum(tensor.numel() for tensor in tensors.values())
+    limits = DecoderLimits(max_tokens=40, max_logits=40, max_positions=64, num_blocks=48)
+    config = decoder_config(source.config, "small")
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(7))
+    want = model(tokens[None]).logits[0]
+    decoder = Decoder(source, config, registry.make("reference"), limits, kv_dtype=torch.float32)
+    torch.testing.assert_close(run_chunks(decoder, tokens.tolist(), [40]), want, rtol=0, atol=1e-4)
+    if native.missing() is None:  # the products round their inputs
+        decoder = Decoder(source, config, registry.make("native"), limits, kv_dtype=torch.float32)
+        found = run_chunks(decoder, tokens.tolist(), [40])
+        assert not decoder.fallbacks and ((found - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.02
+
+    content = bytearray(path.read_bytes())
+    content[source._tensors["blk.0.ffn_up_exps.weight"].start] = 255  # the scale that is no number
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"m.gguf: model.layers.0.mlp.experts.0.gate_up_proj: a scale is NaN"):
+        GGUFFile(path).linear("model.layers.0.mlp.experts.0.gate_up_proj")
 
 
 def test_gate_and_up_of_experts_that_are_stored_as_one(tmp_path: Path) -> None:
