@@ -90,6 +90,9 @@ class Gguf:
         permuted: rows of queries and keys lie in the order of llama.cpp's rotation, which rotates neighbouring pairs.
         rotates_by_kind: layers with a window have a rotation of their own, which is never scaled.
         renormalized: the weights of a token's experts sum to one where the file does not say.
+        keeps_mxfp4: experts in MXFP4 are served as they are, in which the family is published.
+        untruncated: dimensions between which YaRN blends are not rounded, and it scales where nothing is said.
+        pre: its pre-tokenizer, by which it is told from families that are stored alike.
     """
 
     architecture: str
@@ -98,6 +101,9 @@ class Gguf:
     permuted: bool = False
     rotates_by_kind: bool = False
     renormalized: bool = False
+    keeps_mxfp4: bool = False
+    untruncated: bool = False
+    pre: str | None = None
 
 
 @dataclass(frozen=True)
@@ -408,11 +414,15 @@ FAMILIES = {
         native=True, qk_norm="head", qkv_bias=None, out_bias=None, sliding=1, window_asked=True, experts=_QWEN_MOE,
         gguf=Gguf("qwen3moe", renormalized=True),
     ),
-    "qwen3_next": replace(_QWEN3_5, modules=lambda config: modules.QWEN3_NEXT, experts=_SHARED_QWEN_MOE),
-    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": replace(
+        _QWEN3_5, modules=lambda config: modules.QWEN3_NEXT, experts=_SHARED_QWEN_MOE,
+        gguf=Gguf("qwen3next", says=gguf_keys.qwen3_next, renormalized=True),
+    ),
+    "qwen3_5_text": replace(_QWEN3_5, gguf=Gguf("qwen35", says=gguf_keys.qwen3_next)),
     "qwen3_5_moe_text": replace(
         _QWEN3_5, keys=keys.qwen3_5_moe, modules=lambda config: modules.QWEN2_MOE,
         experts=replace(_SHARED_QWEN_MOE, dense_between=False, renormalize=True),
+        gguf=Gguf("qwen35moe", says=gguf_keys.qwen3_next),
     ),
     "glm4_moe": Family(
         native=True, qk_norm="head", qk_norm_asked=True, qkv_bias=None, partial_rotary=True, experts=_DEEPSEEK_V3,
@@ -435,17 +445,20 @@ FAMILIES = {
         native=True, qkv_bias=True, out_bias=True, sliding=2, sinks=True, modules=lambda config: modules.GPT_OSS,
         served={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         experts=replace(_MIXTRAL, biases=True, function="swigluoai"),
+        gguf=Gguf("gpt-oss", keeps_mxfp4=True, untruncated=True),
     ),
     "deepseek_v2": replace(
         _LATENT, mlp_bias=None, keys=keys.deepseek_v2, modules=lambda config: modules.INTERLEAVED,
         experts=replace(_DEEPSEEK, group_best=1, renormalize=False),
+        gguf=Gguf("deepseek2", says=gguf_keys.deepseek_v2),
     ),
-    "deepseek_v3": replace(_LATENT, experts=_DEEPSEEK_V3),
+    "deepseek_v3": replace(_LATENT, experts=_DEEPSEEK_V3, gguf=Gguf("deepseek2")),
     "glm4_moe_lite": replace(
-        _LATENT, keys=keys.glm4_moe_lite, experts=replace(_DEEPSEEK_V3, dense_layers=None, dense_between=True)
+        _LATENT, keys=keys.glm4_moe_lite, experts=replace(_DEEPSEEK_V3, dense_layers=None, dense_between=True),
+        gguf=Gguf("deepseek2", says=gguf_keys.glm4_moe_lite, pre="glm4"),
     ),
     "minicpm3": replace(_LATENT, mlp_bias=None, tied=True, modules=lambda config: LLAMA, multipliers=_minicpm3),
-    "youtu": replace(_LATENT, tied=True),
+    "youtu": replace(_LATENT, tied=True, gguf=Gguf("deepseek2")),
 }  # fmt: skip
 
 

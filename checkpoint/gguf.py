@@ -1,6 +1,6 @@
 """``GGUFFile``: a model in llama.cpp's single-file format, read as if it were a Hugging Face directory.
 
-The ``gguf`` package dequantizes the block formats.
+The ``gguf`` package dequantizes the block formats. Experts of GPT-OSS in MXFP4 stay packed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor
 from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.files import file_sha256
 from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.formats.mxfp4 import MXFP4, SCHEME, read_e8m0
 from qserve.checkpoint.gguf_config import config_of
 from qserve.checkpoint.gguf_reader import Header, StoredTensor, read_header
 from qserve.checkpoint.gguf_tensors import Stored, stored_tensors
@@ -48,7 +50,8 @@ BLOCKS = tuple(
 
 
 class GGUFFile:
-    """A ``ModelSource`` over one GGUF file of an architecture that ``families`` names; always dense.
+    """A ``ModelSource`` over one GGUF file of an architecture that ``families`` names; dense but for experts that the
+    family publishes in MXFP4.
 
     Raises ``CheckpointError`` where the file is damaged or holds an architecture or a tensor type that is not
     supported.
@@ -71,6 +74,12 @@ class GGUFFile:
             self.config, self._stored = self._described(header)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
+        self._linears = self._packed_modules()
+        packed = {f"{module}.{part}" for module in self._linears for part in ("weight", "bias")}
+        self._dense = dict.fromkeys(name for name in self._stored if name not in packed)
+        if self._linears:
+            self.format = MXFP4()
+            self.spec = self.format.spec_of({}, [name.removesuffix(".weight") for name in self._dense])
 
     def _described(self, header: Header) -> tuple[dict[str, Any], dict[str, Stored]]:
         metadata = header.metadata
@@ -89,17 +98,29 @@ class GGUFFile:
         config = config_of(metadata, shapes, self._read)
         return config, stored_tensors(config, shapes)
 
+    def _packed_modules(self) -> dict[str, Stored]:
+        """Those that are served as they are stored, and their weights."""
+        gguf = FAMILIES[self.config["model_type"]].gguf
+        if gguf is None or not gguf.keeps_mxfp4:
+            return {}
+        mxfp4 = {name for name, tensor in self._tensors.items() if tensor.kind.name == "MXFP4"}
+        return {
+            name.removesuffix(".weight"): stored
+            for name, stored in self._stored.items()
+            if stored.place is not None and name.endswith(".weight") and mxfp4.issuperset(stored.names)
+        }
+
     def names(self) -> list[str]:
-        return list(self._stored)
+        return list(self._dense)
 
     def linears(self) -> list[str]:
-        return []
+        return list(self._linears)
 
     def has(self, name: str) -> bool:
-        return name in self._stored
+        return name in self._dense
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._where(name).shape
+        return self._linears[name].shape if name in self._linears else self._where(name).shape
 
     def nbytes(self, name: str) -> int:
         stored = self._where(name)
@@ -113,16 +134,23 @@ class GGUFFile:
     def tensor(self, name: str, rows: range | None = None) -> Tensor:
         stored = self._where(name)
         if rows is not None:
-            if len(stored.names) > 1 or stored.undo is not None or stored.laid != stored.shape:
+            if not stored.is_verbatim:
                 return self.tensor(name)[rows.start : rows.stop].clone()
             return self._read(stored.names[0], stored.place, rows)
-        parts = [self._read(part, stored.place) for part in stored.names]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
-        tensor = tensor.reshape(stored.laid)
-        return tensor if stored.undo is None else stored.undo(tensor)
+        return stored.made([self._read(part, stored.place) for part in stored.names])
 
     def linear(self, module: str) -> QuantizedWeight:
-        raise CheckpointError(f"{self.path}: {module} is not stored packed; a GGUF file is read dense")
+        if module not in self._linears:
+            raise CheckpointError(f"{self.path}: {module} is not stored packed; a GGUF file is read dense")
+        stored = self._linears[module]
+        blocks = [_mxfp4(*self._raw(part, stored.place)) for part in stored.names]
+        codes, scales = (parts[0] if stored.undo is None else stored.undo(*parts) for parts in zip(*blocks))
+        weight = QuantizedWeight(SCHEME, codes, scales, bias=self.tensor(f"{module}.bias").float())
+        try:
+            weight.check()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {module}: {error}") from None
+        return weight
 
     def _where(self, name: str) -> Stored:
         if name not in self._stored:
@@ -133,6 +161,16 @@ class GGUFFile:
         """One tensor by its GGUF name, or one of those stacked in it, or some of its rows, in memory of its own; block
         types become float32."""
         tensor = self._tensors[name]
+        raw, shape = self._raw(name, place, rows)
+        if tensor.kind in PLAIN:
+            return torch.from_numpy(raw).view(PLAIN[tensor.kind]).reshape(shape)
+        return _dequantized(tensor, raw, shape)
+
+    def _raw(
+        self, name: str, place: int | None = None, rows: range | None = None
+    ) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
+        """The same as it is stored, and its shape."""
+        tensor = self._tensors[name]
         shape, start, nbytes = tensor.shape, tensor.start, tensor.nbytes
         if place is not None:
             nbytes //= shape[0]
@@ -140,10 +178,7 @@ class GGUFFile:
         if rows is not None:
             nbytes //= shape[0]
             shape, start, nbytes = (len(rows), *shape[1:]), start + rows.start * nbytes, len(rows) * nbytes
-        raw = self._bytes(start, nbytes)
-        if tensor.kind in PLAIN:
-            return torch.from_numpy(raw).view(PLAIN[tensor.kind]).reshape(shape)
-        return _dequantized(tensor, raw, shape)
+        return self._bytes(start, nbytes), shape
 
     def _bytes(self, start: int, nbytes: int) -> np.ndarray[Any, Any]:
         try:
@@ -197,3 +232,11 @@ class GGUFFile:
 def _dequantized(tensor: StoredTensor, raw: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Tensor:
     values = dequantize(raw.reshape(-1, tensor.nbytes // (tensor.elements // shape[-1])), tensor.kind)
     return torch.from_numpy(np.ascontiguousarray(values)).reshape(shape)
+
+
+def _mxfp4(raw: np.ndarray[Any, Any], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The codes uint8 [out, in] and scales float32 [out, groups] of a matrix. A block of 32 numbers is the byte of its
+    scale and 16 bytes of codes, of which byte j holds those of numbers j and j + 16."""
+    blocks = torch.from_numpy(raw).view(shape[0], -1, 17)
+    packed = blocks[..., 1:]
+    return torch.stack([packed & 15, packed >> 4], 2).reshape(shape), read_e8m0(blocks[..., 0].contiguous())

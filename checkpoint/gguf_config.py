@@ -21,6 +21,10 @@ from qserve.checkpoint.gguf_reader import MAX_TENSORS
 ROPE_FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 Read = Callable[[str], Tensor]
+Row = tuple[str, Family, Gguf]
+"""A model type, its family, and how files store it."""
+SOFTMAX, SIGMOID = 1, 2
+"""llama.cpp's numbers of the gates of experts."""
 
 
 def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> dict[str, Any]:
@@ -35,29 +39,33 @@ def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> dict[s
     if "token_embd.weight" not in shapes:
         raise CheckpointError("the tensor token_embd.weight is missing")
     rotated = facts.count("rope.dimension_count", 0)
-    whole = hidden // heads if family.partial_rotary else rotated or hidden // heads
-    head_dim = facts.count("attention.key_length", whole)
-    if not head_dim or facts.count("attention.value_length", head_dim) != head_dim:
-        raise CheckpointError("heads whose keys and values differ in size are not supported")
+    head_dim = rotated if family.latent else _head_dim(facts, family, hidden // heads, rotated)
+    # A model of nothing but experts need not say how wide a plain feed-forward would be.
+    inner = facts.count("expert_feed_forward_length", 0) or None if family.gated else 4 * hidden
     eps = "attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon"
     said: dict[str, Any] = {
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
-        "intermediate_size": facts.count("feed_forward_length", 4 * hidden if not family.gated else None),
+        "intermediate_size": facts.count("feed_forward_length", inner),
         "num_hidden_layers": facts.count("block_count") - facts.count("nextn_predict_layers", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": heads if family.latent else kv_heads,
         "max_position_embeddings": facts.count("context_length"),
         "rms_norm_eps": facts.number(eps),
         "tie_word_embeddings": "output.weight" not in shapes,
         **_biases(family, model_type, facts, gguf),
     }
-    if not family.layer_norm or head_dim * heads != hidden:
+    if family.latent:
+        said |= _latent(facts, rotated)
+    elif not family.layer_norm or head_dim * heads != hidden:
         said["head_dim"] = head_dim
     if family.qk_norm_asked:
         said["use_qk_norm"] = facts.has("blk.0.attn_q_norm.weight")
     if family.modules(said).positions is None:
         said |= _rotation(facts, read, family, head_dim, rotated)
+        if gguf.untruncated:
+            scaling = said.setdefault("rope_scaling", {"rope_type": "default"})
+            scaling |= {"truncate": False} if scaling["rope_type"] == "yarn" else {}
         if gguf.rotates_by_kind:
             full = {"rope_type": "default", **said.pop("rope_scaling", {}), "rope_theta": said["rope_theta"]}
             base = facts.number("rope.freq_base_swa", said["rope_theta"])
@@ -68,11 +76,35 @@ def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> dict[s
     return {
         "architectures": [_class_name(model_type)],
         "model_type": model_type,
-        "torch_dtype": "bfloat16" if family.one_plus and not family.layer_norm else "float16",
+        "torch_dtype": "bfloat16" if (family.one_plus and not family.layer_norm) or family.sinks else "float16",
         **{gguf.names.get(key, key): value for key, value in said.items()},
         **(_experts(facts, family.experts, gguf) if family.experts else {}),
         **gguf.says(facts),
         **_token_ids(metadata),
+    }
+
+
+def _head_dim(facts: Facts, family: Family, hidden_by_heads: int, rotated: int) -> int:
+    whole = hidden_by_heads if family.partial_rotary else rotated or hidden_by_heads
+    head_dim = facts.count("attention.key_length", whole)
+    if not head_dim or facts.count("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError("heads whose keys and values differ in size are not supported")
+    return head_dim
+
+
+def _latent(facts: Facts, rotated: int) -> dict[str, Any]:
+    """The sizes of latent attention. Newer files give those of the cache under the keys that older ones have for
+    heads."""
+    names = ("attention.key_length", "attention.value_length")
+    key, value = (facts.count(f"{name}_mla", facts.count(name)) for name in names)
+    if not 0 < rotated < key:
+        raise CheckpointError(f"heads of {key} with a rotary part of {rotated} are not supported")
+    return {
+        "kv_lora_rank": facts.count("attention.kv_lora_rank"),
+        "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
+        "qk_nope_head_dim": key - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value,
     }
 
 
@@ -82,7 +114,7 @@ def in_llamas_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
     return {**config, **family.keys(config)}, family
 
 
-def _family(facts: Facts) -> tuple[str, Family, Gguf]:
+def _family(facts: Facts) -> Row:
     """The model type of the file. Several share an architecture: with or without experts, and a window."""
     known = [(name, family, family.gguf) for name, family in FAMILIES.items() if family.gguf is not None]
     if not (rows := [row for row in known if row[2].architecture == facts.architecture]):
@@ -92,10 +124,29 @@ def _family(facts: Facts) -> tuple[str, Family, Gguf]:
     if not (rows := [row for row in rows if (row[1].experts is not None) == experts]):
         kind = "with" if experts else "without"
         raise CheckpointError(f"a {facts.architecture} GGUF model {kind} experts is not supported")
+    if experts:
+        rows = _gated(facts, rows)
+    pre = facts.metadata.get("tokenizer.ggml.pre")
+    rows = [row for row in rows if row[2].pre == pre] or [row for row in rows if row[2].pre is None]
     shared = facts.count("expert_shared_feed_forward_length", 0) > 0
     window = facts.count("attention.sliding_window", 0) > 0
     rows = [row for row in rows if row[1].experts is None or bool(row[1].experts.shared_inner) == shared] or rows
     return next((row for row in rows if bool(row[1].sliding) == window), rows[0])
+
+
+def _gated(facts: Facts, rows: list[Row]) -> list[Row]:
+    """Those whose experts have the file's gates. Older files do not say which; then only a sigmoid has biases."""
+    gate = facts.count("expert_gating_func", 0)
+    if gate not in (0, SOFTMAX, SIGMOID):
+        raise CheckpointError(
+            f"{facts.architecture}.expert_gating_func is {gate}; known are 1 (softmax) and 2 (sigmoid)"
+        )
+    sigmoid = gate == SIGMOID if gate else any(name.endswith("exp_probs_b.bias") for name in facts.shapes)
+    found = [row for row in rows if row[1].experts is not None and row[1].experts.sigmoid == sigmoid]
+    if gate and not found:
+        kind = "sigmoid" if sigmoid else "softmax"
+        raise CheckpointError(f"a {facts.architecture} GGUF model whose experts have {kind} gates is not supported")
+    return found or rows
 
 
 def _class_name(model_type: str) -> str:
@@ -157,6 +208,10 @@ def _experts(facts: Facts, experts: Experts, gguf: Gguf) -> dict[str, Any]:
         said[experts.dense_layers] = facts.count("leading_dense_block_count", 0)
     if experts.renormalize is None:
         said["norm_topk_prob"] = facts.flag("expert_weights_norm", gguf.renormalized)
+    elif facts.flag("expert_weights_norm", experts.renormalize) != experts.renormalize:
+        raise CheckpointError(
+            f"{facts.architecture}.expert_weights_norm is {not experts.renormalize}, which no model of its type has"
+        )
     if experts.scale:
         said[experts.scale] = facts.number("expert_weights_scale", 1.0)
     if experts.groups:
@@ -193,12 +248,12 @@ def _rotation(facts: Facts, read: Read, family: Family, head_dim: int, rotated: 
         said["partial_rotary_factor"] = (rotated if exact else rotated + 0.5) / head_dim
     elif family.partial_rotary:
         said["partial_rotary_factor"] = 1.0
-    if scaling := _rope_scaling(facts, read, said["rope_theta"], head_dim):
+    if scaling := _rope_scaling(facts, read, said["rope_theta"], head_dim, family):
         said["rope_scaling"] = scaling
     return said
 
 
-def _rope_scaling(facts: Facts, read: Read, theta: float, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(facts: Facts, read: Read, theta: float, head_dim: int, family: Family) -> dict[str, Any] | None:
     kind = facts.word("rope.scaling.type", "none")
     factor = facts.number("rope.scaling.factor", 1.0)
     original = facts.count("rope.scaling.original_context_length", 0)
@@ -219,8 +274,12 @@ def _rope_scaling(facts: Facts, read: Read, theta: float, head_dim: int) -> dict
             if value := facts.number(f"rope.scaling.{name}", 0.0):
                 scaling[ours] = float(value)
         if everywhere := facts.number("rope.scaling.yarn_log_multiplier", 0.0):
-            scaling |= {"mscale": 1.0, "mscale_all_dim": everywhere}
+            if family.latent:  # llama.cpp keeps a tenth, and takes both factors for the same
+                everywhere = float(f"{10 * everywhere:.6g}")
+            scaling |= {"mscale": everywhere if family.latent else 1.0, "mscale_all_dim": everywhere}
         if growth := facts.number("attention.temperature_scale", 0.0):
+            if not family.scaled_queries:
+                raise CheckpointError(f"{facts.architecture}.attention.temperature_scale is not supported")
             scaling["llama_4_scaling_beta"] = growth
         # llama.cpp's factor multiplies YaRN's own temperature; transformers' replaces it.
         if (gain := facts.number("rope.scaling.attn_factor", 1.0)) != 1.0:

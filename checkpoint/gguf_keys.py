@@ -61,6 +61,12 @@ class Facts:
             raise CheckpointError(f"{self.architecture}.{name} must list {layers} layers, not say {_short(value)}")
         return [bool(item) for item in listed]
 
+    @property
+    def layers(self) -> int:
+        """Blocks of the model, without those that predict more tokens; no more than there are tensors, of which each
+        block has some."""
+        return min(self.count("block_count") - self.count("nextn_predict_layers", 0), len(self.shapes))
+
     def has(self, tensor: str) -> bool:
         return tensor in self.shapes
 
@@ -150,3 +156,33 @@ def olmo(facts: Facts) -> dict[str, Any]:
 
 def gpt_bigcode(facts: Facts) -> dict[str, Any]:
     return {"multi_query": facts.count("attention.head_count_kv", 1) == 1}
+
+
+def deepseek_v2(facts: Facts) -> dict[str, Any]:
+    grouped = facts.count("expert_group_count", 1) > 1
+    return {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+def glm4_moe_lite(facts: Facts) -> dict[str, Any]:
+    """Which layers have experts is listed."""
+    dense = facts.count("leading_dense_block_count", 0)
+    return {"mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(facts.layers)]}
+
+
+def qwen3_next(facts: Facts) -> dict[str, Any]:
+    """Gated delta nets, in all layers but every fourth where the file says no other number."""
+    heads, key_heads = facts.count("ssm.time_step_rank"), facts.count("ssm.group_count")
+    values, every = facts.count("ssm.inner_size"), facts.count("full_attention_interval", 4)
+    if not key_heads or not heads or heads % key_heads or values % heads or not every:
+        raise CheckpointError(
+            f"{values} values of {heads} linear heads over {key_heads} key heads, every layer {every} attending, are "
+            "not supported"
+        )
+    return {
+        "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.count("ssm.state_size"),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": values // heads,
+        "layer_types": ["linear_attention" if (i + 1) % every else "full_attention" for i in range(facts.layers)],
+    }

@@ -5,7 +5,7 @@ The names are those of the ``gguf`` package, which llama.cpp's converter uses to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,23 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import Family
 from qserve.checkpoint.gguf_config import LONG, ROPE_FACTORS, SHORT, in_llamas_keys
 from qserve.checkpoint.gguf_keys import Shapes
+from qserve.checkpoint.gguf_undo import (
+    half_rows,
+    in_turn,
+    joined_kv_b,
+    joined_qkvz,
+    log_of_rates,
+    minus_one,
+    regroup,
+    transposed,
+    unpermute,
+    untiled,
+    untiled_columns,
+)
 from qserve.checkpoint.modules import Modules
 
-Undo = Callable[[Tensor], Tensor]
+Undo = Callable[..., Tensor]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -29,17 +43,36 @@ class Stored:
 
     Attributes:
         shape: of transformers' tensor.
-        names: tensors of the file, joined along their rows.
-        laid: the shape in which they lie there, joined; with ``place`` that of one of those stacked.
+        names: tensors of the file that it is made of.
+        laid: the shape in which each of them lies there; with ``place`` that of one of those stacked.
         place: which one of those stacked in a tensor; None for the whole tensor.
-        undo: what gives transformers' tensor.
+        undo: what makes transformers' tensor of them. Without it they are joined along their rows.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     names: tuple[str, ...]
-    laid: tuple[int, ...]
+    laid: tuple[Shape, ...]
     place: int | None = None
     undo: Undo | None = None
+
+    @property
+    def is_verbatim(self) -> bool:
+        """One tensor of the file, as it lies there."""
+        return self.undo is None and self.laid == (self.shape,)
+
+    def made(self, parts: Sequence[Tensor]) -> Tensor:
+        """transformers' tensor of the file's."""
+        parts = [part.reshape(laid) for part, laid in zip(parts, self.laid)]
+        if self.undo is not None:
+            return self.undo(*parts)
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), -2)
+
+
+def _one(name: str, shape: Shape, laid: Shape | None = None, place: int | None = None, undo: Undo | None = None
+         ) -> Stored:
+    """A tensor that is made of one of the file's, which lies there in the same ``shape`` unless ``laid`` says
+    otherwise."""
+    return Stored(shape, (name,), (shape if laid is None else laid,), place, undo)
 
 
 def stored_tensors(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Stored]:
@@ -62,24 +95,20 @@ def stored_tensors(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Store
 
 
 def _check(stored: Stored, shapes: Shapes) -> None:
-    rows = 0
-    for name in stored.names:
+    for name, laid in zip(stored.names, stored.laid):
         if name not in shapes:
             raise CheckpointError(f"the tensor {name} is missing; fetch or convert the file again")
-        rows += shapes[name][-2] if len(shapes[name]) > 1 else shapes[name][-1]
-    shape = shapes[stored.names[0]]
-    if stored.place is not None:
-        shape = shape[1:] if stored.place < shape[0] else ()
-    if len(stored.names) > 1:
-        shape = (*shape[:-2], rows, *shape[-1:])
-    if _squeezed(shape) != _squeezed(stored.laid):
-        raise CheckpointError(
-            f"the tensor {stored.names[0]} has shape {shapes[stored.names[0]]}, expected {stored.laid}"
-            + ("" if stored.place is None else " for each that is stacked in it")
-        )
+        shape = shapes[name]
+        if stored.place is not None:
+            shape = shape[1:] if stored.place < shape[0] else ()
+        if _squeezed(shape) != _squeezed(laid):
+            raise CheckpointError(
+                f"the tensor {name} has shape {shapes[name]}, expected {laid}"
+                + ("" if stored.place is None else " for each that is stacked in it")
+            )
 
 
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _squeezed(shape: Shape) -> Shape:
     """Dimensions of one are left out by llama.cpp's converter."""
     return tuple(n for n in shape if n != 1)
 
@@ -118,31 +147,97 @@ class _Layout:
         if not config["tie_word_embeddings"]:
             yield self._plain(modules.head, "output", config["vocab_size"], hidden)
             if self._family.head_bias:
-                yield f"{modules.head}.bias", Stored((config["vocab_size"],), ("output.bias",), (config["vocab_size"],))
+                yield f"{modules.head}.bias", _one("output.bias", (config["vocab_size"],))
         experts = self._family.experts
         sparse = experts.sparse(config, min(self._layers, len(self._shapes))) if experts else ()
         for i in range(self._layers):
-            yield from self._attention(i)
+            yield from self._norms(i)
+            if self._family.delta and self._config["layer_types"][i] == "linear_attention":
+                yield from self._delta(i)
+            else:
+                yield from self._latent(i) if self._family.latent else self._attention(i)
             yield from self._experts(i) if i < len(sparse) and sparse[i] else self._mlp(i)
 
-    def _attention(self, i: int) -> Iterator[tuple[str, Stored]]:
-        modules, dim = self._modules, self._dim
-        queries, keys = self._heads * dim, self._kv_heads * dim
+    def _norms(self, i: int) -> Iterator[tuple[str, Stored]]:
+        modules = self._modules
         if self._family.norm_weight:
             for norm in (modules.attention_norm, modules.attention_out_norm, modules.mlp_norm, modules.mlp_out_norm):
                 if norm is not None:
                     yield from self._norm(f"{modules.layers}.{i}.{norm}", self._file_name(norm, i))
+
+    def _attention(self, i: int) -> Iterator[tuple[str, Stored]]:
+        modules, dim = self._modules, self._dim
+        queries, keys = self._heads * dim, self._kv_heads * dim
         if self._family.qk_norm and (not self._family.qk_norm_asked or self._config["use_qk_norm"]):
             for norm, heads in ((modules.q_norm, self._heads), (modules.k_norm, self._kv_heads)):
                 yield from self._head_norm(i, norm, heads)
+        if self._family.sinks:
+            yield f"{modules.layers}.{i}.{modules.sinks}", _one(f"blk.{i}.attn_sinks.weight", (self._heads,))
         if len(modules.qkv) == 1:
             undo = partial(regroup, heads=self._heads, kv_heads=self._kv_heads) if modules.grouped else None
             yield from self._linear(i, modules.qkv[0], queries + 2 * keys, self._hidden, undo)
         else:
             for name, heads in zip(modules.qkv, (self._heads, self._kv_heads, 0)):
                 undo = partial(unpermute, heads=heads) if self._permuted and heads else None
-                yield from self._linear(i, name, (heads or self._kv_heads) * dim, self._hidden, undo)
+                gate = 2 if self._family.gated_heads and name == modules.qkv[0] else 1
+                yield from self._linear(i, name, gate * (heads or self._kv_heads) * dim, self._hidden, undo)
         yield from self._linear(i, modules.out, self._hidden, queries)
+
+    def _latent(self, i: int) -> Iterator[tuple[str, Stored]]:
+        """Latent attention. Newer files hold the linear from the latent to keys and values in two."""
+        config, modules, heads, hidden = self._config, self._modules, self._heads, self._hidden
+        rank, q_rank, value = config["kv_lora_rank"], config["q_lora_rank"], config["v_head_dim"]
+        nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        if q_rank:
+            yield from self._linear(i, modules.q_a, q_rank, hidden)
+            yield self._module_norm(i, modules.q_a_norm, q_rank)
+            yield from self._linear(i, modules.q_b, heads * (nope + rope), q_rank)
+        else:
+            yield from self._linear(i, modules.qkv[0], heads * (nope + rope), hidden)
+        yield from self._linear(i, modules.kv_a, rank + rope, hidden)
+        yield self._module_norm(i, modules.kv_a_norm, rank)
+        halves = (f"blk.{i}.attn_k_b.weight", f"blk.{i}.attn_v_b.weight")
+        if any(half in self._shapes for half in halves):
+            shape, laid = (heads * (nope + value), rank), ((heads, rank, nope), (heads, value, rank))
+            yield f"{modules.layers}.{i}.{modules.kv_b}.weight", Stored(shape, halves, laid, undo=joined_kv_b)
+        else:
+            yield from self._linear(i, modules.kv_b, heads * (nope + value), rank)
+        yield from self._linear(i, modules.out, hidden, heads * value)
+
+    def _delta(self, i: int) -> Iterator[tuple[str, Stored]]:
+        """A gated delta net. Its value heads have another order in the file where a key head has several, but not in
+        Qwen3-Next's. Of that, newer files hold the linear for q, k, v and z in two."""
+        config, modules, hidden = self._config, self._modules, self._hidden
+        key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        keys, values = key_heads * config["linear_key_head_dim"], heads * config["linear_value_head_dim"]
+        by_key_head = len(modules.delta_in) == 2
+        order = {"key_heads": heads if by_key_head else key_heads, "heads": heads}
+
+        def tiled(undo: Undo, **more: int) -> Undo | None:
+            return partial(undo, **order, **more) if order["key_heads"] != heads else None
+
+        module, convolved = f"{modules.layers}.{i}.{modules.delta}", 2 * keys + values
+        halves = (f"blk.{i}.attn_qkv.weight", f"blk.{i}.attn_gate.weight")
+        if not by_key_head:
+            for name, size, first in zip(modules.delta_in, (convolved, values, heads, heads), (2 * keys, 0, 0, 0)):
+                yield from self._linear(i, name, size, hidden, tiled(untiled, first=first))
+        elif any(half in self._shapes for half in halves):
+            shape, laid = (convolved + values, hidden), ((convolved, hidden), (values, hidden))
+            join = partial(joined_qkvz, key_heads=key_heads, keys=keys)
+            yield f"{modules.layers}.{i}.{modules.delta_in[0]}.weight", Stored(shape, halves, laid, undo=join)
+        else:
+            yield from self._linear(i, modules.delta_in[0], convolved + values, hidden)
+        if by_key_head:
+            yield from self._linear(i, modules.delta_in[1], 2 * heads, hidden)
+        yield (
+            f"{module}.conv1d.weight",
+            _one(f"blk.{i}.ssm_conv1d.weight", (convolved, 1, config["linear_conv_kernel_dim"]),
+                 undo=tiled(untiled, first=2 * keys)),
+        )  # fmt: skip
+        yield f"{module}.A_log", _one(f"blk.{i}.ssm_a", (heads,), undo=partial(log_of_rates, **order))
+        yield f"{module}.dt_bias", _one(f"blk.{i}.ssm_dt.bias", (heads,), undo=tiled(untiled))
+        yield f"{module}.norm.weight", _one(f"blk.{i}.ssm_norm.weight", (config["linear_value_head_dim"],))
+        yield from self._linear(i, modules.delta_out, hidden, values, tiled(untiled_columns))
 
     def _mlp(self, i: int) -> Iterator[tuple[str, Stored]]:
         modules, inner = self._modules, self._config["intermediate_size"]
@@ -159,69 +254,94 @@ class _Layout:
         inner = int(self._config[experts.inner])
         yield from self._linear(i, modules.router, count, hidden)
         if experts.score_bias:
-            yield f"{layer}.{modules.score_bias}", Stored((count,), (f"{block}.exp_probs_b.bias",), (count,))
+            yield f"{layer}.{modules.score_bias}", _one(f"{block}.exp_probs_b.bias", (count,))
         gate, up, down = (f"{block}.ffn_{name}_exps.weight" for name in ("gate", "up", "down"))
-        if modules.stacked != Modules().stacked:
+        if modules.alternating:
+            yield from self._alternating_experts(i, count, inner)
+        elif modules.stacked != Modules().stacked:
             for name, stacks, rows, inp in (
-                (modules.stacked[0], (gate, up), 2 * inner, hidden), (modules.stacked[1], (down,), hidden, inner),
+                (modules.stacked[0], (gate, up), inner, hidden), (modules.stacked[1], (down,), hidden, inner),
             ):  # fmt: skip
-                yield f"{layer}.{name}", Stored((count, rows, inp), stacks, (count, rows, inp))
+                laid = (count, rows, inp)
+                yield f"{layer}.{name}", Stored((count, rows * len(stacks), inp), stacks, (laid,) * len(stacks))
         else:
-            places = zip((*modules.expert_up, modules.expert_down), (gate, up, down))
-            for name, stack in places:
+            joined = f"{block}.ffn_gate_up_exps.weight"
+            files = (joined, joined, down) if joined in self._shapes else (gate, up, down)
+            for half, (name, stack) in enumerate(zip((*modules.expert_up, modules.expert_down), files)):
                 shape = (hidden, inner) if stack == down else (inner, hidden)
-                if self._shapes.get(stack, (count,))[0] != count:
-                    raise CheckpointError(f"the tensor {stack} holds {self._shapes[stack][0]} experts of {count}")
+                each, undo = ((2 * inner, hidden), partial(half_rows, half=half)) if stack == joined else (shape, None)
+                self._check_count(stack, count)
                 for e in range(count):
-                    yield f"{layer}.{modules.experts}.{e}.{name}.weight", Stored(shape, (stack,), shape, e)
+                    yield f"{layer}.{modules.experts}.{e}.{name}.weight", _one(stack, shape, each, e, undo)
         shared = int(self._config[experts.shared_inner]) if experts.shared_inner else 0
         if experts.shared_count:
             shared = inner * int(self._config[experts.shared_count])
         if shared:
             names = tuple(f"{block}.ffn_{name}_shexp.weight" for name in ("gate", "up"))
             if len(modules.shared_up) == 1:
-                shape = (2 * shared, hidden)
-                yield f"{layer}.{modules.shared_up[0]}.weight", Stored(shape, names, shape)
+                shape, each = (2 * shared, hidden), (shared, hidden)
+                yield f"{layer}.{modules.shared_up[0]}.weight", Stored(shape, names, (each, each))
             else:
                 for name, stack in zip(modules.shared_up, names):
-                    yield f"{layer}.{name}.weight", Stored((shared, hidden), (stack,), (shared, hidden))
+                    yield f"{layer}.{name}.weight", _one(stack, (shared, hidden))
             yield from self._linear(i, modules.shared_down, hidden, shared)
             if experts.shared_gate:
                 yield from self._linear(i, modules.shared_gate, 1, hidden)
+
+    def _alternating_experts(self, i: int, count: int, inner: int) -> Iterator[tuple[str, Stored]]:
+        """Experts with biases. In the file gate and up projection are two."""
+        modules, hidden = self._modules, self._hidden
+        for part, width in (("weight", (inner,)), ("bias", ())):
+            gate, up, down = (f"blk.{i}.ffn_{name}_exps.{part}" for name in ("gate", "up", "down"))
+            for stack in (gate, up, down):
+                self._check_count(stack, count)
+            each = (inner, hidden) if width else (inner,)
+            for e in range(count):
+                expert = f"{modules.layers}.{i}.{modules.experts}.{e}"
+                joined = Stored((2 * inner, *each[1:]), (gate, up), (each, each), e, in_turn)
+                yield f"{expert}.{modules.expert_up[0]}.{part}", joined
+                yield f"{expert}.{modules.expert_down}.{part}", _one(down, (hidden, *width), place=e)
+
+    def _check_count(self, stack: str, count: int) -> None:
+        if self._shapes.get(stack, (count,))[0] != count:
+            raise CheckpointError(f"the tensor {stack} holds {self._shapes[stack][0]} experts of {count}")
 
     def _linear(
         self, i: int, name: str, out: int, inp: int, undo: Undo | None = None
     ) -> Iterator[tuple[str, Stored]]:
         module, stem = f"{self._modules.layers}.{i}.{name}", self._file_name(name, i)
         if self._modules.transposed:
-            shape = (inp, out)
-            yield f"{module}.weight", Stored(shape, (f"{stem}.weight",), (out, inp), undo=undo or _transposed)
+            yield f"{module}.weight", _one(f"{stem}.weight", (inp, out), (out, inp), undo=undo or transposed)
         else:
-            yield f"{module}.weight", Stored((out, inp), (f"{stem}.weight",), (out, inp), undo=undo)
+            yield f"{module}.weight", _one(f"{stem}.weight", (out, inp), undo=undo)
         if f"{stem}.bias" in self._shapes or f"{self._file_name(name, 0)}.bias" in self._shapes:
-            yield f"{module}.bias", Stored((out,), (f"{stem}.bias",), (out,), undo=undo)
+            yield f"{module}.bias", _one(f"{stem}.bias", (out,), undo=undo)
 
     def _norm(self, module: str, stem: str) -> Iterator[tuple[str, Stored]]:
         shape = (self._hidden,)
-        undo = _minus_one if self._family.one_plus else None
-        yield f"{module}.weight", Stored(shape, (f"{stem}.weight",), shape, undo=undo)
+        undo = minus_one if self._family.one_plus else None
+        yield f"{module}.weight", _one(f"{stem}.weight", shape, undo=undo)
         if self._family.norm_bias:
-            yield f"{module}.bias", Stored(shape, (f"{stem}.bias",), shape)
+            yield f"{module}.bias", _one(f"{stem}.bias", shape)
+
+    def _module_norm(self, i: int, name: str, width: int) -> tuple[str, Stored]:
+        """A norm that is not of the stream."""
+        return f"{self._modules.layers}.{i}.{name}.weight", _one(f"{self._file_name(name, i)}.weight", (width,))
 
     def _head_norm(self, i: int, name: str, heads: int) -> Iterator[tuple[str, Stored]]:
-        module, stored = f"{self._modules.layers}.{i}.{name}", (f"{self._file_name(name, i)}.weight",)
+        module, stored = f"{self._modules.layers}.{i}.{name}", f"{self._file_name(name, i)}.weight"
         dim, kind = self._dim, self._family.qk_norm
-        undo = _minus_one if self._family.one_plus else None
+        undo = minus_one if self._family.one_plus else None
         if kind == "layer" and self._family.norm_bias:  # StableLM has a module for each head
             for head in range(heads):
                 place = head if heads > 1 else None
-                yield f"{module}.norms.{head}.weight", Stored((dim,), stored, (dim,), place, undo)
+                yield f"{module}.norms.{head}.weight", _one(stored, (dim,), place=place, undo=undo)
             return
         shape = (dim,) if kind == "head" else (heads * dim,) if kind == "all" else (heads, dim)
-        yield f"{module}.weight", Stored(shape, stored, shape, undo=undo)
+        yield f"{module}.weight", _one(stored, shape, undo=undo)
 
     def _plain(self, module: str, stem: str, *shape: int) -> tuple[str, Stored]:
-        return f"{module}.weight", Stored(shape, (f"{stem}.weight",), shape)
+        return f"{module}.weight", _one(f"{stem}.weight", shape)
 
     def _file_name(self, name: str, layer: int) -> str:
         """llama.cpp's name of a module of a layer."""
@@ -233,28 +353,3 @@ class _Layout:
                 )
             self._inside[name] = found.removeprefix("blk.0.")
         return f"blk.{layer}.{self._inside[name]}"
-
-
-def unpermute(tensor: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's row order of q and k (weight [out, in] or bias [out]).
-
-    Its RoPE turns neighbouring rows (0, 1), (2, 3), ... of a head; Hugging Face's turns row i with i + dim/2.
-    """
-    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def regroup(tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Rows of all queries, all keys and all values, as groups: for each key head its queries, its key and its value."""
-    group, dim = heads // kv_heads, tensor.shape[0] // (heads + 2 * kv_heads)
-    rest = tensor.shape[1:]
-    q, k, v = tensor.split([heads * dim, kv_heads * dim, kv_heads * dim])
-    parts = [q.reshape(kv_heads, group * dim, *rest), *(x.reshape(kv_heads, dim, *rest) for x in (k, v))]
-    return torch.cat(parts, 1).reshape(tensor.shape)
-
-
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.T.contiguous() if tensor.dim() > 1 else tensor
-
-
-def _minus_one(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32) - 1

@@ -33,6 +33,15 @@ _LLAMA3, _QWEN2 = _ENDINGS + _WORDS % "{1,3}", _ENDINGS + _WORDS % ""
 _GPT4O, _TEKKEN = _CASES % (f"{_ENDINGS}?", f"{_ENDINGS}?", "{1,3}"), _CASES % ("", "", "")
 _SEED = _QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 _DIGIT = r"\p{N}"
+_QWEN35 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)  # fmt: skip
+_DEEPSEEK_CODER = (
+    r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", _DIGIT
+)  # fmt: skip
 _CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     (_GPT2,): ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"),
     (_DIGIT, _GPT2): ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"),
@@ -40,6 +49,9 @@ _CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
         "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "lfm2",
     ),
     (_QWEN2,): ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "kormo"),
+    (_QWEN35,): ("qwen35",),
+    _DEEPSEEK_V3: ("deepseek-v3", "hunyuan-dense"),
+    _DEEPSEEK_CODER: ("deepseek-coder",),
     (_TEKKEN,): ("tekken",),
     (_GPT4O,): ("gpt-4o", "llama4", "kanana2", "minimax-m2"),
     (_SEED,): ("seed-coder",),

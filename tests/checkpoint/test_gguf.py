@@ -21,7 +21,7 @@ from qserve.checkpoint.demo import demo_path
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.gguf_config import llama3_factors
-from qserve.checkpoint.gguf_tensors import unpermute
+from qserve.checkpoint.gguf_undo import unpermute
 
 TOKENS = torch.tensor([[1, 5, 90, 33, 7, 7, 64, 2, 11, 50]])
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
@@ -119,6 +119,37 @@ def test_byte_level_tokens_are_those_of_transformers(pre: str) -> None:
         want = judge(text, add_special_tokens=False)["input_ids"]
         assert ours(text)["input_ids"] == want, text
         assert ours.decode(want) == text
+
+
+PUBLISHED = {
+    "qwen35": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+        "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    ),
+    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+"),
+}  # fmt: skip
+"""The expressions in the tokenizer.json of these models; DeepSeek-Coder's is followed by ``Digits``."""
+
+
+@pytest.mark.parametrize("pre", ["qwen35", "deepseek-v3", "hunyuan-dense", "deepseek-coder"])
+def test_text_is_cut_as_the_published_tokenizer_does(pre: str) -> None:
+    ours = tokenizer_of({**byte_level(), "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False}, 400)
+    cuts = PUBLISHED["deepseek-v3" if pre == "hunyuan-dense" else pre]
+    steps = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
+    steps += [pre_tokenizers.Digits(individual_digits=True)] if pre == "deepseek-coder" else []
+    published = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    found = ours.backend_tokenizer.pre_tokenizer
+    scripts = "It's 12345 ne\u0301e हिन्दी #if x==3:\r\n\t漢字かなカナ 한국어12 $ ^a  \n\n _b (c) "
+    for text in [*TEXTS, WORDS, scripts]:
+        assert found.pre_tokenize_str(text) == published.pre_tokenize_str(text), text
+    assert [piece for piece, _ in found.pre_tokenize_str("12345")] == (
+        ["123", "45"] if pre in ("deepseek-v3", "hunyuan-dense") else list("12345")
+    )
 
 
 @pytest.mark.parametrize(

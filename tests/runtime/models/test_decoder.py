@@ -166,6 +166,7 @@ def run_chunks(decoder: Decoder, tokens: list[int], chunks: list[int]) -> torch.
                 seq_start=torch.tensor([0, size], dtype=torch.int32),
                 block_tables=table,
                 logit_rows=positions[:0],
+                state_slots=torch.zeros(1, dtype=torch.int32) if decoder.sequence_states else None,
             )
             for table in tables
         ]
