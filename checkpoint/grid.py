@@ -77,7 +77,12 @@ NF4 = _from_codebook("nf4", (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ))  # fmt: skip
 """Quantiles of a normal distribution (Dettmers et al., arXiv 2305.14314): bitsandbytes."""
-GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4)}
+_BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+BNB_FP4 = _from_codebook("bnb-fp4", (*_BNB_FP4, *(-number for number in _BNB_FP4)))
+"""bitsandbytes' own four bits of floating point, in float32: multiples of 1/192, in an order of their own."""
+GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4, BNB_FP4)}
+NO_KERNEL = (NF4, BNB_FP4)
+"""No kernel multiplies weights of these as they are stored: they are held in 16 bits."""
 _OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
 
 

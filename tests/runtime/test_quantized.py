@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS
-from qserve.checkpoint.grid import NF4
+from qserve.checkpoint.grid import BNB_FP4, NF4, Grid
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.modules import LLAMA
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -347,7 +347,10 @@ def test_the_configuration_is_read_back(checkpoints: dict[str, Path]) -> None:
         assert (EMBEDDING in read.linears()) == case.embedding
 
 
-def test_nf4_is_served_by_its_16_bit_weights_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "grid"), [("nf4", NF4), ("fp4", BNB_FP4)])
+def test_bitsandbytes_is_served_by_its_16_bit_weights_and_says_so(
+    kind: str, grid: Grid, tiny_model: Path, tmp_path: Path
+) -> None:
     """As bitsandbytes stores it; the tokens are those of the same weights in floating point."""
     source, packed, dense = HFDirectory(tiny_model), {}, {}
     for name in source.names():
@@ -355,19 +358,19 @@ def test_nf4_is_served_by_its_16_bit_weights_and_says_so(tiny_model: Path, tmp_p
         if not name.endswith("_proj.weight"):
             continue
         (out, inp), module = source.shape(name), name.removesuffix(".weight")
-        assert inp % 64 == 0 and NF4.codebook is not None
-        state = {"quant_type": "nf4", "blocksize": 64, "shape": [out, inp]}
+        assert inp % 64 == 0 and grid.codebook is not None
+        state = {"quant_type": kind, "blocksize": 64, "shape": [out, inp]}
         codes = torch.randint(0, 256, (out * inp // 2, 1), dtype=torch.uint8)
         parts = {
-            "absmax": torch.rand(out * inp // 64) * 0.2, "quant_map": torch.tensor(NF4.codebook),
-            "quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+            "absmax": torch.rand(out * inp // 64) * 0.2, "quant_map": torch.tensor(grid.codebook),
+            f"quant_state.bitsandbytes__{kind}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
         }  # fmt: skip
         packed |= {name: codes} | {f"{module}.weight.{part}": tensor for part, tensor in parts.items()}
-        numbers = torch.tensor(NF4.codebook)[torch.cat([codes >> 4, codes & 15], 1).flatten().long()].view(out, inp)
+        numbers = torch.tensor(grid.codebook)[torch.cat([codes >> 4, codes & 15], 1).flatten().long()].view(out, inp)
         dense[name] = (numbers * parts["absmax"].view(out, -1).repeat_interleave(64, 1)).to(source.dtype())
     answers = []
     for tensors, quantization in ((packed, {"quant_method": "bitsandbytes", "load_in_4bit": True,
-                                            "bnb_4bit_quant_type": "nf4"}), (dense, None)):  # fmt: skip
+                                            "bnb_4bit_quant_type": kind}), (dense, None)):  # fmt: skip
         path = tmp_path / str(quantization is None)
         path.mkdir()
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
@@ -375,7 +378,7 @@ def test_nf4_is_served_by_its_16_bit_weights_and_says_so(tiny_model: Path, tmp_p
         (path / "config.json").write_text(json.dumps(config))
         source.save_tokenizer(path)
         engine = Engine(str(path), EngineConfig(kv_cache_memory=1 << 20, threads=1, max_num_seqs=2))
-        said = any("nf4 are held in" in note for note in engine.notes)
+        said = any(f"{grid.name} are held in" in note for note in engine.notes)
         assert said == (quantization is not None)
         params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
         answers.append([output.token_ids for output in engine.generate([[5, 6, 7]], [params])])
