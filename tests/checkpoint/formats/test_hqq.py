@@ -161,9 +161,13 @@ def test_each_module_may_have_its_own_scheme() -> None:
     assert [one.scheme_of(name) is None for name in modules] == [False, True, True, False, True, True]
 
 
-def test_it_is_read_not_written(tmp_path: Path) -> None:
-    source = write(tmp_path, stored(), config())
+@pytest.mark.parametrize("told", [True, False])
+def test_it_is_rewritten_in_16_bits_alone(told: bool, tmp_path: Path) -> None:
+    source = write(tmp_path, stored(), config() if told else None)
     (tmp_path / "tokenizer.json").write_text("{}")
+    dense = tmp_path.with_name(f"{tmp_path.name}-dense")
+    convert(source, dense, "hf")
+    assert torch.equal(HFDirectory(dense).tensor(f"{MODULE}.weight"), source.linear(MODULE).dequantize().bfloat16())
     assert source.spec is not None
     with pytest.raises(UsageError, match="read, not written"):
         FORMAT.config_of(QuantSpec("rtn", source.spec.weights))
