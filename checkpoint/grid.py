@@ -27,6 +27,7 @@ class Grid:
     numbers      uint8 codes of any shape -> float32: the numbers they stand for, before zero point and scale
     nan          the code of NaN without its sign bit, or None
     codebook     the number of each code, where a table gives them
+    real_zeros   whether zero points are real numbers rather than codes
     unit         of an exact grid: all its numbers are whole multiples of it
     """
 
@@ -39,6 +40,7 @@ class Grid:
     nan: int | None = None
     codebook: tuple[float, ...] | None = None
     unit: float = 1.0
+    real_zeros: bool = False
 
 
 def _whole(codes: Tensor) -> Tensor:
@@ -77,7 +79,14 @@ NF4 = _from_codebook("nf4", (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ))  # fmt: skip
 """Quantiles of a normal distribution (Dettmers et al., arXiv 2305.14314): bitsandbytes."""
-GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4)}
+_BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+BNB_FP4 = _from_codebook("bnb-fp4", (*_BNB_FP4, *(-number for number in _BNB_FP4)))
+"""bitsandbytes' own four bits of floating point, in float32: multiples of 1/192, in an order of their own."""
+AFFINE = Grid("hqq", (2, 3, 4, 8), zero_points=True, exact=False, largest=255.0, numbers=_whole, real_zeros=True)
+"""Integers around a zero point that is a real number."""
+GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE)}
+NO_KERNEL = (NF4, BNB_FP4, AFFINE)
+"""No kernel multiplies weights of these as they are stored: they are held in 16 bits."""
 _OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
 
 

@@ -23,6 +23,7 @@ from qserve.checkpoint.files import file_sha256, read_json_object
 from qserve.checkpoint.formats import FORMATS, format_of
 from qserve.checkpoint.formats.bitsandbytes import name_parts
 from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.formats.hqq import stored_config
 from qserve.checkpoint.formats.mxfp4 import split_experts
 from qserve.checkpoint.manifest import FileEntry, read_manifest, verify_manifest
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -93,7 +94,9 @@ class HFDirectory:
             where = self.path / "quantize_config.json"
             config = read_json_object(where)
         if config is None:
-            return None, {}, where
+            where, config = self.path, stored_config(self._tensors, self.tensor)
+        if config is None:
+            return None, {}, self.path / "config.json"
         if not isinstance(config, dict):
             raise CheckpointError(f"{where}: quantization_config must be an object")
         try:

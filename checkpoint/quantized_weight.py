@@ -22,7 +22,8 @@ class QuantizedWeight:
 
     codes        uint8 [out, in], each in [0, 2**bits)
     scales       float32 [out, groups]; where the scheme shares a scale among outputs, their rows repeat it
-    zeros        uint8 [out, groups], or None for a symmetric scheme (zero = 2**(bits-1))
+    zeros        uint8 [out, groups], or None for a symmetric scheme (zero = 2**(bits-1)); floats where the grid has
+                 real ones: then each step of ``dequantize`` is rounded to their dtype
     g_idx        int32 [in], the group of each input feature, or None for consecutive groups
     bias         float32 [out], or None
     activations  how the input of the product is rounded, or None where it is not
@@ -65,7 +66,10 @@ class QuantizedWeight:
             raise CheckpointError("an asymmetric weight needs zero points")
         if self.zeros is not None and tuple(self.zeros.shape) != (out, groups):
             raise CheckpointError(f"zeros are {tuple(self.zeros.shape)}, expected {(out, groups)}")
-        if self.zeros is not None and int(self.zeros.max()) > self.scheme.max_code:
+        real = self.scheme.grid.real_zeros
+        if self.zeros is not None and real and not bool(torch.isfinite(self.zeros).all()):
+            raise CheckpointError("a zero point is NaN or infinite")
+        if self.zeros is not None and not real and int(self.zeros.max()) > self.scheme.max_code:
             raise CheckpointError(f"a zero exceeds the {self.scheme.max_code} of {self.scheme.bits} bits")
         if self.g_idx is not None and (
             tuple(self.g_idx.shape) != (inp,) or int(self.g_idx.min()) < 0 or int(self.g_idx.max()) >= groups
@@ -98,6 +102,10 @@ class QuantizedWeight:
         group = self.group_of_input()
         # In place: for the largest linears each buffer is a quarter of a gigabyte.
         numbers = self.scheme.grid.numbers(self.codes)
+        if self.scheme.grid.real_zeros:
+            assert self.zeros is not None
+            dtype = self.zeros.dtype
+            return numbers.to(dtype).sub_(self.zeros[:, group]).mul_(self.scales.to(dtype)[:, group]).float()
         if self.zeros is not None:
             numbers.sub_(self.zeros.to(torch.float32)[:, group])
         elif self.scheme.grid.zero_points:

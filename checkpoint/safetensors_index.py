@@ -51,9 +51,10 @@ def _read_weights(directory: Path) -> dict[str, StoredTensor]:
     if (directory / SINGLE).exists():
         return read_header(directory / SINGLE)
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
+        how = "save_to_safetensors of hqq" if (directory / "qmodel.pt").exists() else "save_pretrained of transformers"
         raise CheckpointError(
             f"{directory} holds pickled weights only, which can run code and are not read; "
-            "convert them to safetensors (save_pretrained of transformers does)"
+            f"convert them to safetensors ({how} does)"
         )
     raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX}; is this a model directory?")
 

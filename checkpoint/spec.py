@@ -18,8 +18,8 @@ class WeightScheme:
     A scale is shared by ``group_size`` inputs (-1: all of them) of ``rows`` outputs (-1: all of them): (64, 1) is
     the usual group, (-1, 1) per channel, (-1, -1) per tensor, (128, 128) a block.
     ``dtype`` names the ``grid`` of its codes: ``int``, unsigned codes around a zero point, which is
-    ``2 ** (bits - 1)`` where it is symmetric; ``fp8``, e4m3 numbers; ``fp4``, e2m1 numbers. Raises ``UsageError`` for
-    what is not known.
+    ``2 ** (bits - 1)`` where it is symmetric; ``fp8``, e4m3 numbers; ``fp4``, e2m1 numbers; ``hqq``, unsigned codes
+    around a zero point that is a real number. Raises ``UsageError`` for what is not known.
     """
 
     bits: int
@@ -35,6 +35,8 @@ class WeightScheme:
         if self.bits not in grid.bits or not (self.symmetric or grid.zero_points):
             zeros = "" if grid.zero_points else " and no zero points"
             raise UsageError(f"{grid.name} weights have {' or '.join(map(str, grid.bits))} bits{zeros}")
+        if self.symmetric and grid.real_zeros:
+            raise UsageError(f"{grid.name} weights have a zero point for each group: they are not symmetric")
         if self.group_size != -1 and (self.group_size < 8 or self.group_size % 8):
             raise UsageError(f"group size must be -1 or a multiple of 8, not {self.group_size}")
         if self.rows != -1 and self.rows < 1:
@@ -69,7 +71,8 @@ class WeightScheme:
         """Bits of a weight [out, in] in a packed format: codes, 16-bit scales and packed zero points. Zero points that
         are all the same count only where the format has ``symmetric_zeros``."""
         blocks = self.groups(in_features) * -(-out_features // self.row_height(out_features))
-        zero_bits = self.bits if self.grid.zero_points and (symmetric_zeros or not self.symmetric) else 0
+        size = 16 if self.grid.real_zeros else self.bits
+        zero_bits = size if self.grid.zero_points and (symmetric_zeros or not self.symmetric) else 0
         return out_features * in_features * self.bits + blocks * (16 + zero_bits)
 
     def __str__(self) -> str:
@@ -77,7 +80,7 @@ class WeightScheme:
         shared = {(-1, 1): "per channel", (-1, -1): "per tensor"}.get((self.group_size, self.rows))
         shared = shared or (f"g{self.group_size}" if self.rows == 1 else f"{self.rows}x{self.group_size} blocks")
         if self.grid is not INTEGERS:
-            return f"{self.dtype} {shared}"
+            return f"{self.bits} bit {shared} {self.dtype}" if self.grid.real_zeros else f"{self.dtype} {shared}"
         return f"{self.bits} bit {shared} {'symmetric' if self.symmetric else 'asymmetric'}"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def is_in(source: ModelSource, *grids: Grid) -> bool:
     """Whether every packed weight is of one of ``grids``, and nothing was calibrated here: so are models published in
-    fp8 (DeepSeek, Qwen) and in bitsandbytes' nf4."""
+    fp8 (DeepSeek, Qwen), in bitsandbytes' 4 bits and in HQQ."""
     if source.spec is None or source.calibration is not None:
         return False
     schemes = [source.spec.scheme_of(module) for module in source.linears()]
@@ -44,6 +44,7 @@ class Unpacked:
         self.path, self.name, self.part_of = source.path, source.name, source.part_of
         self.config = {key: value for key, value in source.config.items() if key != "quantization_config"}
         self._packed = source.linears()
+        self.stored_in = "" if source.spec is None else source.spec.weights.grid.name
         self._weights = {f"{module}.weight": module for module in self._packed}
         self._biases = {f"{module}.bias": module for module in self._packed if self._stores(f"{module}.bias")}
 

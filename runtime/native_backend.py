@@ -9,7 +9,7 @@ import torch
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
-from qserve.checkpoint.grid import NF4
+from qserve.checkpoint.grid import NO_KERNEL
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.kernels import registry
@@ -63,7 +63,7 @@ class NativeBackend:
             runner = DecoderRunner(decoder)
         if isinstance(source, Unpacked):
             held = str(source.dtype()).removeprefix("torch.")
-            notes.insert(0, f"weights in nf4 are held in {held}: no kernel multiplies them as they are stored")
+            notes.insert(0, f"weights in {source.stored_in} are held in {held}: no kernel multiplies them as they are stored")
         limits = Limits(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,
@@ -94,7 +94,7 @@ class NativeBackend:
 def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, DecoderConfig, Executor]:
     """The checkpoint as it is held, what it is, and what computes it."""
     require_stored_as(source, config.quantization)
-    if is_in(source, NF4):
+    if is_in(source, *NO_KERNEL):
         source = Unpacked(source)
     model_config = decoder_config(source.config, source.name)
     if model_config.latent is not None and cache_dtype(config.kv_cache_dtype, source) in SCALED_KV:

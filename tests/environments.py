@@ -54,6 +54,12 @@ INTEROP = {
         borrows=True,
     ),
     "bitsandbytes": Environment((TORCH, "bitsandbytes==0.50.2"), ("bitsandbytes",), borrows=True),
+    "hqq": Environment(
+        packages=(TORCH, "setuptools<81", "wheel", "termcolor", "transformers==5.23.0", "accelerate", "einops"),
+        alone=("hqq==0.2.8.post1",),
+        imports=("hqq.core.quantize",),
+        borrows=True,
+    ),
 }
 JUDGES = {
     "javascript": Environment(("openai@7.57.0",), node=True),
@@ -130,7 +136,8 @@ def make(environment: Environment, home: Path) -> None:
         if environment.alone:
             # Not isolated: their build scripts import torch. Their CUDA extensions are not what is judged.
             options = ("--no-compile", "--no-deps", "--no-build-isolation")
-            _run(home, "-m", "pip", "install", "--quiet", *options, *environment.alone, BUILD_CUDA_EXT="0")
+            without = {"BUILD_CUDA_EXT": "0", "DISABLE_CUDA": "1"}
+            _run(home, "-m", "pip", "install", "--quiet", *options, *environment.alone, **without)
         _run(home, "-c", f"import {', '.join(environment.imports)}", LITELLM_LOCAL_MODEL_COST_MAP="True")
     (home / COMPLETE).write_text(pins, encoding="utf-8")
 

@@ -15,12 +15,14 @@ from qserve.checkpoint.formats.compressed_tensors import CompressedTensors
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.formats.fp8 import FP8
 from qserve.checkpoint.formats.gptq import GPTQ
+from qserve.checkpoint.formats.hqq import HQQ
 from qserve.checkpoint.formats.mxfp4 import MXFP4
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 
 GPTQ_V1, GPTQ_V2, COMPRESSED_TENSORS = GPTQ("gptq"), GPTQ("gptq_v2"), CompressedTensors()
 FORMATS: dict[str, Format] = {
-    format.name: format for format in (GPTQ_V1, GPTQ_V2, AWQ(), COMPRESSED_TENSORS, FP8(), MXFP4(), BitsAndBytes())
+    format.name: format
+    for format in (GPTQ_V1, GPTQ_V2, AWQ(), COMPRESSED_TENSORS, FP8(), MXFP4(), BitsAndBytes(), HQQ())
 }
 
 
@@ -38,6 +40,9 @@ def format_of(config: Mapping[str, Any]) -> Format:
         method = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format") or "gptq"
         if method not in ("gptq", "gptq_v2"):
             raise CheckpointError(f"GPTQ checkpoint_format {method!r} is not supported; supported: gptq, gptq_v2")
+    elif method == "squeezellm":
+        raise CheckpointError("SqueezeLLM is not supported: its files are pickles, with a table of numbers for each "
+                              "channel and a sparse part; quantize the original model")  # fmt: skip
     elif not isinstance(method, str) or method == "gptq_v2" or method not in FORMATS:
         known = ", ".join(name for name in FORMATS if name != "gptq_v2")
         raise CheckpointError(f"quant_method {method!r} is not supported; qserve reads {known}")

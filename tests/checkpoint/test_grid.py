@@ -32,7 +32,7 @@ def test_names():
     assert ActivationScheme("int8").grid is INTEGERS and ActivationScheme("fp8").grid is E4M3
     for refuse in (lambda: WeightScheme(4, dtype="nf5"), lambda: grid_named("nf5"), lambda: input_grid("int4"),
                    lambda: ActivationScheme("bf8"), lambda: WeightScheme(4, dtype="fp8"),  # type: ignore[arg-type]
-                   lambda: WeightScheme(8, symmetric=False, dtype="fp8")):
+                   lambda: WeightScheme(8, symmetric=False, dtype="fp8"), lambda: WeightScheme(4, dtype="hqq")):
         with pytest.raises(UsageError):
             refuse()
 

@@ -1,4 +1,4 @@
-"""Weights in NF4 are those that bitsandbytes makes of its own files."""
+"""Weights in NF4, FP4 and LLM.int8 are those that bitsandbytes makes of its own files."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from qserve.checkpoint.hf import HFDirectory
 
 pytestmark = pytest.mark.interop
 MODULE = "model.layers.0.mlp.up_proj"
-CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+CASES = [("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True), ("int8", False)]
+"""(kind, nested scales)"""
 
 
 def test_weights_are_those_of_bitsandbytes(
     judge: Callable[..., None], answers: Callable[[Path], dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    paths = {nested: tmp_path / str(nested) for nested in (False, True)}
-    for path in paths.values():
+    paths = {case: tmp_path / f"{case[0]}-{case[1]}" for case in CASES}
+    for (kind, _), path in paths.items():
         path.mkdir()
-        (path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": CONFIG}))
-    judge("bitsandbytes", "nf4_write.py", [(path, MODULE, nested) for nested, path in paths.items()])
-    for path in paths.values():
-        assert torch.equal(HFDirectory(path).linear(MODULE).dequantize().bfloat16(), answers(path)["weight"])
+        bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
+        config = {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", **bits}}
+        (path / "config.json").write_text(json.dumps(config))
+    judge("bitsandbytes", "bitsandbytes_write.py", [(path, MODULE, *case) for case, path in paths.items()])
+    for (kind, _), path in paths.items():
+        found, expected = HFDirectory(path).linear(MODULE).dequantize(), answers(path)["weight"]
+        if kind == "int8":  # it multiplies float32 in another order
+            torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
+        else:
+            assert torch.equal(found.bfloat16(), expected)

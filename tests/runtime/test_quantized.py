@@ -6,15 +6,17 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS
-from qserve.checkpoint.grid import NF4
+from qserve.checkpoint.grid import BNB_FP4, NF4, Grid
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.modules import LLAMA
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -347,36 +349,96 @@ def test_the_configuration_is_read_back(checkpoints: dict[str, Path]) -> None:
         assert (EMBEDDING in read.linears()) == case.embedding
 
 
-def test_nf4_is_served_by_its_16_bit_weights_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
+def served(source: HFDirectory, path: Path, tensors: dict[str, Tensor],
+           quantization: dict[str, Any] | None = None) -> tuple[list[list[int]], tuple[str, ...]]:
+    """The tokens of two prompts from ``source`` with other ``tensors``, and what the engine says."""
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = source.config | ({} if quantization is None else {"quantization_config": quantization})
+    (path / "config.json").write_text(json.dumps(config))
+    source.save_tokenizer(path)
+    return generated(path)
+
+
+def generated(path: Path) -> tuple[list[list[int]], tuple[str, ...]]:
+    engine = Engine(str(path), EngineConfig(kv_cache_memory=1 << 20, threads=1, max_num_seqs=2))
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    outputs = engine.generate([[5, 6, 7], [8, 9]], [params, params])
+    return [output.token_ids for output in outputs], tuple(engine.notes)
+
+
+def split(source: HFDirectory) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+    """All tensors, and the shapes of the linears of the layers among them by module."""
+    tensors = {name: source.tensor(name) for name in source.names()}
+    return tensors, {name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
+                     for name, tensor in tensors.items() if name.endswith("_proj.weight")}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "grid"), [("nf4", NF4), ("fp4", BNB_FP4)])
+def test_bitsandbytes_is_served_by_its_16_bit_weights_and_says_so(
+    kind: str, grid: Grid, tiny_model: Path, tmp_path: Path
+) -> None:
     """As bitsandbytes stores it; the tokens are those of the same weights in floating point."""
-    source, packed, dense = HFDirectory(tiny_model), {}, {}
-    for name in source.names():
-        packed[name] = dense[name] = source.tensor(name)
-        if not name.endswith("_proj.weight"):
-            continue
-        (out, inp), module = source.shape(name), name.removesuffix(".weight")
-        assert inp % 64 == 0 and NF4.codebook is not None
-        state = {"quant_type": "nf4", "blocksize": 64, "shape": [out, inp]}
+    source = HFDirectory(tiny_model)
+    tensors, linears = split(source)
+    packed, dense = dict(tensors), dict(tensors)
+    for module, (out, inp) in linears.items():
+        assert inp % 64 == 0 and grid.codebook is not None
+        state = {"quant_type": kind, "blocksize": 64, "shape": [out, inp]}
         codes = torch.randint(0, 256, (out * inp // 2, 1), dtype=torch.uint8)
         parts = {
-            "absmax": torch.rand(out * inp // 64) * 0.2, "quant_map": torch.tensor(NF4.codebook),
-            "quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+            "absmax": torch.rand(out * inp // 64) * 0.2, "quant_map": torch.tensor(grid.codebook),
+            f"quant_state.bitsandbytes__{kind}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
         }  # fmt: skip
-        packed |= {name: codes} | {f"{module}.weight.{part}": tensor for part, tensor in parts.items()}
-        numbers = torch.tensor(NF4.codebook)[torch.cat([codes >> 4, codes & 15], 1).flatten().long()].view(out, inp)
+        name = f"{module}.weight"
+        packed |= {name: codes} | {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        numbers = torch.tensor(grid.codebook)[torch.cat([codes >> 4, codes & 15], 1).flatten().long()].view(out, inp)
         dense[name] = (numbers * parts["absmax"].view(out, -1).repeat_interleave(64, 1)).to(source.dtype())
-    answers = []
-    for tensors, quantization in ((packed, {"quant_method": "bitsandbytes", "load_in_4bit": True,
-                                            "bnb_4bit_quant_type": "nf4"}), (dense, None)):  # fmt: skip
-        path = tmp_path / str(quantization is None)
-        path.mkdir()
-        save_file(tensors, path / "model.safetensors", {"format": "pt"})
-        config = source.config | ({} if quantization is None else {"quantization_config": quantization})
-        (path / "config.json").write_text(json.dumps(config))
-        source.save_tokenizer(path)
-        engine = Engine(str(path), EngineConfig(kv_cache_memory=1 << 20, threads=1, max_num_seqs=2))
-        said = any("nf4 are held in" in note for note in engine.notes)
-        assert said == (quantization is not None)
-        params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
-        answers.append([output.token_ids for output in engine.generate([[5, 6, 7]], [params])])
-    assert answers[0] == answers[1]
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    (found, notes), (expected, none) = (served(source, tmp_path / "packed", packed, config),
+                                        served(source, tmp_path / "dense", dense))  # fmt: skip
+    assert found == expected
+    assert any(f"{grid.name} are held in" in note for note in notes) and not any("held in" in note for note in none)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_hqq_is_served_by_its_16_bit_weights_and_says_so(told: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """With transformers' configuration and, as hqq itself writes it, without one."""
+    source = HFDirectory(tiny_model)
+    tensors, linears = split(source)
+    packed, dense = dict(tensors), dict(tensors)
+    for module, (out, inp) in linears.items():
+        codes = torch.randint(0, 256, (out * inp // 64 // 2, 64), dtype=torch.uint8)
+        scale = (torch.rand(out * inp // 64, 1) * 0.02).to(torch.bfloat16)
+        zero = (torch.rand(out * inp // 64, 1) * 15).to(torch.bfloat16)
+        parts = {"W_q": codes, "scale": scale, "zero": zero, "shape": torch.tensor([out, inp])}
+        parts |= {name: torch.tensor(number, dtype=torch.int32)
+                  for name, number in (("nbits", 4), ("group_size", 64), ("axis", 1))}  # fmt: skip
+        del packed[f"{module}.weight"]
+        packed |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
+        numbers = torch.cat([codes >> 4, codes & 15]).to(torch.bfloat16)
+        dense[f"{module}.weight"] = ((numbers - zero) * scale).view(out, inp).to(source.dtype())
+    params = {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}}
+    config = {"quant_method": "hqq", "quant_config": params, "skip_modules": ["lm_head"]} if told else None
+    found, notes = served(source, tmp_path / "packed", packed, config)
+    assert found == served(source, tmp_path / "dense", dense)[0]
+    assert any("weights in hqq are held in" in note for note in notes)
+
+
+def test_llm_int8_is_served_as_int8_per_channel(tiny_model: Path, tmp_path: Path) -> None:
+    """The tokens are those of the same weights in compressed-tensors, which no note says to be held in 16 bits."""
+    source = HFDirectory(tiny_model)
+    packed, linears = split(source)
+    for module, (out, inp) in linears.items():
+        packed[f"{module}.weight"] = torch.randint(-127, 128, (out, inp)).to(torch.int8)
+        packed[f"{module}.SCB"] = torch.rand(out) * 0.2
+        packed[f"{module}.weight_format"] = torch.tensor(0, dtype=torch.uint8)
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    found, notes = served(source, tmp_path / "packed", packed, config)
+    written = {name: tensor for name, tensor in packed.items() if name.rpartition(".")[0] not in linears}
+    for module in linears:
+        written[f"{module}.weight"] = packed[f"{module}.weight"]
+        written[f"{module}.weight_scale"] = packed[f"{module}.SCB"][:, None] * (1 / 127)
+    config = FORMATS["compressed-tensors"].config_of(spec(WeightScheme(8, -1), None))
+    assert (found, notes) == served(source, tmp_path / "written", written, config)
+    assert not any("held in" in note for note in notes)

@@ -8,8 +8,10 @@ from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, Weight
 
 
 def test_names() -> None:
-    assert list(FORMATS) == ["gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes"]
+    assert list(FORMATS) == ["gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "hqq"]
     assert all(format_named(name).name == name for name in FORMATS)
+    with pytest.raises(CheckpointError, match="SqueezeLLM is not supported: its files are pickles"):
+        format_of({"quant_method": "squeezellm"})
     with pytest.raises(UsageError, match="known: gptq, gptq_v2, awq"):
         format_named("exl3")
     for name, format in FORMATS.items():
@@ -26,7 +28,7 @@ def test_what_a_format_writes_names_it() -> None:
     }
     for name, spec in specs.items():
         assert format_of(FORMATS[name].config_of(spec)).name == name
-    for name in ("mxfp4", "bitsandbytes"):  # read only
+    for name in ("mxfp4", "bitsandbytes", "hqq"):  # read only
         assert format_of({"quant_method": name}).name == name
 
 
