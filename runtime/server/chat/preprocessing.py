@@ -7,10 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.server.chat.dialect import Dialect, OutputParser
+from qserve.runtime.server.chat.block_formats import BlockFormat
+from qserve.runtime.server.chat.block_parser import BlockParser
+from qserve.runtime.server.chat.dialect import AnswerParser, Dialect, OutputParser
+from qserve.runtime.server.chat.harmony import HarmonyParser
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.chat.reasoning import ReasoningParser
 from qserve.runtime.server.chat.template_options import DEFAULT_OPTIONS, TemplateOptions
+from qserve.runtime.server.chat.tool_formats import ToolFormat
 from qserve.runtime.server.chat.tool_grammar import tool_constraint
 from qserve.runtime.server.chat.tool_parser import ToolParser
 from qserve.runtime.server.chat.tool_use import ToolUse
@@ -22,7 +26,7 @@ class ChatInputs:
 
     prompt: list[int]
     params: SamplingParams
-    parser: Callable[[], OutputParser] | None
+    parser: Callable[[], AnswerParser] | None
 
 
 def preprocess(
@@ -34,13 +38,20 @@ def preprocess(
     options: TemplateOptions = DEFAULT_OPTIONS,
 ) -> ChatInputs:
     """Raises ``RequestError`` where the model cannot do what is asked."""
-    if use.callable and dialect.tools is None:
+    if use.callable and not dialect.takes_tools:
         raise RequestError(
             "the chat template of this model is of no known format of tool calls; choose one with --tool-format",
             "tools",
         )
     if params.constraint is not None and use.constrained:
         raise RequestError("an answer cannot be held to response_format and to tool calls at once", "tool_choice")
+    unforced = dialect.harmony or isinstance(dialect.tools, BlockFormat)
+    if unforced and (use.required or (use.constrained and any(tool.strict for tool in use.callable))):
+        raise RequestError(
+            f"calls in the format {dialect.tools.name if dialect.tools else 'harmony'} cannot be forced or held to a "
+            "schema; leave tool_choice at auto, and strict out",
+            "tool_choice" if use.required else "tools",
+        )
     kept = params.num_prompt_kept(encoder.max_model_len)
     prompt = encoder.chat(messages, [tool.for_template() for tool in use.shown], options, kept)
     # Whatever the prompt says, an answer that is held to a format has no room for reasoning.
@@ -53,7 +64,7 @@ def preprocess(
     params = replace(
         params, visible_tokens=dialect.visible_tokens(tools=format is not None, reasoning=tags is not None)
     )
-    if format is not None and use.constrained:
+    if isinstance(format, ToolFormat) and use.constrained:
         constraint = tool_constraint(
             format,
             use.callable,
@@ -65,11 +76,17 @@ def preprocess(
         )
         params = replace(params, constraint=constraint)
 
+    schemas = {tool.name: tool.parameters for tool in use.callable}
+    max_calls = None if use.parallel else 1
+    if dialect.harmony:
+        return ChatInputs(prompt, params, lambda: HarmonyParser(schemas, max_calls, dialect.splits_reasoning))
+
     def parser() -> OutputParser:
-        names = [tool.name for tool in use.callable]
-        return OutputParser(
-            None if tags is None else ReasoningParser(tags, opened),
-            None if format is None else ToolParser(format, names, None if use.parallel else 1),
-        )
+        tools: ToolParser | BlockParser | None = None
+        if isinstance(format, BlockFormat):
+            tools = BlockParser(format, schemas, max_calls)
+        elif format is not None:
+            tools = ToolParser(format, schemas, max_calls)
+        return OutputParser(None if tags is None else ReasoningParser(tags, opened), tools)
 
     return ChatInputs(prompt, params, None if tags is None and format is None else parser)

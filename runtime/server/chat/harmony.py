@@ -1,0 +1,125 @@
+"""``HarmonyParser``: answers of GPT-OSS, whose messages name a channel and sometimes a recipient.
+
+The layout is that of OpenAI's harmony response format: ``<|channel|>analysis<|message|>...<|end|>``, and calls as
+``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection
+
+from qserve.runtime.detokenizer import overlap
+from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text, Thought
+
+SIGN = "<|channel|>"
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+MARKERS = (_MESSAGE, "<|constrain|>", *_ENDS)
+_OPENINGS = ("<|channel|>", "<|start|>", "to=")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=functions\.(.+?)(?=<\||\s|\Z)")
+
+
+class HarmonyParser:
+    """Reads reasoning, content and calls in one pass, with the methods of ``OutputParser``.
+
+    Analysis is reasoning. What is addressed to a function that is offered is a call; its arguments are passed on as
+    they come. Every other message is content. An answer that begins without a channel is content as it is.
+    """
+
+    def __init__(self, names: Collection[str], max_calls: int | None = None, split: bool = True) -> None:
+        """``names``: of the functions offered. ``max_calls``: calls after so many are dropped. ``split``: reasoning
+        is given out as such; otherwise it is content."""
+        self._names = frozenset(names)
+        self._max_calls = max_calls
+        self._split = split
+        self._buffer = ""
+        self._state = "opening"  # or header, body, plain
+        self._kind = ""  # of the body: thought, text, call, dropped
+        self._empty = True
+        self.num_calls = 0
+
+    @property
+    def thinking(self) -> bool:
+        return self._state == "body" and self._kind == "thought"
+
+    def feed(self, text: str) -> list[Part]:
+        """Take more text; return what is certain now, perhaps nothing."""
+        self._buffer += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """Return what was held back, at the end of the output. A message's head that was cut off is dropped."""
+        parts: list[Part] = []
+        if self._state == "body":
+            self._more(parts, self._buffer)
+            self._end(parts)
+        elif self._state == "plain" or (self._state == "opening" and self._buffer.strip()[:1] != "<"):
+            self._kind = "text"
+            self._more(parts, self._buffer)
+        self._buffer = ""
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        match self._state:
+            case "opening":
+                text = self._buffer.lstrip()
+                if any(text.startswith(opening) for opening in _OPENINGS):
+                    self._state = "header"
+                elif any(opening.startswith(text) for opening in _OPENINGS):
+                    return False
+                else:
+                    self._state, self._kind = "plain", "text"
+                return True
+            case "plain":
+                self._more(parts, self._buffer)
+                self._buffer = ""
+                return False
+            case "header":
+                return self._header(parts)
+        found = [at for end in _ENDS if (at := self._buffer.find(end)) >= 0]
+        stop = min(found) if found else len(self._buffer) - max(overlap(self._buffer, end) for end in _ENDS)
+        self._more(parts, self._buffer[:stop])
+        self._buffer = self._buffer[stop:]
+        if found:
+            self._end(parts)
+            self._state = "header"
+        return bool(found)
+
+    def _header(self, parts: list[Part]) -> bool:
+        head, mark, rest = self._buffer.partition(_MESSAGE)
+        if not mark:
+            return False
+        channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
+        self._state, self._buffer, self._empty = "body", rest, True
+        if recipient and recipient[1] in self._names:
+            if self._max_calls is not None and self.num_calls >= self._max_calls:
+                self._kind = "dropped"
+            else:
+                self._kind = "call"
+                parts.append(CallStart(self.num_calls, f"call_{secrets.token_hex(12)}", recipient[1]))
+                self.num_calls += 1
+        else:
+            self._kind = "thought" if self._split and channel and channel[1] == "analysis" else "text"
+        return True
+
+    def _more(self, parts: list[Part], text: str) -> None:
+        if not text:
+            return
+        self._empty = False
+        match self._kind:
+            case "thought":
+                parts.append(Thought(text))
+            case "call":
+                parts.append(CallArguments(self.num_calls - 1, text))
+            case "text":
+                parts.append(Text(text))
+
+    def _end(self, parts: list[Part]) -> None:
+        if self._kind == "call" and self._empty:
+            self._more(parts, "{}")
