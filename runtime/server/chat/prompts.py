@@ -122,7 +122,7 @@ class PromptEncoder:
             shown[-1]["content"] = f"{last}{mark}e "
         more = {"add_generation_prompt": options.add_generation_prompt, **variables}
         text = self._render(shown, known, more)
-        if tools and text == self._render(shown, [], more):
+        if tools and not self._shows(text, shown, more):
             raise RequestError("the chat template of this model does not know tools", "tools")
         if options.continue_final_message:
             text = _continued(text, last, f"{mark}e ")
@@ -160,6 +160,13 @@ class PromptEncoder:
                     + (", ".join(sorted(self.variables)) or "none"),
                     f"chat_template_kwargs.{name:.80}",
                 )
+
+    def _shows(self, text: str, messages: list[Any], more: Mapping[str, Any]) -> bool:
+        """Whether ``text`` tells the model of the tools with which it was rendered."""
+        try:
+            return text != self._render(messages, [], more)
+        except RequestError:  # a template that needs tools knows them
+            return True
 
     def _render(self, messages: list[Any], tools: list[Any], more: Mapping[str, Any]) -> str:
         try:

@@ -57,9 +57,10 @@ class ToolFormat:
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat("mistral-named", "named", "[TOOL_CALLS]", "", "arguments", (ARGS,), id_length=9),
     ToolFormat("mistral", "list", "[TOOL_CALLS]", "", "arguments", ("[TOOL_CALLS]",), id_length=9),
-    # Qwen3-Coder and GLM put XML between the same tags.
+    # Qwen3-Coder, GLM and MiniMax put XML between the same tags.
     ToolFormat(
-        "hermes", "tagged", "<tool_call>", "</tool_call>", "arguments", ("<tool_call>",), ("<function=", "<arg_key>")
+        "hermes", "tagged", "<tool_call>", "</tool_call>", "arguments", ("<tool_call>",),
+        ("<function=", "<arg_key>", "<invoke"),
     ),
     ToolFormat("granite", "list", "<|tool_call|>", "", "arguments", ("<|tool_call|>",)),
     ToolFormat(

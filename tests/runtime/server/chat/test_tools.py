@@ -45,6 +45,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": 'say "hi"'}},
 ]
 USER: list[Any] = [{"role": "user", "content": "hi"}]
+_SHOWN = HERMES.partition("#}")[2]
 ARGUMENTS = {"city": "Zü}rich 🦊"}
 BODY = json.dumps(ARGUMENTS, ensure_ascii=False)
 HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {BODY}}}\n</tool_call>'
@@ -321,6 +322,36 @@ def test_models_that_do_not_know_tools(start: Start, script: Scripted) -> None:
             ask(client, tools=TOOLS)
         assert caught.value.param == "tools"
         assert ask(client, tools=TOOLS, tool_choice="none").choices[0].message.content == "a"
+
+
+GLM = "{# <arg_key> #}" + _SHOWN
+CHANNELS = "{# <|channel|> #}" + _SHOWN
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (GLM, "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n</tool_call>"),
+        (CHANNELS, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Ulm"}<|call|>'),
+    ],
+)
+def test_calls_that_cannot_be_forced(start: Start, script: Scripted, template: str, text: str) -> None:
+    """Text written from the formats' specifications: calls that the model makes are found; others are refused."""
+    client = start(template)
+    script.say(text)
+    (call,) = ask(client, tools=TOOLS).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"city": "Ulm"})
+    message, reason = streamed(client, tools=TOOLS)
+    assert (reason, message["content"], len(message["calls"])) == ("tool_calls", "", 1)
+    with pytest.raises(openai.BadRequestError, match="cannot be forced") as caught:
+        ask(client, tools=TOOLS, tool_choice="required")
+    assert caught.value.param == "tool_choice"
+
+
+def test_a_template_that_needs_tools_knows_them(scripted_engine: Engine, encoder: PromptEncoder) -> None:
+    encoder._tokenizer.chat_template = "{{ messages[0].content }}{{ tools | length }}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert scripted_engine.tokenizer.decode(encoder.chat(USER, tools)) == "hi1"
 
 
 @pytest.fixture
