@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Dialect:
     """One model's row of the tool formats and its reasoning tags; each is None where the model has none.
 
-    ``harmony``: its messages have channels, in which both are found; then the others are None.
+    ``harmony``: its messages have channels, in which both are found; then the others are None. ``shows_reasoning``:
+    of those, what is in the channel of reasoning is part of the answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: str, reasoning: str) -> None:
@@ -36,7 +37,7 @@ class Dialect:
         self.harmony = tool_format == HARMONY or reasoning == "openai_gptoss" or (
             SIGN in template and tool_format in ("auto", "none")
         )
-        self.splits_reasoning = reasoning != "none"
+        self.shows_reasoning = reasoning != "none"
         self.takes_tools = tool_format != "none" if self.harmony else False
         self.tools: ToolFormat | BlockFormat | None = None
         self.reasoning: ReasoningTags | None = None

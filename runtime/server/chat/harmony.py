@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from qserve.runtime.detokenizer import overlap
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text, Thought
 
 SIGN = "<|channel|>"
+FINAL = "<|channel|>final<|message|>"  # after a prompt: what follows is the answer proper
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MARKERS = (_MESSAGE, "<|constrain|>", *_ENDS)
@@ -22,22 +24,39 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.(.+?)(?=<\||\s|\Z)")
 
 
+def for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasoning under the name that GPT-OSS's template reads. Beside calls the template refuses
+    both reasoning and content; then the content stays."""
+    thought = message.get("reasoning_content")
+    if not thought or (message.get("tool_calls") and message["content"]):
+        return message
+    return {**message, "thinking": thought}
+
+
 class HarmonyParser:
     """Reads reasoning, content and calls in one pass, with the methods of ``OutputParser``.
 
     Analysis is reasoning. What is addressed to a function that is offered is a call; its arguments are passed on as
-    they come. Every other message is content. An answer that begins without a channel is content as it is.
+    they come. Every other message is content. An answer that begins without a channel is the content of its first
+    message.
     """
 
-    def __init__(self, names: Collection[str], max_calls: int | None = None, split: bool = True) -> None:
-        """``names``: of the functions offered. ``max_calls``: calls after so many are dropped. ``split``: reasoning
-        is given out as such; otherwise it is content."""
+    def __init__(
+        self,
+        names: Collection[str],
+        max_calls: int | None = None,
+        *,
+        shows_reasoning: bool = True,
+        opened: bool = False,
+    ) -> None:
+        """``names``: of the functions offered. ``max_calls``: calls after so many are dropped. ``shows_reasoning``:
+        otherwise it is dropped. ``opened``: the prompt ends inside a message, which is content."""
         self._names = frozenset(names)
         self._max_calls = max_calls
-        self._split = split
+        self._shows_reasoning = shows_reasoning
         self._buffer = ""
-        self._state = "opening"  # or header, body, plain
-        self._kind = ""  # of the body: thought, text, call, dropped
+        self._state = "body" if opened else "opening"  # or header
+        self._kind = "text"  # of the body, or thought, call, dropped
         self._empty = True
         self.num_calls = 0
 
@@ -59,8 +78,7 @@ class HarmonyParser:
         if self._state == "body":
             self._more(parts, self._buffer)
             self._end(parts)
-        elif self._state == "plain" or (self._state == "opening" and self._buffer.strip()[:1] != "<"):
-            self._kind = "text"
+        elif self._state == "opening" and self._buffer.strip()[:1] != "<":
             self._more(parts, self._buffer)
         self._buffer = ""
         return parts
@@ -74,12 +92,8 @@ class HarmonyParser:
                 elif any(opening.startswith(text) for opening in _OPENINGS):
                     return False
                 else:
-                    self._state, self._kind = "plain", "text"
+                    self._state = "body"
                 return True
-            case "plain":
-                self._more(parts, self._buffer)
-                self._buffer = ""
-                return False
             case "header":
                 return self._header(parts)
         found = [at for end in _ENDS if (at := self._buffer.find(end)) >= 0]
@@ -105,7 +119,7 @@ class HarmonyParser:
                 parts.append(CallStart(self.num_calls, f"call_{secrets.token_hex(12)}", recipient[1]))
                 self.num_calls += 1
         else:
-            self._kind = "thought" if self._split and channel and channel[1] == "analysis" else "text"
+            self._kind = "thought" if channel and channel[1] == "analysis" else "text"
         return True
 
     def _more(self, parts: list[Part], text: str) -> None:
@@ -113,7 +127,7 @@ class HarmonyParser:
             return
         self._empty = False
         match self._kind:
-            case "thought":
+            case "thought" if self._shows_reasoning:
                 parts.append(Thought(text))
             case "call":
                 parts.append(CallArguments(self.num_calls - 1, text))

@@ -10,7 +10,7 @@ from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.chat.block_formats import BlockFormat
 from qserve.runtime.server.chat.block_parser import BlockParser
 from qserve.runtime.server.chat.dialect import AnswerParser, Dialect, OutputParser
-from qserve.runtime.server.chat.harmony import HarmonyParser
+from qserve.runtime.server.chat.harmony import FINAL, HarmonyParser
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.chat.reasoning import ReasoningParser
 from qserve.runtime.server.chat.template_options import DEFAULT_OPTIONS, TemplateOptions
@@ -54,6 +54,10 @@ def preprocess(
         )
     kept = params.num_prompt_kept(encoder.max_model_len)
     prompt = encoder.chat(messages, [tool.for_template() for tool in use.shown], options, kept)
+    if dialect.harmony and params.constraint is not None:
+        if options.add_generation_prompt:  # the constraint is for the answer, not for the messages before it
+            prompt = [*prompt, *encoder.encode(FINAL, add_special_tokens=False)][-(kept or 0) :]
+        return ChatInputs(prompt, params, None)
     # Whatever the prompt says, an answer that is held to a format has no room for reasoning.
     tags = dialect.reasoning if params.constraint is None else None
     opened = tags is not None and (
@@ -79,7 +83,16 @@ def preprocess(
     schemas = {tool.name: tool.parameters for tool in use.callable}
     max_calls = None if use.parallel else 1
     if dialect.harmony:
-        return ChatInputs(prompt, params, lambda: HarmonyParser(schemas, max_calls, dialect.splits_reasoning))
+        return ChatInputs(
+            prompt,
+            params,
+            lambda: HarmonyParser(
+                schemas,
+                max_calls,
+                shows_reasoning=dialect.shows_reasoning,
+                opened=options.continue_final_message,
+            ),
+        )
 
     def parser() -> OutputParser:
         tools: ToolParser | BlockParser | None = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qserve.runtime.detokenizer import decode
 from qserve.runtime.sampling import RequestError
+from qserve.runtime.server.chat import harmony
 from qserve.runtime.server.chat.template_options import DEFAULT_OPTIONS, TemplateOptions, template_variables
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class PromptEncoder:
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         self._check_variables(options.variables)
+        if harmony.SIGN in str(self._tokenizer.chat_template):
+            messages = [harmony.for_template(message) for message in messages]
         # Text that looks like a special token is hidden behind a word nobody can guess, and tokenized apart.
         mark = f"x{secrets.token_hex(12)}"
         hidden: list[list[int]] = []

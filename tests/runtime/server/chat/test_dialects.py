@@ -206,6 +206,7 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>Yes. <|return|>"
         ("<|channel|>ana", ("", "", [])),
         ("<|channel|>nothing<|message|>a", ("", "a", [])),
         ("no channel at all", ("", "no channel at all", [])),
+        ("no channel at first<|end|>" + FINAL, ("", "no channel at firstYes. ", [])),
         ('{"a": 1}', ("", '{"a": 1}', [])),
         ("tomorrow", ("", "tomorrow", [])),
         ("t", ("", "t", [])),
@@ -218,9 +219,17 @@ def test_harmony(text: str, expected: Joined) -> None:
         assert read(HarmonyParser(SCHEMAS), pieces) == expected
 
 
-def test_harmony_calls_beyond_the_limit_and_reasoning_that_is_not_split() -> None:
+def test_harmony_calls_beyond_the_limit_and_reasoning_that_is_not_shown() -> None:
     assert len(read(HarmonyParser(SCHEMAS, 1), [CALL + CALL])[2]) == 1
-    assert read(HarmonyParser((), None, split=False), [ANALYSIS + FINAL]) == ("", "Hm, <b>.Yes. ", [])
+    for pieces in cuts(ANALYSIS + FINAL):
+        assert read(HarmonyParser((), shows_reasoning=False), pieces) == ("", "Yes. ", [])
+
+
+def test_harmony_that_goes_on_with_a_message() -> None:
+    for pieces in cuts(" to=a, <b>.<|end|>" + CALL):
+        assert read(HarmonyParser(SCHEMAS, opened=True), pieces) == (
+            "", " to=a, <b>.", [("get_weather", '{"days": 3}')],
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,15 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from qserve.runtime.constraint import Constraint
 from qserve.runtime.detokenizer import Detokenizer
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.chat.dialect import Dialect
 from qserve.runtime.server.chat.preprocessing import ChatInputs, preprocess
 from qserve.runtime.server.chat.prompts import PromptEncoder
+from qserve.runtime.server.chat.template_options import TemplateOptions
+from qserve.runtime.server.chat.tool_use import ToolUse
 from qserve.runtime.server.openai.messages import CalledFunction
 from qserve.runtime.server.openai.tools import Function, Named, tool_use
 
@@ -346,6 +349,48 @@ def test_calls_that_cannot_be_forced(start: Start, script: Scripted, template: s
     with pytest.raises(openai.BadRequestError, match="cannot be forced") as caught:
         ask(client, tools=TOOLS, tool_choice="required")
     assert caught.value.param == "tool_choice"
+
+
+SPOKEN = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+WHOLE: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+
+
+def test_messages_with_channels(start: Start, script: Scripted) -> None:
+    """Text written from harmony's specification: the client gets the final message, however it asks."""
+    script.say(SPOKEN)
+    client, silent = start(CHANNELS), start(CHANNELS, reasoning="none")
+    for more in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+        message = ask(client, **more).choices[0].message
+        assert (message.content, message.reasoning_content, message.tool_calls) == ("Yes.", "Hm.", None)
+        assert streamed(client, **more)[0] == {"content": "Yes.", "reasoning_content": "Hm.", "calls": []}
+    message = ask(silent).choices[0].message
+    assert message.content == "Yes." and not hasattr(message, "reasoning_content")
+    script.say("17")
+    assert ask(client, response_format=WHOLE).choices[0].message.content == "17"
+    assert streamed(client, response_format=WHOLE)[0]["content"] == "17"
+
+
+def test_what_a_model_with_channels_is_told(scripted_engine: Engine, encoder: PromptEncoder) -> None:
+    """A constraint is for the final message, so the prompt begins it; past reasoning has the template's name."""
+    thinking = "{{ messages[-1].thinking }}"
+    scripted_engine.tokenizer.chat_template = encoder._tokenizer.chat_template = CHANNELS + thinking
+    dialect = Dialect(scripted_engine.tokenizer, "auto", "auto")
+    held = SamplingParams(max_tokens=9, constraint=Constraint("regex", "a"))
+
+    def told(message: dict[str, Any], params: SamplingParams, **options: bool) -> ChatInputs:
+        return preprocess(encoder, dialect, [message], params, ToolUse(), TemplateOptions(**options))
+
+    message = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
+    free = told(message, SamplingParams(max_tokens=9))
+    begun = told(message, held)
+    assert free.parser is not None and begun.parser is None
+    assert encoder.tail(free.prompt).endswith("assistant\nHm")
+    assert encoder.tail(begun.prompt).endswith("assistant\nHm<|channel|>final<|message|>")
+    bare = told(message, held, add_generation_prompt=False)
+    assert not encoder.tail(bare.prompt).endswith("<|message|>")
+    called = message | {"tool_calls": [{"id": "x", "function": {"name": "f", "arguments": {}}}]}
+    assert encoder.tail(told(called, held).prompt).endswith("assistant\n<|channel|>final<|message|>")
+    assert "Hm" in encoder.tail(told(called | {"content": ""}, held).prompt)
 
 
 def test_a_template_that_needs_tools_knows_them(scripted_engine: Engine, encoder: PromptEncoder) -> None:
