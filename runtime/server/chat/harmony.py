@@ -26,11 +26,12 @@ _RECIPIENT = re.compile(r"to=functions\.(.+?)(?=<\||\s|\Z)")
 
 def for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message with its reasoning under the name that GPT-OSS's template reads. Beside calls the template refuses
-    both reasoning and content; then the content stays."""
-    thought = message.get("reasoning_content")
-    if not thought or (message.get("tool_calls") and message["content"]):
-        return message
-    return {**message, "thinking": thought}
+    both reasoning and content; then only the content stays."""
+    rest = dict(message)
+    thought = rest.pop("reasoning_content", None)
+    if thought is None or (rest.get("tool_calls") and rest.get("content")):
+        return rest
+    return rest | {"thinking": thought}
 
 
 class HarmonyParser:
