@@ -200,7 +200,12 @@ BLOCK_FORMATS: tuple[BlockFormat, ...] = (
         ("[func_name1(", "<|python_start|>"), bare=True,
     ),
 )
+_JSON_TYPES: dict[type, set[str]] = {
+    type(None): {"null"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"},
+    dict: {"object"}, str: set(),
+}  # fmt: skip
 _INNER = {
+    "glm": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "deepseek": ("<｜tool▁sep｜>",),
     "deepseek_v32": ("｜DSML｜",),
     "gemma4": ('<|"|>',),
@@ -240,25 +245,37 @@ def _object(text: str) -> dict[str, Any]:
 
 def _of(schemas: Schemas, name: str, key: str) -> Mapping[str, Any]:
     """The schema of one argument, empty where there is none."""
-    properties = schemas.get(name, {}).get("properties")
-    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    schema = schemas.get(name, {})
+    properties = schema.get("properties")
+    return resolved(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema, or the one among the definitions of ``root`` that it refers to; empty where it is no object."""
+    match schema:
+        case {"$ref": str(reference)}:
+            _, _, path = reference.partition("#/")
+            found: Any = root
+            for part in path.split("/"):
+                found = found.get(part) if isinstance(found, Mapping) else None
+            return found if isinstance(found, Mapping) and path else {}
     return schema if isinstance(schema, Mapping) else {}
 
 
-def _types(schema: Mapping[str, Any]) -> set[str]:
+def types_of(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema allows as far as it says so itself; empty where it does not."""
     given = schema.get("type")
     types = {given} if isinstance(given, str) else set(map(str, given)) if isinstance(given, list) else set()
     for key in ("anyOf", "oneOf"):
         for choice in schema.get(key) or ():
-            types |= _types(choice) if isinstance(choice, Mapping) else set()
+            types |= types_of(choice) if isinstance(choice, Mapping) else set()
     return types
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     """The value of an argument that was written as bare text. A text that is not of the schema's type stays a string:
     the caller sees what the model wrote."""
-    types = _types(schema)
+    types = types_of(schema)
     if types == {"string"} or (not types and text in (schema.get("enum") or ())):
         return text
     words = {"True": True, "False": False, "None": None}
@@ -268,7 +285,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return text
-    return text if isinstance(value, str) and "string" in types else value
+    return value if "string" not in types or _JSON_TYPES[type(value)] & types else text
 
 
 def _no_constant(word: str) -> Any:

@@ -14,8 +14,7 @@ from qserve.runtime.server.chat.harmony import FINAL, HarmonyParser
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.chat.reasoning import ReasoningParser
 from qserve.runtime.server.chat.template_options import DEFAULT_OPTIONS, TemplateOptions
-from qserve.runtime.server.chat.tool_formats import ToolFormat
-from qserve.runtime.server.chat.tool_grammar import tool_constraint
+from qserve.runtime.server.chat.tool_grammar import can_be_forced, tool_constraint
 from qserve.runtime.server.chat.tool_parser import ToolParser
 from qserve.runtime.server.chat.tool_use import ToolUse
 
@@ -45,8 +44,9 @@ def preprocess(
         )
     if params.constraint is not None and use.constrained:
         raise RequestError("an answer cannot be held to response_format and to tool calls at once", "tool_choice")
-    unforced = dialect.harmony or isinstance(dialect.tools, BlockFormat)
-    if unforced and (use.required or (use.constrained and any(tool.strict for tool in use.callable))):
+    unforced = dialect.harmony or (dialect.tools is not None and not can_be_forced(dialect.tools))
+    held = use.required or any(tool.strict for tool in use.callable)
+    if unforced and held:
         raise RequestError(
             f"calls in the format {dialect.tools.name if dialect.tools else 'harmony'} cannot be forced or held to a "
             "schema; leave tool_choice at auto, and strict out",
@@ -68,7 +68,8 @@ def preprocess(
     params = replace(
         params, visible_tokens=dialect.visible_tokens(tools=format is not None, reasoning=tags is not None)
     )
-    if isinstance(format, ToolFormat) and use.constrained:
+    # One call at most is a matter of the parser where a grammar would allow less than the model may write.
+    if format is not None and (held if isinstance(format, BlockFormat) else use.constrained):
         constraint = tool_constraint(
             format,
             use.callable,

@@ -327,14 +327,14 @@ def test_models_that_do_not_know_tools(start: Start, script: Scripted) -> None:
         assert ask(client, tools=TOOLS, tool_choice="none").choices[0].message.content == "a"
 
 
-GLM = "{# <arg_key> #}" + _SHOWN
+GEMMA = "{# <|tool_call> #}" + _SHOWN
 CHANNELS = "{# <|channel|> #}" + _SHOWN
 
 
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        (GLM, "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n</tool_call>"),
+        (GEMMA, '<|tool_call>call:f{city:<|"|>Ulm<|"|>}<tool_call|>'),
         (CHANNELS, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Ulm"}<|call|>'),
     ],
 )
