@@ -11,6 +11,7 @@ from qserve.runtime.server.chat.block_formats import BlockFormat
 from qserve.runtime.server.chat.block_parser import BlockParser
 from qserve.runtime.server.chat.dialect import AnswerParser, Dialect, OutputParser
 from qserve.runtime.server.chat.harmony import FINAL, HarmonyParser
+from qserve.runtime.server.chat.harmony_grammar import harmony_constraint
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.chat.reasoning import ReasoningParser
 from qserve.runtime.server.chat.template_options import DEFAULT_OPTIONS, TemplateOptions
@@ -44,12 +45,11 @@ def preprocess(
         )
     if params.constraint is not None and use.constrained:
         raise RequestError("an answer cannot be held to response_format and to tool calls at once", "tool_choice")
-    unforced = dialect.harmony or (dialect.tools is not None and not can_be_forced(dialect.tools))
     held = use.required or any(tool.strict for tool in use.callable)
-    if unforced and held:
+    if held and dialect.tools is not None and not can_be_forced(dialect.tools):
         raise RequestError(
-            f"calls in the format {dialect.tools.name if dialect.tools else 'harmony'} cannot be forced or held to a "
-            "schema; leave tool_choice at auto, and strict out",
+            f"calls in the format {dialect.tools.name} cannot be forced or held to a schema; leave tool_choice at "
+            "auto, and strict out",
             "tool_choice" if use.required else "tools",
         )
     kept = params.num_prompt_kept(encoder.max_model_len)
@@ -84,6 +84,9 @@ def preprocess(
     schemas = {tool.name: tool.parameters for tool in use.callable}
     max_calls = None if use.parallel else 1
     if dialect.harmony:
+        if held:
+            constraint = harmony_constraint(use.callable, dialect.token_of, required=use.required)
+            params = replace(params, constraint=constraint)
         return ChatInputs(
             prompt,
             params,

@@ -1,7 +1,4 @@
-"""``tool_constraint``: the grammar that holds an output to calls of given tools, in a model's own format.
-
-It is text in the Lark dialect of llguidance, which is compiled elsewhere. Schemas are embedded as ``%json``.
-"""
+"""``tool_constraint``: the grammar that holds an output to calls of given tools, in a model's own format."""
 
 from __future__ import annotations
 
@@ -14,13 +11,11 @@ from typing import Any
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.chat.block_formats import BlockFormat, resolved, types_of
+from qserve.runtime.server.chat.lark import Rules, json_rule, literal
 from qserve.runtime.server.chat.reasoning import ReasoningTags
 from qserve.runtime.server.chat.tool_formats import ARGS, ToolFormat
 from qserve.runtime.server.chat.tool_use import OfferedTool
 
-_TEXT = r"/(.|\n)*/"
-# The spacing that models are trained to write. With free white space a weak model writes it until its tokens are spent.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # What a schema may say of a string that is written as bare text, and of an object whose members are.
 _OF_TEXT = frozenset({"type", "anyOf", "oneOf", "title", "description", "default", "examples"})
 _OF_CALL = frozenset(
@@ -74,11 +69,11 @@ def tool_constraint(
     start = grammar.required(parallel) if required else grammar.free(parallel, reasoning)
     if reasoning is not None:
         start = f"{grammar.thought(reasoning, opened)} ({start})"
-    return Constraint("lark", "\n".join([f"start: {start}", *grammar.rules]) + "\n", "tools")
+    return grammar.constraint(start)
 
 
-class _Grammar:
-    """Collects rules; its methods return expressions."""
+class _Grammar(Rules):
+    """The rules of one format."""
 
     def __init__(
         self,
@@ -86,27 +81,26 @@ class _Grammar:
         tools: Sequence[OfferedTool],
         token_of: Callable[[str], int | None],
     ) -> None:
+        super().__init__(token_of)
         self._format = format
-        self._token_of = token_of
-        self.rules = [f"TEXT: {_TEXT}"]
         for index, tool in enumerate(tools):
-            self.rules.append(f"tool_{index}: {self._call(index, tool)}")
-        self.rules.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
+            self.append(f"tool_{index}: {self._call(index, tool)}")
+        self.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
 
     def _call(self, index: int, tool: OfferedTool) -> str:
         """One call, without the markers that are the same for every tool."""
         format = self._format
         if format.name in _BARE:
             return self._bare_call(index, tool, _BARE[format.name])
-        arguments = _json(tool.parameters, tool.strict)
+        arguments = json_rule(tool.parameters, tool.strict)
         if isinstance(format, BlockFormat):  # DeepSeek: of V3.1, and of V3
-            separator, name = self._marker("<｜tool▁sep｜>"), _literal(tool.name)
-            fenced = _literal(f"{tool.name}\n```json\n")
+            separator, name = self.marker("<｜tool▁sep｜>"), literal(tool.name)
+            fenced = literal(f"{tool.name}\n```json\n")
             return f'{name} {separator} {arguments} | "function" {separator} {fenced} {arguments} "\\n```"'
         if format.layout == "named":
-            return f"{_literal(tool.name)} {self._marker(ARGS)} {arguments}"
+            return f"{literal(tool.name)} {self.marker(ARGS)} {arguments}"
         name = json.dumps(tool.name, ensure_ascii=False)
-        head = _literal(f'{{"name": {name}, "{format.arguments}": ')
+        head = literal(f'{{"name": {name}, "{format.arguments}": ')
         return f'{head} {arguments} "}}"'
 
     def _bare_call(self, index: int, tool: OfferedTool, bare: _Bare) -> str:
@@ -119,20 +113,20 @@ class _Grammar:
         parts = [self._marked(_named(bare.head, tool.name))]
         for number, (key, given) in enumerate(properties.items()):
             rule, schema = f"tool_{index}_{number}", resolved(given, root)
-            end = self._marker(bare.end)
+            end = self.marker(bare.end)
             choices = [schema["const"]] if "const" in schema else schema.get("enum")
             types = types_of(schema)
             if choices and all(isinstance(choice, str) for choice in choices):
-                value = f"({' | '.join(map(_literal, choices))}) {end}"
+                value = f"({' | '.join(map(literal, choices))}) {end}"
             elif "string" in types or not (types or choices):
                 if tool.strict and (not types or schema.keys() - _OF_TEXT or _limits(schema)):
                     raise self._refused(f"{tool.name}.{key}", "more than that a text is a string")
-                self._text_until(f"{rule}_value", bare.end)
+                self.text_until(f"{rule}_value", bare.end)
                 value = f"{rule}_value"
             else:
                 shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-                value = f"{_json({**schema, **shared}, tool.strict)} {end}"
-            self.rules.append(f"{rule}: {self._marked(_named(bare.key, key))} {value} {self._marked(chr(10))}")
+                value = f"{json_rule({**schema, **shared}, tool.strict)} {end}"
+            self.append(f"{rule}: {self._marked(_named(bare.key, key))} {value} {self._marked(chr(10))}")
             parts.append(rule if key in required else f"{rule}?")
         return " ".join([*parts, self._marked(bare.close)])
 
@@ -149,13 +143,13 @@ class _Grammar:
         format = self._format
         match format:
             case ToolFormat(layout="tagged"):
-                return format.begin, f'"\\n" tool "\\n" {self._marker(format.end)}', '"\\n"'
+                return format.begin, f'"\\n" tool "\\n" {self.marker(format.end)}', '"\\n"'
             case ToolFormat(layout="list"):
                 return format.begin, '" "? "[" ' + self._several("tool", '"," " "?', parallel) + ' "]"', None
             case BlockFormat(name="deepseek"):
-                call = f"{self._marker(format.begin)} tool {self._marker(format.end)}"
+                call = f"{self.marker(format.begin)} tool {self.marker(format.end)}"
                 begin, end = format.around
-                return begin, self._several(call, '"\\n"?', parallel) + f" {self._marker(end)}", None
+                return begin, self._several(call, '"\\n"?', parallel) + f" {self.marker(end)}", None
             case BlockFormat():
                 return format.begin, "tool", self._marked("\n")
         return format.begin, "tool", ""
@@ -163,47 +157,37 @@ class _Grammar:
     def required(self, parallel: bool) -> str:
         if isinstance(self._format, ToolFormat) and self._format.layout == "bare":
             # The model never learned a marker that is not a token of its tokenizer.
-            begin = f"({self._marker(self._format.begin)})?" if self._token_of(self._format.begin) is not None else ""
+            begin = f"({self.marker(self._format.begin)})?" if self._token_of(self._format.begin) is not None else ""
             return f"{begin} " + self._several("tool", '";" " "?', parallel)
         begin, inside, separator = self._frame(parallel)
         return self._several(
-            f"{self._marker(begin)} {inside}", separator or "", parallel and separator is not None
+            f"{self.marker(begin)} {inside}", separator or "", parallel and separator is not None
         )
 
     def free(self, parallel: bool, reasoning: ReasoningTags | None) -> str:
         if isinstance(self._format, ToolFormat) and self._format.layout == "bare":
             # A thought must not match as plain text: then the call after it would match as plain text too.
             thought = "" if reasoning is None else rf" & ~/\s*{re.escape(reasoning.begin)}(.|\n)*/"
-            self.rules.append(rf"PLAIN: /\s*[^{{\s](.|\n)*/{thought}")
+            self.append(rf"PLAIN: /\s*[^{{\s](.|\n)*/{thought}")
             return f"({self.required(parallel)} | PLAIN)?"
         begin, inside, separator = self._frame(parallel)
-        self._text_until("lead", begin)
+        self.text_until("lead", begin)
         return f"TEXT | (lead {inside}){'+' if parallel and separator is not None else ''}"
 
     def thought(self, tags: ReasoningTags, opened: bool) -> str:
-        self._text_until("thought", tags.end)
-        self.rules.append(r"GAP: /\n{0,2}/")
-        return "thought GAP" if opened else f"({self._marker(tags.begin)} thought GAP)?"
-
-    def _text_until(self, name: str, marker: str) -> None:
-        """A rule for any text up to its first marker. It is lazy: after that marker the other rules must hold."""
-        self.rules.append(f"{name}_text[lazy]: TEXT {_literal(marker)}")
-        token = self._token_of(marker)
-        self.rules.append(f"{name}: {name}_text" + ("" if token is None else f" | TEXT <[{token}]>"))
+        self.text_until("thought", tags.end)
+        self.append(r"GAP: /\n{0,2}/")
+        return "thought GAP" if opened else f"({self.marker(tags.begin)} thought GAP)?"
 
     def _several(self, call: str, separator: str, parallel: bool) -> str:
         return f"{call} ({separator} {call})*" if parallel else call
-
-    def _marker(self, text: str) -> str:
-        token = self._token_of(text)
-        return _literal(text) if token is None else f"({_literal(text)} | <[{token}]>)"
 
     def _marked(self, text: str) -> str:
         """A text with markers of the format in it. GLM's models differ in whether they break lines."""
         markers = "|".join(re.escape(marker) for marker in self._format.markers)
         pieces = [piece for piece in re.split(rf"({markers}|\n)", text) if piece]
         loose = self._format.name == "glm"
-        return " ".join('"\\n"?' if loose and piece == "\n" else self._marker(piece) for piece in pieces)
+        return " ".join('"\\n"?' if loose and piece == "\n" else self.marker(piece) for piece in pieces)
 
 
 def _named(text: str, name: str) -> str:
@@ -219,11 +203,3 @@ def _limits(schema: Mapping[str, Any]) -> bool:
         for key in ("anyOf", "oneOf")
         for choice in schema.get(key) or ()
     )
-
-
-def _json(schema: Mapping[str, Any], strict: bool) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _SPACING | {'lenient': not strict}}, ensure_ascii=False)}"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -14,12 +14,14 @@ from qserve.runtime.constraint import Constraint
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.chat.block_formats import BlockFormat
 from qserve.runtime.server.chat.dialect import Dialect
+from qserve.runtime.server.chat.harmony import MARKERS as HARMONY_MARKERS
+from qserve.runtime.server.chat.harmony_grammar import harmony_constraint
 from qserve.runtime.server.chat.reasoning import REASONING_TAGS, ReasoningTags
 from qserve.runtime.server.chat.tool_formats import NAMES, TOOL_FORMATS, ToolFormat
 from qserve.runtime.server.chat.tool_grammar import tool_constraint
 from qserve.runtime.server.chat.tool_use import OfferedTool
 
-from .test_dialects import NOW, ONE, ROWS, SCHEMAS, block, read
+from .test_dialects import ANALYSIS, BEFORE, CALL, FINAL, NOW, ONE, ROWS, SCHEMAS, block, read
 from .test_tool_parser import parse, written
 
 FORMATS = {row.name: row for row in TOOL_FORMATS}
@@ -46,6 +48,7 @@ def tokenizer(request: pytest.FixtureRequest, tiny_model: Any) -> PreTrainedToke
         return tokenizer
     special = request.param == "special"
     markers = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+    markers += HARMONY_MARKERS
     markers += [marker for name in BLOCKS for marker in ROWS[name].markers if marker not in markers]
     tokenizer.add_tokens([AddedToken(marker, special=special) for marker in markers], special_tokens=special)
     return tokenizer
@@ -260,3 +263,22 @@ def test_names_that_would_break_a_block(checker: Checker) -> None:
     for name, key in (("a>b", "c"), ("a", "b<c")):
         with pytest.raises(RequestError, match="cannot be written"):
             checker.constraint(ROWS["qwen3_coder"], [OfferedTool(name, {"properties": {key: {"type": "string"}}})])
+
+
+def test_calls_in_channels(checker: Checker) -> None:
+    """Texts written from harmony's specification; the end of the last message is the end of the answer."""
+    tools = [OfferedTool("get_weather", SCHEMAS["get_weather"], strict=True), OfferedTool("now", SCHEMAS["now"])]
+    start, call, before = "<|start|>assistant", CALL.removesuffix("<|call|>"), BEFORE.removesuffix("<|call|>")
+    called, final = call.removeprefix(start), FINAL.removesuffix("<|return|>")
+    spoken = f"{start}<|channel|>commentary<|message|>I look.<|end|>"
+    for required in (True, False):
+        grammar = harmony_constraint(tools, checker.token_of, required=required)
+        for text in (called, before, ANALYSIS + call, ANALYSIS + start + before, ANALYSIS + spoken + call):
+            assert checker.accepts(grammar, text)
+            assert not checker.accepts(grammar, text.replace("get_weather", "unheard_of"))
+            assert not checker.accepts(grammar, text.replace("3", '"3"'))
+        for text in (ANALYSIS + final, final.removeprefix(start)):
+            assert checker.accepts(grammar, text) == (not required)
+        assert not checker.accepts(grammar, ANALYSIS) and not checker.accepts(grammar, "Yes.")
+    with pytest.raises(RequestError, match="cannot be written"):
+        harmony_constraint([QUOTED], checker.token_of, required=True)

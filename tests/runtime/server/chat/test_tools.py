@@ -327,20 +327,13 @@ def test_models_that_do_not_know_tools(start: Start, script: Scripted) -> None:
         assert ask(client, tools=TOOLS, tool_choice="none").choices[0].message.content == "a"
 
 
-GEMMA = "{# <|tool_call> #}" + _SHOWN
 CHANNELS = "{# <|channel|> #}" + _SHOWN
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        (GEMMA, '<|tool_call>call:f{city:<|"|>Ulm<|"|>}<tool_call|>'),
-        (CHANNELS, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Ulm"}<|call|>'),
-    ],
-)
-def test_calls_that_cannot_be_forced(start: Start, script: Scripted, template: str, text: str) -> None:
-    """Text written from the formats' specifications: calls that the model makes are found; others are refused."""
-    client = start(template)
+def test_calls_that_cannot_be_forced(start: Start, script: Scripted) -> None:
+    """Text written from Gemma's specification: calls that the model makes are found; others are refused."""
+    text = '<|tool_call>call:f{city:<|"|>Ulm<|"|>}<tool_call|>'
+    client = start("{# <|tool_call> #}" + _SHOWN)
     script.say(text)
     (call,) = ask(client, tools=TOOLS).choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"city": "Ulm"})
@@ -365,6 +358,12 @@ def test_messages_with_channels(start: Start, script: Scripted) -> None:
         assert streamed(client, **more)[0] == {"content": "Yes.", "reasoning_content": "Hm.", "calls": []}
     message = ask(silent).choices[0].message
     assert message.content == "Yes." and not hasattr(message, "reasoning_content")
+    script.say('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Ulm"}')
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    for more in ({"tools": TOOLS}, {"tools": strict}, {"tools": strict, "tool_choice": "required"}):
+        (call,) = ask(client, **more).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"city": "Ulm"})
+        assert streamed(client, **more)[1] == "tool_calls"
     script.say("17")
     assert ask(client, response_format=WHOLE).choices[0].message.content == "17"
     assert streamed(client, response_format=WHOLE)[0]["content"] == "17"
