@@ -230,11 +230,16 @@ def run(
         typer.Option(
             "--tool-format",
             "--tool-call-parser",
-            help="How the model writes tool calls: auto, none, hermes, llama, mistral or mistral-named.",
+            help="How the model writes tool calls: auto, none, or a format of docs/serving.md.",
         ),
     ] = "auto",
     reasoning: Annotated[
-        str, typer.Option(help="Split reasoning off answers: auto (where the chat template marks it) or none.")
+        str,
+        typer.Option(
+            "--reasoning",
+            "--reasoning-parser",
+            help="Split reasoning off answers: auto (where the chat template marks it), none, or how it is marked.",
+        ),
     ] = "auto",
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal ends it; the first one drains.

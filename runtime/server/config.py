@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qserve.checkpoint.errors import UsageError
-from qserve.runtime.server.chat.tool_formats import NAMES
+from qserve.runtime.server.chat.reasoning import REASONING_NAMES
+from qserve.runtime.server.chat.tool_formats import FORMAT_NAMES, VLLM_PARSERS
 
 _HOSTNAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
-TOOL_FORMAT_CHOICES = ("auto", "none", *NAMES)
-_PARSERS = {"llama3_json": "llama", "llama4_json": "llama"}  # vLLM's names of a format
-REASONING_CHOICES = ("auto", "none")
+TOOL_FORMAT_CHOICES = ("auto", "none", *FORMAT_NAMES)
+REASONING_CHOICES = ("auto", "none", *REASONING_NAMES)
 MAX_STREAM_INTERVAL = 1024
 
 
@@ -40,9 +40,10 @@ class ServerConfig:
             most.
         body_timeout: seconds in which a request body must have arrived.
         stream_interval: tokens that are gathered for one event of a stream; the first token goes out at once.
-        tool_format: how the model writes tool calls, a name of ``tool_formats.TOOL_FORMATS``; auto goes by its chat
-            template, none refuses tools.
-        reasoning: auto splits reasoning off the answers of models whose chat template marks it; none does not.
+        tool_format: how the model writes tool calls, a name of ``tool_formats.FORMAT_NAMES`` or vLLM's; auto
+            goes by its chat template, none refuses tools.
+        reasoning: auto splits reasoning off the answers of models whose chat template marks it; none
+            does not; a name of ``reasoning.REASONING_NAMES`` says how it is marked.
         vllm_metrics: ``/metrics`` repeats everything under vLLM's prefix.
         otlp_endpoint: URL of an OpenTelemetry collector that gets the traces; None makes none.
     """
@@ -71,7 +72,7 @@ class ServerConfig:
     reasoning: str = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tool_format", _PARSERS.get(self.tool_format, self.tool_format))
+        object.__setattr__(self, "tool_format", VLLM_PARSERS.get(self.tool_format, self.tool_format))
         if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
             raise UsageError(
                 f"--stream-interval must be between 1 and {MAX_STREAM_INTERVAL}, not {self.stream_interval}"

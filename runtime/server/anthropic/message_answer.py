@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, ClassVar
 
 from qserve.runtime.output import RequestOutput
-from qserve.runtime.server.chat.dialect import OutputParser
+from qserve.runtime.server.chat.dialect import AnswerParser, OutputParser
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text, Thought
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.http.body import parse_object
@@ -21,12 +21,12 @@ class MessageAnswer:
 
     named_events: ClassVar[bool] = True
 
-    def __init__(self, model: str, usage: Usage, parser: OutputParser | None) -> None:
+    def __init__(self, model: str, usage: Usage, parser: AnswerParser | None) -> None:
         """``parser`` finds reasoning and calls."""
         self.id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._usage = usage
-        self._parser = parser or OutputParser(None, None)
+        self._parser: AnswerParser = parser or OutputParser(None, None)
         self._thinking_tokens = 0
         self._content: list[Json] = []
         self._open = False  # whether the last block grows

@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.server.chat.dialect import Dialect, OutputParser
+from qserve.runtime.server.chat.block_formats import BlockFormat
+from qserve.runtime.server.chat.block_parser import BlockParser
+from qserve.runtime.server.chat.dialect import AnswerParser, Dialect, OutputParser
+from qserve.runtime.server.chat.harmony import FINAL, HarmonyParser
+from qserve.runtime.server.chat.harmony_grammar import harmony_constraint
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.chat.reasoning import ReasoningParser
 from qserve.runtime.server.chat.template_options import DEFAULT_OPTIONS, TemplateOptions
-from qserve.runtime.server.chat.tool_grammar import tool_constraint
+from qserve.runtime.server.chat.tool_grammar import can_be_forced, tool_constraint
 from qserve.runtime.server.chat.tool_parser import ToolParser
 from qserve.runtime.server.chat.tool_use import ToolUse
 
@@ -22,7 +26,7 @@ class ChatInputs:
 
     prompt: list[int]
     params: SamplingParams
-    parser: Callable[[], OutputParser] | None
+    parser: Callable[[], AnswerParser] | None
 
 
 def preprocess(
@@ -34,15 +38,26 @@ def preprocess(
     options: TemplateOptions = DEFAULT_OPTIONS,
 ) -> ChatInputs:
     """Raises ``RequestError`` where the model cannot do what is asked."""
-    if use.callable and dialect.tools is None:
+    if use.callable and not dialect.takes_tools:
         raise RequestError(
             "the chat template of this model is of no known format of tool calls; choose one with --tool-format",
             "tools",
         )
     if params.constraint is not None and use.constrained:
         raise RequestError("an answer cannot be held to response_format and to tool calls at once", "tool_choice")
+    held = use.required or any(tool.strict for tool in use.callable)
+    if held and dialect.tools is not None and not can_be_forced(dialect.tools):
+        raise RequestError(
+            f"calls in the format {dialect.tools.name} cannot be forced or held to a schema; leave tool_choice at "
+            "auto, and strict out",
+            "tool_choice" if use.required else "tools",
+        )
     kept = params.num_prompt_kept(encoder.max_model_len)
     prompt = encoder.chat(messages, [tool.for_template() for tool in use.shown], options, kept)
+    if dialect.harmony and params.constraint is not None:
+        if options.add_generation_prompt:  # the constraint is for the answer, not for the messages before it
+            prompt = [*prompt, *encoder.encode(FINAL, add_special_tokens=False)][-(kept or 0) :]
+        return ChatInputs(prompt, params, None)
     # Whatever the prompt says, an answer that is held to a format has no room for reasoning.
     tags = dialect.reasoning if params.constraint is None else None
     opened = tags is not None and (
@@ -53,7 +68,8 @@ def preprocess(
     params = replace(
         params, visible_tokens=dialect.visible_tokens(tools=format is not None, reasoning=tags is not None)
     )
-    if format is not None and use.constrained:
+    # One call at most is a matter of the parser where a grammar would allow less than the model may write.
+    if format is not None and (held if isinstance(format, BlockFormat) else use.constrained):
         constraint = tool_constraint(
             format,
             use.callable,
@@ -65,11 +81,29 @@ def preprocess(
         )
         params = replace(params, constraint=constraint)
 
-    def parser() -> OutputParser:
-        names = [tool.name for tool in use.callable]
-        return OutputParser(
-            None if tags is None else ReasoningParser(tags, opened),
-            None if format is None else ToolParser(format, names, None if use.parallel else 1),
+    schemas = {tool.name: tool.parameters for tool in use.callable}
+    max_calls = None if use.parallel else 1
+    if dialect.harmony:
+        if held:
+            constraint = harmony_constraint(use.callable, dialect.token_of, required=use.required)
+            params = replace(params, constraint=constraint)
+        return ChatInputs(
+            prompt,
+            params,
+            lambda: HarmonyParser(
+                schemas,
+                max_calls,
+                shows_reasoning=dialect.shows_reasoning,
+                opened=options.continue_final_message,
+            ),
         )
+
+    def parser() -> OutputParser:
+        tools: ToolParser | BlockParser | None = None
+        if isinstance(format, BlockFormat):
+            tools = BlockParser(format, schemas, max_calls)
+        elif format is not None:
+            tools = ToolParser(format, schemas, max_calls)
+        return OutputParser(None if tags is None else ReasoningParser(tags, opened), tools)
 
     return ChatInputs(prompt, params, None if tags is None and format is None else parser)

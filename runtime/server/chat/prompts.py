@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qserve.runtime.detokenizer import decode
 from qserve.runtime.sampling import RequestError
+from qserve.runtime.server.chat import harmony
 from qserve.runtime.server.chat.template_options import DEFAULT_OPTIONS, TemplateOptions, template_variables
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class PromptEncoder:
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         self._check_variables(options.variables)
+        if harmony.SIGN in str(self._tokenizer.chat_template):
+            messages = [harmony.for_template(message) for message in messages]
         # Text that looks like a special token is hidden behind a word nobody can guess, and tokenized apart.
         mark = f"x{secrets.token_hex(12)}"
         hidden: list[list[int]] = []
@@ -122,7 +125,7 @@ class PromptEncoder:
             shown[-1]["content"] = f"{last}{mark}e "
         more = {"add_generation_prompt": options.add_generation_prompt, **variables}
         text = self._render(shown, known, more)
-        if tools and text == self._render(shown, [], more):
+        if tools and not self._shows(text, shown, more):
             raise RequestError("the chat template of this model does not know tools", "tools")
         if options.continue_final_message:
             text = _continued(text, last, f"{mark}e ")
@@ -160,6 +163,13 @@ class PromptEncoder:
                     + (", ".join(sorted(self.variables)) or "none"),
                     f"chat_template_kwargs.{name:.80}",
                 )
+
+    def _shows(self, text: str, messages: list[Any], more: Mapping[str, Any]) -> bool:
+        """Whether ``text`` tells the model of the tools with which it was rendered."""
+        try:
+            return text != self._render(messages, [], more)
+        except RequestError:  # a template that needs tools knows them
+            return True
 
     def _render(self, messages: list[Any], tools: list[Any], more: Mapping[str, Any]) -> str:
         try:

@@ -14,8 +14,17 @@ from qserve.runtime.server.chat.parts import Part, Text, Thought
 
 @dataclass(frozen=True)
 class ReasoningTags:
+    """``answer``: tags around the answer that follows, which are dropped."""
+
     begin: str
     end: str
+    answer: tuple[str, str] | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that an output must show even where they are special tokens of the tokenizer."""
+        # Gemma 4's tag is a token and the name of a channel.
+        return (self.begin, self.begin.removesuffix("thought"), self.end, *(self.answer or ()))
 
     def are_open(self, text: str) -> bool:
         """Whether ``text`` ends inside reasoning that it began."""
@@ -27,11 +36,32 @@ REASONING_TAGS = (
     ReasoningTags("<thinking>", "</thinking>"),
     ReasoningTags("<reasoning>", "</reasoning>"),
     ReasoningTags("[THINK]", "[/THINK]"),
+    ReasoningTags("<seed:think>", "</seed:think>"),
+    ReasoningTags("<|channel>thought", "<channel|>"),
+    ReasoningTags("<think>", "</think>", ("<response>", "</response>")),
 )
+_SEED, _GEMMA, _GRANITE = REASONING_TAGS[-3:]
+_NAMED = {
+    "think": REASONING_TAGS[0],
+    "thinking": REASONING_TAGS[1],
+    "reasoning": REASONING_TAGS[2],
+    "mistral": REASONING_TAGS[3],
+    "seed_oss": _SEED,
+    "gemma4": _GEMMA,
+    "granite": _GRANITE,
+    **dict.fromkeys(  # vLLM's names
+        ("deepseek_r1", "deepseek_v3", "deepseek_v31", "qwen3", "glm45", "ernie45", "nemotron_v3"), REASONING_TAGS[0]
+    ),
+}
+REASONING_NAMES = (*_NAMED, "openai_gptoss")  # the last is read by ``HarmonyParser``
 
 
-def find_tags(template: str) -> ReasoningTags | None:
-    """The tags that a chat template contains, None where it contains none."""
+def find_tags(template: str, name: str = "auto") -> ReasoningTags | None:
+    """The tags of that name; for ``auto`` those that a chat template contains, None where it contains none."""
+    if name != "auto":
+        return _NAMED.get(name)
+    if "<response>" in template and "<think>" in template:
+        return _GRANITE
     return next((tags for tags in REASONING_TAGS if tags.begin in template or tags.end in template), None)
 
 
@@ -48,6 +78,7 @@ class ReasoningParser:
         self._opened = opened
         self._state: Callable[[], list[Part]] | None = self._opening
         self._buffer = ""
+        self._given = False  # something of an answer between tags
 
     @property
     def thinking(self) -> bool:
@@ -70,7 +101,7 @@ class ReasoningParser:
         """Return what was held back, at the end of the output."""
         thinking, rest, self._buffer = self.thinking, self._buffer, ""
         if self._state == self._answer:
-            return []
+            return [Text(rest.lstrip())] if rest.strip() else []
         if thinking:
             rest = rest.rstrip() if self._state == self._thought else rest.strip()
             return [Thought(rest)] if rest else []
@@ -111,7 +142,30 @@ class ReasoningParser:
 
     def _answer(self) -> list[Part]:
         text = self._buffer.lstrip()
+        if self._tags.answer is not None and text:
+            begin = self._tags.answer[0]
+            if text.startswith(begin):
+                self._buffer, self._state = text[len(begin) :].lstrip(), self._tagged_answer
+                return []
+            if begin.startswith(text):
+                return []
         return self._rest(text) if text else []
+
+    def _tagged_answer(self) -> list[Part]:
+        """The answer between tags of its own, which ends with the last of them."""
+        assert self._tags.answer is not None
+        if not self._given:
+            self._buffer = self._buffer.lstrip()
+        end = self._tags.answer[1]
+        at = self._buffer.find(end)
+        stop = at if at >= 0 else len(self._buffer) - overlap(self._buffer, end)
+        text = self._buffer[:stop].rstrip()
+        self._given |= bool(text)
+        self._buffer = self._buffer[len(text) :]
+        if at >= 0:
+            self._buffer = self._buffer[stop - len(text) + len(end) :]
+            return ([Text(text)] if text else []) + self._rest(self._buffer)
+        return [Text(text)] if text else []
 
     def _rest(self, text: str) -> list[Part]:
         self._buffer, self._state = "", None

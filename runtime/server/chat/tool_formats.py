@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from qserve.runtime.server.chat.block_formats import BLOCK_FORMATS, BlockFormat
+
 _ALPHABET = string.ascii_letters + string.digits
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
 
@@ -55,20 +57,37 @@ class ToolFormat:
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat("mistral-named", "named", "[TOOL_CALLS]", "", "arguments", (ARGS,), id_length=9),
     ToolFormat("mistral", "list", "[TOOL_CALLS]", "", "arguments", ("[TOOL_CALLS]",), id_length=9),
-    # Qwen3-Coder and GLM put XML between the same tags.
+    # Qwen3-Coder, GLM and MiniMax put XML between the same tags.
     ToolFormat(
-        "hermes", "tagged", "<tool_call>", "</tool_call>", "arguments", ("<tool_call>",), ("<function=", "<arg_key>")
+        "hermes", "tagged", "<tool_call>", "</tool_call>", "arguments", ("<tool_call>",),
+        ("<function=", "<arg_key>", "<invoke"),
     ),
+    ToolFormat("granite", "list", "<|tool_call|>", "", "arguments", ("<|tool_call|>",)),
     ToolFormat(
         "llama", "bare", "<|python_tag|>", "", "parameters", ("<|python_tag|>", '{"name": function name, "parameters":')
     ),
 )
 NAMES = tuple(row.name for row in TOOL_FORMATS)
+HARMONY = "harmony"  # GPT-OSS: no row, since its markers are those of every message
+FORMAT_NAMES = (*NAMES, *(row.name for row in BLOCK_FORMATS), HARMONY)
+VLLM_PARSERS = {  # vLLM's names of formats that have another name here
+    "llama3_json": "llama",
+    "llama4_json": "llama",
+    "llama4_pythonic": "pythonic",
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm",
+    "glm47": "glm",
+    "deepseek_v3": "deepseek",
+    "deepseek_v31": "deepseek",
+    "granite4": "hermes",
+    "openai": HARMONY,
+}
 
 
-def find_format(name: str, template: str) -> ToolFormat | None:
+def find_format(name: str, template: str) -> ToolFormat | BlockFormat | None:
     """The row of that name; for ``auto`` the one whose signs the chat template shows, if there is one."""
-    for row in TOOL_FORMATS:
+    rows: tuple[ToolFormat | BlockFormat, ...] = (*BLOCK_FORMATS, *TOOL_FORMATS)
+    for row in rows:
         if row.name == name or (name == "auto" and _holds(template, row.signs) and not _holds(template, row.other)):
             return row
     return None

@@ -1,26 +1,51 @@
-"""``tool_constraint``: the grammar that holds an output to calls of given tools, in a model's own format.
-
-It is text in the Lark dialect of llguidance, which is compiled elsewhere. Schemas are embedded as ``%json``.
-"""
+"""``tool_constraint``: the grammar that holds an output to calls of given tools, in a model's own format."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from qserve.runtime.constraint import Constraint
+from qserve.runtime.sampling import RequestError
+from qserve.runtime.server.chat.block_formats import BlockFormat, resolved, types_of
+from qserve.runtime.server.chat.lark import Rules, json_rule, literal
 from qserve.runtime.server.chat.reasoning import ReasoningTags
 from qserve.runtime.server.chat.tool_formats import ARGS, ToolFormat
 from qserve.runtime.server.chat.tool_use import OfferedTool
 
-_TEXT = r"/(.|\n)*/"
-# The spacing that models are trained to write. With free white space a weak model writes it until its tokens are spent.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# What a schema may say of a string that is written as bare text, and of an object whose members are.
+_OF_TEXT = frozenset({"type", "anyOf", "oneOf", "title", "description", "default", "examples"})
+_OF_CALL = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description"}
+)
+
+
+@dataclass(frozen=True)
+class _Bare:
+    """How a call is written whose values are bare text: what comes before, around and after them. ``{}``: a name."""
+
+    head: str
+    key: str
+    end: str
+    close: str
+
+
+_BARE = {
+    "qwen3_coder": _Bare("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>", "</function>\n</tool_call>"),
+    "seed_oss": _Bare("\n<function={}>\n", "<parameter={}>", "</parameter>", "</function>\n</seed:tool_call>"),
+    "glm": _Bare("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"),
+}
+
+
+def can_be_forced(format: ToolFormat | BlockFormat) -> bool:
+    return isinstance(format, ToolFormat) or format.name == "deepseek" or format.name in _BARE
 
 
 def tool_constraint(
-    format: ToolFormat,
+    format: ToolFormat | BlockFormat,
     tools: Sequence[OfferedTool],
     token_of: Callable[[str], int | None],
     *,
@@ -37,83 +62,144 @@ def tool_constraint(
         required: there must be a call; otherwise any text may stand before calls or instead of them.
         parallel: there may be several calls.
         reasoning: these tags may come first. Where ``opened`` they must: the prompt ends inside them.
+
+    Raises ``RequestError`` where the format cannot hold calls to the schema of a strict tool.
     """
     grammar = _Grammar(format, tools, token_of)
     start = grammar.required(parallel) if required else grammar.free(parallel, reasoning)
     if reasoning is not None:
         start = f"{grammar.thought(reasoning, opened)} ({start})"
-    return Constraint("lark", "\n".join([f"start: {start}", *grammar.rules]) + "\n", "tools")
+    return grammar.constraint(start)
 
 
-class _Grammar:
-    """Collects rules; its methods return expressions."""
+class _Grammar(Rules):
+    """The rules of one format."""
 
     def __init__(
-        self, format: ToolFormat, tools: Sequence[OfferedTool], token_of: Callable[[str], int | None]
+        self,
+        format: ToolFormat | BlockFormat,
+        tools: Sequence[OfferedTool],
+        token_of: Callable[[str], int | None],
     ) -> None:
+        super().__init__(token_of)
         self._format = format
-        self._token_of = token_of
-        self.rules = [f"TEXT: {_TEXT}"]
         for index, tool in enumerate(tools):
-            name = json.dumps(tool.name, ensure_ascii=False)
-            schema = {**tool.parameters, "x-guidance": _SPACING | {"lenient": not tool.strict}}
-            arguments = f"%json {json.dumps(schema, ensure_ascii=False)}"
-            if format.layout == "named":
-                self.rules.append(f"tool_{index}: {_literal(tool.name)} {self._marker(ARGS)} {arguments}")
+            self.append(f"tool_{index}: {self._call(index, tool)}")
+        self.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
+
+    def _call(self, index: int, tool: OfferedTool) -> str:
+        """One call, without the markers that are the same for every tool."""
+        format = self._format
+        if format.name in _BARE:
+            return self._bare_call(index, tool, _BARE[format.name])
+        arguments = json_rule(tool.parameters, tool.strict)
+        if isinstance(format, BlockFormat):  # DeepSeek: of V3.1, and of V3
+            separator, name = self.marker("<｜tool▁sep｜>"), literal(tool.name)
+            fenced = literal(f"{tool.name}\n```json\n")
+            return f'{name} {separator} {arguments} | "function" {separator} {fenced} {arguments} "\\n```"'
+        if format.layout == "named":
+            return f"{literal(tool.name)} {self.marker(ARGS)} {arguments}"
+        name = json.dumps(tool.name, ensure_ascii=False)
+        head = literal(f'{{"name": {name}, "{format.arguments}": ')
+        return f'{head} {arguments} "}}"'
+
+    def _bare_call(self, index: int, tool: OfferedTool, bare: _Bare) -> str:
+        """The arguments in the order of the schema. A value is text up to its end, or JSON if it can be no string."""
+        root = tool.parameters
+        properties = root.get("properties") or {}
+        required = root.get("required") or ()
+        if tool.strict and (root.keys() - _OF_CALL or not set(required) <= properties.keys()):
+            raise self._refused(tool.name, "more than properties and which of them are required")
+        parts = [self._marked(_named(bare.head, tool.name))]
+        for number, (key, given) in enumerate(properties.items()):
+            rule, schema = f"tool_{index}_{number}", resolved(given, root)
+            end = self.marker(bare.end)
+            choices = [schema["const"]] if "const" in schema else schema.get("enum")
+            types = types_of(schema)
+            if choices and all(isinstance(choice, str) for choice in choices):
+                value = f"({' | '.join(map(literal, choices))}) {end}"
+            elif "string" in types or not (types or choices):
+                if tool.strict and (not types or schema.keys() - _OF_TEXT or _limits(schema)):
+                    raise self._refused(f"{tool.name}.{key}", "more than that a text is a string")
+                self.text_until(f"{rule}_value", bare.end)
+                value = f"{rule}_value"
             else:
-                head = _literal(f'{{"name": {name}, "{format.arguments}": ')
-                self.rules.append(f'tool_{index}: {head} {arguments} "}}"')
-        self.rules.append("tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
+                shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+                value = f"{json_rule({**schema, **shared}, tool.strict)} {end}"
+            self.append(f"{rule}: {self._marked(_named(bare.key, key))} {value} {self._marked(chr(10))}")
+            parts.append(rule if key in required else f"{rule}?")
+        return " ".join([*parts, self._marked(bare.close)])
+
+    def _refused(self, name: str, what: str) -> RequestError:
+        return RequestError(
+            f"calls in the format {self._format.name} are bare text, which cannot be held to what the schema of "
+            f"{name!r:.80} says: {what}; leave strict out",
+            "tools",
+        )
+
+    def _frame(self, parallel: bool) -> tuple[str, str, str | None]:
+        """The marker that calls begin with, what follows it, and what is between two of these; None where all calls
+        follow one marker."""
+        format = self._format
+        match format:
+            case ToolFormat(layout="tagged"):
+                return format.begin, f'"\\n" tool "\\n" {self.marker(format.end)}', '"\\n"'
+            case ToolFormat(layout="list"):
+                return format.begin, '" "? "[" ' + self._several("tool", '"," " "?', parallel) + ' "]"', None
+            case BlockFormat(name="deepseek"):
+                call = f"{self.marker(format.begin)} tool {self.marker(format.end)}"
+                begin, end = format.around
+                return begin, self._several(call, '"\\n"?', parallel) + f" {self.marker(end)}", None
+            case BlockFormat():
+                return format.begin, "tool", self._marked("\n")
+        return format.begin, "tool", ""
 
     def required(self, parallel: bool) -> str:
-        begin = self._marker(self._format.begin)
-        match self._format.layout:
-            case "bare":
-                # The model never learned a marker that is not a token of its tokenizer.
-                begin = f"({begin})?" if self._token_of(self._format.begin) is not None else ""
-                return f"{begin} " + self._several("tool", '";" " "?', parallel)
-            case "tagged":
-                return self._several(f"{begin} {self._tagged()}", '"\\n"', parallel)
-            case "list":
-                return f"{begin} {self._listed(parallel)}"
-            case "named":
-                return self._several(f"{begin} tool", "", parallel)
+        if isinstance(self._format, ToolFormat) and self._format.layout == "bare":
+            # The model never learned a marker that is not a token of its tokenizer.
+            begin = f"({self.marker(self._format.begin)})?" if self._token_of(self._format.begin) is not None else ""
+            return f"{begin} " + self._several("tool", '";" " "?', parallel)
+        begin, inside, separator = self._frame(parallel)
+        return self._several(
+            f"{self.marker(begin)} {inside}", separator or "", parallel and separator is not None
+        )
 
     def free(self, parallel: bool, reasoning: ReasoningTags | None) -> str:
-        if self._format.layout == "bare":
+        if isinstance(self._format, ToolFormat) and self._format.layout == "bare":
             # A thought must not match as plain text: then the call after it would match as plain text too.
             thought = "" if reasoning is None else rf" & ~/\s*{re.escape(reasoning.begin)}(.|\n)*/"
-            self.rules.append(rf"PLAIN: /\s*[^{{\s](.|\n)*/{thought}")
+            self.append(rf"PLAIN: /\s*[^{{\s](.|\n)*/{thought}")
             return f"({self.required(parallel)} | PLAIN)?"
-        inside = {"tagged": self._tagged(), "named": "tool"}.get(self._format.layout) or self._listed(parallel)
-        self._text_until("lead", self._format.begin)
-        several = parallel and self._format.layout != "list"
-        return f"TEXT | (lead {inside}){'+' if several else ''}"
+        begin, inside, separator = self._frame(parallel)
+        self.text_until("lead", begin)
+        return f"TEXT | (lead {inside}){'+' if parallel and separator is not None else ''}"
 
     def thought(self, tags: ReasoningTags, opened: bool) -> str:
-        self._text_until("thought", tags.end)
-        self.rules.append(r"GAP: /\n{0,2}/")
-        return "thought GAP" if opened else f"({self._marker(tags.begin)} thought GAP)?"
-
-    def _text_until(self, name: str, marker: str) -> None:
-        """A rule for any text up to its first marker. It is lazy: after that marker the other rules must hold."""
-        self.rules.append(f"{name}_text[lazy]: TEXT {_literal(marker)}")
-        token = self._token_of(marker)
-        self.rules.append(f"{name}: {name}_text" + ("" if token is None else f" | TEXT <[{token}]>"))
-
-    def _tagged(self) -> str:
-        return f'"\\n" tool "\\n" {self._marker(self._format.end)}'
-
-    def _listed(self, parallel: bool) -> str:
-        return '" "? "[" ' + self._several("tool", '"," " "?', parallel) + ' "]"'
+        self.text_until("thought", tags.end)
+        self.append(r"GAP: /\n{0,2}/")
+        return "thought GAP" if opened else f"({self.marker(tags.begin)} thought GAP)?"
 
     def _several(self, call: str, separator: str, parallel: bool) -> str:
         return f"{call} ({separator} {call})*" if parallel else call
 
-    def _marker(self, text: str) -> str:
-        token = self._token_of(text)
-        return _literal(text) if token is None else f"({_literal(text)} | <[{token}]>)"
+    def _marked(self, text: str) -> str:
+        """A text with markers of the format in it. GLM's models differ in whether they break lines."""
+        markers = "|".join(re.escape(marker) for marker in self._format.markers)
+        pieces = [piece for piece in re.split(rf"({markers}|\n)", text) if piece]
+        loose = self._format.name == "glm"
+        return " ".join('"\\n"?' if loose and piece == "\n" else self.marker(piece) for piece in pieces)
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _named(text: str, name: str) -> str:
+    if not name or set(name) & set("<>\n"):
+        raise RequestError(f"the name {name!r:.80} cannot be written as the model writes calls", "tools")
+    return text.replace("{}", name)
+
+
+def _limits(schema: Mapping[str, Any]) -> bool:
+    """Whether one of the alternatives of a bare text says more than its type."""
+    return any(
+        not isinstance(choice, Mapping) or choice.keys() - _OF_TEXT
+        for key in ("anyOf", "oneOf")
+        for choice in schema.get(key) or ()
+    )

@@ -17,7 +17,7 @@ from qserve.runtime.server.openai.logprobs import TokenTexts, chat_logprobs, com
 if TYPE_CHECKING:
     from qserve.runtime.output import RequestOutput
     from qserve.runtime.sampler import TokenLogprobs
-    from qserve.runtime.server.chat.dialect import OutputParser
+    from qserve.runtime.server.chat.dialect import AnswerParser
 
 Json = dict[str, Any]
 Outputs = AsyncIterator[tuple[int, "RequestOutput"]]
@@ -189,7 +189,7 @@ class ChatAnswer(Answer):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    parser: Callable[[], OutputParser] | None = None
+    parser: Callable[[], AnswerParser] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

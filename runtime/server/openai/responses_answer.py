@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, ClassVar
 
 from qserve.runtime.client.failures import EngineFailure
-from qserve.runtime.server.chat.dialect import OutputParser
+from qserve.runtime.server.chat.dialect import AnswerParser, OutputParser
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text, Thought
 from qserve.runtime.server.openai.answers import Json, Outputs, Usage
 
@@ -25,13 +25,13 @@ class ResponseAnswer:
 
     named_events: ClassVar[bool] = True
 
-    def __init__(self, model: str, shown: Mapping[str, Any], usage: Usage, parser: OutputParser | None) -> None:
+    def __init__(self, model: str, shown: Mapping[str, Any], usage: Usage, parser: AnswerParser | None) -> None:
         """``shown``: the fields of the request that the response repeats. ``parser`` finds reasoning and calls."""
         self.id = f"resp_{secrets.token_hex(24)}"
         self._model = model
         self._shown = dict(shown)
         self._usage = usage
-        self._parser = parser or OutputParser(None, None)
+        self._parser: AnswerParser = parser or OutputParser(None, None)
         self._created = int(time.time())
         self._reasoning_tokens = 0
         self._items: list[Json] = []

@@ -11,15 +11,21 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qserve.runtime.constraint import Constraint
+from qserve.runtime.sampling import RequestError
+from qserve.runtime.server.chat.block_formats import BlockFormat
 from qserve.runtime.server.chat.dialect import Dialect
+from qserve.runtime.server.chat.harmony import MARKERS as HARMONY_MARKERS
+from qserve.runtime.server.chat.harmony_grammar import harmony_constraint
 from qserve.runtime.server.chat.reasoning import REASONING_TAGS, ReasoningTags
 from qserve.runtime.server.chat.tool_formats import NAMES, TOOL_FORMATS, ToolFormat
 from qserve.runtime.server.chat.tool_grammar import tool_constraint
 from qserve.runtime.server.chat.tool_use import OfferedTool
 
+from .test_dialects import ANALYSIS, BEFORE, CALL, FINAL, NOW, ONE, ROWS, SCHEMAS, block, read
 from .test_tool_parser import parse, written
 
 FORMATS = {row.name: row for row in TOOL_FORMATS}
+BLOCKS = ("qwen3_coder", "seed_oss", "glm", "deepseek")
 WEATHER = OfferedTool(
     "get_weather",
     {
@@ -42,6 +48,8 @@ def tokenizer(request: pytest.FixtureRequest, tiny_model: Any) -> PreTrainedToke
         return tokenizer
     special = request.param == "special"
     markers = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+    markers += HARMONY_MARKERS
+    markers += [marker for name in BLOCKS for marker in ROWS[name].markers if marker not in markers]
     tokenizer.add_tokens([AddedToken(marker, special=special) for marker in markers], special_tokens=special)
     return tokenizer
 
@@ -56,7 +64,7 @@ class Checker:
         self.tokenizer, self.guide = tokenizer, guide
         self.token_of = Dialect(tokenizer, "none", "none").token_of
 
-    def constraint(self, row: ToolFormat, tools: list[OfferedTool], **options: Any) -> Constraint:
+    def constraint(self, row: ToolFormat | BlockFormat, tools: list[OfferedTool], **options: Any) -> Constraint:
         options = {"required": True, "parallel": True} | options
         return tool_constraint(row, tools, self.token_of, **options)
 
@@ -163,3 +171,114 @@ def test_names_and_schemas_cannot_break_out_of_the_grammar(checker: Checker) -> 
         call = (hostile.name, {'k" }\nstart: /.*/': '"}\n%ignore /x/'})
         assert checker.accepts(grammar, written(row, [call]))
         assert not checker.accepts(grammar, "xyz")
+
+
+def offered(**options: Any) -> list[OfferedTool]:
+    return [OfferedTool(name, schema | {"required": sorted(schema["properties"])}, **options)
+            for name, schema in SCHEMAS.items()]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("required", [True, False])
+def test_calls_in_blocks(checker: Checker, name: str, required: bool) -> None:
+    """Texts written from the formats' specifications, and what differs from them or from the schema."""
+    row, one, now = ROWS[name], ONE[name].replace("True", "true"), NOW[name]
+    grammar = checker.constraint(row, offered(strict=True), required=required)
+    single = checker.constraint(row, offered(strict=True), required=required, parallel=False)
+    both = f"{one}\n{now}"
+    if name == "deepseek":
+        both = one.removesuffix(row.around[1]) + "\n" + now.removeprefix(row.around[0])
+    for text in (one, now, both):
+        assert checker.accepts(grammar, text)
+        assert checker.accepts(single, text) == (text != both)
+        assert len(read(block(name), [text])[2]) == 1 + (text == both)
+    for text in (
+        one.replace("get_weather", "unheard_of"),
+        one.replace("true", "maybe"),
+        one.replace("[1, 2.5]", '[1, "2"]'),
+        one.replace("city", "town"),
+        one[: -len(row.end) - 1],
+    ):
+        assert not checker.accepts(grammar, text)
+    for text in ("It <b>rains</b>.\n", f"I look.\n{one}"):
+        assert checker.accepts(grammar, text) == (not required)
+    thought = checker.constraint(row, offered(), required=required, reasoning=REASONING_TAGS[0], opened=True)
+    assert checker.accepts(thought, f"Hm, <b>.\n</think>\n\n{one}") and not checker.accepts(thought, one)
+
+
+def test_calls_of_glm_without_line_breaks(checker: Checker) -> None:
+    grammar = checker.constraint(ROWS["glm"], offered())
+    for text in (ONE["glm"].replace("\n", ""), "<tool_call>now</tool_call>"):
+        assert checker.accepts(grammar, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string"}, ["", "a", " <b>\n</parameter \n"], []),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, ["a", "null"], []),
+        ({"enum": ["a", "b c"], "type": "string"}, ["a", "b c"], ["c", "", '"a"']),
+        ({"const": "a"}, ["a"], ["b"]),
+        ({"$ref": "#/$defs/Color"}, ["red"], ["blue"]),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]}, ['"red"', "null"], ["red", '"blue"']),
+        ({"type": "array", "items": {"$ref": "#/$defs/Color"}}, ['["red"]'], ['["blue"]', "red"]),
+        ({"type": "integer", "minimum": 3}, ["3"], ["2", "a", "3.5"]),
+    ],
+)
+def test_bare_values(checker: Checker, schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    """Of a strict tool; what the parser reads is what was written."""
+    definitions = {"Color": {"enum": ["red"], "type": "string"}}
+    root = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": definitions}
+    for name in ("qwen3_coder", "glm"):
+        grammar = checker.constraint(ROWS[name], [OfferedTool("f", root, strict=True)])
+        for value in good + bad:
+            text = f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+            if name == "qwen3_coder":
+                text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+            assert checker.accepts(grammar, text) == (value in good), value
+
+
+def test_arguments_that_may_be_missing(checker: Checker) -> None:
+    tools = [OfferedTool(name, schema) for name, schema in SCHEMAS.items()]
+    assert checker.accepts(checker.constraint(ROWS["glm"], tools), "<tool_call>get_weather\n</tool_call>")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"x": {"type": "string", "pattern": "a+"}}},
+        {"properties": {"x": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}}},
+        {"properties": {"x": {}}},
+        {"required": ["x"]},
+        {"minProperties": 1},
+    ],
+)
+def test_what_bare_text_cannot_be_held_to(checker: Checker, schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="leave strict out"):
+        checker.constraint(ROWS["glm"], [OfferedTool("f", {"type": "object", **schema}, strict=True)])
+    checker.constraint(ROWS["glm"], [OfferedTool("f", {"type": "object", **schema})])
+
+
+def test_names_that_would_break_a_block(checker: Checker) -> None:
+    for name, key in (("a>b", "c"), ("a", "b<c")):
+        with pytest.raises(RequestError, match="cannot be written"):
+            checker.constraint(ROWS["qwen3_coder"], [OfferedTool(name, {"properties": {key: {"type": "string"}}})])
+
+
+def test_calls_in_channels(checker: Checker) -> None:
+    """Texts written from harmony's specification; the end of the last message is the end of the answer."""
+    tools = [OfferedTool("get_weather", SCHEMAS["get_weather"], strict=True), OfferedTool("now", SCHEMAS["now"])]
+    start, call, before = "<|start|>assistant", CALL.removesuffix("<|call|>"), BEFORE.removesuffix("<|call|>")
+    called, final = call.removeprefix(start), FINAL.removesuffix("<|return|>")
+    spoken = f"{start}<|channel|>commentary<|message|>I look.<|end|>"
+    for required in (True, False):
+        grammar = harmony_constraint(tools, checker.token_of, required=required)
+        for text in (called, before, ANALYSIS + call, ANALYSIS + start + before, ANALYSIS + spoken + call):
+            assert checker.accepts(grammar, text)
+            assert not checker.accepts(grammar, text.replace("get_weather", "unheard_of"))
+            assert not checker.accepts(grammar, text.replace("3", '"3"'))
+        for text in (ANALYSIS + final, final.removeprefix(start)):
+            assert checker.accepts(grammar, text) == (not required)
+        assert not checker.accepts(grammar, ANALYSIS) and not checker.accepts(grammar, "Yes.")
+    with pytest.raises(RequestError, match="cannot be written"):
+        harmony_constraint([QUOTED], checker.token_of, required=True)

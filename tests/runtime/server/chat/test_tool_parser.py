@@ -40,7 +40,7 @@ def written(row: ToolFormat, calls: list[tuple[str, dict[str, Any]]], *, ascii: 
         case "bare":
             return "; ".join(one(*call) for call in calls)
         case "list":
-            return f"[TOOL_CALLS][{', '.join(one(*call) for call in calls)}]"
+            return f"{row.begin}[{', '.join(one(*call) for call in calls)}]"
         case "named":
             return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(a, ensure_ascii=ascii)}" for name, a in calls)
 
@@ -273,8 +273,8 @@ def test_a_call_in_a_thought_is_none() -> None:
     ("template", "name"),
     [
         ("{{ '<tool_call>' }}", "hermes"),
-        ("{{ '<tool_call><function=' }}", None),
-        ("{{ '<tool_call><arg_key>' }}", None),
+        ("{{ '<tool_call><function=x><parameter=y>' }}", "qwen3_coder"),
+        ("{{ '<tool_call><arg_key>' }}", "glm"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral-named"),
         ("Respond in the format {\"name\": function name, \"parameters\": dictionary}", "llama"),
@@ -291,7 +291,7 @@ def test_formats_by_template(template: str, name: str | None) -> None:
 
 def test_tags_by_template() -> None:
     assert find_tags("{{ content.split('</think>')[-1] }}") is REASONING_TAGS[0]
-    assert find_tags("[THINK]") is REASONING_TAGS[-1]
+    assert find_tags("[THINK]") is REASONING_TAGS[3]
     assert find_tags("{{ messages }}") is None
 
 

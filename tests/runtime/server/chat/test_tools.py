@@ -10,12 +10,15 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from qserve.runtime.constraint import Constraint
 from qserve.runtime.detokenizer import Detokenizer
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.chat.dialect import Dialect
 from qserve.runtime.server.chat.preprocessing import ChatInputs, preprocess
 from qserve.runtime.server.chat.prompts import PromptEncoder
+from qserve.runtime.server.chat.template_options import TemplateOptions
+from qserve.runtime.server.chat.tool_use import ToolUse
 from qserve.runtime.server.openai.messages import CalledFunction
 from qserve.runtime.server.openai.tools import Function, Named, tool_use
 
@@ -45,6 +48,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": 'say "hi"'}},
 ]
 USER: list[Any] = [{"role": "user", "content": "hi"}]
+_SHOWN = HERMES.partition("#}")[2]
 ARGUMENTS = {"city": "Zü}rich 🦊"}
 BODY = json.dumps(ARGUMENTS, ensure_ascii=False)
 HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {BODY}}}\n</tool_call>'
@@ -321,6 +325,77 @@ def test_models_that_do_not_know_tools(start: Start, script: Scripted) -> None:
             ask(client, tools=TOOLS)
         assert caught.value.param == "tools"
         assert ask(client, tools=TOOLS, tool_choice="none").choices[0].message.content == "a"
+
+
+CHANNELS = "{# <|channel|> #}" + _SHOWN
+
+
+def test_calls_that_cannot_be_forced(start: Start, script: Scripted) -> None:
+    """Text written from Gemma's specification: calls that the model makes are found; others are refused."""
+    text = '<|tool_call>call:f{city:<|"|>Ulm<|"|>}<tool_call|>'
+    client = start("{# <|tool_call> #}" + _SHOWN)
+    script.say(text)
+    (call,) = ask(client, tools=TOOLS).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"city": "Ulm"})
+    message, reason = streamed(client, tools=TOOLS)
+    assert (reason, message["content"], len(message["calls"])) == ("tool_calls", "", 1)
+    with pytest.raises(openai.BadRequestError, match="cannot be forced") as caught:
+        ask(client, tools=TOOLS, tool_choice="required")
+    assert caught.value.param == "tool_choice"
+
+
+SPOKEN = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+WHOLE: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+
+
+def test_messages_with_channels(start: Start, script: Scripted) -> None:
+    """Text written from harmony's specification: the client gets the final message, however it asks."""
+    script.say(SPOKEN)
+    client, silent = start(CHANNELS), start(CHANNELS, reasoning="none")
+    for more in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+        message = ask(client, **more).choices[0].message
+        assert (message.content, message.reasoning_content, message.tool_calls) == ("Yes.", "Hm.", None)
+        assert streamed(client, **more)[0] == {"content": "Yes.", "reasoning_content": "Hm.", "calls": []}
+    message = ask(silent).choices[0].message
+    assert message.content == "Yes." and not hasattr(message, "reasoning_content")
+    script.say('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Ulm"}')
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    for more in ({"tools": TOOLS}, {"tools": strict}, {"tools": strict, "tool_choice": "required"}):
+        (call,) = ask(client, **more).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"city": "Ulm"})
+        assert streamed(client, **more)[1] == "tool_calls"
+    script.say("17")
+    assert ask(client, response_format=WHOLE).choices[0].message.content == "17"
+    assert streamed(client, response_format=WHOLE)[0]["content"] == "17"
+
+
+def test_what_a_model_with_channels_is_told(scripted_engine: Engine, encoder: PromptEncoder) -> None:
+    """A constraint is for the final message, so the prompt begins it; past reasoning has the template's name."""
+    thinking = "{{ messages[-1].thinking }}"
+    scripted_engine.tokenizer.chat_template = encoder._tokenizer.chat_template = CHANNELS + thinking
+    dialect = Dialect(scripted_engine.tokenizer, "auto", "auto")
+    held = SamplingParams(max_tokens=9, constraint=Constraint("regex", "a"))
+
+    def told(message: dict[str, Any], params: SamplingParams, **options: bool) -> ChatInputs:
+        return preprocess(encoder, dialect, [message], params, ToolUse(), TemplateOptions(**options))
+
+    message = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
+    free = told(message, SamplingParams(max_tokens=9))
+    begun = told(message, held)
+    assert free.parser is not None and begun.parser is None
+    assert encoder.tail(free.prompt).endswith("assistant\nHm")
+    assert encoder.tail(begun.prompt).endswith("assistant\nHm<|channel|>final<|message|>")
+    bare = told(message, held, add_generation_prompt=False)
+    assert not encoder.tail(bare.prompt).endswith("<|message|>")
+    called = message | {"tool_calls": [{"id": "x", "function": {"name": "f", "arguments": {}}}]}
+    assert encoder.tail(told(called, held).prompt).endswith("assistant\n<|channel|>final<|message|>")
+    assert "Hm" in encoder.tail(told(called | {"content": ""}, held).prompt)
+
+
+def test_a_template_that_needs_tools_knows_them(scripted_engine: Engine, encoder: PromptEncoder) -> None:
+    encoder._tokenizer.chat_template = "{{ messages[0].content }}{{ tools | length }}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert scripted_engine.tokenizer.decode(encoder.chat(USER, tools)) == "hi1"
 
 
 @pytest.fixture

@@ -56,7 +56,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Engine(str(path), EngineConfig(max_model_len=1536, kv_cache_memory=64 << 20, threads=2))
 
 
-@pytest.mark.parametrize("template", [HERMES, LLAMA, MISTRAL, MISTRAL_NAMED], ids=["hermes", "llama", "list", "named"])
+GLM, DEEPSEEK = (HERMES.replace("<tool_call>", sign) for sign in ("<arg_key>", "<｜tool▁call▁begin｜>"))
+TEMPLATES = {
+    "hermes": HERMES, "llama": LLAMA, "list": MISTRAL, "named": MISTRAL_NAMED, "glm": GLM, "deepseek": DEEPSEEK
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_calls_follow_their_schema(engine: Engine, template: str) -> None:
     engine.tokenizer.chat_template = template
     with (
