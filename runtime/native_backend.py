@@ -63,7 +63,8 @@ class NativeBackend:
             runner = DecoderRunner(decoder)
         if isinstance(source, Unpacked):
             held = str(source.dtype()).removeprefix("torch.")
-            notes.insert(0, f"weights in {source.stored_in} are held in {held}: no kernel multiplies them as they are stored")
+            stored = source.stored_in
+            notes.insert(0, f"weights in {stored} are held in {held}: no kernel multiplies them as they are stored")
         limits = Limits(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,
