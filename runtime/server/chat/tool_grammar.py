@@ -114,6 +114,8 @@ class _Grammar(Rules):
         required = root.get("required") or ()
         if tool.strict and (root.keys() - _OF_CALL or not set(required) <= properties.keys()):
             raise self._refused(tool.name, "more than properties and which of them are required")
+        if tool.strict and '"$ref": "#"' in json.dumps(root):  # in the grammar of one value that is another root
+            raise self._refused(tool.name, "a value is like the whole")
         parts = [self._marked(_named(bare.head, tool.name))]
         for number, (key, given) in enumerate(properties.items()):
             rule, schema = f"tool_{index}_{number}", resolved(given, root)

@@ -257,6 +257,7 @@ def test_arguments_that_may_be_missing(checker: Checker) -> None:
         {"properties": {"x": {"type": "string", "pattern": "a+"}}},
         {"properties": {"x": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}}},
         {"properties": {"x": {}}},
+        {"properties": {"x": {"type": "array", "items": {"$ref": "#"}}}},
         {"required": ["x"]},
         {"minProperties": 1},
     ],
