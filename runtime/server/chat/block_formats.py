@@ -247,7 +247,16 @@ def _of(schemas: Schemas, name: str, key: str) -> Mapping[str, Any]:
     """The schema of one argument, empty where there is none."""
     schema = schemas.get(name, {})
     properties = schema.get("properties")
-    return resolved(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+    found = resolved(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+    return {"anyOf": alternatives(found, schema)}
+
+
+def alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The choices of a schema that says nothing but these, or the schema itself."""
+    for key in ("anyOf", "oneOf"):
+        if schema.get(key) and not schema.keys() - {key, "title", "description", "default", "examples"}:
+            return [resolved(choice, root) for choice in schema[key]]
+    return [schema]
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -276,7 +285,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     """The value of an argument that was written as bare text. A text that is not of the schema's type stays a string:
     the caller sees what the model wrote."""
     types = types_of(schema)
-    if types == {"string"} or (not types and text in (schema.get("enum") or ())):
+    if types == {"string"} or any(not types and text in (one.get("enum") or ()) for one in alternatives(schema, {})):
         return text
     words = {"True": True, "False": False, "None": None}
     if text.strip() in words and "string" not in types:

@@ -10,14 +10,14 @@ from typing import Any
 
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.chat.block_formats import BlockFormat, resolved, types_of
+from qserve.runtime.server.chat.block_formats import BlockFormat, alternatives, resolved, types_of
 from qserve.runtime.server.chat.lark import Rules, json_rule, literal
 from qserve.runtime.server.chat.reasoning import ReasoningTags
 from qserve.runtime.server.chat.tool_formats import ARGS, ToolFormat
 from qserve.runtime.server.chat.tool_use import OfferedTool
 
 # What a schema may say of a string that is written as bare text, and of an object whose members are.
-_OF_TEXT = frozenset({"type", "anyOf", "oneOf", "title", "description", "default", "examples"})
+_OF_TEXT = frozenset({"type", "title", "description", "default", "examples"})
 _OF_CALL = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description"}
 )
@@ -91,8 +91,12 @@ class _Grammar(Rules):
         """One call, without the markers that are the same for every tool."""
         format = self._format
         if format.name in _BARE:
-            return self._bare_call(index, tool, _BARE[format.name])
-        arguments = json_rule(tool.parameters, tool.strict)
+            try:
+                return self._bare_call(index, tool, _BARE[format.name])
+            except (TypeError, AttributeError):  # such as properties that are a list
+                raise RequestError(f"the parameters of {tool.name!r:.80} are no valid JSON schema", "tools") from None
+        arguments = f"arguments_{index}"
+        self.append(f"{arguments}: {json_rule(tool.parameters, tool.strict)}")
         if isinstance(format, BlockFormat):  # DeepSeek: of V3.1, and of V3
             separator, name = self.marker("<｜tool▁sep｜>"), literal(tool.name)
             fenced = literal(f"{tool.name}\n```json\n")
@@ -110,22 +114,25 @@ class _Grammar(Rules):
         required = root.get("required") or ()
         if tool.strict and (root.keys() - _OF_CALL or not set(required) <= properties.keys()):
             raise self._refused(tool.name, "more than properties and which of them are required")
+        if tool.strict and '"$ref": "#"' in json.dumps(root):  # in the grammar of one value that is another root
+            raise self._refused(tool.name, "a value is like the whole")
         parts = [self._marked(_named(bare.head, tool.name))]
         for number, (key, given) in enumerate(properties.items()):
             rule, schema = f"tool_{index}_{number}", resolved(given, root)
-            end = self.marker(bare.end)
-            choices = [schema["const"]] if "const" in schema else schema.get("enum")
-            types = types_of(schema)
-            if choices and all(isinstance(choice, str) for choice in choices):
-                value = f"({' | '.join(map(literal, choices))}) {end}"
-            elif "string" in types or not (types or choices):
-                if tool.strict and (not types or schema.keys() - _OF_TEXT or _limits(schema)):
+            choices = alternatives(schema, root)
+            words = [_words(choice) for choice in choices]
+            if any(_is_text(choice) for choice, known in zip(choices, words) if not known):
+                if tool.strict and not all("type" in choice and choice.keys() <= _OF_TEXT for choice in choices):
                     raise self._refused(f"{tool.name}.{key}", "more than that a text is a string")
                 self.text_until(f"{rule}_value", bare.end)
                 value = f"{rule}_value"
             else:
                 shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-                value = f"{json_rule({**schema, **shared}, tool.strict)} {end}"
+                values = [word for known in words for word in map(literal, known)]
+                values += [
+                    json_rule({**choice, **shared}, tool.strict) for choice, known in zip(choices, words) if not known
+                ]
+                value = f"({' | '.join(values)}) {self.marker(bare.end)}"
             self.append(f"{rule}: {self._marked(_named(bare.key, key))} {value} {self._marked(chr(10))}")
             parts.append(rule if key in required else f"{rule}?")
         return " ".join([*parts, self._marked(bare.close)])
@@ -196,10 +203,13 @@ def _named(text: str, name: str) -> str:
     return text.replace("{}", name)
 
 
-def _limits(schema: Mapping[str, Any]) -> bool:
-    """Whether one of the alternatives of a bare text says more than its type."""
-    return any(
-        not isinstance(choice, Mapping) or choice.keys() - _OF_TEXT
-        for key in ("anyOf", "oneOf")
-        for choice in schema.get(key) or ()
-    )
+def _words(schema: Mapping[str, Any]) -> list[str]:
+    """The strings that a schema allows, where it allows these and nothing else."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return list(values) if values and all(isinstance(value, str) for value in values) else []
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether any string may be a value of the schema, as far as it says so itself."""
+    types = types_of(schema)
+    return "string" in types or not (types or "enum" in schema or "const" in schema)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
@@ -13,7 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.sampling import RequestError
 from qserve.runtime.server.chat.block_formats import BlockFormat
-from qserve.runtime.server.chat.dialect import Dialect
+from qserve.runtime.server.chat.block_parser import BlockParser
+from qserve.runtime.server.chat.dialect import Dialect, OutputParser
 from qserve.runtime.server.chat.harmony import MARKERS as HARMONY_MARKERS
 from qserve.runtime.server.chat.harmony_grammar import harmony_constraint
 from qserve.runtime.server.chat.reasoning import REASONING_TAGS, ReasoningTags
@@ -220,7 +223,8 @@ def test_calls_of_glm_without_line_breaks(checker: Checker) -> None:
         ({"enum": ["a", "b c"], "type": "string"}, ["a", "b c"], ["c", "", '"a"']),
         ({"const": "a"}, ["a"], ["b"]),
         ({"$ref": "#/$defs/Color"}, ["red"], ["blue"]),
-        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]}, ['"red"', "null"], ["red", '"blue"']),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}], "title": "X"}, ["red", "null"], ["blue", '"red"']),
+        ({"anyOf": [{"type": "string", "enum": ["7"]}, {"type": "null"}]}, ["7", "null"], ["8"]),
         ({"type": "array", "items": {"$ref": "#/$defs/Color"}}, ['["red"]'], ['["blue"]', "red"]),
         ({"type": "integer", "minimum": 3}, ["3"], ["2", "a", "3.5"]),
     ],
@@ -236,6 +240,10 @@ def test_bare_values(checker: Checker, schema: dict[str, Any], good: list[str], 
             if name == "qwen3_coder":
                 text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
             assert checker.accepts(grammar, text) == (value in good), value
+            if value in good:
+                parser = OutputParser(None, BlockParser(ROWS[name], {"f": root}))
+                _, _, ((_, arguments),) = read(parser, [text])
+                jsonschema.validate(json.loads(arguments), root)
 
 
 def test_arguments_that_may_be_missing(checker: Checker) -> None:
@@ -249,6 +257,7 @@ def test_arguments_that_may_be_missing(checker: Checker) -> None:
         {"properties": {"x": {"type": "string", "pattern": "a+"}}},
         {"properties": {"x": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}}},
         {"properties": {"x": {}}},
+        {"properties": {"x": {"type": "array", "items": {"$ref": "#"}}}},
         {"required": ["x"]},
         {"minProperties": 1},
     ],
@@ -282,3 +291,20 @@ def test_calls_in_channels(checker: Checker) -> None:
         assert not checker.accepts(grammar, ANALYSIS) and not checker.accepts(grammar, "Yes.")
     with pytest.raises(RequestError, match="cannot be written"):
         harmony_constraint([QUOTED], checker.token_of, required=True)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [1]},
+        {"required": [{}]},
+        {"properties": {"x": {"anyOf": 5}}},
+        {"properties": {"x": {"enum": 5}}},
+    ],
+)
+def test_schemas_that_are_none(checker: Checker, schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="no valid JSON schema"):
+        checker.constraint(ROWS["glm"], [OfferedTool("f", schema, strict=True)])
+    text = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+    _, content, calls = read(OutputParser(None, BlockParser(ROWS["glm"], {"f": schema})), [text])
+    assert content == text or calls == [("f", '{"x": 3}')]
