@@ -50,7 +50,7 @@ class LatentShape:
 
     def parts(self, op: LatentAttention) -> int:
         """Tiles that the heads of a query take."""
-        return triton.cdiv(op.heads, self.rows)
+        return -(-op.heads // self.rows)
 
 
 def chunk(op: LatentAttention) -> int:

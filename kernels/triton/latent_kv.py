@@ -43,19 +43,17 @@ def latent_kv_kernel(
         slots = tl.load(slots_ptr + rows, mask=real, other=-1).to(tl.int64)
         stored = (slots >= 0)[:, None]
         cell = cache_ptr + slots[:, None] * WIDTH
-        dtype = cache_ptr.dtype.element_ty
-        tl.store(cell + dims[None, :], x.to(dtype), mask=stored & known)
+        tl.store(cell + dims[None, :], x.to(cache_ptr.dtype.element_ty), mask=stored & known)
         cell += RANK + pairs[None, :]
-        tl.store(cell, (first * cosine - second * sine).to(dtype), mask=stored & inside)
-        tl.store(cell + HALF, (second * cosine + first * sine).to(dtype), mask=stored & inside)
+        tl.store(cell, (first * cosine - second * sine).to(cache_ptr.dtype.element_ty), mask=stored & inside)
+        tl.store(cell + HALF, (second * cosine + first * sine).to(cache_ptr.dtype.element_ty), mask=stored & inside)
     else:
         q = q_ptr + rows[:, None] * q_stride + (part - 1) * q_head + pairs[None, :]
         first = tl.load(q, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(q + HALF, mask=inside, other=0.0).to(tl.float32)
         out = out_ptr + rows[:, None] * out_stride + (part - 1) * out_head + pairs[None, :]
-        dtype = out_ptr.dtype.element_ty
-        tl.store(out, (first * cosine - second * sine).to(dtype), mask=inside)
-        tl.store(out + HALF, (second * cosine + first * sine).to(dtype), mask=inside)
+        tl.store(out, (first * cosine - second * sine).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out + HALF, (second * cosine + first * sine).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def latent_kv(op: LatentKV, positions: Tensor, slots: Tensor, tokens: int) -> None:
