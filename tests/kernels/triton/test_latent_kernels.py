@@ -16,7 +16,10 @@ from tests.kernels.test_latent import BLOCK, Sequences
 from tests.kernels.triton.test_engine_kernels import run_on, triton_executor
 
 pytestmark = pytest.mark.skipif(not target.is_interpreted(), reason="the interpreter computes them in float32")
-SHAPES = [(5, 40, 8, torch.float32), (40, 18, 6, torch.float32), (71, 33, 2, torch.float16)]
+SHAPES = [
+    (5, 40, 8, torch.float32), (40, 18, 6, torch.float32),
+    pytest.param(71, 33, 2, torch.float16, marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 def unready(op: Op) -> str | None:
@@ -44,6 +47,7 @@ def test_in_the_invariant_mode_a_row_depends_on_no_chunk_and_no_neighbour(same_s
     assert torch.equal(batch.part(2, 0, 1).attend(executor), whole[12:])
 
 
+@pytest.mark.slow
 def test_a_decode_depends_on_no_neighbour(same_sums: None) -> None:
     batch = Sequences([300, 7, 600], [1, 1, 1], 5, 20, 4, torch.float32)
     whole = batch.attend(triton_executor())
