@@ -407,7 +407,7 @@ class TritonExecutor:
     def latent_shapes(self, op: LatentAttention) -> tuple[LatentShape, LatentShape]:
         """For prompts, and for decodes."""
         bytes_each, warp = self.target.shared_bytes, self.target.warp
-        tiles = latent_attention.tile_shape(bytes_each, warp, folded=self.batch_invariant)
+        tiles = latent_attention.tile_shape(op, bytes_each, warp, folded=self.batch_invariant)
         return tiles, tiles if self.batch_invariant else latent_attention.decode_shape(op, bytes_each, warp)
 
     def latent_programs(self, op: LatentAttention) -> int:

@@ -26,7 +26,7 @@ class HeadTile:
 
 
 FEW = HeadTile(16, 64, 4)
-MANY = HeadTile(128, 128, 8)
+MANY = HeadTile(64, 128, 8)
 ALWAYS = HeadTile(64, 64, 4)
 """Where a row's sum must not depend on how many others there are."""
 

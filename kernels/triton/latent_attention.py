@@ -26,7 +26,7 @@ from qserve.kernels.triton.launch import at
 WIDEST = (512, 64)
 """The most numbers of a latent and of its rotated key."""
 _ROOMY = 160 << 10
-"""Bytes of shared memory from which on a tile has 64 rows."""
+"""Bytes of shared memory from which on a tile has 32 rows. The registers of none suffice for 64."""
 _LEAST = 16  # rows, and numbers of a product, of a matrix unit
 
 
@@ -58,24 +58,32 @@ def chunk(op: LatentAttention) -> int:
     return CHUNK if op.heads <= 32 else 2 * CHUNK
 
 
-def tile_shape(shared_bytes: int, warp: int, *, folded: bool = False) -> LatentShape:
+def tile_shape(op: LatentAttention, shared_bytes: int, warp: int, *, folded: bool = False) -> LatentShape:
     """For prompts, on a GPU with ``shared_bytes`` for a program and warps of ``warp``. ``folded``: for decodes too."""
-    roomy = shared_bytes >= _ROOMY and not folded
-    return LatentShape(64 if roomy else 32, 32, 256 // warp, 2, folded)
+    return _shape(op, 32 if shared_bytes >= _ROOMY and not folded else _LEAST, warp, folded)
 
 
 def decode_shape(op: LatentAttention, shared_bytes: int, warp: int) -> LatentShape:
     """For decodes: heads of one query."""
-    rows = max(_LEAST, min(triton.next_power_of_2(op.heads), tile_shape(shared_bytes, warp).rows))
-    return LatentShape(rows, 32, (128 if rows == _LEAST else 256) // warp, 3 if shared_bytes >= _ROOMY else 2)
+    most = tile_shape(op, shared_bytes, warp).rows
+    return _shape(op, max(_LEAST, min(triton.next_power_of_2(op.heads), most)), warp)
+
+
+def _shape(op: LatentAttention, rows: int, warp: int, folded: bool = False) -> LatentShape:
+    """A thread keeps 64 numbers of a sum, and has registers for no more; those of two sums where a tile folds."""
+    threads = max(128, rows * _blocks(op)[0] // 64) * (1 + folded)
+    return LatentShape(rows, 32, threads // warp, 3, folded)
+
+
+def needed(op: LatentAttention, shape: LatentShape) -> int:
+    """Bytes of shared memory of a program: its queries, keys that are ahead, and weights on their way."""
+    ahead = (shape.stages - 1) * shape.keys
+    return ((ahead + shape.rows) * sum(_blocks(op)) + shape.rows * shape.keys) * op.cache.dtype.itemsize
 
 
 def resident(op: LatentAttention, shape: LatentShape, shared_bytes: int) -> int:
     """How many programs of decodes a multiprocessor holds at a time, by shared memory and by registers."""
-    latent, rope = _blocks(op)
-    size = op.cache.dtype.itemsize
-    held = (shape.stages * shape.keys + shape.rows) * (latent + rope) * size
-    return max(1, min(8 // shape.warps, (shared_bytes + RESERVED) // (held + RESERVED)))
+    return max(1, min(8 // shape.warps, (shared_bytes + RESERVED) // (needed(op, shape) + RESERVED)))
 
 
 def _blocks(op: LatentAttention) -> tuple[int, int]:

@@ -103,7 +103,8 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
         case LatentKV():
             return _latents(op.rank, op.rope, op.kv_dtype, compiled)
         case LatentAttention():
-            return _latents(op.rank, op.width - op.rank, op.kv_dtype, compiled)
+            found = _latents(op.rank, op.width - op.rank, op.kv_dtype, compiled)
+            return found or (_too_little_memory(op, gpu) if compiled else None)
         case Lora() | CausalConv() | GatedDelta():
             return f"{name_of(type(op))} has no Triton kernel"
     return None
@@ -119,6 +120,13 @@ def _latents(rank: int, rope: int, dtype: torch.dtype, compiled: bool) -> str | 
         return f"a latent of {rank} + {rope} has no Triton kernel: at most {most} + {turned}"
     if dtype not in _FLOATS or (dtype == torch.float32 and compiled):
         return f"a cache of latents in {dtype} has no Triton kernel"
+    return None
+
+
+def _too_little_memory(op: LatentAttention, gpu: Target) -> str | None:
+    needed = latent_attention.needed(op, latent_attention.tile_shape(op, gpu.shared_bytes, gpu.warp))
+    if needed > gpu.shared_bytes:
+        return f"latents of {op.rank} need {needed >> 10} KiB of shared memory, {gpu.architecture} has less"
     return None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from qserve.kernels.ops import Executor, HeadLinear, LatentAttention, LatentKV, Op, Step
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton import target
+from qserve.kernels.triton.support import unsupported
 from tests.kernels.test_latent import BLOCK, Sequences
 from tests.kernels.triton.test_engine_kernels import run_on, triton_executor
 
@@ -103,3 +104,11 @@ def test_what_has_no_kernel_is_refused_by_name() -> None:
     cache = torch.empty(1, BLOCK, 656, dtype=torch.float16)
     wide = LatentAttention(torch.empty(1, 656), torch.empty(1, 592), cache, 1, 1.0)
     assert unready(wide) == "a latent of 592 + 64 has no Triton kernel: at most 512 + 64"
+
+
+def test_latents_too_wide_for_shared_memory_are_left_to_the_reference() -> None:
+    cache = torch.empty(1, BLOCK, 576, dtype=torch.float16)
+    op = LatentAttention(torch.empty(1, 576), torch.empty(1, 512), cache, 1, 1.0)
+    assert unsupported(op, target.described("sm_89"), compiled=True) is None
+    reason = "latents of 512 need 91 KiB of shared memory, gfx942 has less"
+    assert unsupported(op, target.described("gfx942"), compiled=True) == reason
