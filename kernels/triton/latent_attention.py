@@ -5,7 +5,7 @@ and what was read for the scores is multiplied by the weights as well. Keys are 
 prompts by tiles of queries and heads, decodes by units of ``chunk`` keys whose partial results are folded in order.
 
 The sum of a row has up to 512 numbers, more than those of ``attention`` have. So a tile of a prompt keeps one, from
-its first key to its last, and there its last bits are not those of a decode. Where they must be, tiles are half as high
+its first key to its last, and there its last bits are not those of a decode. Where they must be, tiles have 16 rows
 and fold chunks as decodes do.
 """
 

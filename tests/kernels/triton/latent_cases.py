@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qserve.kernels.triton import head_linear, latent_attention, latent_kv
-from qserve.kernels.triton.target import Target, described
+from qserve.kernels.triton.target import AMD, Target, described
 from tests.kernels.triton.aot import Case
 from tests.kernels.triton.engine_cases import ARCHITECTURES, _case
 
@@ -80,4 +80,8 @@ def every_case() -> dict[str, Case]:
 
 
 def amd_cases() -> dict[str, Case]:
-    return latent_cases(described("gfx950"), 128)
+    """DeepSeek-V3 on gfx950; MiniCPM3 on both, whose attention gfx942 has the shared memory for."""
+    found = latent_cases(described("gfx950"), 128)
+    for gpu in map(described, AMD):
+        found |= latent_cases(gpu, 40, 256, 32, 64)
+    return found
