@@ -72,7 +72,7 @@ class Deployment:
     @property
     def missing(self) -> tuple[str, ...]:
         """What ``qserve run`` lacks to serve it; nothing where it can."""
-        return SERVED.missing(self.roofline.shape, self.roofline.layout)
+        return SERVED.missing(self.roofline.shape, self.roofline.layout, self.roofline.kv_dtype)
 
     @property
     def gpus(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qserve.checkpoint.families import FAMILIES, native_families
+from qserve.evals.planner.quantization import KV_BYTES
 from qserve.evals.planner.replica_roofline import Layout
 from qserve.evals.planner.shape import ModelShape
 
@@ -18,13 +19,15 @@ class Served:
     tp: int = 1
     pp: int = 1
 
-    def missing(self, shape: ModelShape, layout: Layout) -> tuple[str, ...]:
-        """What a plan needs beyond this, in words; nothing where it is served."""
+    def missing(self, shape: ModelShape, layout: Layout, kv_dtype: str = "fp16") -> tuple[str, ...]:
+        """What a plan needs beyond this, in words; nothing where it is served. Latents are cached in 16 bits alone."""
         found = [] if shape.family in self.families else [f"the family {shape.family}"]
+        if shape.attention == "MLA" and KV_BYTES[kv_dtype] < 2:
+            found.append(f"latents in {kv_dtype}")
         degrees = (("TP", layout.tp, self.tp), ("PP", layout.pp, self.pp))
         return (*found, *(f"{name} {wanted}" for name, wanted, most in degrees if wanted > most))
 
 
-SERVED = Served(tuple(name for name in native_families() if not FAMILIES[name].latent))
-"""What is served on GPUs today, where latent attention has no kernel. What comes to be served is added here, and plans
+SERVED = Served(tuple(name for name in native_families() if not FAMILIES[name].delta))
+"""What is served on GPUs today, where gated delta nets have no kernel. What comes to be served is added here, and plans
 follow."""

@@ -80,7 +80,7 @@ def resident(op: Attention, shape: Shape, shared_bytes: int) -> int:
 
 
 @triton.jit
-def _fold(top, total, acc, next_top, next_total, next_acc):
+def fold(top, total, acc, next_top, next_total, next_acc):
     """Two partial softmaxes as one: the maximum, the sum and the weighted values of both."""
     largest = tl.maximum(top, next_top)
     safe = tl.where(largest == float("-inf"), 0.0, largest)  # neither saw a key
@@ -94,7 +94,7 @@ def _fold(top, total, acc, next_top, next_total, next_acc):
 def _fold_sinks(top, total, acc, sinks_ptr, heads, mine):
     """A softmax with the scores of its rows' ``heads`` that belong to no key."""
     sinks = tl.load(sinks_ptr + heads, mask=mine, other=0.0) * 1.4426950408889634
-    return _fold(top, total, acc, sinks, tl.full(total.shape, 1.0, tl.float32), tl.zeros_like(acc))
+    return fold(top, total, acc, sinks, tl.full(total.shape, 1.0, tl.float32), tl.zeros_like(acc))
 
 
 def _signed(out: str, bits: str) -> str:
@@ -257,7 +257,7 @@ def tile_kernel(
             tl.maximum(begin, chunk * CHUNK), tl.minimum(end, (chunk + 1) * CHUNK), scale,
             KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX,
         )  # fmt: skip
-        top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
+        top, total, acc = fold(top, total, acc, next_top, next_total, next_acc)
     if sinks_ptr is not None:
         mine = rows < queries * GROUP
         top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows % GROUP, mine)
@@ -341,7 +341,7 @@ def merge_kernel(
                 next_top = tl.load(softmax_ptr + heads * 2, mask=mine, other=0.0)
                 next_total = tl.load(softmax_ptr + heads * 2 + 1, mask=mine, other=1.0)
                 next_acc = tl.load(partial_ptr + heads[:, None] * DIM + dims[None, :], mask=real, other=0.0)
-                top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
+                top, total, acc = fold(top, total, acc, next_top, next_total, next_acc)
             if sinks_ptr is not None:
                 top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, mine)
             weight = 1.0

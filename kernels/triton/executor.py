@@ -26,7 +26,10 @@ from qserve.kernels.ops import (
     Embed,
     Experts,
     Gather,
+    HeadLinear,
     HeadNorm,
+    LatentAttention,
+    LatentKV,
     LayerNorm,
     Linear,
     LogSoftmax,
@@ -41,7 +44,7 @@ from qserve.kernels.ops import (
     Step,
 )
 from qserve.kernels.reference import Fallback, on_device
-from qserve.kernels.triton import linear
+from qserve.kernels.triton import latent_attention, linear
 from qserve.kernels.triton.argmax import argmax
 from qserve.kernels.triton.attention import (
     CHUNK,
@@ -57,7 +60,10 @@ from qserve.kernels.triton.embed import embed
 from qserve.kernels.triton.experts import PreparedExperts
 from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.gather import gather
+from qserve.kernels.triton.head_linear import head_linear
 from qserve.kernels.triton.inputs import Rounded
+from qserve.kernels.triton.latent_attention import LatentShape
+from qserve.kernels.triton.latent_kv import latent_kv
 from qserve.kernels.triton.launch import only_compiles
 from qserve.kernels.triton.log_softmax import log_softmax
 from qserve.kernels.triton.norm import norm
@@ -77,6 +83,7 @@ GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 Launch = Callable[[Batch], None]
 _Rows = RMSNorm | LayerNorm | Activation  # made row by row, so that a row can be rounded at once
+_Paged = Attention | LatentAttention  # a program has layers of one of them
 
 
 PARTIAL_BYTES = 256 << 20
@@ -94,21 +101,31 @@ class _Partials:
         self.values = self.softmax = torch.empty(0)
 
     @staticmethod
-    def most(op: Attention, decodes: int, positions: int) -> int:
+    def most(op: _Paged, decodes: int, positions: int) -> int:
         """Units of this many ``decodes`` with ``positions`` each, or as many as ``PARTIAL_BYTES`` hold."""
-        held = PARTIAL_BYTES // (op.heads * (op.head_dim + 2) * 4)
-        return max(1, min(held, decodes * -(-positions // CHUNK)))
+        held = PARTIAL_BYTES // (op.heads * (_values(op) + 2) * 4)
+        return max(1, min(held, decodes * -(-positions // _chunk(op))))
 
-    def reserve(self, units: int, op: Attention, memory: Workspace) -> bool:
+    def reserve(self, units: int, op: _Paged, memory: Workspace) -> bool:
         """Make room for ``units``; returns whether the memory moved. All programs share ``memory``."""
         if units <= len(self.values):
             return False
-        shapes = (units, op.heads, op.head_dim), (units, op.heads, 2)
+        shapes = (units, op.heads, _values(op)), (units, op.heads, 2)
         self.values, self.softmax = (
             memory.take(name, math.prod(shape), torch.float32)[: math.prod(shape)].view(shape)
             for name, shape in zip(("attention values", "attention softmax"), shapes)
         )
         return True
+
+
+def _values(op: _Paged) -> int:
+    """Numbers of a value of a head."""
+    return op.rank if isinstance(op, LatentAttention) else op.head_dim
+
+
+def _chunk(op: _Paged) -> int:
+    """Keys of a unit of work."""
+    return latent_attention.chunk(op) if isinstance(op, LatentAttention) else CHUNK
 
 
 class _TritonProgram:
@@ -117,7 +134,7 @@ class _TritonProgram:
         self._max_rows = max_rows
         self._launches: list[Launch] = []
         self._last: Op | None = None
-        self._attention: Attention | None = None
+        self._attention: _Paged | None = None
         self._positions = 1 << 31  # of a sequence, at most; a rotation may have fewer
         self._pool: Any = None  # the memory pool that its graphs share
         self._rows: set[str] = set()
@@ -149,7 +166,7 @@ class _TritonProgram:
         work, most = None, 0
         if self._attention is not None:
             most = self._partials.most(self._attention, self._max_rows, self._positions)
-            work = divide(step, self._executor.queries(self._attention), most)
+            work = divide(step, self._executor.queries(self._attention), most, _chunk(self._attention))
             captured = captured and is_decode(step) and len(work.parts) == 1
         if captured:
             tokens, logits = (self._padded(rows) for rows in (tokens, logits))
@@ -158,7 +175,9 @@ class _TritonProgram:
             if batch.parts:
                 most = max(most, *(units for _, units in batch.parts))
                 moved |= self._partials.reserve(most, self._attention, self._executor.memory)
-            place = self._attention.k_cache.data_ptr()
+            attention = self._attention
+            cache = attention.cache if isinstance(attention, LatentAttention) else attention.k_cache
+            place = cache.data_ptr()
             moved |= place != self._cache_at
             self._cache_at = place
         if moved and self._graphs:
@@ -220,6 +239,16 @@ class _TritonProgram:
                 held: dict[str, Any] = {name: self._hold(x) for name in names if (x := getattr(op, name)) is not None}
                 self._attention = replace(op, **held)
                 return partial(self._attend, self._attention)
+            case HeadLinear():
+                return self._head_linear(op)
+            case LatentKV():
+                self._positions = len(op.cosine)
+                held = {name: self._hold(getattr(op, name).float()) for name in ("norm", "cosine", "sine")}
+                latents = replace(op, **held)
+                return lambda batch: latent_kv(latents, batch.positions, batch.slots, batch.tokens)
+            case LatentAttention():
+                self._attention = op
+                return partial(self._attend_latents, op)
             case Gather():
                 return lambda batch: gather(op.x, batch.logit_rows, op.out, batch.logits)
             case Route():
@@ -302,18 +331,34 @@ class _TritonProgram:
         fill(batch.token_ids, sampled, batch.tokens)
         embed(batch)
 
+    def _head_linear(self, op: HeadLinear) -> Launch:
+        invariant = self._executor.batch_invariant
+        product = replace(op, weight=self._hold(op.weight.to(op.x.dtype)))
+        return lambda batch: head_linear(product, batch.tokens, invariant=invariant)
+
     def _attend(self, op: Attention, batch: Batch) -> None:
         if len(batch.tiles):
             attend_tiles(op, self._executor.tile_shape(op), batch.tiles, batch.positions, batch.staged)
+        shape, programs = self._executor.decode_shape(op), self._executor.programs(op)
+        self._parts(partial(attend_decodes, op, shape), min(programs, len(self._partials.values) * op.kv_heads), batch)
+
+    def _attend_latents(self, op: LatentAttention, batch: Batch) -> None:
+        tiles, decodes = self._executor.latent_shapes(op)
+        if len(batch.tiles):
+            latent_attention.attend_tiles(op, tiles, batch.tiles, batch.positions, batch.staged)
+        programs = self._executor.latent_programs(op)
+        programs = min(programs, len(self._partials.values) * decodes.parts(op))
+        self._parts(partial(latent_attention.attend_decodes, op, decodes), programs, batch)
+
+    def _parts(self, attend: Callable[..., None], programs: int, batch: Batch) -> None:
+        """The decodes of each part of the work, by so many ``programs``."""
         values, softmax = self._partials.values, self._partials.softmax
-        programs = min(self._executor.programs(op), len(values) * op.kv_heads)
         units, decodes = batch.units, batch.decodes
         for index, (count, used) in enumerate(batch.parts):
             mine = decodes if index + 1 == len(batch.parts) else decodes[:count]  # padding follows the last one
-            attend_decodes(
-                op, self._executor.decode_shape(op), values, softmax, units, batch.counts[index:], mine,
-                batch.positions, batch.staged, programs,
-            )  # fmt: skip
+            attend(
+                values, softmax, units, batch.counts[index:], mine, batch.positions, batch.staged, programs
+            )
             units, decodes = units[used:], decodes[count:]
 
 
@@ -359,8 +404,20 @@ class TritonExecutor:
         """Programs that share out the units of decodes: as many as run at a time."""
         return self.target.sms * resident(op, self.decode_shape(op), self.target.shared_bytes)
 
-    def queries(self, op: Attention) -> int:
+    def latent_shapes(self, op: LatentAttention) -> tuple[LatentShape, LatentShape]:
+        """For prompts, and for decodes."""
+        bytes_each, warp = self.target.shared_bytes, self.target.warp
+        tiles = latent_attention.tile_shape(op, bytes_each, warp, folded=self.batch_invariant)
+        return tiles, tiles if self.batch_invariant else latent_attention.decode_shape(op, bytes_each, warp)
+
+    def latent_programs(self, op: LatentAttention) -> int:
+        """As ``programs``."""
+        return self.target.sms * latent_attention.resident(op, self.latent_shapes(op)[1], self.target.shared_bytes)
+
+    def queries(self, op: _Paged) -> int:
         """Queries of a sequence in one tile."""
+        if isinstance(op, LatentAttention):
+            return self.latent_shapes(op)[0].queries(op)
         return self.tile_shape(op).rows // (op.heads // op.kv_heads)
 
     def program(self, max_rows: int) -> _TritonProgram:

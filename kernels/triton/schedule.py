@@ -37,14 +37,15 @@ def is_decode(step: Step) -> bool:
     return len(step.token_ids) == len(step.seq_start) - 1
 
 
-def divide(step: Step, queries: int, most_units: int = 1 << 30) -> Work:
-    """A tile has at most ``queries`` of a sequence. A part has at most ``most_units``, or the units of one decode."""
+def divide(step: Step, queries: int, most_units: int = 1 << 30, chunk: int = CHUNK) -> Work:
+    """A tile has at most ``queries`` of a sequence, a unit ``chunk`` keys. A part has at most ``most_units``, or
+    the units of one decode."""
     starts, positions = step.seq_start.numpy(), step.positions.numpy()
     lengths = np.diff(starts)
     width = step.block_tables.shape[1]
     single = np.flatnonzero(lengths == 1)
     rows = starts[single]
-    chunks = positions[rows] // CHUNK + 1
+    chunks = positions[rows] // chunk + 1
     ends = np.cumsum(chunks)
     firsts = ends - chunks
     total = int(ends[-1]) if len(ends) else 0

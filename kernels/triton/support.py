@@ -17,7 +17,6 @@ from qserve.kernels.ops import (
     Embed,
     Experts,
     GatedDelta,
-    HeadLinear,
     HeadNorm,
     LatentAttention,
     LatentKV,
@@ -30,7 +29,7 @@ from qserve.kernels.ops import (
     RopeKV,
     Route,
 )
-from qserve.kernels.triton import experts, linear
+from qserve.kernels.triton import experts, latent_attention, linear
 from qserve.kernels.triton.target import NEEDED, Feature, Target
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -57,6 +56,9 @@ KERNELS = (
     Kernel("rope_kv fp8", "the same into a cache in e4m3", "fp8"),
     Kernel("attention", "paged attention of prompts and decodes over fp16, bf16 or int8"),
     Kernel("attention fp8", "the same over e4m3", "fp8"),
+    Kernel("latent_kv", "latents normed and rotated into a cache in fp16 or bf16, and their queries"),
+    Kernel("latent_attention", "paged attention of prompts and decodes over latents that all heads share"),
+    Kernel("head_linear", "products of heads, each with a weight of its own"),
     Kernel("weight_only", "products with integer weights of 2 to 8 bits (dense ones are cuBLAS's)"),
     Kernel("eight_bit", "products with weights and inputs in int8"),
     Kernel("eight_bit fp8", "products with weights and inputs in e4m3", "fp8"),
@@ -98,13 +100,34 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
             return _too_wide(op.heads * op.head_dim)
         case RopeKV() | Attention():
             return _cache(op, gpu, compiled)
-        case Lora() | HeadLinear() | LatentKV() | LatentAttention() | CausalConv() | GatedDelta():
+        case LatentKV():
+            return _latents(op.rank, op.rope, op.kv_dtype, compiled)
+        case LatentAttention():
+            found = _latents(op.rank, op.width - op.rank, op.kv_dtype, compiled)
+            return found or (_too_little_memory(op, gpu) if compiled else None)
+        case Lora() | CausalConv() | GatedDelta():
             return f"{name_of(type(op))} has no Triton kernel"
     return None
 
 
 def _too_wide(width: int) -> str:
     return f"a norm over {width} values has no Triton kernel: at most {_WIDEST_ROW}"
+
+
+def _latents(rank: int, rope: int, dtype: torch.dtype, compiled: bool) -> str | None:
+    most, turned = latent_attention.WIDEST
+    if rank > most or rope > turned:
+        return f"a latent of {rank} + {rope} has no Triton kernel: at most {most} + {turned}"
+    if dtype not in _FLOATS or (dtype == torch.float32 and compiled):
+        return f"a cache of latents in {dtype} has no Triton kernel"
+    return None
+
+
+def _too_little_memory(op: LatentAttention, gpu: Target) -> str | None:
+    needed = latent_attention.needed(op, latent_attention.tile_shape(op, gpu.shared_bytes, gpu.warp))
+    if needed > gpu.shared_bytes:
+        return f"latents of {op.rank} need {needed >> 10} KiB of shared memory, {gpu.architecture} has less"
+    return None
 
 
 def _cache(op: RopeKV | Attention, gpu: Target, compiled: bool) -> str | None:

@@ -154,16 +154,19 @@ def test_plans_that_qserve_run_cannot_serve_are_marked() -> None:
     def best(model: str, wish: Wish) -> Deployment:
         return choose(catalog.model(model), [catalog.gpu("h200")], Traffic(0.1), Slo(5, 1), Efficiency(), wish)[0]
 
-    alone, split, foreign = best("llama-3-8b", Wish(tp=1)), best("llama-3-8b", Wish(tp=2)), best("deepseek-v3", Wish())
-    assert (alone.missing, split.missing) == ((), ("TP 2",)) and foreign.missing[0] == "the family deepseek_v3"
+    alone, split = best("llama-3-8b", Wish(tp=1)), best("llama-3-8b", Wish(tp=2))
+    foreign = best("llama-4-scout", Wish())
+    assert (alone.missing, split.missing) == ((), ("TP 2",)) and foreign.missing[0] == "the family llama4_text"
     shown = [dict(Document(plan, [plan], [], "").recommendation().rows)["served by"] for plan in (alone, split)]
     assert shown == ["qserve run", "another engine: qserve run lacks TP 2"]
     rows = [Document(plan, [plan], [], "").alternatives().rows[0][0] for plan in (alone, split)]
     assert [row.endswith(" *") for row in rows] == [False, True]
-    later = Served(("llama", "deepseek_v3"), tp=2)  # what later work adds to the table changes the marks, nothing else
+    later = Served(("llama", "llama4_text"), tp=2)  # what later work adds to the table changes the marks, nothing else
     assert later.missing(split.roofline.shape, Layout(2)) == () == later.missing(foreign.roofline.shape, Layout(1))
     assert later.missing(foreign.roofline.shape, Layout(4, 2)) == ("TP 4", "PP 2")
-    on_gpus = {name for name in native_families() if not FAMILIES[name].latent}
+    latent = catalog.model("deepseek-v3")
+    assert SERVED.missing(latent, Layout(1)) == () and SERVED.missing(latent, Layout(1), "fp8") == ("latents in fp8",)
+    on_gpus = {name for name in native_families() if not FAMILIES[name].delta}
     assert set(SERVED.families) == on_gpus and (SERVED.tp, SERVED.pp) == (1, 1)
 
 

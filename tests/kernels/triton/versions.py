@@ -22,7 +22,7 @@ from tests.kernels.triton.aot import Compiled, compile_file
 from tests.kernels.triton.test_emulated import FEW, emulate
 
 HERE = Path(__file__).parent
-FILES = ("linear_cases.py", "engine_cases.py")
+FILES = ("linear_cases.py", "engine_cases.py", "latent_cases.py")
 RUN = ("test_gpu_linear.py", "test_gpu_engine.py")
 OLDEST, NEWEST = "3.6.*", "newest"
 
