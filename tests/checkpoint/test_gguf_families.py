@@ -487,7 +487,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         assert source.shape(name) == tuple(tensors[name].shape) or source.tensor(name).numel() == 1, name
         torch.testing.assert_close(source.tensor(name), tensors[name].float(), rtol=0, atol=1e-6, msg=name)
     config = decoder_config(source.config, "small")
-    limits = DecoderLimits(max_tokens=40, max_logits=40, max_positions=64, num_blocks=24, num_states=1)
+    limits = DecoderLimits(max_tokens=40, max_logits=40, max_positions=64, num_blocks=64, num_states=1)
     kernels = "reference" if native.missing() else "native"
     decoder = Decoder(source, config, registry.make(kernels), limits, kv_dtype=torch.float32)
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(7))

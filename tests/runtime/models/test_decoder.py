@@ -156,6 +156,7 @@ def run_chunks(decoder: Decoder, tokens: list[int], chunks: list[int]) -> torch.
     rows, done = [], 0
     groups = range(len(decoder.layout.groups))
     tables = [torch.tensor([[5, 1, 7, 2]], dtype=torch.int32) + 8 * group for group in groups]
+    assert int(tables[-1].max()) < decoder.kv.shape[2], "the cache has too few blocks"
     for size in chunks:
         positions = torch.arange(done, done + size, dtype=torch.int32)
         steps = [

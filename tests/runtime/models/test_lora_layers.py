@@ -39,7 +39,8 @@ class Adapted:
 
     def __init__(self, decoder: Decoder, slot: int) -> None:
         self._decoder, self._slot = decoder, slot
-        self.layout, self.logits = decoder.layout, decoder.logits
+        self.layout, self.logits, self.kv = decoder.layout, decoder.logits, decoder.kv
+        self.sequence_states = decoder.sequence_states
 
     def run(self, *steps: Step) -> None:
         slots = torch.full((steps[0].tokens,), self._slot, dtype=torch.int32)
