@@ -75,8 +75,8 @@ class ConstraintChecker:
         """
         try:
             self._trying.submit(self._worker.start).result()
-        except Exception:
-            logger.warning("constraints cannot be tried out yet; the first of them tries again", exc_info=True)
+        except Exception as error:
+            logger.warning("constraints cannot be tried out yet, the first of them tries again: %s", error)
 
     async def grammar(self, constraint: Constraint, tenant: str = "") -> str:
         """The constraint in llguidance's format, known to compile in time.
