@@ -10,11 +10,12 @@ import ast
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Schemas = Mapping[str, Mapping[str, Any]]  # by the name of a function, the JSON schema of its arguments
+from qserve.runtime.server.chat.argument_schema import Schemas, schema_of, typed
+
 Call = tuple[str, dict[str, Any]]
 Reader = Callable[[str, Schemas], list[Call]]
 
@@ -30,6 +31,7 @@ class BlockFormat:
         signs: a template that contains one of these texts, and none of ``other``, is of this format.
         other: signs of formats that share a marker with this one.
         around: markers around several blocks; they say nothing and are dropped.
+        inside: markers within a block.
         ends_itself: what is between the markers shows that it is complete, so the end marker may be missing.
         bare: an answer that begins with a bracket is a block without markers.
     """
@@ -41,13 +43,14 @@ class BlockFormat:
     signs: tuple[str, ...]
     other: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
     ends_itself: bool = True
     bare: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that an output must show even where they are special tokens of the tokenizer."""
-        return (self.begin, self.end, *self.around, *_INNER.get(self.name, ()))
+        return (self.begin, self.end, *self.around, *self.inside)
 
     def call_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
@@ -55,12 +58,11 @@ class BlockFormat:
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
-_KEY = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_KEY = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 _INVOKE = re.compile(r'\s*name="([^"\n]+)"\s*>(.*)', re.DOTALL)
 _DSML = re.compile(
     r'\s*<｜DSML｜parameter name="([^"\n]+)"(?: string="(\w+)")?>(.*?)</｜DSML｜parameter>\s*', re.DOTALL
 )
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```)?\s*\Z", re.DOTALL)
 _CALL = re.compile(r"\s*call:([^{\s]+)\s*(?=\{)")
 _BARE_WORD = re.compile(r"[^,{}\[\]]+")
 
@@ -72,14 +74,14 @@ def _read_xml(block: str, schemas: Schemas) -> list[Call]:
         raise ValueError("no function")
     name = found[1].strip()
     pairs = _pairs(_PARAMETER, found[2])
-    return [(name, {key: _typed(_unwrapped(text), _of(schemas, name, key)) for key, text in pairs})]
+    return [(name, {key: typed(_unwrapped(text), schema_of(schemas, name, key)) for key, text in pairs})]
 
 
 def _read_keys(block: str, schemas: Schemas) -> list[Call]:
     """The name, then ``<arg_key>`` and ``<arg_value>`` in turns."""
     name, mark, rest = block.partition("<arg_key>")
     pairs = _pairs(_KEY, mark + rest)
-    return [(name.strip(), {key: _typed(text, _of(schemas, name.strip(), key)) for key, text in pairs})]
+    return [(name.strip(), {key: typed(text, schema_of(schemas, name.strip(), key)) for key, text in pairs})]
 
 
 def _read_deepseek(block: str, schemas: Schemas) -> list[Call]:
@@ -89,9 +91,10 @@ def _read_deepseek(block: str, schemas: Schemas) -> list[Call]:
         raise ValueError("no separator")
     if not rest.lstrip().startswith("{"):
         name, _, rest = rest.partition("\n")
-        if (fence := _FENCE.fullmatch(rest.strip())) is None:
+        rest = rest.strip()
+        if not rest.startswith("```"):
             raise ValueError("no arguments")
-        rest = fence[1]
+        rest = rest.removeprefix("```").removeprefix("json").removesuffix("```")
     return [(name.strip(), _object(rest))]
 
 
@@ -103,7 +106,7 @@ def _read_dsml(block: str, schemas: Schemas) -> list[Call]:
     arguments: dict[str, Any] = {}
     for key, string, text in _matches(_DSML, found[2]):
         kind = {"true": {"type": "string"}, "false": {}}.get(string)
-        arguments[key] = _typed(text, _of(schemas, found[1], key) if kind is None else kind)
+        arguments[key] = typed(text, schema_of(schemas, found[1], key) if kind is None else kind)
     return [(found[1], arguments)]
 
 
@@ -151,7 +154,7 @@ def _gemma_value(text: str, at: int, quote: str) -> tuple[Any, int]:
         found = _BARE_WORD.match(text, at)
         if found is None:
             raise ValueError("no value")
-        return _typed(found[0].strip(), {}), found.end()
+        return typed(found[0].strip(), {}), found.end()
     items: list[Any] = []
     pairs: dict[str, Any] = {}
     at += 1
@@ -179,20 +182,25 @@ def _gemma_value(text: str, at: int, quote: str) -> tuple[Any, int]:
 BLOCK_FORMATS: tuple[BlockFormat, ...] = (
     BlockFormat("seed_oss", "<seed:tool_call>", "</seed:tool_call>", _read_xml, ("<seed:tool_call>",)),
     BlockFormat("qwen3_coder", "<tool_call>", "</tool_call>", _read_xml, ("<parameter=",)),
-    BlockFormat("glm", "<tool_call>", "</tool_call>", _read_keys, ("<arg_key>",), ends_itself=False),
+    BlockFormat(
+        "glm", "<tool_call>", "</tool_call>", _read_keys, ("<arg_key>",),
+        inside=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), ends_itself=False,
+    ),
     BlockFormat(
         "deepseek", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _read_deepseek, ("<｜tool▁call▁begin｜>",),
-        around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), inside=("<｜tool▁sep｜>",),
     ),
     BlockFormat(
         "deepseek_v32", "<｜DSML｜invoke", "</｜DSML｜invoke>", _read_dsml, ("｜DSML｜",),
         around=tuple(f"<{slash}｜DSML｜{name}>" for name in ("function_calls", "tool_calls") for slash in ("", "/")),
-        ends_itself=False,
+        inside=("｜DSML｜",), ends_itself=False,
     ),
-    BlockFormat("gemma4", "<|tool_call>", "<tool_call|>", _read_gemma('<|"|>'), ("<|tool_call>",)),
+    BlockFormat(
+        "gemma4", "<|tool_call>", "<tool_call|>", _read_gemma('<|"|>'), ("<|tool_call>",), inside=('<|"|>',)
+    ),
     BlockFormat(
         "functiongemma", "<start_function_call>", "<end_function_call>", _read_gemma("<escape>"),
-        ("<start_function_call>",),
+        ("<start_function_call>",), inside=("<escape>",),
     ),
     BlockFormat("gemma3", "```tool_code", "```", _read_python, ("```tool_code",)),
     BlockFormat(
@@ -200,17 +208,6 @@ BLOCK_FORMATS: tuple[BlockFormat, ...] = (
         ("[func_name1(", "<|python_start|>"), bare=True,
     ),
 )
-_JSON_TYPES: dict[type, set[str]] = {
-    type(None): {"null"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"},
-    dict: {"object"}, str: set(),
-}  # fmt: skip
-_INNER = {
-    "glm": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    "deepseek": ("<｜tool▁sep｜>",),
-    "deepseek_v32": ("｜DSML｜",),
-    "gemma4": ('<|"|>',),
-    "functiongemma": ("<escape>",),
-}
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> list[tuple[str, ...]]:
@@ -241,61 +238,3 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value
-
-
-def _of(schemas: Schemas, name: str, key: str) -> Mapping[str, Any]:
-    """The schema of one argument, empty where there is none."""
-    schema = schemas.get(name, {})
-    properties = schema.get("properties")
-    found = resolved(properties.get(key) if isinstance(properties, Mapping) else None, schema)
-    return {"anyOf": alternatives(found, schema)}
-
-
-def alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The choices of a schema that says nothing but these, or the schema itself."""
-    for key in ("anyOf", "oneOf"):
-        if schema.get(key) and not schema.keys() - {key, "title", "description", "default", "examples"}:
-            return [resolved(choice, root) for choice in schema[key]]
-    return [schema]
-
-
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema, or the one among the definitions of ``root`` that it refers to; empty where it is no object."""
-    match schema:
-        case {"$ref": str(reference)}:
-            _, _, path = reference.partition("#/")
-            found: Any = root
-            for part in path.split("/"):
-                found = found.get(part) if isinstance(found, Mapping) else None
-            return found if isinstance(found, Mapping) and path else {}
-    return schema if isinstance(schema, Mapping) else {}
-
-
-def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema allows as far as it says so itself; empty where it does not."""
-    given = schema.get("type")
-    types = {given} if isinstance(given, str) else set(map(str, given)) if isinstance(given, list) else set()
-    for key in ("anyOf", "oneOf"):
-        for choice in schema.get(key) or ():
-            types |= types_of(choice) if isinstance(choice, Mapping) else set()
-    return types
-
-
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """The value of an argument that was written as bare text. A text that is not of the schema's type stays a string:
-    the caller sees what the model wrote."""
-    types = types_of(schema)
-    if types == {"string"} or any(not types and text in (one.get("enum") or ()) for one in alternatives(schema, {})):
-        return text
-    words = {"True": True, "False": False, "None": None}
-    if text.strip() in words and "string" not in types:
-        return words[text.strip()]
-    try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        return text
-    return value if "string" not in types or _JSON_TYPES[type(value)] & types else text
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")

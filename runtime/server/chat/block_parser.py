@@ -6,7 +6,8 @@ import json
 import re
 
 from qserve.runtime.detokenizer import overlap
-from qserve.runtime.server.chat.block_formats import BlockFormat, Call, Schemas
+from qserve.runtime.server.chat.argument_schema import Schemas
+from qserve.runtime.server.chat.block_formats import BlockFormat, Call
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text
 
 _BARE = re.compile(r"\[\s*(?:[A-Za-z_]|\Z)")

@@ -10,7 +10,8 @@ from typing import Any
 
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.sampling import RequestError
-from qserve.runtime.server.chat.block_formats import BlockFormat, alternatives, resolved, types_of
+from qserve.runtime.server.chat.argument_schema import alternatives, resolved, types_of
+from qserve.runtime.server.chat.block_formats import BlockFormat
 from qserve.runtime.server.chat.lark import Rules, json_rule, literal
 from qserve.runtime.server.chat.reasoning import ReasoningTags
 from qserve.runtime.server.chat.tool_formats import ARGS, ToolFormat
@@ -25,18 +26,20 @@ _OF_CALL = frozenset(
 
 @dataclass(frozen=True)
 class _Bare:
-    """How a call is written whose values are bare text: what comes before, around and after them. ``{}``: a name."""
+    """How a call is written whose values are bare text: what comes before, around and after them. ``{}``: a name.
+    ``loose``: models differ in whether they break lines."""
 
     head: str
     key: str
     end: str
     close: str
+    loose: bool = False
 
 
 _BARE = {
     "qwen3_coder": _Bare("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>", "</function>\n</tool_call>"),
     "seed_oss": _Bare("\n<function={}>\n", "<parameter={}>", "</parameter>", "</function>\n</seed:tool_call>"),
-    "glm": _Bare("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"),
+    "glm": _Bare("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>", loose=True),
 }
 
 
@@ -190,10 +193,11 @@ class _Grammar(Rules):
         return f"{call} ({separator} {call})*" if parallel else call
 
     def _marked(self, text: str) -> str:
-        """A text with markers of the format in it. GLM's models differ in whether they break lines."""
+        """A text with markers of the format in it."""
         markers = "|".join(re.escape(marker) for marker in self._format.markers)
         pieces = [piece for piece in re.split(rf"({markers}|\n)", text) if piece]
-        loose = self._format.name == "glm"
+        bare = _BARE.get(self._format.name)
+        loose = bare is not None and bare.loose
         return " ".join('"\\n"?' if loose and piece == "\n" else self.marker(piece) for piece in pieces)
 
 

@@ -6,6 +6,7 @@ Each text is cut at every possible position, and character by character: the par
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -267,6 +268,31 @@ def test_no_text_depends_on_its_cuts_or_fails(data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from([piece for piece in pieces if piece]), max_size=12)))
     assert read(block(row.name), [text]) == read(block(row.name), list(text))
     assert read(HarmonyParser(SCHEMAS), [text]) == read(HarmonyParser(SCHEMAS), list(text))
+
+
+LONG = 30_000
+HOSTILE = {
+    "deepseek": ["function<｜tool▁sep｜>now\n```json{" + " " * LONG + "x y"],
+    "glm": ["now<arg_key>k" + "</arg_key><arg_value>" * (LONG // 20), "now<arg_key>" + " " * LONG],
+    "qwen3_coder": [
+        "<function=now>" + "</function>" * (LONG // 11) + "x",
+        "<function=now>" + "<parameter=k></parameter>" * (LONG // 25),
+        "<function=now>" + " " * LONG + "</function> x",
+    ],
+    "deepseek_v32": [' name="now">' + '<｜DSML｜parameter name="k">' * (LONG // 26)],
+    "gemma4": ["call:now{" + "a:{" * (LONG // 3), "call:now{" + "[," * LONG],
+    "gemma3": ["(" * LONG, "now(a=" + "-" * LONG + "1)"],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_long_block_is_refused_in_a_moment(name: str) -> None:
+    """Everybody's answers are read by one thread."""
+    for text in HOSTILE[name]:
+        start = time.process_time()
+        with pytest.raises(ValueError, match="."):
+            ROWS[name].read(text, SCHEMAS)
+        assert time.process_time() - start < 0.1
 
 
 def test_names() -> None:
