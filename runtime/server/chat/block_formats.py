@@ -122,7 +122,7 @@ def _read_python(block: str, schemas: Schemas) -> list[Call]:
             values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
             read.append((ast.unparse(call.func), values))
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"not Python: {error}") from None
     return read
 
 

@@ -290,7 +290,7 @@ def test_a_long_block_is_refused_in_a_moment(name: str) -> None:
     """Everybody's answers are read by one thread."""
     for text in HOSTILE[name]:
         start = time.process_time()
-        with pytest.raises(ValueError, match="."):
+        with pytest.raises(ValueError, match=r"\w"):
             ROWS[name].read(text, SCHEMAS)
         assert time.process_time() - start < 0.1
 
