@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
-from tests.checkpoint.test_gguf_families import CASES, as_llama_cpp, random_model, write
+from tests.checkpoint.formats import test_hqq as hqq
+from tests.checkpoint.test_gguf_families import CASES, OLDER, as_llama_cpp, random_model, write
 from tests.checkpoint.test_gguf_tokenizer import byte_level, metadata_of, trained
 
 U32, F32, BOOL, STRING, ARRAY, U64, I32 = 4, 6, 7, 8, 9, 10, 5
@@ -238,6 +239,51 @@ def test_mutated_gguf_files(kind: str, tmp_path: Path) -> None:
         with_tokenizer = i % 10 == 0
         refused += survives(lambda to=with_tokenizer: read_all(GGUFFile(path), tokenizer=to), data)  # type: ignore[misc]
     assert refused > FUZZED // 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", {architecture: case for case, (_, architecture, _, _) in CASES.items()}.values())
+def test_mutated_gguf_files_of_every_architecture(case: str, tmp_path: Path) -> None:
+    kind, architecture, changes, says = CASES[case]
+    model, tensors = random_model(kind, changes, tmp_path)
+    arrays = as_llama_cpp(architecture, model.config, tensors, older=case in OLDER)
+    content = write(tmp_path / "m.gguf", architecture, model.config, arrays, says).read_bytes()
+
+    def read(path: Path) -> None:
+        source = GGUFFile(path)
+        for name in source.names():
+            source.tensor(name)
+        for module in source.linears():
+            source.linear(module)
+
+    read(tmp_path / "m.gguf")
+    path, rng = tmp_path / "fuzz.gguf", random.Random(case)
+    refused = 0
+    for _ in range(60):
+        path.write_bytes(data := mutated(content, rng, content.rindex(b".weight")))
+        refused += survives(lambda: read(path), data)
+    assert refused > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "told"), [(3, True), (4, False)])
+def test_mutated_hqq(bits: int, told: bool, tmp_path: Path) -> None:
+    hqq.write(tmp_path, hqq.stored(bits), hqq.config(bits) if told else None)
+    path, rng = tmp_path / "model.safetensors", random.Random(bits)
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+
+    def read() -> None:
+        source = HFDirectory(tmp_path)
+        for module in source.linears():
+            source.linear(module).dequantize()
+
+    read()
+    refused = 0
+    for _ in range(FUZZED // 20):
+        path.write_bytes(data := mutated(content, rng, length + 8))
+        refused += survives(read, data)
+    assert refused > FUZZED // 50
 
 
 @pytest.mark.slow
