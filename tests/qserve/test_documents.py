@@ -36,6 +36,11 @@ def test_what_a_document_names_is_there(path: Path) -> None:
     assert broken(path) == []
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_document_was_merged_whole(path: Path) -> None:
+    assert re.findall(r"(?m)^(?:<{7} .*|={7}|>{7} .*)$", path.read_text(encoding="utf-8")) == []
+
+
 def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text("# One\n`runtime/engine.py` `runtime/nothing.py` [a](page.md#one) [b](#two) [c](gone.md)\n")
