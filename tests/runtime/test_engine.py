@@ -44,7 +44,7 @@ class Recorder:
 
 
 def make_engine(model: Path, **config: Any) -> tuple[Engine, Recorder]:
-    engine = Engine(str(model), EngineConfig(**{"kv_cache_memory": 4 << 20, "threads": 2, **config}))
+    engine = Engine(str(model), EngineConfig(**{"kv_cache_memory": 4 << 20, "threads": 2, "seed": 0, **config}))
     recorder = Recorder(engine.runner)
     engine.runner = recorder
     return engine, recorder
@@ -342,8 +342,8 @@ def test_nan_logits_fail_the_request_and_not_the_engine(tiny_model: Path) -> Non
 
 def test_abort_frees_everything_at_once(tiny_model: Path) -> None:
     engine, _ = make_engine(tiny_model)
-    engine.submit("a", prompt(0, 40), SamplingParams(n=3, max_tokens=50))
-    engine.submit("b", prompt(1, 40), SamplingParams(n=2, max_tokens=50))
+    engine.submit("a", prompt(0, 40), SamplingParams(n=3, max_tokens=50, ignore_eos=True))
+    engine.submit("b", prompt(1, 40), SamplingParams(n=2, max_tokens=50, ignore_eos=True))
     for _ in range(3):
         engine.step()
     assert engine.stats().kv_blocks_used > 0

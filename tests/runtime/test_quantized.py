@@ -26,6 +26,8 @@ from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels import native, registry
 from qserve.kernels.ops import Linear, Step
 from qserve.kernels.reference import round_input
+from qserve.quantize import pipeline
+from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.memory import weight_bytes
@@ -423,6 +425,8 @@ def test_hqq_is_served_by_its_16_bit_weights_and_says_so(told: bool, tiny_model:
     found, notes = served(source, tmp_path / "packed", packed, config)
     assert found == served(source, tmp_path / "dense", dense)[0]
     assert any("weights in hqq are held in" in note for note in notes)
+    pipeline.run(open_model(tmp_path / "packed"), tmp_path / "w4", QuantizeJob(method="rtn", calibration=None))
+    assert HFDirectory(tmp_path / "w4").format.name == "gptq"  # it is a source of quantization, too
 
 
 def test_llm_int8_is_served_as_int8_per_channel(tiny_model: Path, tmp_path: Path) -> None:
