@@ -55,6 +55,12 @@ def compiled(lines: list[str], folder: Path) -> dict[str, int]:
     return {name: int(value) for name, value in (line.split() for line in printed.splitlines())}
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_library_is_built_where_there_is_a_compiler() -> None:
+    """A build that fails is a warning to whoever installs; then all tests of kernels would skip."""
+    assert native.missing() is None
+
+
 def test_offsets_and_sizes_are_those_of_the_compiler(tmp_path: Path) -> None:
     here = {"op.size": C.sizeof(abi.operation({name: i for i, name in enumerate(OPERATIONS)}, OPERATIONS))}
     lines = ['printf("op.size %zu\\n", sizeof(qs_op));']
