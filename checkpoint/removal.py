@@ -76,12 +76,12 @@ def _directory(path: Path) -> Removal:
 
 
 def _cached(model: str) -> Removal:
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     model_id, revision = split_hub_id(model)
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         raise CheckpointError(f"{model} is neither a local path nor in the hub cache") from None
     commits = [

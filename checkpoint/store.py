@@ -92,11 +92,11 @@ def _candidates(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _cached_models() -> Iterator[StoredModel]:
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id)
+        repos = sorted(scan_cache_dir(constants.HF_HUB_CACHE).repos, key=lambda repo: repo.repo_id)
     except CacheNotFound:
         return
     for repo in repos:

@@ -44,7 +44,7 @@ class Recorder:
 
 
 def make_engine(model: Path, **config: Any) -> tuple[Engine, Recorder]:
-    engine = Engine(str(model), EngineConfig(**{"kv_cache_memory": 4 << 20, "threads": 2, "seed": 0, **config}))
+    engine = Engine(str(model), EngineConfig(**{"kv_cache_memory": 4 << 20, "threads": 2, **config}))
     recorder = Recorder(engine.runner)
     engine.runner = recorder
     return engine, recorder

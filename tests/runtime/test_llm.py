@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -153,7 +154,8 @@ def test_outputs_have_the_shape_of_vllm(llm: LLM) -> None:
     assert plain.prompt_logprobs is plain.outputs[0].logprobs is plain.outputs[0].cumulative_logprob is None
 
 
-def test_a_seed_of_the_engine_makes_draws_repeat(tiny_model: Path) -> None:
+def test_a_seed_of_the_engine_makes_draws_repeat(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qserve.runtime.engine.SystemRandom", SystemRandom)  # in CI there is one seed for all
     drawn = SamplingParams(n=2, max_tokens=8, ignore_eos=True, temperature=2.0)
 
     def draw(seed: int | None) -> list[list[int]]:

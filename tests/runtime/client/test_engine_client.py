@@ -62,7 +62,7 @@ class Counts(Observer):
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Engine:
-    return Engine(str(tiny_model), EngineConfig(max_model_len=256, kv_cache_memory=16 << 20, max_waiting=8, seed=0))
+    return Engine(str(tiny_model), EngineConfig(max_model_len=256, kv_cache_memory=16 << 20, max_waiting=8))
 
 
 @pytest.fixture

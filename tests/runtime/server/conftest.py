@@ -37,7 +37,7 @@ def _plain_http(plain_http: None) -> None:
 )
 def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
     model = tiny_model if request.param == "tiny" else "demo"
-    config = EngineConfig(max_model_len=512, max_num_seqs=16, kv_cache_memory=256 << 20, threads=2, seed=0)
+    config = EngineConfig(max_model_len=512, max_num_seqs=16, kv_cache_memory=256 << 20, threads=2)
     return Engine(str(model), config)
 
 

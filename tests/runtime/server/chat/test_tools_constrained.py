@@ -53,7 +53,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 @pytest.fixture(scope="module", params=[MARKERS, ()], ids=["special", "text"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     path = save_tiny_model(tmp_path_factory.mktemp("models") / "calling", request.param, context=1536)
-    return Engine(str(path), EngineConfig(max_model_len=1536, kv_cache_memory=64 << 20, threads=2, seed=0))
+    return Engine(str(path), EngineConfig(max_model_len=1536, kv_cache_memory=64 << 20, threads=2))
 
 
 GLM, DEEPSEEK = (HERMES.replace("<tool_call>", sign) for sign in ("<arg_key>", "<｜tool▁call▁begin｜>"))
