@@ -34,7 +34,7 @@ def post(server: ServerHandle, path: str, body: Any) -> httpx.Response:
     start = time.monotonic()
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = httpx.post(f"{server.url}{path}", content=content, headers=HEADERS, timeout=30)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 5.0  # 0.05 s where nothing else runs
     return response
 
 
