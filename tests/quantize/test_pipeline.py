@@ -327,6 +327,7 @@ def test_the_space_for_what_a_killed_run_goes_on_from_is_known(llama, tmp_path, 
             pipeline.check(source, tmp_path / "other", job)
 
 
+@pytest.mark.parametrize("wide", [False], ids=["untied"], indirect=True)
 def test_a_mixed_job_for_other_loaders_does_not_go_on_from_this_one(wide, tmp_path, monkeypatch):
     source = HFDirectory(wide)
     job = QuantizeJob(**{**SMALL, "target_bits": 7.0, "format": "compressed-tensors"})
