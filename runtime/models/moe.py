@@ -111,7 +111,7 @@ class _Read:
 def _read(
     config: MoeConfig, modules: Modules, weights: Weights, layer: str, hidden: int, own: range
 ) -> _Read:
-    """Of the experts ``own``."""
+    """The weights of the experts ``own``."""
     order = None
     if modules.alternating:  # all gates, then all of up
         order = torch.arange(2 * config.inner).view(-1, 2).T.flatten()
