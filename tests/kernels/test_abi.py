@@ -31,7 +31,7 @@ STRUCTURES: dict[str, type[C.Structure]] = {
     "step": abi.structure(Step),
     "scale_search": abi.ScaleSearch,
     "sweep": abi.Sweep,
-    "draw": abi.Draw,
+    "row_sampling": abi.RowSampling,
     "moment": abi.Moment,
     "pack": abi.Pack,
     "heads": abi.Heads,
