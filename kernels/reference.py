@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels.executor import HOST, Step
 from qserve.kernels.ops import (
     BLOCK_SIZE,
-    HOST,
     SCALED_KV,
     Activation,
     AllGather,
@@ -50,7 +50,6 @@ from qserve.kernels.ops import (
     Rows,
     SigmoidMul,
     SoftCap,
-    Step,
 )
 
 INT8_MAX = 127.0

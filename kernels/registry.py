@@ -13,7 +13,8 @@ import torch
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.kernels import native
 from qserve.kernels.abi import name_of
-from qserve.kernels.ops import Executor, Op
+from qserve.kernels.executor import Executor
+from qserve.kernels.ops import Op
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.threads import default_threads
 

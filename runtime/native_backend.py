@@ -13,7 +13,8 @@ from qserve.checkpoint.grid import NO_KERNEL
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.kernels import registry
-from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV, Executor
+from qserve.kernels.executor import Executor
+from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV
 from qserve.runtime import heap, warmup
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.kernels.ops import HeadLinear, LatentAttention, LatentKV, Op, Placement, RMSNorm
+from qserve.kernels.executor import Placement
+from qserve.kernels.ops import HeadLinear, LatentAttention, LatentKV, Op, RMSNorm
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.row_order import Orders, element_order
 from qserve.runtime.models.weights import Weights

@@ -10,7 +10,8 @@ from torch import Tensor
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.modules import Modules
 from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
-from qserve.kernels.ops import Experts, Linear, Op, Placement, Route
+from qserve.kernels.executor import Placement
+from qserve.kernels.ops import Experts, Linear, Op, Route
 from qserve.runtime.models.moe_config import MoeConfig
 from qserve.runtime.models.weights import Weight, Weights
 from qserve.runtime.parallel.group import RankGroup

@@ -24,7 +24,7 @@ from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.modules import LLAMA
 from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.kernels.triton import support, target, weight_only
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.fill import fill
