@@ -30,7 +30,7 @@ def writable(config: Mapping[str, Any], name: str) -> tuple[Family, Gguf]:
     family = FAMILIES.get(kind)
     if family is None or family.gguf is None:
         raise UsageError(f"{name} is of type {kind}, of which llama.cpp's files are not known")
-    special = {"latent attention": family.latent, "gated delta nets": family.delta, "attention sinks": family.sinks}
+    special = {"latent attention": family.latent, "attention sinks": family.sinks}
     if has := [what for what, there in special.items() if there]:
         raise UsageError(f"{name} has {has[0]}: GGUF files of such models are read, but not written")
     return family, family.gguf
@@ -217,9 +217,25 @@ def _olmo(hf: Any) -> dict[str, Any]:
     return {"attention.clamp_kqv": float(hf.clip_qkv)} if hf.clip_qkv else {}
 
 
+def _delta(hf: Any) -> dict[str, Any]:
+    """Layers attend at a fixed interval. The three axes of a position are one for text, whose numbers are all alike."""
+    full = [layer for layer, kind in enumerate(hf.layer_types) if kind == "full_attention"]
+    rotated = int(hf.head_dim * hf.rope_parameters.get("partial_rotary_factor", 1.0))
+    sections = [*(hf.rope_parameters.get("mrope_section") or [rotated // 2]), 0, 0, 0][:4]
+    heads = int(hf.linear_num_value_heads)
+    return {
+        "ssm.conv_kernel": int(hf.linear_conv_kernel_dim), "ssm.state_size": int(hf.linear_key_head_dim),
+        "ssm.group_count": int(hf.linear_num_key_heads), "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * int(hf.linear_value_head_dim),
+        "full_attention_interval": full[0] + 1 if full else len(hf.layer_types) + 1,
+        "rope.dimension_sections": np.array(sections, np.int32),
+    }  # fmt: skip
+
+
 _SAYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "granite": _granite, "granitemoe": _granite, "command-r": _cohere, "cohere2": _cohere, "gemma2": _gemma,
     "gemma3": _gemma, "gptneox": _parallel, "stablelm": _parallel, "phi3": _phi3, "olmo": _olmo,
+    "qwen35": _delta, "qwen35moe": _delta, "qwen3next": _delta,
 }  # fmt: skip
 """What files of an architecture say that others do not: the inverses of ``Gguf.says``."""
 

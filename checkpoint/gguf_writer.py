@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +27,16 @@ from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.gguf_blocks import BLOCK, block_bytes, block_type, pack_blocks
 from qserve.checkpoint.gguf_metadata import check_read_back, metadata_of, writable
 from qserve.checkpoint.gguf_tensors import Stored, file_tensors
-from qserve.checkpoint.gguf_undo import minus_one, regroup, transposed, unpermute
+from qserve.checkpoint.gguf_undo import (
+    log_of_rates,
+    minus_one,
+    rates,
+    regroup,
+    transposed,
+    unpermute,
+    untiled,
+    untiled_columns,
+)
 from qserve.checkpoint.gguf_vocabulary import vocabulary_of
 from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.quantized_weight import QuantizedWeight, take_rows
@@ -37,7 +46,7 @@ Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], None]
 
 _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
-_PLAIN = ("ffn_gate_inp.weight", "position_embd.weight")
+_PLAIN = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "ssm_conv1d.weight")
 """Matrices that llama.cpp wants in float32, besides all vectors."""
 _FILE_TYPES = {Kind.F32: 0, Kind.F16: 1, Kind.Q4_0: 2, Kind.Q8_0: 7, Kind.BF16: 32}
 """llama.cpp's numbers of what most of a file is stored in."""
@@ -168,15 +177,23 @@ def _piece(
 def _blocks(source: ModelSource, module: str, stored: Stored, number: int) -> Array:
     weight = source.linear(module)
     try:
-        return pack_blocks(take_rows(weight, _rows(weight, stored, number)))
+        return pack_blocks(_in_order_of_file(weight, stored, number))
     except CheckpointError as error:
         raise CheckpointError(f"{source.name}: {module}: {error}") from None
 
 
-def _rows(weight: QuantizedWeight, stored: Stored, number: int) -> Tensor:
-    """The rows of a weight in the order of the file."""
-    rows = torch.arange(weight.out_features)
-    return _done(rows, stored, number)
+def _in_order_of_file(weight: QuantizedWeight, stored: Stored, number: int) -> QuantizedWeight:
+    """The rows, or the groups of columns, of a weight as the file has them."""
+    if not isinstance(stored.undo, partial) or stored.undo.func is not untiled_columns:
+        return take_rows(weight, _done(torch.arange(weight.out_features), stored, number))
+    columns = _done(torch.arange(weight.in_features)[None], stored, number)[0]
+    width = weight.scheme.group_width(weight.in_features)
+    groups = columns.view(-1, min(width, weight.in_features)) // width
+    if not bool((groups == groups[:, :1]).all()):
+        raise CheckpointError(f"a head has {weight.scheme} weights in groups that it shares; use --group-size 32")
+    order = groups[:, 0]
+    zeros = None if weight.zeros is None else weight.zeros[:, order]
+    return replace(weight, codes=weight.codes[:, columns], scales=weight.scales[:, order], zeros=zeros)
 
 
 def _done(tensor: Tensor | None, stored: Stored, number: int) -> Tensor:
@@ -189,7 +206,12 @@ def _done(tensor: Tensor | None, stored: Stored, number: int) -> Tensor:
     if undo is transposed:
         return transposed(tensor)
     if undo is not None:
-        assert isinstance(undo, partial) and undo.func in (unpermute, regroup)  # both put rows in another order
+        assert isinstance(undo, partial)
+        if undo.func is log_of_rates:
+            return rates(tensor, **undo.keywords)
+        if undo.func is untiled_columns:
+            return _done(tensor.T, replace(stored, undo=partial(untiled, **undo.keywords)), number).T
+        assert undo.func in (unpermute, regroup, untiled)  # they put rows in another order
         order: Tensor = undo(torch.arange(len(tensor)).unsqueeze(1)).squeeze(1)
         return tensor[order.argsort()]
     if len(stored.names) == 1:

@@ -33,10 +33,9 @@ from qserve.cli import app
 from tests.checkpoint.test_gguf_families import CASES, random_model
 from tests.checkpoint.test_gguf_tokenizer import TEXTS, WORDS, byte_level, metadata_of, trained
 
-READ_ONLY = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "gpt_oss", "qwen3_5_text", "qwen3_next",
-             "qwen3_5_moe_text"}  # fmt: skip
+READ_ONLY = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "gpt_oss"}
 """Model types that are read from GGUF but not written."""
-FEW = ("llama", "phi3-long", "gemma3", "falcon", "qwen3_moe", "granitemoe")
+FEW = ("llama", "phi3-long", "gemma3", "falcon", "qwen3_moe", "granitemoe", "qwen3_5")
 """Cases that between them use every way in which tensors change."""
 
 
@@ -84,7 +83,7 @@ def test_a_model_comes_back(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [case for case, (kind, *_) in CASES.items() if kind in READ_ONLY])
 def test_what_is_only_read_is_refused_by_its_reason(case: str, tmp_path: Path) -> None:
     source = model_of(case, tmp_path / "model")
-    with pytest.raises(UsageError, match=r"(latent attention|delta nets|sinks): GGUF files of such models are read"):
+    with pytest.raises(UsageError, match=r"(latent attention|sinks): GGUF files of such models are read"):
         convert(source, tmp_path / "m.gguf", "gguf")
     assert not (tmp_path / "m.gguf").exists()
 
@@ -147,7 +146,7 @@ def packed(dense: HFDirectory, out: Path, random_weight: Any, spec: QuantSpec, *
     return HFDirectory(out)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3_moe", "mixtral", "qwen3_5"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_linears_keep_their_numbers(case: str, bits: int, tmp_path: Path, random_weight: Any) -> None:
     spec = QuantSpec("gptq", WeightScheme(bits, 32))
@@ -288,3 +287,11 @@ def test_a_tokenizer_that_cannot_be_said_is_refused() -> None:
         vocabulary_of(words, 4, {}, "m")
     with pytest.raises(UsageError, match="do not describe how its tokenizer cuts text"):
         vocabulary_of(split_first(r"[aeiou]"), 400, {}, "m")
+
+
+def test_heads_that_move_must_not_share_groups(tmp_path: Path, random_weight: Any) -> None:
+    dense, spec = model_of("qwen3_5", tmp_path / "d"), QuantSpec("gptq", WeightScheme(4, 64))
+    source = packed(dense, tmp_path / "q", random_weight, spec)
+    with pytest.raises(CheckpointError, match=r"linear_attn.out_proj: a head has 4 bit g64 .* use --group-size 32"):
+        convert(source, tmp_path / "m.gguf", "gguf")
+    assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".*.gguf"))
