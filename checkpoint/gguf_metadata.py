@@ -5,6 +5,7 @@ It is the inverse of ``gguf_config``, which reads what this writes: a configurat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -132,6 +133,10 @@ def _rotation(hf: Any, family: Family, gguf: Gguf, head_dim: int) -> tuple[dict[
         return said, {}
     if kind == "longrope":
         factors = {LONG: rope["long_factor"], SHORT: rope["short_factor"]}
+        original = int(hf.original_max_position_embeddings)
+        grown = max(1.0, hf.max_position_embeddings / original)
+        gain = rope.get("attention_factor") or math.sqrt(1 + math.log(grown) / math.log(original))
+        said["rope.scaling.attn_factor"] = float(gain)
         return said, {name: torch.tensor(values, dtype=torch.float32) for name, values in factors.items()}
     original = rope.get("original_max_position_embeddings") or 0
     if kind == "llama3":
@@ -218,10 +223,12 @@ def _olmo(hf: Any) -> dict[str, Any]:
 
 
 def _delta(hf: Any) -> dict[str, Any]:
-    """Layers attend at a fixed interval. The three axes of a position are one for text, whose numbers are all alike."""
+    """Layers attend at a fixed interval. A position has three axes, alike for text, which share the rotated pairs."""
     full = [layer for layer, kind in enumerate(hf.layer_types) if kind == "full_attention"]
     rotated = int(hf.head_dim * hf.rope_parameters.get("partial_rotary_factor", 1.0))
-    sections = [*(hf.rope_parameters.get("mrope_section") or [rotated // 2]), 0, 0, 0][:4]
+    pairs = rotated // 2
+    shared = [(pairs + 2 - axis) // 3 for axis in range(3)]
+    sections = [*(hf.rope_parameters.get("mrope_section") or shared), 0][:4]
     heads = int(hf.linear_num_value_heads)
     return {
         "ssm.conv_kernel": int(hf.linear_conv_kernel_dim), "ssm.state_size": int(hf.linear_key_head_dim),

@@ -48,6 +48,8 @@ Progress = Callable[[int, int], None]
 _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 _PLAIN = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "ssm_conv1d.weight")
 """Matrices that llama.cpp wants in float32, besides all vectors."""
+_WINDOWLESS = ("llama", "phi3")
+"""Architectures of which llama.cpp attends to everything, seen in version 0.3.36 of llama-cpp-python."""
 _FILE_TYPES = {Kind.F32: 0, Kind.F16: 1, Kind.Q4_0: 2, Kind.Q8_0: 7, Kind.BF16: 32}
 """llama.cpp's numbers of what most of a file is stored in."""
 
@@ -102,11 +104,14 @@ def write_gguf(source: ModelSource, out: Path, *, overwrite: bool = False, progr
         raise write_error(out, error) from None
     finally:
         partial_file.unlink(missing_ok=True)
-    return _notes(source)
+    return _notes(source, architecture, said)
 
 
-def _notes(source: ModelSource) -> list[str]:
+def _notes(source: ModelSource, architecture: str, said: dict[str, Any]) -> list[str]:
     notes = []
+    window = said.get(f"{architecture}.attention.sliding_window")
+    if window and architecture in _WINDOWLESS:
+        notes.append(f"llama.cpp ignores the window of {window:,} tokens: beyond it answers differ")
     if source.spec is not None and source.spec.activations is not None:
         notes.append(f"inputs are no longer rounded as in the checkpoint ({source.spec.activations})")
     if source.spec is not None and source.spec.kv_cache is not None:
@@ -134,7 +139,7 @@ def _planned(source: ModelSource) -> dict[str, _Planned]:
         for number, (target, laid) in enumerate(zip(stored.names, stored.laid)):
             kind, piece = _piece(source, packed, name, stored, number)
             if stored.place is None:
-                shape = laid
+                shape = tuple(n for n in laid if n != 1) or (1,)
                 if target.endswith(_PLAIN) and kind in _DTYPES:
                     kind = Kind.F32
                 plan[target] = _Planned(shape, kind, [partial(piece, kind)])
