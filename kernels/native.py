@@ -20,6 +20,7 @@ from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
+from qserve.kernels.code_tiles import LANES
 from qserve.kernels.fusion import FusedLinear, fuse
 from qserve.kernels.ops import (
     HOST,
@@ -45,7 +46,7 @@ from qserve.kernels.ops import (
     Step,
 )
 from qserve.kernels.pages import Arena
-from qserve.kernels.prepack import LANES, is_expanded, tile_bytes
+from qserve.kernels.prepack import is_expanded, tile_bytes
 from qserve.kernels.ranks import RankLost, Ranks
 from qserve.kernels.reference import Fallback
 from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus, share
@@ -109,6 +110,7 @@ def _declare(loaded: C.CDLL) -> None:
     loaded.qs_peak_products.argtypes = [C.c_int64, C.c_int32]
     loaded.qs_peak_read.restype = C.c_int64
     loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
+    loaded.qs_tile_codes.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
     rounding = (loaded.qs_search_scales, loaded.qs_sweep_chunks, loaded.qs_draw_rows)
     products = (loaded.qs_pack_panels, loaded.qs_add_moment, loaded.qs_attend_causal, loaded.qs_multiply)
     for shared in (*rounding, *products):
@@ -299,17 +301,17 @@ class _NativeProgram:
         """``op`` with its weights as the kernels read them."""
         match op:
             case FusedLinear():
-                return tile_linear(op, self._pool.arena.keep)
+                return tile_linear(op, self._pool.arena.take)
             case Embed():
                 return tile_embed(op)
             case Experts():
-                return tile_experts(op, self._pool.arena.keep)
+                return tile_experts(op, self._pool.arena.take)
             case Lora():
                 return tile_lora(op)
             case Route() if op.bias is not None:
                 return replace(op, bias=op.bias.float().contiguous())
             case HeadLinear():
-                return tile_head_linear(op, self._pool.arena.keep)
+                return tile_head_linear(op, self._pool.arena.take)
             case LatentKV():
                 return replace(op, norm=op.norm.float().contiguous())
             case RMSNorm() | HeadNorm():

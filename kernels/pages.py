@@ -36,19 +36,19 @@ def _mapped(size: int) -> Tensor:
 
 
 class Arena:
-    """Read-only tensors, one behind the other in the order in which they are used."""
+    """Tensors, one behind the other in the order in which they are used."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of ``tensor`` in the arena, which lives as long as the copy does."""
-        size = tensor.numel() * tensor.element_size()
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialized tensor in the arena, which lives as long as the tensor does."""
+        size = int(torch.Size(shape).numel()) * dtype.itemsize
         if size == 0:
-            return tensor
+            return torch.empty(*shape, dtype=dtype)
         if self._used + size > len(self._slab):
             self._slab, self._used = _mapped(max(size, _SLAB)), 0
-        place = self._slab[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+        place = self._slab[self._used : self._used + size].view(dtype).view(*shape)
         self._used += -(-size // _LINE) * _LINE
-        return place.copy_(tensor)
+        return place

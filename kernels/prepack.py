@@ -5,6 +5,7 @@ The layouts are those of ``csrc/qserve.h``: 16 output rows to a tile, the last t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -15,9 +16,12 @@ from torch.nn import functional as F
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels.code_tiles import LANES, tile_codes
 
-LANES = 16
-_CODES = 1 << 18  # that are laid out at a time
+_CODES = 1 << 18  # that are rounded at a time
+
+Take = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Gives an uninitialized tensor where tiles stay."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,16 @@ def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple
     return -(-width // act_group) * act_group, act_group, act_group if activations is None else widest
 
 
-def int_tiles(packed: QuantizedWeight) -> IntTiles:
+def anywhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def kept(take: Take, tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` where ``take`` says."""
+    return take(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def int_tiles(packed: QuantizedWeight, take: Take = anywhere) -> IntTiles:
     """Tiles of 4-bit nibbles for up to 4 bits, of bytes above. The codebook of an exact grid is one of integers: the
     multiples of its unit, which the scales take up. They are lifted by ``zero``, so that none is negative.
 
@@ -113,7 +126,6 @@ def int_tiles(packed: QuantizedWeight) -> IntTiles:
     order: Tensor | None = None
     groups = packed.scheme.groups(packed.in_features)
     needs_order = packed.g_idx is not None or group * groups != packed.in_features
-    codes = packed.codes
     if needs_order:
         slot = torch.full((groups, group), -1, dtype=torch.int64)
         member = packed.group_of_input()
@@ -123,30 +135,25 @@ def int_tiles(packed: QuantizedWeight) -> IntTiles:
                 raise ValueError(f"group {g} holds {len(columns)} inputs, more than the group size {group}")
             slot[g, : len(columns)] = columns
         order = slot.flatten()
-        codes = torch.where(order < 0, 0, codes[:, order.clamp_min(0)])
-    k = codes.shape[1]
-    tiles = -(-packed.out_features // LANES)
-    if len(codes) % LANES:
-        codes = F.pad(codes, (0, 0, 0, tiles * LANES - packed.out_features))
-    # Four codes as the bytes of an int32: [tiles, k / 4, 16]. A few tiles at a time, which stay in the cache.
-    quads = codes.contiguous().view(torch.int32).view(tiles, LANES, k // 4).transpose(1, 2)
-    nibbles = packed.scheme.bits <= 4
-    weight = torch.empty(tiles, k // 8 if nibbles else k // 4, LANES, dtype=torch.int32)
-    step = max(1, _CODES // (LANES * k))
+    k = packed.in_features if order is None else len(order)
+    bits = 4 if packed.scheme.bits <= 4 else 8
     grid, book, zero = packed.scheme.grid, None, packed.scheme.zero
     if grid.codebook is not None:
         levels = (torch.tensor(grid.codebook) / grid.unit).round().int()
         zero = -int(levels.min())
         book = (levels + zero).to(torch.uint8)
-    for some, out in zip(quads.split(step), weight.split(step), strict=True):
-        out.copy_(some[:, ::2] | (some[:, 1::2] << 4) if nibbles else some)
+    # In this order: at the end of the preceding weights, the prefetch runs into these scales.
+    scales = kept(take, _tiles_of_rows(_narrowed(packed.scales.float() * grid.unit)))
+    zeros = None if packed.zeros is None else kept(take, _tiles_of_rows(packed.zeros.to(torch.int32)))
+    weight = take((-(-packed.out_features // LANES), k * bits // 32, LANES, 4), torch.uint8)
+    tile_codes(packed.stored, order, weight)
     return IntTiles(
-        weight=weight.view(torch.uint8).view(tiles, -1, LANES, 4),
-        scales=_tiles_of_rows(_narrowed(packed.scales.float() * grid.unit)),
-        zeros=None if packed.zeros is None else _tiles_of_rows(packed.zeros.to(torch.int32)),
-        permutation=None if order is None else order.to(torch.int32),
+        weight=weight,
+        scales=scales,
+        zeros=zeros,
+        permutation=None if order is None else kept(take, order.to(torch.int32)),
         k=k,
-        bits=4 if packed.scheme.bits <= 4 else 8,
+        bits=bits,
         group=group,
         act_group=act_group,
         act_span=act_span or k,

@@ -350,6 +350,28 @@ typedef struct {
     int32_t tokens, logits, sequences, table_stride;
 } qs_step;
 
+/* At load: codes [outputs, inputs] of `bits` bits from the words of a checkpoint to the tiles of a qs_linear of `dtype` u4 or
+ * u8 with `k` inputs, of which order i32 [k] (NULL for all in turn) names the code, -1 for a code of 0.
+ *
+ * The words of output r are strides[r] words apart, the first at words[r], little-endian.
+ *   nibbles NULL  the codes of an output follow each other, the first in the lowest bits; at 3 and 6 bits some cross the
+ *                 end of a word
+ *   else          u8 [outputs], 4 bits alone: a word holds the codes of eight outputs for one input, that of output r in
+ *                 its nibble nibbles[r]
+ * Rows behind the last output are 0. */
+typedef struct {
+    const uint32_t *const *words;
+    const int32_t *strides;
+    const uint8_t *nibbles;
+    const int32_t *order;
+    void *tiles;
+    int32_t outputs, inputs, k, bits, dtype;
+} qs_tiling;
+
+/* The tiles first .. first + tiles - 1; callers may split them among threads. Returns 0, -1 for an ISA that this machine
+ * lacks, or -2 without memory. */
+int32_t qs_tile_codes(const qs_tiling *op, int64_t first, int64_t tiles, int32_t isa);
+
 /* Offline: for each row of a weight (a group of inputs) the scale that leaves the least error
  * sum_i importance[i] (w[i] - (code[i] - zero) scale)^2, where every code is the nearest of 0 .. max_code.
  *

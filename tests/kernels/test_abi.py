@@ -32,6 +32,7 @@ STRUCTURES: dict[str, type[C.Structure]] = {
     "scale_search": abi.ScaleSearch,
     "sweep": abi.Sweep,
     "draw": abi.Draw,
+    "tiling": abi.Tiling,
     "moment": abi.Moment,
     "pack": abi.Pack,
     "heads": abi.Heads,
