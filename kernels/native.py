@@ -20,6 +20,7 @@ from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
+from qserve.kernels.arena import Arena
 from qserve.kernels.code_tiles import LANES
 from qserve.kernels.fusion import FusedLinear, fuse
 from qserve.kernels.ops import (
@@ -45,7 +46,6 @@ from qserve.kernels.ops import (
     Route,
     Step,
 )
-from qserve.kernels.pages import Arena
 from qserve.kernels.prepack import is_expanded, tile_bytes
 from qserve.kernels.ranks import RankLost, Ranks
 from qserve.kernels.reference import Fallback

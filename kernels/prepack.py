@@ -127,14 +127,7 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere) -> IntTiles:
     groups = packed.scheme.groups(packed.in_features)
     needs_order = packed.g_idx is not None or group * groups != packed.in_features
     if needs_order:
-        slot = torch.full((groups, group), -1, dtype=torch.int64)
-        member = packed.group_of_input()
-        for g in range(groups):
-            columns = (member == g).nonzero().flatten()
-            if len(columns) > group:
-                raise ValueError(f"group {g} holds {len(columns)} inputs, more than the group size {group}")
-            slot[g, : len(columns)] = columns
-        order = slot.flatten()
+        order = _slots(packed.group_of_input(), groups, group)
     k = packed.in_features if order is None else len(order)
     bits = 4 if packed.scheme.bits <= 4 else 8
     grid, book, zero = packed.scheme.grid, None, packed.scheme.zero
@@ -143,8 +136,9 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere) -> IntTiles:
         zero = -int(levels.min())
         book = (levels + zero).to(torch.uint8)
     # In this order: at the end of the preceding weights, the prefetch runs into these scales.
-    scales = kept(take, _tiles_of_rows(_narrowed(packed.scales.float() * grid.unit)))
-    zeros = None if packed.zeros is None else kept(take, _tiles_of_rows(packed.zeros.to(torch.int32)))
+    halves = all(_is_half(part * grid.unit) for part in packed.scales.split(_rows(packed.scales)))
+    scales = _tile_rows(packed.scales, torch.float16 if halves else torch.float32, take, grid.unit)
+    zeros = None if packed.zeros is None else _tile_rows(packed.zeros, torch.int32, take)
     weight = take((-(-packed.out_features // LANES), k * bits // 32, LANES, 4), torch.uint8)
     tile_codes(packed.stored, order, weight)
     return IntTiles(
@@ -162,9 +156,35 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere) -> IntTiles:
     )
 
 
-def _narrowed(scales: Tensor) -> Tensor:
-    half = scales.half()
-    return half if torch.equal(half.float(), scales) else scales
+def _slots(member: Tensor, groups: int, width: int) -> Tensor:
+    """int64 [groups * width]: the inputs of each group in their order, -1 where it has fewer. ``member`` int64 [in]."""
+    count = member.bincount(minlength=groups)
+    if int(count.max()) > width:
+        raise ValueError(f"a group holds {int(count.max())} inputs, more than the group size {width}")
+    columns = member.argsort(stable=True)
+    of_group = torch.arange(len(member)) - (count.cumsum(0) - count)[member[columns]]
+    slots = torch.full((groups * width,), -1)
+    slots[member[columns] * width + of_group] = columns
+    return slots
+
+
+def _rows(values: Tensor) -> int:
+    """Whole tiles of rows that stay in the cache."""
+    return max(1, _CODES // (LANES * values.shape[1])) * LANES
+
+
+def _is_half(values: Tensor) -> bool:
+    return torch.equal(values.half().float(), values)
+
+
+def _tile_rows(values: Tensor, dtype: torch.dtype, take: Take, unit: float = 1) -> Tensor:
+    """[out, n] -> [tiles, n, 16], times ``unit``, as ``float_tiles``. Some at a time: new memory is only that of the
+    result."""
+    rows, n = _rows(values), values.shape[1]
+    tiles = take((-(-len(values) // LANES), n, LANES), dtype)
+    for part, place in zip(values.split(rows), tiles.split(rows // LANES), strict=True):
+        place.copy_(_tiles_of_rows((part if unit == 1 else part * unit).to(dtype)))
+    return tiles
 
 
 def int8_scheme(inp: int, group_size: int = 64) -> WeightScheme:

@@ -130,7 +130,7 @@ class AWQ:
         qweight, qzeros = (require(parts, part, torch.int32, 2) for part in ("qweight", "qzeros"))
         codes = PackedCodes((qweight,), 4, len(qweight), ORDER)
         zeros = PackedCodes((qzeros,), 4, len(qzeros), ORDER).unpack()
-        scales = require(parts, "scales", dim=2).t().to(torch.float32).contiguous()
+        scales = require(parts, "scales", dim=2).t().contiguous().to(torch.float32)
         weight = QuantizedWeight(scheme, codes, scales, zeros, None, bias_from(parts, codes.outputs), activations)
         weight.check()
         return weight

@@ -104,7 +104,7 @@ class GPTQ:
         """``g_idx`` and ``bias`` may be absent."""
         qweight = require(parts, "qweight", torch.int32, 2)
         qzeros = require(parts, "qzeros", torch.int32, 2)
-        scales = require(parts, "scales", dim=2).t().to(torch.float32).contiguous()
+        scales = require(parts, "scales", dim=2).t().contiguous().to(torch.float32)
         codes = PackedCodes((qweight.t(),), scheme.bits, _values(qweight.t(), scheme.bits))
         count = _values(qzeros, scheme.bits)
         zeros: Tensor | None = None
