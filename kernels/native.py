@@ -110,10 +110,10 @@ def _declare(loaded: C.CDLL) -> None:
     loaded.qs_peak_products.argtypes = [C.c_int64, C.c_int32]
     loaded.qs_peak_read.restype = C.c_int64
     loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
-    loaded.qs_tile_codes.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
     rounding = (loaded.qs_search_scales, loaded.qs_sweep_chunks, loaded.qs_draw_rows)
     products = (loaded.qs_pack_panels, loaded.qs_add_moment, loaded.qs_attend_causal, loaded.qs_multiply)
-    for shared in (*rounding, *products):
+    at_load = (loaded.qs_tile_codes, loaded.qs_round_rows)
+    for shared in (*rounding, *products, *at_load):
         shared.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
 
 

@@ -185,30 +185,3 @@ def _tile_rows(values: Tensor, dtype: torch.dtype, take: Take, unit: float = 1) 
     for part, place in zip(values.split(rows), tiles.split(rows // LANES), strict=True):
         place.copy_(_tiles_of_rows((part if unit == 1 else part * unit).to(dtype)))
     return tiles
-
-
-def int8_scheme(inp: int, group_size: int = 64) -> WeightScheme:
-    """The scheme that ``round_to_int8`` uses for ``inp`` inputs: groups, or one group where they do not divide it."""
-    return WeightScheme(8, group_size if inp % group_size == 0 and inp != group_size else -1)
-
-
-def round_to_int8(weight: Tensor, group_size: int = 64) -> QuantizedWeight:
-    """A dense [out, in] as symmetric int8 with a scale per group, for products that int8 serves as well.
-
-    Rounded to nearest. On the output head of a small model this costs a KL divergence of about 0.001. Scales are normal
-    float16 numbers: a group below 2^-7 is rounded to steps of 2^-14.
-    """
-    out, inp = weight.shape
-    scheme = int8_scheme(inp, group_size)
-    width = scheme.group_width(inp)
-    codes = torch.empty(out, inp, dtype=torch.uint8)
-    scales = torch.empty(out, inp // width)
-    rows = max(1, _CODES // inp)
-    for start in range(0, out, rows):  # in slices that stay in the cache: a large head in float32 is gigabytes
-        grouped = weight[start : start + rows].float().view(-1, inp // width, width)
-        scale = (grouped.abs().amax(-1) / 127.0).clamp_min(2.0**-14)
-        scale = torch.where(scale < 65504.0, scale.half().float(), scale)
-        rounded = (grouped / scale[..., None]).round_().clamp_(-127, 127).add_(128)
-        codes[start : start + rows] = rounded.view(-1, inp).to(torch.uint8)
-        scales[start : start + rows] = scale
-    return QuantizedWeight(scheme, codes, scales)

@@ -372,6 +372,20 @@ typedef struct {
  * lacks, or -2 without memory. */
 int32_t qs_tile_codes(const qs_tiling *op, int64_t first, int64_t tiles, int32_t isa);
 
+/* At load: each group of `width` inputs of a weight [rows, inputs] of dtype f32, f16 or bf16 as codes u8
+ * round_half_even(w / scale) + 128 in 1 .. 255, and scales f32 [rows, inputs / width], where scale = max |w| / 127, at least
+ * 2^-14, rounded to f16 where it is below 65504. */
+typedef struct {
+    const void *weight;
+    uint8_t *codes;
+    float *scales;
+    int32_t inputs, width, dtype;
+} qs_rounding;
+
+/* The rows first .. first + rows - 1; callers may split them among threads. Returns 0, -1 for an ISA that this machine
+ * lacks, or -2 without memory. */
+int32_t qs_round_rows(const qs_rounding *op, int64_t first, int64_t rows, int32_t isa);
+
 /* Offline: for each row of a weight (a group of inputs) the scale that leaves the least error
  * sum_i importance[i] (w[i] - (code[i] - zero) scale)^2, where every code is the nearest of 0 .. max_code.
  *

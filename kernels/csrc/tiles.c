@@ -1,9 +1,9 @@
-/* From the words of a checkpoint to the tiles of qs_linear. It moves bits and is bound by memory, so plain C that a
- * compiler makes vectors of is enough for every processor. */
+/* From a checkpoint to what kernels read: packed codes to the tiles of qs_linear, and dense weights to int8. Bound by
+ * memory, so plain C that a compiler makes vectors of is enough for every processor. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "qserve.h"
+#include "internal.h"
 
 #define STRIP 16 /* words of an output that are read in a row */
 
@@ -124,5 +124,57 @@ int32_t qs_tile_codes(const qs_tiling *op, int64_t first, int64_t tiles, int32_t
             place_codes(op, block, out);
     }
     free(block);
+    return 0;
+}
+
+static void as_floats(const void *from, int64_t first, int32_t count, int32_t dtype, float *out)
+{
+    const uint16_t *halves = (const uint16_t *)from + first;
+    if (dtype == QS_F32)
+        memcpy(out, (const float *)from + first, sizeof *out * (size_t)count);
+    else if (dtype == QS_BF16)
+        for (int32_t i = 0; i < count; i++)
+            out[i] = qs_bf16_to_float(halves[i]);
+    else
+        for (int32_t i = 0; i < count; i++)
+            out[i] = qs_half_to_float(halves[i]);
+}
+
+/* NaN where a value is. */
+static float largest(const float *values, int32_t count)
+{
+    float most = 0, nan = 0;
+#pragma omp simd reduction(max : most) reduction(+ : nan)
+    for (int32_t i = 0; i < count; i++) {
+        const float magnitude = fabsf(values[i]);
+        most = magnitude > most ? magnitude : most;
+        nan += values[i] - values[i]; /* NaN for infinity, too */
+    }
+    return nan == nan || most == INFINITY ? most : nan;
+}
+
+int32_t qs_round_rows(const qs_rounding *op, int64_t first, int64_t rows, int32_t isa)
+{
+    const int32_t groups = op->inputs / op->width;
+    float *values = malloc(sizeof *values * (size_t)op->width);
+    if (!qs_has_isa(isa))
+        return free(values), -1;
+    if (!values)
+        return -2;
+    for (int64_t group = first * groups; group < (first + rows) * groups; group++) {
+        uint8_t *codes = op->codes + group * op->width;
+        as_floats(op->weight, group * op->width, op->width, op->dtype, values);
+        float scale = largest(values, op->width) / 127.0f;
+        scale = scale < 1.0f / (1 << 14) ? 1.0f / (1 << 14) : scale;
+        scale = scale < 65504.0f ? qs_half_to_float(qs_float_to_half(scale)) : scale;
+        op->scales[group] = scale;
+        for (int32_t i = 0; i < op->width; i++) {
+            float steps = values[i] / scale;
+            steps = steps > 127.0f ? 127.0f : steps;
+            steps = steps > -127.0f ? steps : -127.0f; /* of NaN, too */
+            codes[i] = (uint8_t)((int32_t)(steps + 12582912.0f - 12582912.0f) + 128);
+        }
+    }
+    free(values);
     return 0;
 }

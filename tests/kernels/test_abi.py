@@ -33,6 +33,7 @@ STRUCTURES: dict[str, type[C.Structure]] = {
     "sweep": abi.Sweep,
     "draw": abi.Draw,
     "tiling": abi.Tiling,
+    "rounding": abi.Rounding,
     "moment": abi.Moment,
     "pack": abi.Pack,
     "heads": abi.Heads,
