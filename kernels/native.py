@@ -14,17 +14,19 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
+from qserve.checkpoint.packed_codes import PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
 from qserve.kernels.arena import Arena
 from qserve.kernels.code_tiles import LANES
+from qserve.kernels.executor import HOST, Step
 from qserve.kernels.fusion import FusedLinear, fuse
 from qserve.kernels.ops import (
-    HOST,
     SCALED_KV,
     Attention,
     Cast,
@@ -44,7 +46,6 @@ from qserve.kernels.ops import (
     RMSNorm,
     RopeKV,
     Route,
-    Step,
 )
 from qserve.kernels.prepack import is_expanded, tile_bytes
 from qserve.kernels.ranks import RankLost, Ranks
@@ -198,6 +199,24 @@ def run_pieces(
         raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")
 
 
+def tile_codes(stored: Tensor | PackedCodes, order: Tensor | None, out: Tensor, *, threads: int | None = None) -> None:
+    """``tile_codes_reference`` in C, from wherever the codes lie."""
+    bits = stored.bits if isinstance(stored, PackedCodes) else 8
+    if isinstance(stored, Tensor):  # bytes are words of four codes, where rows begin words
+        stored = F.pad(stored, (0, -stored.shape[1] % 4)).contiguous()
+        stored = PackedCodes((stored.view(torch.int32),), 8, stored.shape[1])
+    outputs, inputs = stored.shape
+    k = inputs if order is None else len(order)
+    addresses, strides, nibbles = stored.table()
+    places = None if order is None else order.to(torch.int32)
+    op = abi.Tiling(
+        words=address(addresses), strides=address(strides), nibbles=address(nibbles), order=address(places),
+        tiles=address(out), outputs=outputs, inputs=inputs, k=k, bits=bits,
+        dtype=abi.U4 if out.shape[1] * 8 == k else abi.U8,
+    )  # fmt: skip
+    run_pieces(library().qs_tile_codes, op, len(out), threads)
+
+
 def meeting(ranks: Ranks) -> Callable[[], None]:
     """What returns when all ``ranks`` have called it, and raises ``RankLost`` where one has ended."""
     described, qs_meet = abi.describe(ranks, Tensor.data_ptr), library().qs_meet
@@ -301,11 +320,11 @@ class _NativeProgram:
         """``op`` with its weights as the kernels read them."""
         match op:
             case FusedLinear():
-                return tile_linear(op, self._pool.arena.take)
+                return tile_linear(op, self._pool.arena.take, tile_codes)
             case Embed():
                 return tile_embed(op)
             case Experts():
-                return tile_experts(op, self._pool.arena.take)
+                return tile_experts(op, self._pool.arena.take, tile_codes)
             case Lora():
                 return tile_lora(op)
             case Route() if op.bias is not None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
-from qserve.kernels.code_tiles import LANES, tile_codes
+from qserve.kernels.code_tiles import LANES, Tile, tile_codes_reference
 
 _CODES = 1 << 18  # that are rounded at a time
 
@@ -113,7 +113,7 @@ def kept(take: Take, tensor: Tensor) -> Tensor:
     return take(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def int_tiles(packed: QuantizedWeight, take: Take = anywhere) -> IntTiles:
+def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_codes_reference) -> IntTiles:
     """Tiles of 4-bit nibbles for up to 4 bits, of bytes above. The codebook of an exact grid is one of integers: the
     multiples of its unit, which the scales take up. They are lifted by ``zero``, so that none is negative.
 
@@ -140,7 +140,7 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere) -> IntTiles:
     scales = _tile_rows(packed.scales, torch.float16 if halves else torch.float32, take, grid.unit)
     zeros = None if packed.zeros is None else _tile_rows(packed.zeros, torch.int32, take)
     weight = take((-(-packed.out_features // LANES), k * bits // 32, LANES, 4), torch.uint8)
-    tile_codes(packed.stored, order, weight)
+    tile(packed.stored, order, weight)
     return IntTiles(
         weight=weight,
         scales=scales,

@@ -15,6 +15,7 @@ from torch import Tensor
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import abi
+from qserve.kernels.code_tiles import Tile
 from qserve.kernels.fusion import FusedLinear, alternate, alternating
 from qserve.kernels.ops import Embed, Experts, HeadLinear, LayerNorm, Lora
 from qserve.kernels.prepack import Take, anywhere, float8_tiles, float_tiles, int_tiles, is_expanded, kept
@@ -119,7 +120,7 @@ def as_floats(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
 
 
-def tile_linear(fused: FusedLinear, take: Take) -> TiledLinear:
+def tile_linear(fused: FusedLinear, take: Take, tile: Tile) -> TiledLinear:
     """Raises ``ValueError`` where the weight does not map ``x`` to ``out``: the C side does not check its numbers."""
     op, norm, activation, soft_cap = fused.linear, fused.norm, fused.activation, fused.soft_cap
     x, out = norm.x if norm else op.x, activation.out if activation else op.out
@@ -129,7 +130,7 @@ def tile_linear(fused: FusedLinear, take: Take) -> TiledLinear:
         raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
     if not x.is_contiguous():
         raise ValueError("the C kernels need contiguous inputs of products")
-    weight = _tiles(op.weight, take)
+    weight = _tiles(op.weight, take, tile)
     return TiledLinear(
         x=x,
         out=out,
@@ -149,7 +150,7 @@ def tile_linear(fused: FusedLinear, take: Take) -> TiledLinear:
     )
 
 
-def _tiles(weight: Tensor | QuantizedWeight, take: Take) -> dict[str, Any]:
+def _tiles(weight: Tensor | QuantizedWeight, take: Take, tile: Tile) -> dict[str, Any]:
     """The fields of ``TiledLinear`` that follow from the weight."""
     if isinstance(weight, Tensor):
         k = weight.shape[1]
@@ -157,7 +158,7 @@ def _tiles(weight: Tensor | QuantizedWeight, take: Take) -> dict[str, Any]:
     scheme, activations = weight.scheme, weight.activations
     inputs = {"input_scale": weight.input_scale or 0.0}
     if scheme.grid.exact and not is_expanded(scheme, activations):
-        tiles = int_tiles(weight, take)
+        tiles = int_tiles(weight, take, tile)
         return {
             "scales": tiles.scales,
             "zeros": tiles.zeros,
@@ -206,13 +207,13 @@ def tile_head_linear(op: HeadLinear, take: Take) -> TiledHeadLinear:
     return TiledHeadLinear(first, op.heads, op.x.stride(1), op.out.stride(1))
 
 
-def tile_experts(op: Experts, take: Take) -> TiledExperts:
+def tile_experts(op: Experts, take: Take, tile: Tile) -> TiledExperts:
     """Raises ``ValueError`` where the weights do not map ``x`` to ``out``, or are not all of one kind."""
     inner = op.activated.shape[1]
     _require_shape(op.gate_up, 2 * inner, op.x.shape[1])
     _require_shape(op.down, op.out.shape[1], inner)
-    gate_up, gate_up_scales = _stacked(map(alternating, op.gate_up), take)
-    down, down_scales = _stacked(op.down, take)
+    gate_up, gate_up_scales = _stacked(map(alternating, op.gate_up), take, tile)
+    down, down_scales = _stacked(op.down, take, tile)
     return TiledExperts(
         gate_up=TiledLinear(
             x=op.x,
@@ -256,10 +257,12 @@ def _require_shape(weights: Sequence[Tensor | QuantizedWeight], out: int, inp: i
             raise ValueError(f"a weight of {shape} does not map {inp} inputs to {out} outputs")
 
 
-def _stacked(weights: Iterable[Tensor | QuantizedWeight], take: Take) -> tuple[dict[str, Any], Tensor | None]:
+def _stacked(
+    weights: Iterable[Tensor | QuantizedWeight], take: Take, tile: Tile
+) -> tuple[dict[str, Any], Tensor | None]:
     """The fields of the first of ``weights``, whose tensors hold all of them, one behind the other; and their input
     scales [weights], where they have static ones."""
-    tiled = [_tiles(weight, anywhere) for weight in weights]
+    tiled = [_tiles(weight, anywhere, tile) for weight in weights]
     first = dict(tiled[0])
     if len({each.get("scale_dtype") for each in tiled}) > 1:  # float16 holds the scales of some only
         tiled = [{**each, "scales": each["scales"].float(), "scale_dtype": 0} for each in tiled]

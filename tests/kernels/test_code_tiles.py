@@ -16,7 +16,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows, tak
 from qserve.checkpoint.spec import WeightScheme
 from qserve.checkpoint.words import pack_words
 from qserve.kernels import native
-from qserve.kernels.code_tiles import LANES, tile_codes, tile_codes_reference
+from qserve.kernels.code_tiles import LANES, tile_codes_reference
 from qserve.kernels.fusion import alternating
 from qserve.kernels.prepack import int_tiles
 from tests.kernels.quantized_weights import make_weight
@@ -66,7 +66,7 @@ def test_tiles_are_those_of_the_reference(data: st.DataObject) -> None:
         shape = -(-len(codes) // LANES), k // width, LANES, 4
         expected, found = torch.empty(shape, dtype=torch.uint8), torch.full(shape, 77, dtype=torch.uint8)
         tile_codes_reference(codes, order, expected)
-        tile_codes(stored, order, found, threads=data.draw(st.sampled_from([1, 2])))
+        native.tile_codes(stored, order, found, threads=data.draw(st.sampled_from([1, 2])))
         assert torch.equal(found, expected)
     assert isinstance(stored, Tensor) or torch.equal(stored.unpack(), codes)
 
@@ -92,7 +92,8 @@ def test_a_weight_is_tiled_as_it_is_stored(name: str, scheme: WeightScheme, shuf
         joined = concat_rows([take_rows(each[0], torch.arange(64).flip(0)), *each[1:]])
         gated = alternating(concat_rows(each[1:]))
         assert isinstance(gated, QuantizedWeight)
-        ways.append([int_tiles(each[0]), int_tiles(joined), int_tiles(gated)])
+        tile = native.tile_codes if each is read else tile_codes_reference
+        ways.append([int_tiles(weight, tile=tile) for weight in (each[0], joined, gated)])
         if each is read:
             assert all(isinstance(weight.stored, PackedCodes) for weight in (*read, joined, gated))
     for bytes_, words in zip(*ways):
