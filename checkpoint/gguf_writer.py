@@ -198,7 +198,7 @@ def _in_order_of_file(weight: QuantizedWeight, stored: Stored, number: int) -> Q
         raise CheckpointError(f"a head has {weight.scheme} weights in groups that it shares; use --group-size 32")
     order = groups[:, 0]
     zeros = None if weight.zeros is None else weight.zeros[:, order]
-    return replace(weight, codes=weight.codes[:, columns], scales=weight.scales[:, order], zeros=zeros)
+    return replace(weight, stored=weight.codes[:, columns], scales=weight.scales[:, order], zeros=zeros)
 
 
 def _done(tensor: Tensor | None, stored: Stored, number: int) -> Tensor:

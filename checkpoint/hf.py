@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 import os
 import shutil
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 
+from qserve.checkpoint import pages
 from qserve.checkpoint.calibration_record import CalibrationRecord, read_calibration
 from qserve.checkpoint.card import QualityCard, read_card
 from qserve.checkpoint.container import DTYPES
@@ -35,6 +37,7 @@ from qserve.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_MAPPED = 1 << 20
 _FLOATS = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}
 
 
@@ -159,22 +162,17 @@ class HFDirectory:
 
     def tensor(self, name: str, rows: range | None = None) -> Tensor:
         """Read, not mapped: mapped pages count as memory of this process, and those of a large model add up."""
-        stored = self._stored(name)
-        dtype = DTYPES.get(stored.dtype)
-        if dtype is None or stored.nbytes != stored.numel * dtype.itemsize:
-            raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: {stored.nbytes} bytes of "
-                                  f"{stored.dtype} {list(stored.shape)}")  # fmt: skip
+        stored, dtype = self._readable(name)
         shape, nbytes, offset = stored.shape, stored.nbytes, stored.offset
         if rows is not None:
             width = nbytes // shape[0]
             shape, nbytes, offset = (len(rows), *shape[1:]), len(rows) * width, offset + rows.start * width
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        data = pages.empty((nbytes,), torch.uint8)
         view, done = memoryview(data.numpy()), 0  # type: ignore[arg-type]
         try:
-            if stored.file not in self._open:
-                self._open[stored.file] = self._files.enter_context(stored.file.open("rb", buffering=0))
+            file = self._descriptor(stored.file)
             while done < nbytes:
-                count = os.preadv(self._open[stored.file].fileno(), [view[done:]], offset + done)
+                count = os.preadv(file, [view[done:]], offset + done)
                 if not count:
                     raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: the file was cut short")
                 done += count
@@ -182,12 +180,40 @@ class HFDirectory:
             raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: {error.strerror}") from None
         return data.view(dtype).reshape(shape)
 
+    def _readable(self, name: str) -> tuple[StoredTensor, torch.dtype]:
+        stored = self._stored(name)
+        dtype = DTYPES.get(stored.dtype)
+        if dtype is None or stored.nbytes != stored.numel * dtype.itemsize:
+            raise CheckpointError(f"{stored.file}: tensor {name} cannot be read: {stored.nbytes} bytes of "
+                                  f"{stored.dtype} {list(stored.shape)}")  # fmt: skip
+        return stored, dtype
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._open:
+            self._open[file] = self._files.enter_context(file.open("rb", buffering=0))
+        return self._open[file].fileno()
+
+    def _part(self, name: str) -> Tensor:
+        """A part of a packed linear. Large words are mapped: a kernel lays them out from there, and the mapping ends
+        with the linear. Getting memory for a copy would take longer than all the rest."""
+        stored, dtype = self._readable(name)
+        start = stored.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        before = stored.offset - start
+        if dtype != torch.int32 or stored.nbytes < _MAPPED or before % dtype.itemsize:
+            return self.tensor(name)
+        try:
+            length = before + stored.nbytes
+            area = mmap.mmap(self._descriptor(stored.file), length, access=mmap.ACCESS_COPY, offset=start)
+        except (OSError, ValueError):  # its file became shorter, or its system maps none
+            return self.tensor(name)
+        return torch.frombuffer(area, dtype=dtype, count=stored.numel, offset=before).view(stored.shape)
+
     def linear(self, module: str) -> QuantizedWeight:
         if module not in self._packed:
             raise CheckpointError(f"{self.path} has no packed linear {module}")
         format, scheme = self._format_and_scheme(module)
         assert self.spec is not None
-        parts = {part: self.tensor(f"{module}.{part}") for part in self._parts(module)}
+        parts = {part: self._part(f"{module}.{part}") for part in self._parts(module)}
         try:
             return format.unpack(parts, scheme, self.spec.activations_of(module))
         except CheckpointError as error:

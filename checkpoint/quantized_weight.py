@@ -6,11 +6,13 @@ On-disk formats convert to and from it; kernels prepack from it at load. It know
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError
+from qserve.checkpoint.packed_codes import PackedCodes, join
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 
 
@@ -20,7 +22,8 @@ class QuantizedWeight:
     integers the code itself, for fp8 the e4m3 number of that byte, for fp4 the e2m1 number of those four bits. Grids
     without zero points subtract nothing.
 
-    codes        uint8 [out, in], each in [0, 2**bits)
+    stored       the codes [out, in], each in [0, 2**bits): uint8, or packed as a checkpoint holds them
+    codes        uint8 [out, in]; packed ones are unpacked when they are first read, and held so from then on
     scales       float32 [out, groups]; where the scheme shares a scale among outputs, their rows repeat it
     zeros        uint8 [out, groups], or None for a symmetric scheme (zero = 2**(bits-1)); floats where the grid has
                  real ones: then each step of ``dequantize`` is rounded to their dtype
@@ -31,7 +34,7 @@ class QuantizedWeight:
     """
 
     scheme: WeightScheme
-    codes: Tensor
+    stored: Tensor | PackedCodes
     scales: Tensor
     zeros: Tensor | None = None
     g_idx: Tensor | None = None
@@ -40,27 +43,31 @@ class QuantizedWeight:
     input_scale: float | None = None
 
     @property
+    def codes(self) -> Tensor:
+        if isinstance(self.stored, PackedCodes):
+            object.__setattr__(self, "stored", self.stored.unpack())
+        assert isinstance(self.stored, Tensor)
+        return self.stored
+
+    @property
     def out_features(self) -> int:
-        return int(self.codes.shape[0])
+        return int(self.stored.shape[0])
 
     @property
     def in_features(self) -> int:
-        return int(self.codes.shape[1])
+        return int(self.stored.shape[1])
 
     def check(self) -> None:
         """Raise ``CheckpointError`` where shapes, dtypes or values contradict the scheme."""
-        out, inp = self.codes.shape
+        out, inp = self.stored.shape
         groups = self.scheme.groups(inp)
-        if self.codes.dtype != torch.uint8:
-            raise CheckpointError(f"codes must be uint8, not {self.codes.dtype}")
-        nan = self.scheme.grid.nan
-        if nan is not None and bool(((self.codes & 0x7F) == nan).any()):
-            raise CheckpointError(f"an {self.scheme.dtype} weight is NaN")
-        if int(self.codes.max()) > self.scheme.max_code:
-            raise CheckpointError(f"a code exceeds the {self.scheme.max_code} of {self.scheme.bits} bits")
+        if isinstance(self.stored, Tensor):
+            self._check_codes(self.stored)
+        elif self.stored.bits != self.scheme.bits:
+            raise CheckpointError(f"codes are packed in {self.stored.bits} bits, the scheme says {self.scheme.bits}")
         if tuple(self.scales.shape) != (out, groups):
             raise CheckpointError(f"scales are {tuple(self.scales.shape)}, expected {(out, groups)}")
-        if not bool(torch.isfinite(self.scales).all()):
+        if not all(map(isfinite, torch.aminmax(self.scales))):
             raise CheckpointError("a scale is NaN or infinite")
         if self.zeros is None and not self.scheme.symmetric:
             raise CheckpointError("an asymmetric weight needs zero points")
@@ -86,6 +93,15 @@ class QuantizedWeight:
             raise CheckpointError(f"the input scale is {self.input_scale}, it must be positive and finite")
         if self.g_idx is not None and int(self.g_idx.bincount().max()) > self.scheme.group_width(inp):
             raise CheckpointError(f"g_idx puts more than {self.scheme.group_width(inp)} inputs into one group")
+
+    def _check_codes(self, codes: Tensor) -> None:
+        if codes.dtype != torch.uint8:
+            raise CheckpointError(f"codes must be uint8, not {codes.dtype}")
+        nan = self.scheme.grid.nan
+        if nan is not None and bool(((codes & 0x7F) == nan).any()):
+            raise CheckpointError(f"an {self.scheme.dtype} weight is NaN")
+        if int(codes.max()) > self.scheme.max_code:
+            raise CheckpointError(f"a code exceeds the {self.scheme.max_code} of {self.scheme.bits} bits")
 
     def group_of_input(self) -> Tensor:
         """int64 [in]: the group that scales each input feature."""
@@ -136,7 +152,7 @@ def concat_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
                            else p.zeros for p in parts])
     return QuantizedWeight(
         scheme=replace(first.scheme, rows=1),  # the rows that shared a scale may no longer form whole blocks
-        codes=torch.cat([p.codes for p in parts]),
+        stored=join([p.stored for p in parts]),
         scales=torch.cat([p.scales for p in parts]),
         zeros=zeros,
         g_idx=first.g_idx,
@@ -151,7 +167,7 @@ def take_rows(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
     return replace(
         weight,
         scheme=replace(weight.scheme, rows=1),  # the rows that shared a scale may no longer form whole blocks
-        codes=weight.codes[rows],
+        stored=weight.stored[rows],
         scales=weight.scales[rows],
         zeros=None if weight.zeros is None else weight.zeros[rows],
         bias=None if weight.bias is None else weight.bias[rows],

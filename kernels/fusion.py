@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 
+import torch
 from torch import Tensor
 
-from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight, take_rows
+from qserve.kernels.code_tiles import LANES
 from qserve.kernels.ops import Activation, LayerNorm, Linear, Op, RMSNorm, SoftCap
-from qserve.kernels.prepack import LANES
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ def alternating(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
     """``weight`` of gates, then their factors, with the order of rows that a gated ``FusedLinear`` needs."""
     if isinstance(weight, Tensor):
         return alternate(weight)
-    zeros = None if weight.zeros is None else alternate(weight.zeros)
-    return replace(weight, codes=alternate(weight.codes), scales=alternate(weight.scales), zeros=zeros)
+    return take_rows(weight, alternate(torch.arange(weight.out_features)))
 
 
 def alternate(rows: Tensor) -> Tensor:

@@ -14,12 +14,16 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
+from qserve.checkpoint.packed_codes import PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
+from qserve.kernels.arena import Arena
+from qserve.kernels.code_tiles import LANES
 from qserve.kernels.executor import HOST, Step
 from qserve.kernels.fusion import FusedLinear, fuse
 from qserve.kernels.ops import (
@@ -43,8 +47,7 @@ from qserve.kernels.ops import (
     RopeKV,
     Route,
 )
-from qserve.kernels.pages import Arena
-from qserve.kernels.prepack import LANES, is_expanded, tile_bytes
+from qserve.kernels.prepack import is_expanded, tile_bytes
 from qserve.kernels.ranks import RankLost, Ranks
 from qserve.kernels.reference import Fallback
 from qserve.kernels.threads import cpu_ranges, default_threads, require_cpus, share
@@ -110,7 +113,8 @@ def _declare(loaded: C.CDLL) -> None:
     loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
     rounding = (loaded.qs_search_scales, loaded.qs_sweep_chunks, loaded.qs_draw_rows)
     products = (loaded.qs_pack_panels, loaded.qs_add_moment, loaded.qs_attend_causal, loaded.qs_multiply)
-    for shared in (*rounding, *products):
+    at_load = (loaded.qs_tile_codes, loaded.qs_round_rows)
+    for shared in (*rounding, *products, *at_load):
         shared.argtypes = [C.c_void_p, C.c_int64, C.c_int64, C.c_int32]
 
 
@@ -193,6 +197,24 @@ def run_pieces(
         raise MemoryError("no memory for what the C kernels compute in")
     if any(results):
         raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")
+
+
+def tile_codes(stored: Tensor | PackedCodes, order: Tensor | None, out: Tensor, *, threads: int | None = None) -> None:
+    """``tile_codes_reference`` in C, from wherever the codes lie."""
+    bits = stored.bits if isinstance(stored, PackedCodes) else 8
+    if isinstance(stored, Tensor):  # bytes are words of four codes, where rows begin words
+        stored = F.pad(stored, (0, -stored.shape[1] % 4)).contiguous()
+        stored = PackedCodes((stored.view(torch.int32),), 8, stored.shape[1])
+    outputs, inputs = stored.shape
+    k = inputs if order is None else len(order)
+    addresses, strides, nibbles = stored.table()
+    places = None if order is None else order.to(torch.int32)
+    op = abi.Tiling(
+        words=address(addresses), strides=address(strides), nibbles=address(nibbles), order=address(places),
+        tiles=address(out), outputs=outputs, inputs=inputs, k=k, bits=bits,
+        dtype=abi.U4 if out.shape[1] * 8 == k else abi.U8,
+    )  # fmt: skip
+    run_pieces(library().qs_tile_codes, op, len(out), threads)
 
 
 def meeting(ranks: Ranks) -> Callable[[], None]:
@@ -298,17 +320,17 @@ class _NativeProgram:
         """``op`` with its weights as the kernels read them."""
         match op:
             case FusedLinear():
-                return tile_linear(op, self._pool.arena.keep)
+                return tile_linear(op, self._pool.arena.take, tile_codes)
             case Embed():
                 return tile_embed(op)
             case Experts():
-                return tile_experts(op, self._pool.arena.keep)
+                return tile_experts(op, self._pool.arena.take, tile_codes)
             case Lora():
                 return tile_lora(op)
             case Route() if op.bias is not None:
                 return replace(op, bias=op.bias.float().contiguous())
             case HeadLinear():
-                return tile_head_linear(op, self._pool.arena.keep)
+                return tile_head_linear(op, self._pool.arena.take)
             case LatentKV():
                 return replace(op, norm=op.norm.float().contiguous())
             case RMSNorm() | HeadNorm():

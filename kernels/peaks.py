@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qserve.kernels import native, pages
+from qserve.checkpoint import pages
+from qserve.kernels import native
 from qserve.kernels.threads import default_threads
 
 

@@ -5,6 +5,7 @@ The layouts are those of ``csrc/qserve.h``: 16 output rows to a tile, the last t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -15,9 +16,12 @@ from torch.nn import functional as F
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels.code_tiles import LANES, Tile, tile_codes_reference
 
-LANES = 16
-_CODES = 1 << 18  # that are laid out at a time
+_CODES = 1 << 18  # that are rounded at a time
+
+Take = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Gives an uninitialized tensor where tiles stay."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,16 @@ def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple
     return -(-width // act_group) * act_group, act_group, act_group if activations is None else widest
 
 
-def int_tiles(packed: QuantizedWeight) -> IntTiles:
+def anywhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def kept(take: Take, tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` where ``take`` says."""
+    return take(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_codes_reference) -> IntTiles:
     """Tiles of 4-bit nibbles for up to 4 bits, of bytes above. The codebook of an exact grid is one of integers: the
     multiples of its unit, which the scales take up. They are lifted by ``zero``, so that none is negative.
 
@@ -113,40 +126,28 @@ def int_tiles(packed: QuantizedWeight) -> IntTiles:
     order: Tensor | None = None
     groups = packed.scheme.groups(packed.in_features)
     needs_order = packed.g_idx is not None or group * groups != packed.in_features
-    codes = packed.codes
     if needs_order:
-        slot = torch.full((groups, group), -1, dtype=torch.int64)
-        member = packed.group_of_input()
-        for g in range(groups):
-            columns = (member == g).nonzero().flatten()
-            if len(columns) > group:
-                raise ValueError(f"group {g} holds {len(columns)} inputs, more than the group size {group}")
-            slot[g, : len(columns)] = columns
-        order = slot.flatten()
-        codes = torch.where(order < 0, 0, codes[:, order.clamp_min(0)])
-    k = codes.shape[1]
-    tiles = -(-packed.out_features // LANES)
-    if len(codes) % LANES:
-        codes = F.pad(codes, (0, 0, 0, tiles * LANES - packed.out_features))
-    # Four codes as the bytes of an int32: [tiles, k / 4, 16]. A few tiles at a time, which stay in the cache.
-    quads = codes.contiguous().view(torch.int32).view(tiles, LANES, k // 4).transpose(1, 2)
-    nibbles = packed.scheme.bits <= 4
-    weight = torch.empty(tiles, k // 8 if nibbles else k // 4, LANES, dtype=torch.int32)
-    step = max(1, _CODES // (LANES * k))
+        order = _slots(packed.group_of_input(), groups, group)
+    k = packed.in_features if order is None else len(order)
+    bits = 4 if packed.scheme.bits <= 4 else 8
     grid, book, zero = packed.scheme.grid, None, packed.scheme.zero
     if grid.codebook is not None:
         levels = (torch.tensor(grid.codebook) / grid.unit).round().int()
         zero = -int(levels.min())
         book = (levels + zero).to(torch.uint8)
-    for some, out in zip(quads.split(step), weight.split(step), strict=True):
-        out.copy_(some[:, ::2] | (some[:, 1::2] << 4) if nibbles else some)
+    # In this order: at the end of the preceding weights, the prefetch runs into these scales.
+    halves = all(_is_half(part * grid.unit) for part in packed.scales.split(_rows(packed.scales)))
+    scales = _tile_rows(packed.scales, torch.float16 if halves else torch.float32, take, grid.unit)
+    zeros = None if packed.zeros is None else _tile_rows(packed.zeros, torch.int32, take)
+    weight = take((-(-packed.out_features // LANES), k * bits // 32, LANES, 4), torch.uint8)
+    tile(packed.stored, order, weight)
     return IntTiles(
-        weight=weight.view(torch.uint8).view(tiles, -1, LANES, 4),
-        scales=_tiles_of_rows(_narrowed(packed.scales.float() * grid.unit)),
-        zeros=None if packed.zeros is None else _tiles_of_rows(packed.zeros.to(torch.int32)),
-        permutation=None if order is None else order.to(torch.int32),
+        weight=weight,
+        scales=scales,
+        zeros=zeros,
+        permutation=None if order is None else kept(take, order.to(torch.int32)),
         k=k,
-        bits=4 if packed.scheme.bits <= 4 else 8,
+        bits=bits,
         group=group,
         act_group=act_group,
         act_span=act_span or k,
@@ -155,33 +156,32 @@ def int_tiles(packed: QuantizedWeight) -> IntTiles:
     )
 
 
-def _narrowed(scales: Tensor) -> Tensor:
-    half = scales.half()
-    return half if torch.equal(half.float(), scales) else scales
+def _slots(member: Tensor, groups: int, width: int) -> Tensor:
+    """int64 [groups * width]: the inputs of each group in their order, -1 where it has fewer. ``member`` int64 [in]."""
+    count = member.bincount(minlength=groups)
+    if int(count.max()) > width:
+        raise ValueError(f"a group holds {int(count.max())} inputs, more than the group size {width}")
+    columns = member.argsort(stable=True)
+    of_group = torch.arange(len(member)) - (count.cumsum(0) - count)[member[columns]]
+    slots = torch.full((groups * width,), -1)
+    slots[member[columns] * width + of_group] = columns
+    return slots
 
 
-def int8_scheme(inp: int, group_size: int = 64) -> WeightScheme:
-    """The scheme that ``round_to_int8`` uses for ``inp`` inputs: groups, or one group where they do not divide it."""
-    return WeightScheme(8, group_size if inp % group_size == 0 and inp != group_size else -1)
+def _rows(values: Tensor) -> int:
+    """Whole tiles of rows that stay in the cache."""
+    return max(1, _CODES // (LANES * values.shape[1])) * LANES
 
 
-def round_to_int8(weight: Tensor, group_size: int = 64) -> QuantizedWeight:
-    """A dense [out, in] as symmetric int8 with a scale per group, for products that int8 serves as well.
+def _is_half(values: Tensor) -> bool:
+    return torch.equal(values.half().float(), values)
 
-    Rounded to nearest. On the output head of a small model this costs a KL divergence of about 0.001. Scales are normal
-    float16 numbers: a group below 2^-7 is rounded to steps of 2^-14.
-    """
-    out, inp = weight.shape
-    scheme = int8_scheme(inp, group_size)
-    width = scheme.group_width(inp)
-    codes = torch.empty(out, inp, dtype=torch.uint8)
-    scales = torch.empty(out, inp // width)
-    rows = max(1, _CODES // inp)
-    for start in range(0, out, rows):  # in slices that stay in the cache: a large head in float32 is gigabytes
-        grouped = weight[start : start + rows].float().view(-1, inp // width, width)
-        scale = (grouped.abs().amax(-1) / 127.0).clamp_min(2.0**-14)
-        scale = torch.where(scale < 65504.0, scale.half().float(), scale)
-        rounded = (grouped / scale[..., None]).round_().clamp_(-127, 127).add_(128)
-        codes[start : start + rows] = rounded.view(-1, inp).to(torch.uint8)
-        scales[start : start + rows] = scale
-    return QuantizedWeight(scheme, codes, scales)
+
+def _tile_rows(values: Tensor, dtype: torch.dtype, take: Take, unit: float = 1) -> Tensor:
+    """[out, n] -> [tiles, n, 16], times ``unit``, as ``float_tiles``. Some at a time: new memory is only that of the
+    result."""
+    rows, n = _rows(values), values.shape[1]
+    tiles = take((-(-len(values) // LANES), n, LANES), dtype)
+    for part, place in zip(values.split(rows), tiles.split(rows // LANES), strict=True):
+        place.copy_(_tiles_of_rows((part if unit == 1 else part * unit).to(dtype)))
+    return tiles

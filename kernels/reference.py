@@ -241,7 +241,7 @@ def _embed(op: Embed, ids: Tensor, out: Tensor) -> None:
         out[here] = table[ids].float() * op.scale
         return
     zeros = None if table.zeros is None else table.zeros[ids]
-    found = replace(table, codes=table.codes[ids], scales=table.scales[ids], zeros=zeros)
+    found = replace(table, stored=table.codes[ids], scales=table.scales[ids], zeros=zeros)
     out[here] = found.dequantize() * op.scale
 
 

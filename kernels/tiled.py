@@ -5,7 +5,7 @@ The fields are those of ``qs_linear`` and ``qs_embed`` in ``csrc/qserve.h``, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,14 @@ from torch import Tensor
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import abi
+from qserve.kernels.code_tiles import Tile
 from qserve.kernels.fusion import FusedLinear, alternate, alternating
 from qserve.kernels.ops import Embed, Experts, HeadLinear, LayerNorm, Lora
-from qserve.kernels.prepack import float8_tiles, float_tiles, int_tiles, is_expanded
+from qserve.kernels.prepack import Take, anywhere, float8_tiles, float_tiles, int_tiles, is_expanded, kept
 from qserve.kernels.ranks import Ranks
 
 _OF_ONE = {"input_scale", "permutation"}  # not the same for all experts
 _OF_ALL = {"codebook"}
-
-Keep = Callable[[Tensor], Tensor]
-"""Moves tiles to the place where they stay."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def as_floats(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
 
 
-def tile_linear(fused: FusedLinear, keep: Keep) -> TiledLinear:
+def tile_linear(fused: FusedLinear, take: Take, tile: Tile) -> TiledLinear:
     """Raises ``ValueError`` where the weight does not map ``x`` to ``out``: the C side does not check its numbers."""
     op, norm, activation, soft_cap = fused.linear, fused.norm, fused.activation, fused.soft_cap
     x, out = norm.x if norm else op.x, activation.out if activation else op.out
@@ -132,7 +130,7 @@ def tile_linear(fused: FusedLinear, keep: Keep) -> TiledLinear:
         raise ValueError(f"a weight of {shape} does not map {op.x.shape[1]} inputs to {op.out.shape[1]} outputs")
     if not x.is_contiguous():
         raise ValueError("the C kernels need contiguous inputs of products")
-    weight = _tiles(op.weight, keep)
+    weight = _tiles(op.weight, take, tile)
     return TiledLinear(
         x=x,
         out=out,
@@ -152,21 +150,20 @@ def tile_linear(fused: FusedLinear, keep: Keep) -> TiledLinear:
     )
 
 
-def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
+def _tiles(weight: Tensor | QuantizedWeight, take: Take, tile: Tile) -> dict[str, Any]:
     """The fields of ``TiledLinear`` that follow from the weight."""
     if isinstance(weight, Tensor):
         k = weight.shape[1]
-        return {"weight": keep(float_tiles(weight)), "k": k, "x_stride": k, "dtype": abi.FLOATS[weight.dtype]}
+        return {"weight": kept(take, float_tiles(weight)), "k": k, "x_stride": k, "dtype": abi.FLOATS[weight.dtype]}
     scheme, activations = weight.scheme, weight.activations
     inputs = {"input_scale": weight.input_scale or 0.0}
     if scheme.grid.exact and not is_expanded(scheme, activations):
-        tiles = int_tiles(weight)
+        tiles = int_tiles(weight, take, tile)
         return {
-            # In this order: at the end of the preceding weights, the prefetch runs into these scales.
-            "scales": keep(tiles.scales),
-            "zeros": None if tiles.zeros is None else keep(tiles.zeros),
-            "weight": keep(tiles.weight),
-            "permutation": None if tiles.permutation is None else keep(tiles.permutation),
+            "scales": tiles.scales,
+            "zeros": tiles.zeros,
+            "weight": tiles.weight,
+            "permutation": tiles.permutation,
             "codebook": tiles.codebook,
             "scale_dtype": abi.FLOATS[tiles.scales.dtype],
             "k": tiles.k,
@@ -185,13 +182,13 @@ def _tiles(weight: Tensor | QuantizedWeight, keep: Keep) -> dict[str, Any]:
         inputs["act_dtype"] = abi.F8 if activations.grid is E4M3 else abi.I8
         inputs["act_span"] = activations.group_size if activations.granularity == "group" else inp
     if scheme.grid.exact:
-        return {"weight": keep(float_tiles(weight.dequantize())), "k": inp, "dtype": 0, **inputs}
-    codes, scales = (keep(each) for each in float8_tiles(weight))
+        return {"weight": kept(take, float_tiles(weight.dequantize())), "k": inp, "dtype": 0, **inputs}
+    codes, scales = (kept(take, each) for each in float8_tiles(weight))
     group = scheme.group_width(inp)
     return {"weight": codes, "scales": scales, "k": inp, "dtype": abi.F8, "group": group, **inputs}
 
 
-def tile_head_linear(op: HeadLinear, keep: Keep) -> TiledHeadLinear:
+def tile_head_linear(op: HeadLinear, take: Take) -> TiledHeadLinear:
     """Raises ``ValueError`` where the weight does not map ``x`` to ``out``."""
     shape = (op.heads, op.out.shape[2], op.x.shape[2])
     if tuple(op.weight.shape) != shape or op.out.shape[1] != op.heads:
@@ -199,7 +196,7 @@ def tile_head_linear(op: HeadLinear, keep: Keep) -> TiledHeadLinear:
     first = TiledLinear(
         x=op.x[:, 0],
         out=op.out[:, 0],
-        weight=keep(torch.stack([float_tiles(weight) for weight in op.weight])),
+        weight=kept(take, torch.stack([float_tiles(weight) for weight in op.weight])),
         k=shape[2],
         n=shape[1],
         x_width=shape[2],
@@ -210,13 +207,13 @@ def tile_head_linear(op: HeadLinear, keep: Keep) -> TiledHeadLinear:
     return TiledHeadLinear(first, op.heads, op.x.stride(1), op.out.stride(1))
 
 
-def tile_experts(op: Experts, keep: Keep) -> TiledExperts:
+def tile_experts(op: Experts, take: Take, tile: Tile) -> TiledExperts:
     """Raises ``ValueError`` where the weights do not map ``x`` to ``out``, or are not all of one kind."""
     inner = op.activated.shape[1]
     _require_shape(op.gate_up, 2 * inner, op.x.shape[1])
     _require_shape(op.down, op.out.shape[1], inner)
-    gate_up, gate_up_scales = _stacked(map(alternating, op.gate_up), keep)
-    down, down_scales = _stacked(op.down, keep)
+    gate_up, gate_up_scales = _stacked(map(alternating, op.gate_up), take, tile)
+    down, down_scales = _stacked(op.down, take, tile)
     return TiledExperts(
         gate_up=TiledLinear(
             x=op.x,
@@ -260,10 +257,12 @@ def _require_shape(weights: Sequence[Tensor | QuantizedWeight], out: int, inp: i
             raise ValueError(f"a weight of {shape} does not map {inp} inputs to {out} outputs")
 
 
-def _stacked(weights: Iterable[Tensor | QuantizedWeight], keep: Keep) -> tuple[dict[str, Any], Tensor | None]:
+def _stacked(
+    weights: Iterable[Tensor | QuantizedWeight], take: Take, tile: Tile
+) -> tuple[dict[str, Any], Tensor | None]:
     """The fields of the first of ``weights``, whose tensors hold all of them, one behind the other; and their input
     scales [weights], where they have static ones."""
-    tiled = [_tiles(weight, lambda tensor: tensor) for weight in weights]
+    tiled = [_tiles(weight, anywhere, tile) for weight in weights]
     first = dict(tiled[0])
     if len({each.get("scale_dtype") for each in tiled}) > 1:  # float16 holds the scales of some only
         tiled = [{**each, "scales": each["scales"].float(), "scale_dtype": 0} for each in tiled]
@@ -276,7 +275,7 @@ def _stacked(weights: Iterable[Tensor | QuantizedWeight], keep: Keep) -> tuple[d
     for each in tiled[1:]:
         if any(each[name] != value for name, value in first.items() if name not in tensors | _OF_ONE | _OF_ALL):
             raise ValueError("the weights of the experts differ in their schemes")
-    first |= {name: keep(torch.stack([each[name] for each in tiled])) for name in tiled[0] if name in tensors}
+    first |= {name: kept(take, torch.stack([each[name] for each in tiled])) for name in tiled[0] if name in tensors}
     scales = torch.tensor([each.get("input_scale", 0.0) for each in tiled])
     return first, scales if scales.any() else None
 

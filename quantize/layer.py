@@ -60,7 +60,7 @@ class LayerResult:
         zeros, bias = self.weight.zeros, self.weight.bias
         part = replace(
             self.weight,
-            codes=self.weight.codes[start:stop],
+            stored=self.weight.codes[start:stop],
             scales=self.weight.scales[start:stop],
             zeros=None if zeros is None else zeros[start:stop],
             bias=None if bias is None else bias[start:stop],
@@ -76,7 +76,7 @@ def quantized_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme
     """float codes [out, in], scales and zeros [out, groups] -> QuantizedWeight with consecutive groups."""
     return QuantizedWeight(
         scheme=scheme,
-        codes=codes.to(torch.uint8).contiguous(),
+        stored=codes.to(torch.uint8).contiguous(),
         scales=scales.contiguous(),
         zeros=None if zeros is None else zeros.to(torch.uint8).contiguous(),
     )

@@ -35,7 +35,7 @@ def fit(weight: Tensor, quantized: LayerResult, stats: LayerStats) -> LayerResul
     for start in range(0, out, rows := max(1, _NUMBERS // groups**2)):
         part = slice(start, start + rows)
         zeros = None if ones.zeros is None else ones.zeros[part]
-        codes = replace(ones, codes=ones.codes[part], scales=ones.scales[part], zeros=zeros).dequantize()
+        codes = replace(ones, stored=ones.codes[part], scales=ones.scales[part], zeros=zeros).dequantize()
         fitted[part] = _solve(weight[part], codes, hessian, groups, packed.scales[part])
     candidate = replace(packed, scales=storable(fitted))
     error, energy = output_error(weight, candidate.dequantize().sub_(weight), stats)

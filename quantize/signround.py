@@ -165,7 +165,7 @@ class _Learned:
     def keep(self) -> None:
         """Note the present codes and scales as the result."""
         codes = self.latent.round().to(torch.uint8).view_as(self.kept.codes)
-        self.kept = replace(self.kept, codes=codes, scales=self._scales()[..., 0].contiguous())
+        self.kept = replace(self.kept, stored=codes, scales=self._scales()[..., 0].contiguous())
 
     def _centred(self) -> Tensor:
         return self.latent.round().sub_(self.zeros)

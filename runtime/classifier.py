@@ -98,7 +98,7 @@ def _difference(weights: Weights, config: DecoderConfig, tokens: Sequence[str]) 
     weight, _ = weights.linear(module, config.vocab_size, config.hidden_size)
     if isinstance(weight, QuantizedWeight):
         zeros = None if weight.zeros is None else weight.zeros[rows]
-        found = replace(weight, codes=weight.codes[rows], scales=weight.scales[rows], zeros=zeros).dequantize()
+        found = replace(weight, stored=weight.codes[rows], scales=weight.scales[rows], zeros=zeros).dequantize()
     else:
         found = weight[rows]
     return found.double().diff(dim=0) * config.multipliers.logits

@@ -15,8 +15,8 @@ from qserve.checkpoint.modules import Modules
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.executor import Executor
+from qserve.kernels.int8 import int8_scheme
 from qserve.kernels.ops import BLOCK_SIZE
-from qserve.kernels.prepack import int8_scheme
 from qserve.runtime.cache import CacheLayout, blocks_needed, tokens_held
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.models.config import is_classifier

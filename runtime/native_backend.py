@@ -190,11 +190,6 @@ def _decoder(
     group: RankGroup | None = None,
     lora: LoraLayers | None = None,
 ) -> Decoder:
-    def loaded(done: int, total: int) -> None:
-        heap.release()  # now, not at the end: else the peak includes what every layer left behind
-        if progress is not None:
-            progress(done, total)
-
     decoder = Decoder(
         source,
         decoder_config(source.config, source.name),
@@ -204,7 +199,7 @@ def _decoder(
         int8_head=_has_int8_head(source, config),
         lora=lora,
         group=group,
-        progress=loaded,
+        progress=progress,
     )
     heap.release()
     return decoder

@@ -30,10 +30,11 @@ from qserve.checkpoint.formats.format import (
     require,
     scheme_from,
 )
-from qserve.checkpoint.formats.words import pack_words, unpack_words
 from qserve.checkpoint.grid import INTEGERS
+from qserve.checkpoint.packed_codes import PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.words import pack_words
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -126,10 +127,11 @@ class AWQ:
     def unpack(
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
     ) -> QuantizedWeight:
-        codes = _unpack(require(parts, "qweight", torch.int32, 2))
-        zeros = _unpack(require(parts, "qzeros", torch.int32, 2))
-        scales = require(parts, "scales", dim=2).t().to(torch.float32).contiguous()
-        weight = QuantizedWeight(scheme, codes, scales, zeros, None, bias_from(parts, len(codes)), activations)
+        qweight, qzeros = (require(parts, part, torch.int32, 2) for part in ("qweight", "qzeros"))
+        codes = PackedCodes((qweight,), 4, len(qweight), ORDER)
+        zeros = PackedCodes((qzeros,), 4, len(qzeros), ORDER).unpack()
+        scales = require(parts, "scales", dim=2).t().contiguous().to(torch.float32)
+        weight = QuantizedWeight(scheme, codes, scales, zeros, None, bias_from(parts, codes.outputs), activations)
         weight.check()
         return weight
 
@@ -150,11 +152,3 @@ def _pack(values: Tensor) -> Tensor:
     """uint8 [out, n] -> int32 [n, out / 8]."""
     columns = values.t()
     return pack_words(columns.reshape(len(columns), -1, 8)[..., list(ORDER)].reshape(columns.shape), 4)
-
-
-def _unpack(words: Tensor) -> Tensor:
-    """int32 [n, out / 8] -> uint8 [out, n]."""
-    interleaved = unpack_words(words, 4, words.shape[1] * 8).view(len(words), -1, 8)
-    values = torch.empty_like(interleaved)
-    values[..., list(ORDER)] = interleaved
-    return values.view(len(words), -1).t().contiguous()

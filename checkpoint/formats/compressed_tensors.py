@@ -41,10 +41,11 @@ from qserve.checkpoint.formats.format import (
     spread,
 )
 from qserve.checkpoint.formats.mxfp4 import read_e2m1, read_e8m0
-from qserve.checkpoint.formats.words import pack_words, unpack_words, words_for
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
+from qserve.checkpoint.packed_codes import PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.words import pack_words, unpack_words, words_for
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,11 @@ class CompressedTensors:
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
     ) -> QuantizedWeight:
         """The parts that exist decide the layout, not its name in the configuration."""
+        codes: Tensor | PackedCodes
         if scheme.grid is E2M1:
             codes, zeros = read_e2m1(require(parts, "weight_packed", torch.uint8, 2)), None
         elif "weight_packed" in parts:
-            codes, zeros = _unpack(parts, scheme)
+            codes, zeros = _packed(parts, scheme)
         else:
             codes, zeros = _read(parts, scheme)
         out, inp = codes.shape
@@ -155,7 +157,7 @@ def _scale(parts: Mapping[str, Tensor]) -> Tensor:
     return scale
 
 
-def _unpack(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
+def _packed(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[PackedCodes, Tensor | None]:
     """(codes, zeros) of pack-quantized parts."""
     packed = require(parts, "weight_packed", torch.int32, 2)
     if scheme.grid is not INTEGERS:
@@ -166,7 +168,7 @@ def _unpack(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, 
             f"weight_packed is {list(packed.shape)}, expected {[out, words_for(inp, scheme.bits)]} for {inp} values of "
             f"{scheme.bits} bits in a row"
         )
-    codes = unpack_words(packed, scheme.bits, inp)
+    codes = PackedCodes((packed,), scheme.bits, inp)
     if scheme.symmetric:
         return codes, None
     stored, groups = require(parts, "weight_zero_point", torch.int32, 2), scheme.groups(inp)

@@ -34,10 +34,11 @@ from qserve.checkpoint.formats.format import (
     require,
     scheme_from,
 )
-from qserve.checkpoint.formats.words import pack_words, period, unpack_words
 from qserve.checkpoint.grid import INTEGERS
+from qserve.checkpoint.packed_codes import PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.words import pack_words, period, unpack_words
 
 BITS = (2, 3, 4, 8)
 _SAYS_TOO_LITTLE = "the GPTQ format quantizes weights to integers only; choose another --format"
@@ -103,21 +104,20 @@ class GPTQ:
         """``g_idx`` and ``bias`` may be absent."""
         qweight = require(parts, "qweight", torch.int32, 2)
         qzeros = require(parts, "qzeros", torch.int32, 2)
-        scales = require(parts, "scales", dim=2).t().to(torch.float32).contiguous()
-        codes = _whole(qweight.t(), scheme.bits)
-        zeros: Tensor | None = _whole(qzeros, scheme.bits).t().contiguous()
-        assert zeros is not None
-        if self.name == "gptq":
-            zeros = (zeros + 1) & scheme.max_code
-        if scheme.symmetric:
-            if bool((zeros != scheme.zero).any()):
-                raise CheckpointError(
-                    f"the configuration says symmetric, but a zero point is not {scheme.zero}; "
-                    'is "sym" or "checkpoint_format" wrong?'
-                )
-            zeros = None
+        scales = require(parts, "scales", dim=2).t().contiguous().to(torch.float32)
+        codes = PackedCodes((qweight.t(),), scheme.bits, _values(qweight.t(), scheme.bits))
+        count = _values(qzeros, scheme.bits)
+        zeros: Tensor | None = None
+        less = 1 if self.name == "gptq" else 0
+        if not scheme.symmetric:
+            zeros = (unpack_words(qzeros, scheme.bits, count).t().contiguous() + less) & scheme.max_code
+        elif bool((qzeros != pack_words(torch.full((1, count), scheme.zero - less), scheme.bits)).any()):
+            raise CheckpointError(
+                f"the configuration says symmetric, but a zero point is not {scheme.zero}; "
+                'is "sym" or "checkpoint_format" wrong?'
+            )
         g_idx = parts["g_idx"].to(torch.int32) if "g_idx" in parts else None
-        weight = QuantizedWeight(scheme, codes, scales, zeros, g_idx, bias_from(parts, len(codes)), activations)
+        weight = QuantizedWeight(scheme, codes, scales, zeros, g_idx, bias_from(parts, codes.outputs), activations)
         weight.check()
         return in_order(weight)
 
@@ -173,13 +173,13 @@ class GPTQ:
         )
 
 
-def _whole(packed: Tensor, bits: int) -> Tensor:
-    """uint8 [n, m] from int32 words that are all full."""
+def _values(packed: Tensor, bits: int) -> int:
+    """How many each row of int32 words holds, which are all full."""
     count, words = period(bits)
     stored = packed.shape[1]
     if stored % words:
         raise CheckpointError(f"{stored} words of {bits}-bit values are not a multiple of {words}")
-    return unpack_words(packed, bits, stored // words * count)
+    return stored // words * count
 
 
 def _fields(scheme: WeightScheme) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from torch import Tensor
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.formats.format import bias_from, method_of, require
 from qserve.checkpoint.formats.read_only import ReadOnlyFormat
-from qserve.checkpoint.formats.words import unpack_words
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.words import unpack_words
 
 SCHEME = WeightScheme(4, 32, dtype="fp4")
 _PARTS = ("blocks", "scales", "bias")

@@ -350,6 +350,42 @@ typedef struct {
     int32_t tokens, logits, sequences, table_stride;
 } qs_step;
 
+/* At load: codes [outputs, inputs] of `bits` bits from the words of a checkpoint to the tiles of a qs_linear of `dtype` u4 or
+ * u8 with `k` inputs, of which order i32 [k] (NULL for all in turn) names the code, -1 for a code of 0.
+ *
+ * The words of output r are strides[r] words apart, the first at words[r], little-endian.
+ *   nibbles NULL  the codes of an output follow each other, the first in the lowest bits; at 3 and 6 bits some cross the
+ *                 end of a word
+ *   else          u8 [outputs], 4 bits alone: a word holds the codes of eight outputs for one input, that of output r in
+ *                 its nibble nibbles[r]
+ * Rows behind the last output are 0. */
+typedef struct {
+    const uint32_t *const *words;
+    const int32_t *strides;
+    const uint8_t *nibbles;
+    const int32_t *order;
+    void *tiles;
+    int32_t outputs, inputs, k, bits, dtype;
+} qs_tiling;
+
+/* The tiles first .. first + tiles - 1; callers may split them among threads. Returns 0, -1 for an ISA that this machine
+ * lacks, or -2 without memory. */
+int32_t qs_tile_codes(const qs_tiling *op, int64_t first, int64_t tiles, int32_t isa);
+
+/* At load: each group of `width` inputs of a weight [rows, inputs] of dtype f32, f16 or bf16 as codes u8
+ * round_half_even(w / scale) + 128 in 1 .. 255, and scales f32 [rows, inputs / width], where scale = max |w| / 127, at least
+ * 2^-14, rounded to f16 where it is below 65504. */
+typedef struct {
+    const void *weight;
+    uint8_t *codes;
+    float *scales;
+    int32_t inputs, width, dtype;
+} qs_rounding;
+
+/* The rows first .. first + rows - 1; callers may split them among threads. Returns 0, -1 for an ISA that this machine
+ * lacks, or -2 without memory. */
+int32_t qs_round_rows(const qs_rounding *op, int64_t first, int64_t rows, int32_t isa);
+
 /* Offline: for each row of a weight (a group of inputs) the scale that leaves the least error
  * sum_i importance[i] (w[i] - (code[i] - zero) scale)^2, where every code is the nearest of 0 .. max_code.
  *

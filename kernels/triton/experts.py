@@ -120,7 +120,7 @@ def _padded(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
         return F.pad(weight, (0, 0, 0, -len(weight) % PAD_N))
     more = (0, 0, 0, -weight.out_features % PAD_N)
     zeros = None if weight.zeros is None else F.pad(weight.zeros, more)
-    return replace(weight, codes=F.pad(weight.codes, more), scales=F.pad(weight.scales, more), zeros=zeros)
+    return replace(weight, stored=F.pad(weight.codes, more), scales=F.pad(weight.scales, more), zeros=zeros)
 
 
 class PreparedExperts:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from qserve.kernels import pages
+from qserve.checkpoint import pages
 from qserve.kernels.executor import Executor, Program, Step
 from qserve.kernels.ops import BLOCK_SIZE, Attention, Op, RopeKV
 from qserve.runtime.cache import CacheLayout, CacheSpec

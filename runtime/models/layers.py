@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
 from qserve.kernels.executor import Placement
+from qserve.kernels.int8 import round_to_int8
 from qserve.kernels.ops import (
     Activation,
     Argmax,
@@ -31,7 +32,6 @@ from qserve.kernels.ops import (
     SigmoidMul,
     SoftCap,
 )
-from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.config import DecoderConfig, is_classifier
 from qserve.runtime.models.delta_net import DeltaBuffers, recurrence
 from qserve.runtime.models.kv_scales import cache_center, cache_scales
@@ -130,7 +130,7 @@ class Buffers:
             latent=LatentBuffers.allocate(config, placement, tokens) if config.latent else None,
             delta=DeltaBuffers.allocate(config.delta, placement, tokens) if config.delta else None,
             gates=activations(tokens, len(queries) * config.head_dim if config.family.gated_heads else 0),
-            rotations={kind: rotation(kind) for kind in config.rope_kinds},
+            rotations={kind: rotation(kind) for kind in set(config.rope_kinds)},
             q_scale=None if scale is None else scale.to(device),
         )
 

@@ -86,6 +86,25 @@ def test_a_file_that_is_cut_short_after_its_header_was_read_is_refused(tiny_llam
             source.tensor(name)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="lists what is mapped on Linux only")
+def test_large_words_are_mapped_until_they_are_unpacked(tmp_path) -> None:
+    format, scheme = FORMATS["gptq"], WeightScheme(4, 64)
+    weight = QuantizedWeight(scheme, torch.randint(0, 16, (2048, 1024)).to(torch.uint8), torch.ones(2048, 16))
+    path = tmp_path / "model.safetensors"
+    save_file({f"large.{part}": tensor for part, tensor in format.pack(weight).items()}, path)
+    spec = QuantSpec("rtn", scheme)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": format.config_of(spec)}))
+    source = HFDirectory(tmp_path)
+    read = source.linear("large")
+    assert str(path) in Path("/proc/self/maps").read_text()
+    assert torch.equal(read.codes, weight.codes)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="cut short"):
+        source.linear("large")
+
+
 @pytest.mark.parametrize(("dtype", "shape"), [("F32", [2, 3]), ("F16", [7]), ("F4", [12]), ("I64", [])])
 def test_a_tensor_of_other_bytes_than_its_shape_says_is_refused(tiny_llama, dtype, shape) -> None:
     header = json.dumps({"strange": {"dtype": dtype, "shape": shape, "data_offsets": [0, 12]}}).encode()

@@ -16,7 +16,7 @@ def weight(out: int = 4, seed: int = 0) -> QuantizedWeight:
     g = torch.Generator().manual_seed(seed)
     return QuantizedWeight(
         SCHEME,
-        codes=torch.randint(0, 16, (out, 16), dtype=torch.uint8, generator=g),
+        stored=torch.randint(0, 16, (out, 16), dtype=torch.uint8, generator=g),
         scales=torch.rand(out, 2, generator=g),
         zeros=torch.randint(0, 16, (out, 2), dtype=torch.uint8, generator=g),
     )
@@ -25,8 +25,8 @@ def weight(out: int = 4, seed: int = 0) -> QuantizedWeight:
 @pytest.mark.parametrize(
     "part, value, words",
     [
-        ("codes", torch.zeros(4, 16), "uint8"),
-        ("codes", torch.full((4, 16), 16, dtype=torch.uint8), "code exceeds"),
+        ("stored", torch.zeros(4, 16), "uint8"),
+        ("stored", torch.full((4, 16), 16, dtype=torch.uint8), "code exceeds"),
         ("scales", torch.ones(4, 3), "scales are"),
         ("scales", torch.tensor([[float("nan"), 1.0]] * 4), "NaN"),
         ("scales", torch.tensor([[float("inf"), 1.0]] * 4), "infinite"),

@@ -33,6 +33,8 @@ STRUCTURES: dict[str, type[C.Structure]] = {
     "scale_search": abi.ScaleSearch,
     "sweep": abi.Sweep,
     "row_sampling": abi.RowSampling,
+    "tiling": abi.Tiling,
+    "rounding": abi.Rounding,
     "moment": abi.Moment,
     "pack": abi.Pack,
     "heads": abi.Heads,

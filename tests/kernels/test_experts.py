@@ -228,7 +228,7 @@ def random_weights(kind: str, out: int, inp: int) -> tuple[Tensor | QuantizedWei
         zeros, g_idx = weight.zeros, weight.g_idx
         scales = weight.scales if scheme.rows != 1 else weight.scales[order]
         made.append(replace(
-            weight, codes=weight.codes[order], scales=scales.half().float() if e else scales,
+            weight, stored=weight.codes[order], scales=scales.half().float() if e else scales,
             zeros=None if zeros is None else zeros[order], g_idx=None if g_idx is None else g_idx.roll(e),
             input_scale=None if weight.input_scale is None else 0.01 + 0.003 * e,
         ))  # fmt: skip

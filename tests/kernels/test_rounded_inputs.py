@@ -149,7 +149,7 @@ def test_scales_that_float16_holds_take_two_bytes_and_give_the_same_bits(isa: na
     halves = replace(weight, scales=weight.scales.half().float())
     # One more output that float16 does not hold leaves all of them in float32.
     scales = torch.cat([halves.scales, torch.full((1, 4), 1e-9)])
-    singles = replace(halves, codes=torch.cat([halves.codes, halves.codes[:1]]), scales=scales,
+    singles = replace(halves, stored=torch.cat([halves.codes, halves.codes[:1]]), scales=scales,
                       zeros=torch.cat([halves.zeros, halves.zeros[:1]]))  # fmt: skip
     assert int_tiles(halves).scales.dtype == torch.float16 and int_tiles(singles).scales.dtype == torch.float32
     executor = native.NativeExecutor(2, isa)

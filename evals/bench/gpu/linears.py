@@ -71,7 +71,7 @@ class Problem:
         if isinstance(self.weight, Tensor):
             return some, self.weight[some].float()
         zeros = None if self.weight.zeros is None else self.weight.zeros[some]
-        part = replace(self.weight, codes=self.weight.codes[some], scales=self.weight.scales[some], zeros=zeros)
+        part = replace(self.weight, stored=self.weight.codes[some], scales=self.weight.scales[some], zeros=zeros)
         return some, part.dequantize()
 
     def error(self, y: Tensor) -> float:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.formats.words import pack_words
+from qserve.checkpoint.words import pack_words
 from qserve.evals.bench.gpu.linears import Contestant, Held, Problem
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qserve.checkpoint.formats.words import pack_words, period, unpack_words, words_for
 from qserve.checkpoint.grid import INTEGERS
+from qserve.checkpoint.words import pack_words, period, unpack_words, words_for
 
 
 def slow_words(values: list[int], bits: int) -> list[int]:
