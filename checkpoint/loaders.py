@@ -20,6 +20,9 @@ from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 _GROUPS = (-1, 32, 64, 128)
 _MARLIN_OUT, _MARLIN_IN = 64, 128
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+# Experts of GPT-OSS: gate and up are one linear, its rows in turn. Other loaders know it by the stack of all experts.
+_JOINED_EXPERT = re.compile(r"\.experts\.\d+\.gate_up_proj")
+_UNSTACKED = "experts of this family are loaded from stacks of a layer, in 16 bits or MXFP4, not quantized one by one"
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool) -> str | None
     for module, scheme, activations in case.kinds():
         if is_embedding(module):
             return f"{module}: an embedding is not loaded packed"
+        if _JOINED_EXPERT.search(module):
+            return f"{module}: {_UNSTACKED}"
         weight_only = activations is None and scheme.grid is INTEGERS
         reason = (
             _integers(case, module, scheme, small_inputs=small_inputs) if weight_only
@@ -163,6 +168,8 @@ def _unlike_siblings(case: _Case) -> str | None:
 
 def _transformers(case: _Case) -> str | None:
     name = case.format.name
+    for module in filter(_JOINED_EXPERT.search, case.schemes):
+        return f"{module}: {_UNSTACKED}"
     if name == "compressed-tensors":
         return _transformers_compressed(case)
     if case.head_is_packed:

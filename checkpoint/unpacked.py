@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def is_in(source: ModelSource, *grids: Grid) -> bool:
     """Whether every packed weight is of one of ``grids``, and nothing was calibrated here: so are models published in
-    fp8 (DeepSeek, Qwen), in bitsandbytes' 4 bits and in HQQ."""
+    fp8 (DeepSeek, Qwen), in MXFP4 (GPT-OSS), in bitsandbytes' 4 bits and in HQQ."""
     if source.spec is None or source.calibration is not None:
         return False
     schemes = [source.spec.scheme_of(module) for module in source.linears()]

@@ -18,10 +18,11 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.formats import default_format, format_named
 from qserve.checkpoint.formats.format import Format
-from qserve.checkpoint.grid import E4M3, NO_KERNEL
+from qserve.checkpoint.grid import E2M1, E4M3, NO_KERNEL
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
 from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.stacked_experts import one_by_one
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
 from qserve.quantize.job import QuantizeJob
@@ -91,8 +92,9 @@ class Preparation:
 def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
     """Refuse here everything that can be refused: ``UsageError`` for options, ``CapacityError`` for memory,
     ``CheckpointError`` for the model. Reads the dense tensors once."""
-    if is_in(source, E4M3, *NO_KERNEL):
+    if is_in(source, E4M3, E2M1, *NO_KERNEL):
         source = Unpacked(source)
+    source = one_by_one(source)
     if source.spec is not None:
         raise UsageError(f"{source.name} is already quantized; give the model it was made from")
     if source.path.resolve().is_relative_to(out.resolve()):

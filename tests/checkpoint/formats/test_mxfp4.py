@@ -67,8 +67,8 @@ def test_it_is_read_and_not_written(tmp_path: Path) -> None:
     spec = source.spec
     assert spec is not None and spec.scheme_of("model.layers.0.mlp.router") is None
     assert spec.scheme_of(f"{STACK}.0.down_proj") == SCHEME
-    with pytest.raises(UsageError, match="not rewritten"):
-        convert(source, tmp_path / "out", "hf")
+    with pytest.raises(UsageError, match="the GPTQ format holds integers of 2, 3, 4 or 8 bits, not fp4 g32"):
+        convert(source, tmp_path / "out", "gptq")
     with pytest.raises(UsageError, match="read, not written"):
         MXFP4().config_of(QuantSpec("rtn", SCHEME))
     with pytest.raises(CheckpointError, match="read, not written"):
