@@ -23,6 +23,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 # Experts of GPT-OSS: gate and up are one linear, its rows in turn. Other loaders know it by the stack of all experts.
 _JOINED_EXPERT = re.compile(r"\.experts\.\d+\.gate_up_proj")
 _UNSTACKED = "experts of this family are loaded from stacks of a layer, in 16 bits or MXFP4, not quantized one by one"
+_SKIPPED = "experts of this family are not skipped where their linears are named one by one"
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool) -> str | None
         return "KV-cache scales must be per tensor"
     if case.head_is_packed and not case.format.name.startswith("gptq"):
         return f"lm_head: the output layer is not loaded packed from {case.format.name}"
+    for module in filter(_JOINED_EXPERT.search, case.shapes):
+        return f"{module}: {_UNSTACKED if module in case.schemes else _SKIPPED}"
     for module, scheme, activations in case.kinds():
         if is_embedding(module):
             return f"{module}: an embedding is not loaded packed"
-        if _JOINED_EXPERT.search(module):
-            return f"{module}: {_UNSTACKED}"
         weight_only = activations is None and scheme.grid is INTEGERS
         reason = (
             _integers(case, module, scheme, small_inputs=small_inputs) if weight_only

@@ -26,7 +26,7 @@ from qserve.checkpoint.stacked_experts import one_by_one
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
 from qserve.quantize.job import QuantizeJob
-from qserve.quantize.mixed.units import Offered, offered
+from qserve.quantize.mixed.units import Offered, of_experts, offered
 from qserve.quantize.plan import Shapes, plan
 from qserve.runtime.models.config import decoder_config
 
@@ -188,7 +188,20 @@ def _shapes(skeleton: Skeleton, job: QuantizeJob) -> Shapes:
     if head is not None:
         others.append(names[id(head)])
     kept = dict.fromkeys(name for name in (*skeleton.routers, *others) if name != "lm_head")
-    return Shapes(skeleton.shapes, names[id(embedding)], (int(out), int(inp)), tied, tuple(kept))
+    stored = _as_stored(skeleton) if job.keep_experts else {}
+    return Shapes(skeleton.shapes, names[id(embedding)], (int(out), int(inp)), tied, tuple(kept), stored)
+
+
+def _as_stored(skeleton: Skeleton) -> dict[str, WeightScheme | None]:
+    """The linears of experts, with the scheme of each that is stored in one which kernels and a format have."""
+    source = skeleton.source
+    found: dict[str, WeightScheme | None] = {module: None for module in skeleton.shapes if of_experts((module,))}
+    if not found:
+        raise UsageError(f"{source.name} has no experts that --keep-experts could keep")
+    for module in found if isinstance(source, Unpacked) else ():
+        scheme = source.scheme_of(module)
+        found[module] = scheme if scheme and scheme.grid in (E2M1, E4M3) else None
+    return found
 
 
 def _check_rest(source: ModelSource, skeleton: Skeleton, dtype: torch.dtype) -> None:

@@ -105,6 +105,13 @@ def quantize(
             "in 16. A head that is the embedding (tied) has them too, unless --head gives it its own."
         ),
     ] = _JOB.embedding_bits,
+    keep_experts: Annotated[
+        bool,
+        typer.Option(
+            "--keep-experts",
+            help="Leave the experts of a mixture as they are stored: in MXFP4 (GPT-OSS), in fp8 or in 16 bits.",
+        ),
+    ] = _JOB.keep_experts,
     kv_cache: Annotated[
         str, typer.Option(help="Calibrate scales for a KV cache in int8 or fp8; none leaves that to the server.")
     ] = "none",
@@ -199,6 +206,7 @@ def quantize(
         symmetric=sym,
         head_bits=head,
         embedding_bits=embeddings,
+        keep_experts=keep_experts,
         kv_cache=None if kv_cache == "none" else kv_cache,  # type: ignore[arg-type]
         kv_granularity=kv_scales,  # type: ignore[arg-type]
         method=None if method == "auto" else method,

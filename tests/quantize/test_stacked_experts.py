@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from qserve.checkpoint.convert import convert
 from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.formats.mxfp4 import SCHEME
+from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.stacked_experts import one_by_one, stack, together
 from qserve.kernels import native
@@ -114,6 +116,62 @@ def test_16_bits_quantize_to_the_same(published: Path, model: Any, text: str, tm
         assert torch.equal(one.linear(module).dequantize(), other.linear(module).dequantize())
 
 
+@pytest.mark.parametrize("options", [{"head_bits": 8}, {"scheme": "w8a8"}, {"method": "awq", "act_order": False}])
+def test_experts_stay_in_mxfp4(options: dict[str, Any], published: Path, text: str, tmp_path: Path) -> None:
+    pipeline.run(HFDirectory(published), tmp_path / "out", job(text, keep_experts=True, **options))
+    before, after = HFDirectory(published), HFDirectory(tmp_path / "out")
+    assert after.format is not None and after.format.name == "compressed-tensors" and after.spec is not None
+    assert set(before.linears()) <= set(after.linears())
+    for module in before.linears():
+        one, other = before.linear(module), after.linear(module)
+        assert after.spec.scheme_of(module) == other.scheme == SCHEME and other.activations is None
+        assert torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
+        assert one.bias is not None and other.bias is not None and torch.equal(one.bias, other.bias)
+    attention = after.linear("model.layers.1.self_attn.o_proj")
+    assert attention.scheme.grid is INTEGERS and ("lm_head" in after.linears()) == ("head_bits" in options)
+    if "scheme" not in options:
+        torch.testing.assert_close(served(tmp_path / "out"), dequantized(tmp_path / "out"), rtol=0, atol=1e-4)
+
+
+def test_experts_stay_in_16_bits(model: Any, text: str, tmp_path: Path) -> None:
+    """Together, as they were."""
+    model.save_pretrained(tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense")
+    pipeline.run(HFDirectory(tmp_path / "dense"), tmp_path / "out", job(text, keep_experts=True))
+    before, after = HFDirectory(tmp_path / "dense"), HFDirectory(tmp_path / "out")
+    stacks = [name for name in before.names() if ".experts." in name]
+    assert [name for name in after.names() if ".experts." in name] == stacks
+    assert all(torch.equal(after.tensor(name), before.tensor(name).half()) for name in stacks)
+    assert not any(".experts." in module for module in after.linears())
+    torch.testing.assert_close(served(tmp_path / "out"), dequantized(tmp_path / "out"), rtol=0, atol=1e-4)
+
+
+def test_experts_stay_in_fp8(mixtral: Path, text: str, tmp_path: Path) -> None:
+    released = tmp_path / "released"
+    pipeline.run(HFDirectory(mixtral), released, QuantizeJob(scheme="fp8", method="rtn", calibration=None))
+    pipeline.run(HFDirectory(released), tmp_path / "out", job(text, keep_experts=True))
+    before, after = HFDirectory(released), HFDirectory(tmp_path / "out")
+    experts = [module for module in after.linears() if ".experts." in module]
+    assert experts and {after.linear(module).scheme.grid for module in after.linears()} == {E4M3, INTEGERS}
+    for module in experts:
+        assert torch.equal(before.linear(module).codes, after.linear(module).codes)
+        assert after.linear(module).scheme.grid is E4M3 and after.linear(module).activations is None
+
+
+def test_what_cannot_stay_is_refused(published: Path, llama: Path, text: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no experts that --keep-experts could keep"):
+        pipeline.check(HFDirectory(llama), tmp_path / "out", job(text, keep_experts=True))
+    with pytest.raises(UsageError, match="the GPTQ format holds integers"):
+        pipeline.check(HFDirectory(published), tmp_path / "out", job(text, keep_experts=True, format="gptq"))
+    with pytest.raises(UsageError, match="leave one of them out"):
+        job(text, keep_experts=True, target_bits=5.0)
+
+
+def test_mxfp4_becomes_compressed_tensors(published: Path, tmp_path: Path) -> None:
+    convert(HFDirectory(published), tmp_path / "out", "compressed-tensors")
+    assert torch.equal(served(tmp_path / "out"), served(published))
+
+
 def test_converted_to_16_bits_it_is_transformers_own(published: Path, model: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(HFDirectory(published), out, "hf")
@@ -131,7 +189,7 @@ def test_other_loaders_refuse_it_before_calibration(published: Path, text: str, 
     verdicts = {verdict.loader: verdict for verdict in pipeline.check(source, tmp_path / "out", job(text)).verdicts}
     assert {loader for loader, verdict in verdicts.items() if verdict.accepts} == {"qserve"}
     assert "not quantized one by one" in verdicts["vllm"].reason
-    with pytest.raises(UsageError, match=r"transformers would refuse this checkpoint: .*gate_up_proj: experts of this family"):
+    with pytest.raises(UsageError, match=r"transformers would refuse this checkpoint: .*gate_up_proj: experts"):
         pipeline.check(source, tmp_path / "out", job(text, loaders=("transformers",)))
 
 

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qserve.checkpoint.convert import convert
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.formats.mxfp4 import MXFP4, SCHEME
+from qserve.checkpoint.formats.mxfp4 import MXFP4, SCHEME, read_e2m1, read_e8m0, write_e2m1, write_e8m0
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import QuantSpec
 
@@ -52,6 +52,15 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
     blocks = torch.zeros(1, 4, 2, 16, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj: a scale is NaN"):
         write(tmp_path, blocks, scales).linear(f"{STACK}.0.down_proj")
+
+
+def test_what_is_written_is_what_was_read() -> None:
+    packed, scales = torch.arange(256, dtype=torch.uint8).view(4, 64), torch.arange(255, dtype=torch.uint8)
+    assert torch.equal(write_e2m1(read_e2m1(packed)), packed)
+    assert torch.equal(write_e8m0(read_e8m0(scales)), scales)
+    for scale in (0.75, 0.0, -1.0):
+        with pytest.raises(CheckpointError, match="no power of two"):
+            write_e8m0(torch.tensor([1.0, scale]))
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
