@@ -44,7 +44,7 @@ _BARE = {
 
 
 def can_be_forced(format: ToolFormat | BlockFormat) -> bool:
-    return isinstance(format, ToolFormat) or format.name == "deepseek" or format.name in _BARE
+    return isinstance(format, ToolFormat) or format.name in ("deepseek", "kimi_k2") or format.name in _BARE
 
 
 def tool_constraint(
@@ -100,6 +100,8 @@ class _Grammar(Rules):
                 raise RequestError(f"the parameters of {tool.name!r:.80} are no valid JSON schema", "tools") from None
         arguments = f"arguments_{index}"
         self.append(f"{arguments}: {json_rule(tool.parameters, tool.strict)}")
+        if isinstance(format, BlockFormat) and format.name == "kimi_k2":
+            return f'{literal(f"functions.{tool.name}:")} /[0-9]+/ {self.marker(format.inside[0])} {arguments}'
         if isinstance(format, BlockFormat):  # DeepSeek: of V3.1, and of V3
             separator, name = self.marker("<｜tool▁sep｜>"), literal(tool.name)
             fenced = literal(f"{tool.name}\n```json\n")
@@ -156,7 +158,7 @@ class _Grammar(Rules):
                 return format.begin, f'"\\n" tool "\\n" {self.marker(format.end)}', '"\\n"'
             case ToolFormat(layout="list"):
                 return format.begin, '" "? "[" ' + self._several("tool", '"," " "?', parallel) + ' "]"', None
-            case BlockFormat(name="deepseek"):
+            case BlockFormat(name="deepseek" | "kimi_k2"):
                 call = f"{self.marker(format.begin)} tool {self.marker(format.end)}"
                 begin, end = format.around
                 return begin, self._several(call, '"\\n"?', parallel) + f" {self.marker(end)}", None

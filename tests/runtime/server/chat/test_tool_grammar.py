@@ -28,7 +28,7 @@ from .test_dialects import ANALYSIS, BEFORE, CALL, FINAL, NOW, ONE, ROWS, SCHEMA
 from .test_tool_parser import parse, written
 
 FORMATS = {row.name: row for row in TOOL_FORMATS}
-BLOCKS = ("qwen3_coder", "seed_oss", "glm", "deepseek")
+BLOCKS = ("qwen3_coder", "seed_oss", "glm", "deepseek", "kimi_k2")
 WEATHER = OfferedTool(
     "get_weather",
     {
@@ -189,7 +189,7 @@ def test_calls_in_blocks(checker: Checker, name: str, required: bool) -> None:
     grammar = checker.constraint(row, offered(strict=True), required=required)
     single = checker.constraint(row, offered(strict=True), required=required, parallel=False)
     both = f"{one}\n{now}"
-    if name == "deepseek":
+    if row.around:
         both = one.removesuffix(row.around[1]) + "\n" + now.removeprefix(row.around[0])
     for text in (one, now, both):
         assert checker.accepts(grammar, text)
