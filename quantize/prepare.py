@@ -198,9 +198,10 @@ def _as_stored(skeleton: Skeleton) -> dict[str, WeightScheme | None]:
     found: dict[str, WeightScheme | None] = {module: None for module in skeleton.shapes if of_experts((module,))}
     if not found:
         raise UsageError(f"{source.name} has no experts that --keep-experts could keep")
-    for module in found if isinstance(source, Unpacked) else ():
-        scheme = source.scheme_of(module)
-        found[module] = scheme if scheme and scheme.grid in (E2M1, E4M3) else None
+    if isinstance(source, Unpacked):
+        for module in found:
+            scheme = source.scheme_of(module)
+            found[module] = scheme if scheme and scheme.grid in (E2M1, E4M3) else None
     return found
 
 

@@ -39,6 +39,9 @@ class _Bare:
 _BARE = {
     "qwen3_coder": _Bare("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>", "</function>\n</tool_call>"),
     "seed_oss": _Bare("\n<function={}>\n", "<parameter={}>", "</parameter>", "</function>\n</seed:tool_call>"),
+    "minimax_m2": _Bare(
+        '\n<invoke name="{}">\n', '<parameter name="{}">', "</parameter>", "</invoke>\n</minimax:tool_call>"
+    ),
     "glm": _Bare("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>", loose=True),
 }
 
@@ -204,7 +207,7 @@ class _Grammar(Rules):
 
 
 def _named(text: str, name: str) -> str:
-    if not name or set(name) & set("<>\n"):
+    if not name or set(name) & set('<>\n"' if '"' in text else "<>\n"):
         raise RequestError(f"the name {name!r:.80} cannot be written as the model writes calls", "tools")
     return text.replace("{}", name)
 

@@ -28,7 +28,7 @@ from .test_dialects import ANALYSIS, BEFORE, CALL, FINAL, NOW, ONE, ROWS, SCHEMA
 from .test_tool_parser import parse, written
 
 FORMATS = {row.name: row for row in TOOL_FORMATS}
-BLOCKS = ("qwen3_coder", "seed_oss", "glm", "deepseek", "kimi_k2")
+BLOCKS = ("qwen3_coder", "seed_oss", "glm", "deepseek", "kimi_k2", "minimax_m2")
 WEATHER = OfferedTool(
     "get_weather",
     {
@@ -272,6 +272,8 @@ def test_names_that_would_break_a_block(checker: Checker) -> None:
     for name, key in (("a>b", "c"), ("a", "b<c")):
         with pytest.raises(RequestError, match="cannot be written"):
             checker.constraint(ROWS["qwen3_coder"], [OfferedTool(name, {"properties": {key: {"type": "string"}}})])
+    with pytest.raises(RequestError, match="cannot be written"):
+        checker.constraint(ROWS["minimax_m2"], [OfferedTool('a"b', {})])
 
 
 def test_calls_in_channels(checker: Checker) -> None:
