@@ -15,27 +15,31 @@ from torch import Tensor, nn
 from qserve.checkpoint.errors import UsageError
 
 _JOINED, _LAST = "gate_up_proj", "down_proj"
-# Attributes of transformers' experts that do not compute down(act(gate(x)) * up(x)) without biases.
-_UNUSUAL = {"is_transposed": True, "is_concatenated": False, "has_bias": True, "has_gate": False,
-            "has_post_expert_norm": True}  # fmt: skip
+# Attributes of transformers' experts that do not compute down(act(gate(x)) * up(x)).
+_UNUSUAL = {"has_gate": False, "has_post_expert_norm": True}
+# Those of experts whose gate and up projection are not one after the other, or that have biases.
+_ALTERNATING = {"is_transposed": True, "is_concatenated": False, "has_bias": True}
 
 
 class Expert(nn.Module):
-    """One expert. ``names`` are those of its gate, up and down projection. ``combine`` maps the outputs of the first
-    two, one after the other [tokens, 2 * inner], to the input of the third [tokens, inner]."""
+    """One expert. ``names`` are those of its gate and up projection, or of one that joins them, and of its down
+    projection. ``combine`` maps the outputs of the first, side by side [tokens, 2 * inner], to the input of the last
+    [tokens, inner]."""
 
     def __init__(
-        self, names: Sequence[str], hidden: int, inner: int, combine: Callable[[Tensor], Tensor], device: Any
-    ) -> None:
+        self, names: Sequence[str], hidden: int, inner: int, bias: bool, combine: Callable[[Tensor], Tensor],
+        device: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._gate, self._up, self._down = names
+        *self._ups, self._down = names
         self._combine = combine
-        for name, inp, out in zip(names, (hidden, hidden, inner), (inner, inner, hidden), strict=True):
-            self.add_module(name, nn.Linear(inp, out, bias=False, device=device))
+        for name in self._ups:
+            self.add_module(name, nn.Linear(hidden, 2 * inner // len(self._ups), bias=bias, device=device))
+        self.add_module(self._down, nn.Linear(inner, hidden, bias=bias, device=device))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        gate_up = torch.cat([self.get_submodule(name)(inputs) for name in (self._gate, self._up)], dim=-1)
+        gate_up = torch.cat([self.get_submodule(name)(inputs) for name in self._ups], dim=-1)
         output: Tensor = self.get_submodule(self._down)(self._combine(gate_up))
         return output
 
@@ -52,9 +56,11 @@ class Experts(nn.Module):
     def __init__(self, fused: Any, names: Sequence[str]) -> None:
         super().__init__()
         joined = fused.get_parameter(_JOINED)
-        self.count, both, hidden = joined.shape
+        self.count, *sizes = joined.shape
+        both, hidden = reversed(sizes) if fused.is_transposed else sizes
         for index in range(self.count):
-            self.add_module(str(index), Expert(names, hidden, both // 2, fused._apply_gate, joined.device))
+            expert = Expert(names, hidden, both // 2, fused.has_bias, fused._apply_gate, joined.device)
+            self.add_module(str(index), expert)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [tokens, hidden]; the experts of each token int64 [tokens, k] with their weights.
@@ -88,23 +94,36 @@ def split_experts(model: nn.Module, stored: dict[str, list[str]]) -> None:
     """Replace every module of ``model`` that holds the weights of its experts together.
 
     Their names come from ``stored``, the result of ``stored_names``. Raises ``UsageError`` for experts that the
-    checkpoint stores together too, or that do not compute gated projections without biases.
+    checkpoint stores together too, or that do not compute gated projections.
     """
     for path, module in list(model.named_modules()):
         joined = getattr(module, _JOINED, None)
         if not isinstance(joined, nn.Parameter) or joined.dim() != 3:
             continue
         kind = type(module).__name__
-        count = len(joined)
-        parts = [name.split(".") for leaf in (_JOINED, _LAST) for name in stored.get(f"{path}.{leaf}", [])]
-        # The last three components: the number of the expert, the projection, "weight".
-        if len(parts) != 3 * count or any(len(part) < 3 or not part[-3].isdecimal() for part in parts):
-            raise UsageError(f"{path} ({kind}): its experts are not stored one by one, which quantizing them needs")
-        unusual = [flag for flag, value in _UNUSUAL.items() if getattr(module, flag, not value) is value]
+        if stored.get(f"{path}.0.{_JOINED}.weight"):  # gate and up are one linear, in an order of their own
+            names = [_JOINED, _LAST]
+            unusual = _flags(module, _UNUSUAL)
+        else:
+            names = _names(path, len(joined), stored, kind)
+            unusual = _flags(module, _ALTERNATING | _UNUSUAL)
         if unusual or not hasattr(module, "_apply_gate"):
             raise UsageError(f"{path}: experts of the kind {kind} cannot be taken apart ({', '.join(unusual)})")
         owner, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, Experts(module, [part[-2] for part in parts[::count]]))
+        setattr(model.get_submodule(owner), leaf, Experts(module, names))
+
+
+def _names(path: str, count: int, stored: dict[str, list[str]], kind: str) -> list[str]:
+    """Of the gate, up and down projection of an expert."""
+    parts = [name.split(".") for leaf in (_JOINED, _LAST) for name in stored.get(f"{path}.{leaf}", [])]
+    # The last three components: the number of the expert, the projection, "weight".
+    if len(parts) != 3 * count or any(len(part) < 3 or not part[-3].isdecimal() for part in parts):
+        raise UsageError(f"{path} ({kind}): its experts are not stored one by one, which quantizing them needs")
+    return [part[-2] for part in parts[::count]]
+
+
+def _flags(module: nn.Module, unusual: dict[str, bool]) -> list[str]:
+    return [flag for flag, value in unusual.items() if getattr(module, flag, not value) is value]
 
 
 def routers(block: nn.Module) -> list[str]:

@@ -27,6 +27,8 @@ from qserve.checkpoint.loaders import LoaderVerdict, verdicts
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec
+from qserve.checkpoint.stacked_experts import stack, together
+from qserve.checkpoint.unpacked import Unpacked
 from qserve.checkpoint.writer import CheckpointWriter
 
 DENSE = "hf"
@@ -70,8 +72,6 @@ def convert(
         json.dumps([source.config, source.generation_config()], allow_nan=False)
     except ValueError:
         raise CheckpointError(f"{source.name}: its configuration holds NaN or infinity") from None
-    if source.format is not None and source.format.name == "mxfp4":
-        raise UsageError(f"{source.name}: experts that are stored together in mxfp4 are served, but not rewritten")
     tell = progress or (lambda done, total: None)
     if format == DENSE:
         return _dense(source, out, overwrite, tell)
@@ -166,8 +166,9 @@ def _dense(source: ModelSource, out: Path, overwrite: bool, tell: Progress) -> C
     """Everything in floating point, as 16 bits."""
     dtype = torch.bfloat16 if source.dtype() == torch.bfloat16 else torch.float16
     dtype_name = str(dtype).removeprefix("torch.")
-    modules = source.linears()
-    names = [name for name in source.names() if not is_kv(name)]
+    view = Unpacked(source)
+    every = [name for name in view.names() if not is_kv(name)]
+    stacks = together(view, every)
     notes = [f"weights are rounded to {dtype_name}"]
     if source.spec is None and source.path.is_dir():
         raise UsageError(f"{source.name} is in floating point already")
@@ -176,20 +177,20 @@ def _dense(source: ModelSource, out: Path, overwrite: bool, tell: Progress) -> C
     if source.spec is not None and source.spec.kv_cache is not None:
         notes.append(f"the KV cache is no longer rounded ({source.spec.kv_cache.dtype})")
     source.verify()
+
+    def read(name: str) -> Tensor:
+        return _narrow(name, view.tensor(name), dtype)
+
     with CheckpointWriter(out, overwrite=overwrite, expected_bytes=2 * source.parameters()) as writer:
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
         _write_rest(source, None, config | {"dtype": dtype_name, "torch_dtype": dtype_name}, writer)
-        for done, module in enumerate(modules):
-            weight = source.linear(module)
-            writer.put(f"{module}.weight", _narrow(f"{module}.weight", weight.dequantize(), dtype))
-            if weight.bias is not None:
-                writer.put(f"{module}.bias", _narrow(f"{module}.bias", weight.bias, dtype))
-            tell(done + 1, len(modules) + len(names))
-        for done, name in enumerate(names, len(modules)):
-            writer.put(name, _narrow(name, source.tensor(name), dtype))
-            tell(done + 1, len(modules) + len(names))
+        stacked = {name for members in stacks.values() for name in members}
+        whole = [*stacks, *(name for name in every if name not in stacked)]
+        for done, name in enumerate(whole):
+            writer.put(name, stack(stacks[name], read) if name in stacks else read(name))
+            tell(done + 1, len(whole))
         writer.finish()
-    return ConvertReport(DENSE, len(modules), (), tuple(notes))
+    return ConvertReport(DENSE, len(source.linears()), (), tuple(notes))
 
 
 def _narrow(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

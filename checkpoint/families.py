@@ -462,6 +462,17 @@ FAMILIES = {
 }  # fmt: skip
 
 
+_SAME = {"kimi_k2": "deepseek_v3"}
+"""Model types that are a family by another name, for which transformers would run code beside the weights."""
+
+
+def under_its_family(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, with the name of the family that it is."""
+    if (family := _SAME.get(str(config.get("model_type")))) is None:
+        return dict(config)
+    return {key: value for key, value in config.items() if key != "auto_map"} | {"model_type": family}
+
+
 def native_families() -> list[str]:
     """The model types that the native decoder serves."""
     return [name for name, family in FAMILIES.items() if family.native]

@@ -29,6 +29,7 @@ class Grid:
     codebook     the number of each code, where a table gives them
     real_zeros   whether zero points are real numbers rather than codes
     unit         of an exact grid: all its numbers are whole multiples of it
+    scale_bits   of a scale as it is stored
     """
 
     name: str
@@ -41,6 +42,7 @@ class Grid:
     codebook: tuple[float, ...] | None = None
     unit: float = 1.0
     real_zeros: bool = False
+    scale_bits: int = 16
 
 
 def _whole(codes: Tensor) -> Tensor:
@@ -53,7 +55,9 @@ def _e4m3(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def _from_codebook(name: str, codebook: tuple[float, ...], *, unit: float | None = None) -> Grid:
+def _from_codebook(
+    name: str, codebook: tuple[float, ...], *, unit: float | None = None, scale_bits: int = 16
+) -> Grid:
     """A grid of four bits. It is exact where its numbers are multiples of a ``unit``."""
 
     def numbers(codes: Tensor) -> Tensor:
@@ -63,7 +67,7 @@ def _from_codebook(name: str, codebook: tuple[float, ...], *, unit: float | None
 
     return Grid(
         name, (4,), zero_points=False, exact=unit is not None, largest=max(map(abs, codebook)), numbers=numbers,
-        codebook=codebook, unit=unit or 1.0,
+        codebook=codebook, unit=unit or 1.0, scale_bits=scale_bits,
     )  # fmt: skip
 
 
@@ -71,7 +75,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 INTEGERS = Grid("int", (2, 3, 4, 6, 8), zero_points=True, exact=True, largest=127.0, numbers=_whole)
 E4M3 = Grid("fp8", (8,), zero_points=False, exact=False, largest=448.0, numbers=_e4m3, nan=0x7F)
 """OCP 8-bit floating point, 2023."""
-E2M1 = _from_codebook("fp4", (*_E2M1, *(-number for number in _E2M1)), unit=0.5)
+E2M1 = _from_codebook("fp4", (*_E2M1, *(-number for number in _E2M1)), unit=0.5, scale_bits=8)
 """Four bits of the OCP Microscaling Formats specification, 2023: MXFP4 and NVFP4. Twice a number is an integer."""
 NF4 = _from_codebook("nf4", (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

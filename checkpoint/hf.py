@@ -20,19 +20,20 @@ from qserve.checkpoint.calibration_record import CalibrationRecord, read_calibra
 from qserve.checkpoint.card import QualityCard, read_card
 from qserve.checkpoint.container import DTYPES
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.families import FAMILIES
+from qserve.checkpoint.families import FAMILIES, under_its_family
 from qserve.checkpoint.files import file_sha256, read_json_object
 from qserve.checkpoint.formats import FORMATS, format_of
 from qserve.checkpoint.formats.bitsandbytes import name_parts
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.formats.hqq import stored_config
 from qserve.checkpoint.formats.mxfp4 import split_experts
+from qserve.checkpoint.kimi_tokenizer import is_kimi
 from qserve.checkpoint.manifest import FileEntry, read_manifest, verify_manifest
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor, read_index
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.text_part import text_part
-from qserve.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
+from qserve.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer, save_portable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +68,7 @@ class HFDirectory:
             raise CheckpointError(f"{self.path} is not a directory")
         if not (self.path / "config.json").exists():
             raise CheckpointError(f"{self.path} has no config.json; is this a model directory?")
-        self.config: dict[str, Any] = read_json_object(self.path / "config.json")
+        self.config: dict[str, Any] = under_its_family(read_json_object(self.path / "config.json"))
         stored = read_index(self.path)
         self.part_of: str | None = None
         if (part := text_part(self.config, stored)) is not None:
@@ -264,6 +265,9 @@ class HFDirectory:
         return load_tokenizer(self.path, vocab_size=self.config.get("vocab_size"))
 
     def save_tokenizer(self, out: Path) -> None:
+        if is_kimi(self.path):  # for readers that would have to run its code
+            save_portable(self._tokenizer, out)
+            return
         for name in TOKENIZER_FILES:
             if (self.path / name).exists():
                 shutil.copyfile(self.path / name, out / name)

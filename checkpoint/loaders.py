@@ -20,6 +20,10 @@ from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 _GROUPS = (-1, 32, 64, 128)
 _MARLIN_OUT, _MARLIN_IN = 64, 128
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+# Experts of GPT-OSS: gate and up are one linear, its rows in turn. Other loaders know it by the stack of all experts.
+_JOINED_EXPERT = re.compile(r"\.experts\.\d+\.gate_up_proj")
+_UNSTACKED = "experts of this family are loaded from stacks of a layer, in 16 bits or MXFP4, not quantized one by one"
+_SKIPPED = "experts of this family are not skipped where their linears are named one by one"
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool) -> str | None
         return "KV-cache scales must be per tensor"
     if case.head_is_packed and not case.format.name.startswith("gptq"):
         return f"lm_head: the output layer is not loaded packed from {case.format.name}"
+    for module in filter(_JOINED_EXPERT.search, case.shapes):
+        return f"{module}: {_UNSTACKED if module in case.schemes else _SKIPPED}"
     for module, scheme, activations in case.kinds():
         if is_embedding(module):
             return f"{module}: an embedding is not loaded packed"
@@ -163,6 +169,8 @@ def _unlike_siblings(case: _Case) -> str | None:
 
 def _transformers(case: _Case) -> str | None:
     name = case.format.name
+    for module in filter(_JOINED_EXPERT.search, case.schemes):
+        return f"{module}: {_UNSTACKED}"
     if name == "compressed-tensors":
         return _transformers_compressed(case)
     if case.head_is_packed:

@@ -68,12 +68,12 @@ class WeightScheme:
         return (1 << self.bits) - 1
 
     def storage_bits(self, out_features: int, in_features: int, *, symmetric_zeros: bool = True) -> int:
-        """Bits of a weight [out, in] in a packed format: codes, 16-bit scales and packed zero points. Zero points that
+        """Bits of a weight [out, in] in a packed format: codes, scales and packed zero points. Zero points that
         are all the same count only where the format has ``symmetric_zeros``."""
         blocks = self.groups(in_features) * -(-out_features // self.row_height(out_features))
         size = 16 if self.grid.real_zeros else self.bits
         zero_bits = size if self.grid.zero_points and (symmetric_zeros or not self.symmetric) else 0
-        return out_features * in_features * self.bits + blocks * (16 + zero_bits)
+        return out_features * in_features * self.bits + blocks * (self.grid.scale_bits + zero_bits)
 
     def __str__(self) -> str:
         """For people: ``4 bit g64 symmetric``, ``fp8 per channel``."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.extras import require
 from qserve.checkpoint.files import read_json_object
+from qserve.checkpoint.kimi_tokenizer import VOCABULARY, is_kimi, kimi_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    VOCABULARY,
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -34,10 +36,16 @@ def load_tokenizer(directory: Path, *, vocab_size: Any = None) -> PreTrainedToke
     """
     from transformers import AutoTokenizer
 
+    tokenizer: PreTrainedTokenizerBase
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(directory), use_fast=True, trust_remote_code=False, local_files_only=True
-        )
+        if is_kimi(directory):
+            tokenizer = kimi_tokenizer(directory)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), use_fast=True, trust_remote_code=False, local_files_only=True
+            )
+    except CheckpointError:
+        raise
     except Exception as error:  # anything from KeyError to the Rust library's bare Exception
         if (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists():
             require("sentencepiece", f"{directory}: the tokenizer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.grid import Grid
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource
-from qserve.checkpoint.spec import QuantSpec
+from qserve.checkpoint.spec import QuantSpec, WeightScheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def is_in(source: ModelSource, *grids: Grid) -> bool:
     """Whether every packed weight is of one of ``grids``, and nothing was calibrated here: so are models published in
-    fp8 (DeepSeek, Qwen), in bitsandbytes' 4 bits and in HQQ."""
+    fp8 (DeepSeek, Qwen), in MXFP4 (GPT-OSS), in bitsandbytes' 4 bits and in HQQ."""
     if source.spec is None or source.calibration is not None:
         return False
     schemes = [source.spec.scheme_of(module) for module in source.linears()]
@@ -84,6 +85,15 @@ class Unpacked:
         if found is None:
             return self._source.tensor(name, rows)
         return (found if rows is None else found[rows.start : rows.stop]).to(self.dtype())
+
+    def stored(self, module: str) -> QuantizedWeight:
+        """A packed weight as it is, for inputs that are not rounded."""
+        return replace(self._source.linear(module), activations=None, input_scale=None)
+
+    def scheme_of(self, module: str) -> WeightScheme | None:
+        """How the weight of ``module`` is stored, None where it is in floating point."""
+        spec = self._source.spec
+        return None if spec is None or f"{module}.weight" not in self._weights else spec.scheme_of(module)
 
     def linear(self, module: str) -> QuantizedWeight:
         raise CheckpointError(f"{self.name} has no packed linear {module}")

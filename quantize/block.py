@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,10 +40,12 @@ class BlockResult:
 
 class BlockQuantizer:
     """``dtype`` is that of dense tensors in the checkpoint. A changed tensor is rounded to it at once, so that later
-    blocks see what will be served."""
+    blocks see what will be served. Weights of the linears ``as_stored`` do not change."""
 
-    def __init__(self, spec: QuantSpec, job: QuantizeJob, dtype: torch.dtype) -> None:
-        self.spec, self.job, self.dtype = spec, job, dtype
+    def __init__(
+        self, spec: QuantSpec, job: QuantizeJob, dtype: torch.dtype, as_stored: Collection[str] = ()
+    ) -> None:
+        self.spec, self.job, self.dtype, self.as_stored = spec, job, dtype, as_stored
         self._method = job.algorithm
         self._uses_text = job.text is not None and self._method.text != "unused"
         self._gather = Gather(
@@ -80,7 +82,7 @@ class BlockQuantizer:
             weights = {name: weight * divisor for name, weight in weights.items()}
         by_scheme: dict[WeightScheme, list[str]] = {}
         for name in inputs.names:
-            if (scheme := self.spec.scheme_of(name)) is not None:
+            if (scheme := self.spec.scheme_of(name)) is not None and name not in self.as_stored:
                 by_scheme.setdefault(scheme, []).append(name)
         for scheme, members in by_scheme.items():
             for name, part in self._round_together(weights, members, stats, scheme):
@@ -160,6 +162,8 @@ class BlockQuantizer:
         """Choose a scale to divide the inputs of these linears by, and fold it into the layer before."""
         fold = self._folds.get(frozenset(weights))
         if fold is None or stats is None or not stats.finite() or self._too_few(list(weights), stats):
+            return None
+        if any(name in self.as_stored for name in (*weights, f"{self._visit.name}.{fold.producer}")):
             return None
         if all(self.spec.scheme_of(name) is None for name in weights):
             return None  # mixed precision keeps them all in floating point

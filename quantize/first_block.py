@@ -23,7 +23,7 @@ def expected_seconds(source: ModelSource, job: QuantizeJob, token_ids: Sequence[
     leading = leading_tokens(source.tokenizer())
     windows = calibration_windows(token_ids, job.samples, job.sequence_length, job.seed, leading)
     prepared = arrange(Skeleton(source), job, torch.float16)
-    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype)
+    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype, prepared.shapes.as_stored)
     at_once = prepared.forecast.samples_at_once
     began = time.perf_counter()
     walking = walk(prepared.skeleton, windows, samples_at_once=at_once, float_samples=job.float_samples)

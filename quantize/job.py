@@ -30,6 +30,7 @@ class QuantizeJob:
     kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key
     target_bits      mixed precision: stored bits per weight at most, scales included; with w8a8 and fp8 it chooses the
                      linears that are kept in 16-bit floats
+    keep_experts     the experts of a mixture stay as they are stored: in MXFP4, in fp8, or in 16-bit floats
     max_kl           mixed precision: the smallest checkpoint within this divergence (nats)
     calibration      a SOURCE of ``load_text``; self: the builtin text and as much that the model writes
                      (``generated_windows``); or None (every input counts the same)
@@ -52,6 +53,7 @@ class QuantizeJob:
     method: str | None = None
     effort: Literal["fast", "normal", "best"] = "normal"
     act_order: bool = True
+    keep_experts: bool = False
     target_bits: float | None = None
     max_kl: float | None = None
     calibration: str | None = SELF
@@ -69,6 +71,8 @@ class QuantizeJob:
         self._check_method()
         if self.mixed and self.scheme not in ("weights", "w8a8", "fp8"):
             raise UsageError("mixed precision is for --scheme weights, or w8a8 and fp8 and which layers keep 16 bits")
+        if self.keep_experts and self.mixed:
+            raise UsageError("--keep-experts fixes what mixed precision would choose: leave one of them out")
         if self.target_bits is not None and self.max_kl is not None:
             raise UsageError("--target-bits fixes the size, --minimize size asks for the smallest: give one of them")
         if self.target_bits is not None and not 2 <= self.target_bits <= 16:

@@ -33,6 +33,7 @@ from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import KVScheme
+from qserve.checkpoint.unpacked import Unpacked
 from qserve.checkpoint.writer import CheckpointWriter, check_out
 from qserve.kernels import native
 from qserve.quantize import distill, signround
@@ -241,7 +242,7 @@ def _quantize(
     """Quantize every block. Returns a line for each linear, the names of the dense tensors that were written, and
     whether the scales are tuned after that: a run that resumes keeps to what the first one could afford."""
     job, skeleton = prepared.job, prepared.skeleton
-    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype)
+    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype, prepared.shapes.as_stored)
     reports: list[LayerReport] = []
     written: set[str] = set()
     tell(ProgressEvent("quantize", 0, len(skeleton.blocks), prepared.forecast.seconds))
@@ -283,6 +284,10 @@ def _commit(
 ) -> None:
     for module, packed in result.packed.items():
         writer.put_linear(module, packed)
+    source = prepared.skeleton.source
+    for module in visit.linears:
+        if prepared.shapes.as_stored.get(module) is not None and isinstance(source, Unpacked):
+            writer.put_linear(module, source.stored(module))
     for name, tensor in result.dense.items():
         # The tensors of the KV cache are float32 in every format.
         kept = tensor if is_kv(name) else narrow(prepared.skeleton.source, name, tensor, prepared.dtype)

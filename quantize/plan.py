@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.grid import E4M3, INTEGERS
@@ -19,7 +19,8 @@ class Shapes:
     """(out, in) of every linear inside the blocks, and of the embedding, which the output head shares.
 
     ``tied``: the head has no weight of its own. ``kept`` are linears that always stay in floating point: routers, those
-    outside the blocks, and a head with another name than ``lm_head``.
+    outside the blocks, and a head with another name than ``lm_head``. ``as_stored`` are linears whose weights are
+    written as the model stores them: the scheme of each, None in floating point.
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -27,6 +28,7 @@ class Shapes:
     embedding_shape: tuple[int, int]
     tied: bool
     kept: tuple[str, ...] = ()
+    as_stored: Mapping[str, WeightScheme | None] = field(default_factory=dict)
 
     def of(self, spec: QuantSpec) -> dict[str, tuple[int, int]]:
         """Every module that may be packed under ``spec``."""
@@ -51,7 +53,10 @@ def plan(
     skipped: dict[tuple[int, int], int] = {}
     for module, (out, inp) in shapes.linears.items():
         wanted = (chosen or {}).get(module, job.weights)
-        if wanted is None:
+        if (stored := shapes.as_stored.get(module)) is not None:
+            overrides[module] = stored
+            continue
+        if wanted is None or module in shapes.as_stored:
             ignored.append(module)
             continue
         unit = word_values(wanted) if job.activations is None else 1  # int8 inputs need whole bytes only
@@ -105,7 +110,10 @@ def plan(
         kv_cache=job.kv_scheme,
         overrides=overrides,
         ignored=(*ignored, *shapes.kept),
-        float_inputs=tuple(module for module, bits in outer.items() if bits),
+        float_inputs=(
+            *(module for module, bits in outer.items() if bits),
+            *(module for module, stored in shapes.as_stored.items() if stored is not None),
+        ),
     )
     return spec, tuple(notices)
 

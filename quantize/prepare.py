@@ -18,14 +18,15 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.formats import default_format, format_named
 from qserve.checkpoint.formats.format import Format
-from qserve.checkpoint.grid import E4M3, NO_KERNEL
+from qserve.checkpoint.grid import E2M1, E4M3, NO_KERNEL
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
 from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.stacked_experts import one_by_one
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
 from qserve.quantize.job import QuantizeJob
-from qserve.quantize.mixed.units import Offered, offered
+from qserve.quantize.mixed.units import Offered, of_experts, offered
 from qserve.quantize.plan import Shapes, plan
 from qserve.runtime.models.config import decoder_config
 
@@ -91,8 +92,9 @@ class Preparation:
 def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
     """Refuse here everything that can be refused: ``UsageError`` for options, ``CapacityError`` for memory,
     ``CheckpointError`` for the model. Reads the dense tensors once."""
-    if is_in(source, E4M3, *NO_KERNEL):
+    if is_in(source, E4M3, E2M1, *NO_KERNEL):
         source = Unpacked(source)
+    source = one_by_one(source)
     if source.spec is not None:
         raise UsageError(f"{source.name} is already quantized; give the model it was made from")
     if source.path.resolve().is_relative_to(out.resolve()):
@@ -186,7 +188,21 @@ def _shapes(skeleton: Skeleton, job: QuantizeJob) -> Shapes:
     if head is not None:
         others.append(names[id(head)])
     kept = dict.fromkeys(name for name in (*skeleton.routers, *others) if name != "lm_head")
-    return Shapes(skeleton.shapes, names[id(embedding)], (int(out), int(inp)), tied, tuple(kept))
+    stored = _as_stored(skeleton) if job.keep_experts else {}
+    return Shapes(skeleton.shapes, names[id(embedding)], (int(out), int(inp)), tied, tuple(kept), stored)
+
+
+def _as_stored(skeleton: Skeleton) -> dict[str, WeightScheme | None]:
+    """The linears of experts, with the scheme of each that is stored in one which kernels and a format have."""
+    source = skeleton.source
+    found: dict[str, WeightScheme | None] = {module: None for module in skeleton.shapes if of_experts((module,))}
+    if not found:
+        raise UsageError(f"{source.name} has no experts that --keep-experts could keep")
+    if isinstance(source, Unpacked):
+        for module in found:
+            scheme = source.scheme_of(module)
+            found[module] = scheme if scheme and scheme.grid in (E2M1, E4M3) else None
+    return found
 
 
 def _check_rest(source: ModelSource, skeleton: Skeleton, dtype: torch.dtype) -> None:

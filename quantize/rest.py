@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.stacked_experts import stack, together
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import rtn
 from qserve.quantize.layer import LayerReport
@@ -38,9 +39,17 @@ def write_rest(
         done.add(f"{module}.weight")
     if embedding in spec.overrides and prepared.shapes.tied:
         done.add("lm_head.weight")
-    for name in source.names():
-        if name not in done:
-            writer.put(name, narrow(source, name, source.tensor(name), prepared.dtype))
+    def dense(name: str) -> Tensor:
+        return narrow(source, name, source.tensor(name), prepared.dtype)
+
+    rest = [name for name in source.names() if name not in done]
+    stacks = together(source, rest)
+    for whole, members in stacks.items():
+        writer.put(whole, stack(members, dense))
+    stacked = {name for members in stacks.values() for name in members}
+    for name in rest:
+        if name not in stacked:
+            writer.put(name, dense(name))
     _write_configuration(prepared, writer)
     return reports
 

@@ -122,6 +122,8 @@ def table() -> str:
         "",
         "Of a model that also takes images (Gemma 3, Mistral 3, Qwen-VL and others), the text part is served and",
         "quantized as a model of its own, where its type is native.",
+        "Kimi K2 (`kimi_k2`) is `deepseek_v3` by another name, without the code beside its weights; its tokenizer, and",
+        "Moonlight's, is rebuilt from `tiktoken.model`.",
         "",
         "| type | served | remark |",
         "| --- | --- | --- |",

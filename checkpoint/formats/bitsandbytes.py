@@ -16,6 +16,9 @@ In 8 bits the parts are
     weight            int8 [out, in]      W = weight * SCB / 127
     SCB               f32 [out]           the largest magnitude of each row
     weight_format     uint8, one value    0 where rows follow each other; not in every file
+bitsandbytes rounds weight * SCB to float32 before it multiplies by 1 / 127. Here a row has one scale, SCB * (1 / 127),
+as kernels and compressed-tensors have it. No float32 scale gives the same numbers for all codes: a third of them differ
+in the last bit.
 How bitsandbytes rounds the input of a product (``llm_int8_threshold``) is no property of the weights and is not taken
 over.
 """
@@ -128,7 +131,6 @@ def _unpack_int8(parts: Mapping[str, Tensor]) -> QuantizedWeight:
         raise CheckpointError("weight_format says that its rows are interleaved for a GPU: save the model again with "
                               "bitsandbytes 0.45 or later")  # fmt: skip
     codes = weight.view(torch.uint8) ^ 128  # plus 128
-    # By the reciprocal, as bitsandbytes does.
     unpacked = QuantizedWeight(_CHANNEL, codes, largest.view(-1, 1) * (1 / 127), bias=bias_from(parts, out))
     unpacked.check()
     return unpacked

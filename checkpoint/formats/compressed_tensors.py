@@ -40,7 +40,7 @@ from qserve.checkpoint.formats.format import (
     require,
     spread,
 )
-from qserve.checkpoint.formats.mxfp4 import read_e2m1, read_e8m0
+from qserve.checkpoint.formats.mxfp4 import read_e2m1, read_e8m0, write_e2m1, write_e8m0
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
 from qserve.checkpoint.packed_codes import PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -102,9 +102,12 @@ class CompressedTensors:
             parts["weight"] = _signed(codes, scheme)
             if weight.zeros is not None:
                 parts["weight_zero_point"] = _signed(weight.zeros, scheme)
+        elif layout == "mxfp4-pack-quantized":
+            parts["weight_packed"] = write_e2m1(codes)
         else:
             parts["weight"] = codes.view(torch.float8_e4m3fn)
-        parts["weight_scale"] = narrowest(scales.reshape(-1) if scheme.rows == -1 else scales)
+        scales = scales.reshape(-1) if scheme.rows == -1 else scales
+        parts["weight_scale"] = write_e8m0(scales) if scheme.grid is E2M1 else narrowest(scales)
         if weight.input_scale is not None:
             parts["input_scale"] = torch.tensor([weight.input_scale], dtype=torch.float32)
         if weight.bias is not None:

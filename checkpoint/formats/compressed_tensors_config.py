@@ -25,11 +25,11 @@ from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, Weight
 
 _WHAT = "compressed-tensors"
 Granularity = Literal["token", "group", "tensor"]
-Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"]
+Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized"]
 _FP4_GROUPS = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
-"""Layouts that are read, and not written, and the size of their groups."""
-_LAYOUTS = (*get_args(Layout), *_FP4_GROUPS)
-_TYPES = {INTEGERS: "int", E4M3: "float"}
+"""The size of their groups. NVFP4 is read, and not written."""
+_LAYOUTS = tuple(dict.fromkeys((*get_args(Layout), *_FP4_GROUPS)))
+_TYPES = {INTEGERS: "int", E4M3: "float", E2M1: "float"}
 _MIXED = "mixed-precision"
 _PLAIN_ORDER = (None, False, "weight", "static")
 
@@ -38,6 +38,8 @@ def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout
     """The format's name for the layout in which a module of this kind is written."""
     if reason := unsayable(scheme, activations):
         raise UsageError(reason)
+    if scheme.grid is E2M1:
+        return "mxfp4-pack-quantized"
     if scheme.grid is E4M3:
         return "naive-quantized" if activations is None else "float-quantized"
     return "pack-quantized" if activations is None or scheme.bits != 8 else "int-quantized"
@@ -45,12 +47,14 @@ def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout
 
 def unsayable(scheme: WeightScheme, activations: ActivationScheme | None) -> str | None:
     """Why the configuration cannot express a scheme, or None."""
-    if scheme.grid not in _TYPES:
+    if scheme.grid not in _TYPES or (scheme.grid is E2M1 and (scheme.group_size, scheme.rows) != (32, 1)):
         return f"{scheme} weights are not written as compressed-tensors"
     if scheme.rows != 1 and (scheme.rows == -1) != (scheme.group_size == -1):
         return f"compressed-tensors cannot say {scheme}"
     if scheme.rows != 1 and not scheme.symmetric:
         return f"compressed-tensors stores zero points per group or channel, not for {scheme}"
+    if activations is not None and scheme.grid is E2M1:
+        return "compressed-tensors is written with MXFP4 weights only where inputs are not rounded"
     if activations is not None and activations.grid is E4M3 and scheme.grid is INTEGERS and scheme.bits == 8:
         return "compressed-tensors has no layout for int8 weights with fp8 inputs"
     if activations is not None and activations.grid is INTEGERS and scheme.grid is E4M3:
@@ -92,6 +96,8 @@ def _group(targets: list[str], scheme: WeightScheme, activations: ActivationSche
     strategy = strategies.get((scheme.group_size, scheme.rows), "group" if scheme.rows == 1 else "block")
     weights = _args(scheme.bits, _TYPES[scheme.grid], strategy, symmetric=scheme.symmetric,
                     group_size=scheme.group_size if strategy == "group" else None)
+    if scheme.grid is E2M1:
+        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
     if strategy == "block":
         weights["block_structure"] = [scheme.rows, scheme.group_size]
     return {

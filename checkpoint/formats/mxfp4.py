@@ -23,7 +23,7 @@ from qserve.checkpoint.formats.read_only import ReadOnlyFormat
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
-from qserve.checkpoint.words import unpack_words
+from qserve.checkpoint.words import pack_words, unpack_words
 
 SCHEME = WeightScheme(4, 32, dtype="fp4")
 _PARTS = ("blocks", "scales", "bias")
@@ -60,6 +60,19 @@ def read_e8m0(scales: Tensor) -> Tensor:
     """uint8 -> float32: a power of two. The code of NaN becomes infinity, which no weight may have."""
     bits = scales.int()
     return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)
+
+
+def write_e2m1(codes: Tensor) -> Tensor:
+    """The inverse of ``read_e2m1``, for rows of whole groups."""
+    return pack_words(codes, 4).view(torch.uint8)
+
+
+def write_e8m0(scales: Tensor) -> Tensor:
+    """The inverse of ``read_e8m0``; raises ``CheckpointError`` for a scale that is no power of two."""
+    found = torch.frexp(scales).exponent.add(126).clamp(0, 254).to(torch.uint8)
+    if not torch.equal(read_e8m0(found), scales):
+        raise CheckpointError("a scale is no power of two, which MXFP4 needs")
+    return found
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ KERNELS = (
     Kernel("W4 g64", WeightScheme(4, 64)),
     Kernel("W4 g32", WeightScheme(4, 32)),
     Kernel("MXFP4", WeightScheme(4, 32, dtype="fp4")),
+    Kernel("NVFP4", WeightScheme(4, 16, dtype="fp4")),
     Kernel("W8 g64", WeightScheme(8, 64)),
     Kernel("W8A8", WeightScheme(8, -1), ActivationScheme("int8")),
     Kernel("fp8 W8A8", WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8")),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.families import FAMILIES, Family
+from qserve.checkpoint.families import FAMILIES, Family, under_its_family
 from qserve.checkpoint.text_part import text_config
 from qserve.evals.planner.shape import Linear, ModelShape
 
@@ -35,6 +35,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{name}: config.json is no JSON object")
+    config = under_its_family(config)
     kind, text = config.get("model_type"), config.get("text_config")
     if kind not in _KNOWN and isinstance(text, Mapping):
         return replace(shape_of(_text_part(config, text), name), part_of=str(kind))

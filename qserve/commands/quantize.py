@@ -30,6 +30,7 @@ from qserve.commands.quantize_options import (
     EmbeddingBits,
     GroupSize,
     HeadBits,
+    KeepExperts,
     KvCache,
     KvScales,
     Lora,
@@ -71,6 +72,7 @@ def quantize(
     act_order: ActOrder = _JOB.act_order,
     head: HeadBits = _JOB.head_bits,
     embeddings: EmbeddingBits = _JOB.embedding_bits,
+    keep_experts: KeepExperts = _JOB.keep_experts,
     kv_cache: KvCache = "none",
     kv_scales: KvScales = _JOB.kv_granularity,
     target_bits: TargetBits = None,
@@ -115,6 +117,7 @@ def quantize(
         symmetric=sym,
         head_bits=head,
         embedding_bits=embeddings,
+        keep_experts=keep_experts,
         kv_cache=None if kv_cache == "none" else kv_cache,  # type: ignore[arg-type]
         kv_granularity=kv_scales,  # type: ignore[arg-type]
         method=None if method == "auto" else method,

@@ -74,6 +74,13 @@ EmbeddingBits = Annotated[
         "in 16. A head that is the embedding (tied) has them too, unless --head gives it its own."
     ),
 ]
+KeepExperts = Annotated[
+    bool,
+    typer.Option(
+        "--keep-experts",
+        help="Leave the experts of a mixture as they are stored: in MXFP4 (GPT-OSS), in fp8 or in 16 bits.",
+    ),
+]
 KvCache = Annotated[
     str, typer.Option(help="Calibrate scales for a KV cache in int8 or fp8; none leaves that to the server.")
 ]

@@ -1,9 +1,9 @@
 """A random 4-bit model in the shape of a large one: ``make_random.py SHAPE OUT``.
 
 OUT/w4 is a GPTQ checkpoint in groups of 64. OUT/Q4_0.gguf has the same weights, for llama.cpp: a group of 64 is two
-blocks of Q4_0 with the same scale. It is written where the ``gguf`` package is installed. Embeddings and head have 16
-bits in the checkpoint and 8 bits in the file. The matrices of one size hold the same rows, turned further for each, so
-that a model of gigabytes is made in as long as it takes to write.
+blocks of Q4_0 with the same scale. It is written where the ``gguf`` package is installed, but not of latent attention.
+Embeddings and head have 16 bits in the checkpoint and 8 bits in the file. The matrices of one size hold the same rows,
+turned further for each, so that a model of gigabytes is made in as long as it takes to write.
 """
 
 from __future__ import annotations
@@ -44,6 +44,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36, "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
         "tie_word_embeddings": False,
     },
+    "deepseek-v2-lite": {
+        **COMMON, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "rope_theta": 1e4,
+        "max_position_embeddings": 16384, "attention_bias": False, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "num_experts": 64, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "first_k_dense_replace": 0, "topk_method": "greedy", "routed_scaling_factor": 1.0, "num_hidden_layers": 4,
+        "vocab_size": 4096, "hidden_size": 2048, "moe_intermediate_size": 1408, "intermediate_size": 10944,
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 
@@ -76,10 +85,20 @@ def packed(out: int, inp: int, turn: int) -> Packed:
 
 def linears(config: dict[str, Any]) -> Iterator[tuple[str, str, int, int, int]]:
     """(module of a layer, its name in a GGUF, expert or -1, out, in), the experts of one name behind each other."""
-    width, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
-    kv = config["num_key_value_heads"] * dim
-    for name, short, out, inp in (("q_proj", "attn_q", heads * dim, width), ("k_proj", "attn_k", kv, width),
-                                  ("v_proj", "attn_v", kv, width), ("o_proj", "attn_output", width, heads * dim)):
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    if latent := config.get("kv_lora_rank"):
+        plain, rotated, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        attention = [
+            ("q_proj", "", heads * (plain + rotated), width), ("kv_a_proj_with_mqa", "", latent + rotated, width),
+            ("kv_b_proj", "", heads * (plain + value), latent), ("o_proj", "", width, heads * value),
+        ]  # fmt: skip
+    else:
+        dim, kv = config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+        attention = [
+            ("q_proj", "attn_q", heads * dim, width), ("k_proj", "attn_k", kv, width), ("v_proj", "attn_v", kv, width),
+            ("o_proj", "attn_output", width, heads * dim),
+        ]  # fmt: skip
+    for name, short, out, inp in attention:
         yield f"self_attn.{name}", short, -1, out, inp
     count = config.get("num_experts", 0)
     inner = config["moe_intermediate_size" if count else "intermediate_size"]
@@ -89,12 +108,15 @@ def linears(config: dict[str, Any]) -> Iterator[tuple[str, str, int, int, int]]:
             yield f"mlp.experts.{e}.{name}_proj", f"ffn_{name}_exps", e, out, inp
         if not count:
             yield f"mlp.{name}_proj", f"ffn_{name}", -1, out, inp
+        if shared := config.get("n_shared_experts"):
+            sizes = (width, shared * inner) if name == "down" else (shared * inner, width)
+            yield f"mlp.shared_experts.{name}_proj", "", -1, *sizes
 
 
 def make(config: dict[str, Any], out: Path, file: Path | None = None) -> None:
     """The checkpoint ``out``, and ``file`` with the same weights."""
     torch.manual_seed(0)
-    width, dim, count = config["hidden_size"], config["head_dim"], config.get("num_experts", 0)
+    width, dim, count = config["hidden_size"], config.get("head_dim", 0), config.get("num_experts", 0)
     gguf = GGUF(file, config) if file else None
     ignored = tuple(f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]) if count)
     spec = QuantSpec("rtn", SCHEME, ignored=("lm_head", *ignored))
@@ -112,6 +134,8 @@ def make(config: dict[str, Any], out: Path, file: Path | None = None) -> None:
             layer, block, experts = f"model.layers.{i}", f"blk.{i}", []
             norms = {"input_layernorm": ("attn_norm", width), "post_attention_layernorm": ("ffn_norm", width),
                      "self_attn.q_norm": ("attn_q_norm", dim), "self_attn.k_norm": ("attn_k_norm", dim)}
+            if "kv_lora_rank" in config:
+                norms = {**dict(list(norms.items())[:2]), "self_attn.kv_a_layernorm": ("", config["kv_lora_rank"])}
             dense = {name: (short, torch.ones(size)) for name, (short, size) in norms.items()}
             if count:
                 dense["mlp.gate"] = ("ffn_gate_inp", torch.randn(count, width) / width**0.5)
@@ -190,8 +214,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "Q4_0.gguf" if importlib.util.find_spec("gguf") else None
-    make(SHAPES[options.shape], options.out / "w4", file)
+    shape = SHAPES[options.shape]
+    file = options.out / "Q4_0.gguf" if importlib.util.find_spec("gguf") and "kv_lora_rank" not in shape else None
+    make(shape, options.out / "w4", file)
 
 
 if __name__ == "__main__":

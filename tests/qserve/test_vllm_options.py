@@ -79,7 +79,7 @@ def test_an_example_of_vllm(started: Callable[..., Started]) -> None:
         (("--speculative-config", '{"method": "mtp"}'), "method 'mtp' of --speculative-config is not served"),
         (("--speculative-config", "ngram"), "--speculative-config is no JSON"),
         (("--speculative-config", "[5]"), "--speculative-config is a JSON object"),
-        (("--tool-call-parser", "kimi_k2"), "unknown --tool-format 'kimi_k2'"),
+        (("--tool-call-parser", "xlam"), "unknown --tool-format 'xlam'"),
         (("--ssl-certfile", "cert.pem"), "--tls-cert and --tls-key are given together"),
         (("--dtype", "int3"), "unknown dtype 'int3'"),
         (("--gpu-memory-utilization", 2), "--gpu-memory-utilization must be above 0"),

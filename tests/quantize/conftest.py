@@ -18,12 +18,17 @@ def save(path: Path, config, dtype=torch.float32) -> Path:
         for parameter in model.parameters():  # fresh models are near-linear and their biases zero
             parameter.normal_(0, 0.3) if parameter.dim() == 1 else parameter.mul_(4)
     model.save_pretrained(path)
+    save_tokenizer(path)
+    return path
+
+
+def save_tokenizer(path: Path) -> None:
+    """Of bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {letter: index for index, letter in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="session")

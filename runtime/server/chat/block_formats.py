@@ -34,6 +34,7 @@ class BlockFormat:
         inside: markers within a block.
         ends_itself: what is between the markers shows that it is complete, so the end marker may be missing.
         bare: an answer that begins with a bracket is a block without markers.
+        header: the marker behind the id of a call, where the model writes one that its template shows it again.
     """
 
     name: str
@@ -46,14 +47,16 @@ class BlockFormat:
     inside: tuple[str, ...] = ()
     ends_itself: bool = True
     bare: bool = False
+    header: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that an output must show even where they are special tokens of the tokenizer."""
         return (self.begin, self.end, *self.around, *self.inside)
 
-    def call_id(self) -> str:
-        return f"call_{secrets.token_hex(12)}"
+    def call_id(self, block: str) -> str:
+        """Of the call in ``block``."""
+        return block.partition(self.header)[0].strip() if self.header else f"call_{secrets.token_hex(12)}"
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
@@ -63,6 +66,10 @@ _INVOKE = re.compile(r'\s*name="([^"\n]+)"\s*>(.*)', re.DOTALL)
 _DSML = re.compile(
     r'\s*<｜DSML｜parameter name="([^"\n]+)"(?: string="(\w+)")?>(.*?)</｜DSML｜parameter>\s*', re.DOTALL
 )
+_XML_INVOKE = re.compile(r'\s*<invoke name="([^"\n]+)">(.*?)</invoke>\s*', re.DOTALL)
+_XML_PARAMETER = re.compile(r'\s*<parameter name="([^"\n]+)">(.*?)</parameter>\s*', re.DOTALL)
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_KIMI_ID = re.compile(r"\s*functions\.(.+):\d+\s*")
 _CALL = re.compile(r"\s*call:([^{\s]+)\s*(?=\{)")
 _BARE_WORD = re.compile(r"[^,{}\[\]]+")
 
@@ -108,6 +115,38 @@ def _read_dsml(block: str, schemas: Schemas) -> list[Call]:
         kind = {"true": {"type": "string"}, "false": {}}.get(string)
         arguments[key] = typed(text, schema_of(schemas, found[1], key) if kind is None else kind)
     return [(found[1], arguments)]
+
+
+def _read_minimax(block: str, schemas: Schemas) -> list[Call]:
+    """MiniMax M2: calls as XML, of which one block may hold several."""
+    return [
+        (name, {key: typed(text, schema_of(schemas, name, key)) for key, text in _matches(_XML_PARAMETER, inside)})
+        for name, inside in _matches(_XML_INVOKE, block)
+    ]
+
+
+def _read_kimi(block: str, schemas: Schemas) -> list[Call]:
+    """Kimi K2: ``functions.name:number``, the id of the call, then the arguments."""
+    head, separator, arguments = block.partition(_KIMI_ARGUMENTS)
+    found = _KIMI_ID.fullmatch(head)
+    if found is None or not separator:
+        raise ValueError("no id")
+    return [(found[1], _object(arguments))]
+
+
+def _read_cohere(block: str, schemas: Schemas) -> list[Call]:
+    """Command R7B and A: a list of objects with ``tool_name`` and ``parameters``."""
+    try:
+        calls = json.loads(block)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    read: list[Call] = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        name, given = (call.get("tool_name"), call.get("parameters")) if isinstance(call, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(given, dict):
+            raise ValueError("no call")
+        read.append((name, given))
+    return read
 
 
 def _read_python(block: str, schemas: Schemas) -> list[Call]:
@@ -195,6 +234,15 @@ BLOCK_FORMATS: tuple[BlockFormat, ...] = (
         around=tuple(f"<{slash}｜DSML｜{name}>" for name in ("function_calls", "tool_calls") for slash in ("", "/")),
         inside=("｜DSML｜",), ends_itself=False,
     ),
+    BlockFormat(
+        "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", _read_minimax, ("<minimax:tool_call>",)
+    ),
+    BlockFormat(
+        "kimi_k2", "<|tool_call_begin|>", "<|tool_call_end|>", _read_kimi, ("<|tool_calls_section_begin|>",),
+        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), inside=(_KIMI_ARGUMENTS,),
+        header=_KIMI_ARGUMENTS,
+    ),
+    BlockFormat("cohere", "<|START_ACTION|>", "<|END_ACTION|>", _read_cohere, ("<|START_ACTION|>",)),
     BlockFormat(
         "gemma4", "<|tool_call>", "<tool_call|>", _read_gemma('<|"|>'), ("<|tool_call>",), inside=('<|"|>',)
     ),

@@ -119,7 +119,7 @@ class BlockParser:
             return False
         for name, arguments in written:
             if not self._full:
-                self._parts.append(CallStart(self.num_calls, self._format.call_id(), name))
+                self._parts.append(CallStart(self.num_calls, self._format.call_id(block), name))
                 self._parts.append(CallArguments(self.num_calls, arguments))
                 self.num_calls += 1
         return True

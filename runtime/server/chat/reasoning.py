@@ -38,9 +38,10 @@ REASONING_TAGS = (
     ReasoningTags("[THINK]", "[/THINK]"),
     ReasoningTags("<seed:think>", "</seed:think>"),
     ReasoningTags("<|channel>thought", "<channel|>"),
+    ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
     ReasoningTags("<think>", "</think>", ("<response>", "</response>")),
 )
-_SEED, _GEMMA, _GRANITE = REASONING_TAGS[-3:]
+_SEED, _GEMMA, _COHERE, _GRANITE = REASONING_TAGS[-4:]
 _NAMED = {
     "think": REASONING_TAGS[0],
     "thinking": REASONING_TAGS[1],
@@ -49,8 +50,13 @@ _NAMED = {
     "seed_oss": _SEED,
     "gemma4": _GEMMA,
     "granite": _GRANITE,
+    **dict.fromkeys(("cohere", "cohere_command3"), _COHERE),
     **dict.fromkeys(  # vLLM's names
-        ("deepseek_r1", "deepseek_v3", "deepseek_v31", "qwen3", "glm45", "ernie45", "nemotron_v3"), REASONING_TAGS[0]
+        (
+            "deepseek_r1", "deepseek_v3", "deepseek_v31", "qwen3", "glm45", "ernie45", "nemotron_v3", "kimi_k2",
+            "minimax_m2",
+        ),
+        REASONING_TAGS[0],
     ),
 }
 REASONING_NAMES = (*_NAMED, "openai_gptoss")  # the last is read by ``HarmonyParser``
@@ -118,8 +124,12 @@ class ReasoningParser:
             return []
         elif self._opened:
             self._state = self._inside
-        else:
+        elif self._tags.answer is None:
             return self._rest(self._buffer)
+        elif text.startswith(self._tags.answer[0]):
+            self._state = self._answer
+        elif not self._tags.answer[0].startswith(text):  # the prompt may end with the first of its tags
+            self._given, self._state = True, self._tagged_answer
         return []
 
     def _inside(self) -> list[Part]:

@@ -80,6 +80,7 @@ VLLM_PARSERS = {  # vLLM's names of formats that have another name here
     "deepseek_v3": "deepseek",
     "deepseek_v31": "deepseek",
     "granite4": "hermes",
+    "cohere_command3": "cohere",
     "openai": HARMONY,
 }
 

@@ -39,12 +39,15 @@ class _Bare:
 _BARE = {
     "qwen3_coder": _Bare("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>", "</function>\n</tool_call>"),
     "seed_oss": _Bare("\n<function={}>\n", "<parameter={}>", "</parameter>", "</function>\n</seed:tool_call>"),
+    "minimax_m2": _Bare(
+        '\n<invoke name="{}">\n', '<parameter name="{}">', "</parameter>", "</invoke>\n</minimax:tool_call>"
+    ),
     "glm": _Bare("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>", loose=True),
 }
 
 
 def can_be_forced(format: ToolFormat | BlockFormat) -> bool:
-    return isinstance(format, ToolFormat) or format.name == "deepseek" or format.name in _BARE
+    return isinstance(format, ToolFormat) or format.name in ("deepseek", "kimi_k2") or format.name in _BARE
 
 
 def tool_constraint(
@@ -100,6 +103,8 @@ class _Grammar(Rules):
                 raise RequestError(f"the parameters of {tool.name!r:.80} are no valid JSON schema", "tools") from None
         arguments = f"arguments_{index}"
         self.append(f"{arguments}: {json_rule(tool.parameters, tool.strict)}")
+        if isinstance(format, BlockFormat) and format.name == "kimi_k2":
+            return f'{literal(f"functions.{tool.name}:")} /[0-9]+/ {self.marker(format.inside[0])} {arguments}'
         if isinstance(format, BlockFormat):  # DeepSeek: of V3.1, and of V3
             separator, name = self.marker("<｜tool▁sep｜>"), literal(tool.name)
             fenced = literal(f"{tool.name}\n```json\n")
@@ -156,7 +161,7 @@ class _Grammar(Rules):
                 return format.begin, f'"\\n" tool "\\n" {self.marker(format.end)}', '"\\n"'
             case ToolFormat(layout="list"):
                 return format.begin, '" "? "[" ' + self._several("tool", '"," " "?', parallel) + ' "]"', None
-            case BlockFormat(name="deepseek"):
+            case BlockFormat(name="deepseek" | "kimi_k2"):
                 call = f"{self.marker(format.begin)} tool {self.marker(format.end)}"
                 begin, end = format.around
                 return begin, self._several(call, '"\\n"?', parallel) + f" {self.marker(end)}", None
@@ -202,7 +207,7 @@ class _Grammar(Rules):
 
 
 def _named(text: str, name: str) -> str:
-    if not name or set(name) & set("<>\n"):
+    if not name or set(name) & set('<>\n"' if '"' in text else "<>\n"):
         raise RequestError(f"the name {name!r:.80} cannot be written as the model writes calls", "tools")
     return text.replace("{}", name)
 

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qserve.checkpoint.convert import convert
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.formats.mxfp4 import MXFP4, SCHEME
+from qserve.checkpoint.formats.mxfp4 import MXFP4, SCHEME, read_e2m1, read_e8m0, write_e2m1, write_e8m0
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import QuantSpec
 
@@ -54,6 +54,15 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
         write(tmp_path, blocks, scales).linear(f"{STACK}.0.down_proj")
 
 
+def test_what_is_written_is_what_was_read() -> None:
+    packed, scales = torch.arange(256, dtype=torch.uint8).view(4, 64), torch.arange(255, dtype=torch.uint8)
+    assert torch.equal(write_e2m1(read_e2m1(packed)), packed)
+    assert torch.equal(write_e8m0(read_e8m0(scales)), scales)
+    for scale in (0.75, 0.0, -1.0):
+        with pytest.raises(CheckpointError, match="no power of two"):
+            write_e8m0(torch.tensor([1.0, scale]))
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     blocks, scales = torch.zeros(2, 4, 2, 16, dtype=torch.uint8), torch.full((2, 4, 3), 127, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"down_proj: blocks are \[4, 2, 16\] for scales of \[4, 3\]"):
@@ -67,8 +76,8 @@ def test_it_is_read_and_not_written(tmp_path: Path) -> None:
     spec = source.spec
     assert spec is not None and spec.scheme_of("model.layers.0.mlp.router") is None
     assert spec.scheme_of(f"{STACK}.0.down_proj") == SCHEME
-    with pytest.raises(UsageError, match="not rewritten"):
-        convert(source, tmp_path / "out", "hf")
+    with pytest.raises(UsageError, match="the GPTQ format holds integers of 2, 3, 4 or 8 bits, not fp4 g32"):
+        convert(source, tmp_path / "out", "gptq")
     with pytest.raises(UsageError, match="read, not written"):
         MXFP4().config_of(QuantSpec("rtn", SCHEME))
     with pytest.raises(CheckpointError, match="read, not written"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.modules import LLAMA
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
+from qserve.evals.planner.family import shape_of
 from qserve.kernels import registry
 from qserve.quantize import fp8
 from qserve.runtime.models import latent
@@ -104,6 +106,24 @@ def test_logits_are_those_of_transformers(case: str, kernels: str, tmp_path: Pat
         torch.testing.assert_close(got[len(chunks)], want, rtol=0, atol=1e-4)
     if kernels == "native":
         assert torch.equal(got[1], got[3]) and torch.equal(got[1], got[40])
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    """Its configuration as it is published, with code beside the weights, which is not run."""
+    want = logits(make("deepseek_v3", tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    kimi = {
+        "model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "rope_theta": scaling.pop("rope_theta"), "rope_scaling": {"type": scaling.pop("rope_type"), **scaling},
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**config, **kimi}))
+    source = HFDirectory(tmp_path)
+    assert source.config["model_type"] == "deepseek_v3" and "auto_map" not in source.config
+    got = run_chunks(decoder(tmp_path), tokens().tolist(), [40])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert shape_of({**config, **kimi}, "kimi") == shape_of({**config, "rope_parameters": scaling}, "kimi")
 
 
 @pytest.mark.parametrize(

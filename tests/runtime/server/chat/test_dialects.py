@@ -17,6 +17,7 @@ from qserve.runtime.server.chat.block_formats import BLOCK_FORMATS
 from qserve.runtime.server.chat.block_parser import BlockParser
 from qserve.runtime.server.chat.dialect import AnswerParser, OutputParser
 from qserve.runtime.server.chat.harmony import HarmonyParser
+from qserve.runtime.server.chat.parts import CallStart
 from qserve.runtime.server.chat.reasoning import REASONING_NAMES, ReasoningParser, find_tags
 from qserve.runtime.server.chat.tool_formats import FORMAT_NAMES, NAMES, VLLM_PARSERS, find_format
 
@@ -63,6 +64,19 @@ ONE = {
         '<｜DSML｜parameter name="at" string="false">[1, 2.5]</｜DSML｜parameter>\n'
         "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
     ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">7</parameter>\n'
+        '<parameter name="days">3</parameter>\n<parameter name="dry">true</parameter>\n'
+        '<parameter name="at">[1, 2.5]</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "7", "days": 3, "dry": true, "at": [1, 2.5]}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    "cohere": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+        '{"city": "7", "days": 3, "dry": true, "at": [1, 2.5]}}\n]<|END_ACTION|>'
+    ),
     "gemma4": '<|tool_call>call:get_weather{at:[1,2.5],city:<|"|>7<|"|>,days:3,dry:true}<tool_call|>',
     "functiongemma": (
         "<start_function_call>call:get_weather{at:[1,2.5],city:<escape>7<escape>,days:3,dry:true}<end_function_call>"
@@ -79,6 +93,12 @@ NOW = {
         "<｜tool▁calls▁end｜>"
     ),
     "deepseek_v32": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>"
+    ),
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "1", "tool_name": "now", "parameters": {}}]<|END_ACTION|>',
     "gemma4": "<|tool_call>call:now{}<tool_call|>",
     "functiongemma": "<start_function_call>call:now{}<end_function_call>",
     "gemma3": "```tool_code\nnow()\n```",
@@ -130,10 +150,45 @@ def test_what_is_no_call_is_content(name: str) -> None:
             assert (thought, calls) == ("", []) and content.split() == bare.split()
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4", "functiongemma", "seed_oss"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4", "functiongemma", "seed_oss", "minimax_m2", "cohere"])
 def test_a_last_block_may_lack_its_end(name: str) -> None:
     text = NOW[name].removesuffix(ROWS[name].end)
     assert read(block(name), list(text)) == ("", "", [("now", "{}")])
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "cohere"])
+def test_a_block_may_hold_several_calls(name: str) -> None:
+    row, join = ROWS[name], "," if name == "cohere" else ""
+    inside = [text.removeprefix(row.begin).removesuffix(row.end).strip().strip("[]") for text in (ONE[name], NOW[name])]
+    text = join.join(inside)
+    both = f"{row.begin}{f'[{text}]' if join else text}{row.end}"
+    for pieces in cuts(both):
+        assert [called for called, _ in read(block(name), pieces)[2]] == ["get_weather", "now"]
+
+
+def test_the_ids_of_kimi_are_those_that_it_writes() -> None:
+    """Its template shows them again."""
+    parts = block("kimi_k2").feed(ONE["kimi_k2"] + NOW["kimi_k2"])
+    assert [part.id for part in parts if isinstance(part, CallStart)] == ["functions.get_weather:0", "functions.now:1"]
+
+
+def test_an_answer_of_command() -> None:
+    """Text written from Cohere's specification: reasoning, then an answer between tags of its own, or calls."""
+    tags = find_tags("... <|START_THINKING|> ...")
+    assert tags is not None and tags is find_tags("", "cohere_command3")
+    thought = "<|START_THINKING|>hm<|END_THINKING|>"
+    answer = "<|START_RESPONSE|>It <b>rains</b>. <|END_RESPONSE|>"
+    for text, expected in (
+        (thought + answer, ("hm", "It <b>rains</b>.", [])),
+        (answer, ("", "It <b>rains</b>.", [])),
+        (answer.removeprefix("<|START_RESPONSE|>"), ("", "It <b>rains</b>.", [])),
+        (thought + NOW["cohere"], ("hm", "", [("now", "{}")])),
+        (NOW["cohere"], ("", "", [("now", "{}")])),
+        (answer + NOW["cohere"], ("", "It <b>rains</b>.", [("now", "{}")])),
+    ):
+        for pieces in cuts(text):
+            parser = OutputParser(ReasoningParser(tags), BlockParser(ROWS["cohere"], SCHEMAS))
+            assert read(parser, pieces) == expected
 
 
 @pytest.mark.parametrize(
@@ -249,6 +304,9 @@ def test_harmony_that_goes_on_with_a_message() -> None:
         ("granite", "<think>hm</think>\n<response>cut off", False, ("hm", "cut off")),
         ("granite", "<think>hm</think>Yes", False, ("hm", "Yes")),
         ("granite", "<think>hm</think><resp", False, ("hm", "<resp")),
+        ("granite", " Yes, <b>.\n\nNo ", False, ("", " Yes, <b>.\n\nNo ")),
+        ("kimi_k2", "<think>hm</think>Yes", False, ("hm", "Yes")),
+        ("minimax_m2", "hm\n</think>\n\nYes", True, ("hm", "Yes")),
     ],
 )
 def test_reasoning(name: str, text: str, opened: bool, expected: tuple[str, str]) -> None:
@@ -280,6 +338,12 @@ HOSTILE = {
         "<function=now>" + " " * LONG + "</function> x",
     ],
     "deepseek_v32": [' name="now">' + '<｜DSML｜parameter name="k">' * (LONG // 26)],
+    "minimax_m2": [
+        '<invoke name="now">' * (LONG // 19),
+        '<invoke name="now">' + '<parameter name="k">' * (LONG // 20) + "</invoke>",
+    ],
+    "kimi_k2": ["functions." + ":1" * LONG, " " * LONG],
+    "cohere": ["[" * LONG],
     "gemma4": ["call:now{" + "a:{" * (LONG // 3), "call:now{" + "[," * LONG],
     "gemma3": ["(" * LONG, "now(a=" + "-" * LONG + "1)"],
 }

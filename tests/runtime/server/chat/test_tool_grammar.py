@@ -28,7 +28,7 @@ from .test_dialects import ANALYSIS, BEFORE, CALL, FINAL, NOW, ONE, ROWS, SCHEMA
 from .test_tool_parser import parse, written
 
 FORMATS = {row.name: row for row in TOOL_FORMATS}
-BLOCKS = ("qwen3_coder", "seed_oss", "glm", "deepseek")
+BLOCKS = ("qwen3_coder", "seed_oss", "glm", "deepseek", "kimi_k2", "minimax_m2")
 WEATHER = OfferedTool(
     "get_weather",
     {
@@ -189,7 +189,7 @@ def test_calls_in_blocks(checker: Checker, name: str, required: bool) -> None:
     grammar = checker.constraint(row, offered(strict=True), required=required)
     single = checker.constraint(row, offered(strict=True), required=required, parallel=False)
     both = f"{one}\n{now}"
-    if name == "deepseek":
+    if row.around:
         both = one.removesuffix(row.around[1]) + "\n" + now.removeprefix(row.around[0])
     for text in (one, now, both):
         assert checker.accepts(grammar, text)
@@ -272,6 +272,8 @@ def test_names_that_would_break_a_block(checker: Checker) -> None:
     for name, key in (("a>b", "c"), ("a", "b<c")):
         with pytest.raises(RequestError, match="cannot be written"):
             checker.constraint(ROWS["qwen3_coder"], [OfferedTool(name, {"properties": {key: {"type": "string"}}})])
+    with pytest.raises(RequestError, match="cannot be written"):
+        checker.constraint(ROWS["minimax_m2"], [OfferedTool('a"b', {})])
 
 
 def test_calls_in_channels(checker: Checker) -> None:
