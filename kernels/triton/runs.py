@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.kernels.triton.schedule import Numbers
 
 CHUNK = 64

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from qserve.kernels.ops import GatedDelta, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import GatedDelta
 from qserve.kernels.reference import ReferenceExecutor, on_device
 from qserve.kernels.triton.executor import TritonExecutor
 from tests.kernels.test_delta import conv_of, delta_of, step_of
