@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.speculative_config import SpeculativeConfig
+from qserve.runtime.state_slots import snapshots_for
 
 RERANKERS = ("auto", "qwen3")
 KV_DTYPES = ("auto", "fp16", "bf16", "fp32", "int8", "fp8")
@@ -110,7 +111,7 @@ class EngineConfig:
     @property
     def num_snapshots(self) -> int:
         """Slots for snapshots of the states that layers of a hybrid keep of a sequence, besides those of sequences."""
-        return max(4, self.max_num_seqs // 4) if self.enable_prefix_caching else 0
+        return snapshots_for(self.max_num_seqs) if self.enable_prefix_caching else 0
 
     @property
     def num_state_slots(self) -> int:

@@ -23,6 +23,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 
+def snapshots_for(num_running: int) -> int:
+    """Slots for snapshots beside those of ``num_running`` sequences."""
+    return max(4, num_running // 4)
+
+
 @dataclass(slots=True)
 class _Sequence:
     """``slot``: of its state. ``source``: until the plan that begins it, the snapshot that it goes on from.

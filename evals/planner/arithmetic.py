@@ -13,6 +13,7 @@ from qserve.evals.planner.deployment import Deployment
 from qserve.evals.planner.quantization import KV_BYTES
 from qserve.evals.planner.replica_roofline import ReplicaRoofline
 from qserve.evals.planner.shape import BLOCK
+from qserve.runtime.state_slots import snapshots_for
 
 
 def lines(plan: Deployment) -> list[tuple[str, str]]:
@@ -74,6 +75,10 @@ def _memory(plan: Deployment) -> list[tuple[str, str]]:
     if shape.state_bytes:
         layers = shape.num_layers - len(shape.windows)
         found.append(("states", f"{layers} layers keep {shape.state_bytes / 1e6:.1f} MB of a request of any length"))
+    held = f"{roofline.kv_room / 1e9:.1f} GB / {share / 1e6:.1f} MB"
+    if shape.state_bytes:
+        snapshots, each = snapshots_for(plan.replica.fits), roofline.states_per_request / 1e6
+        held = f"({roofline.kv_room / 1e9:.1f} GB - {snapshots} snapshots of {each:.1f} MB) / {share / 1e6:.1f} MB"
     blocks = math.ceil(tokens / BLOCK)
     spread = f"; {share / 1e6:.1f} MB on each GPU of {layout}" if layout.gpus > 1 else ""
     room = gpu.memory * roofline.efficiency.memory
@@ -87,7 +92,7 @@ def _memory(plan: Deployment) -> list[tuple[str, str]]:
         ),
         (
             "largest batch",
-            f"{roofline.kv_room / 1e9:.1f} GB / {share / 1e6:.1f} MB = {plan.replica.fits} fit; "
+            f"{held} = {plan.replica.fits} fit; "
             f"{plan.replica.largest} within {plan.replica.slo}",
         ),
     ]

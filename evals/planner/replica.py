@@ -9,13 +9,12 @@ a queue with random arrivals, ``rho * E[S^2] / (2 E[S] (1 - rho))`` (Pollaczek a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
 from qserve.evals.planner.demand import Traffic
-from qserve.evals.planner.replica_roofline import ReplicaRoofline
+from qserve.evals.planner.replica_roofline import ReplicaRoofline, last
 from qserve.evals.slo import Slo
 
 
@@ -80,7 +79,7 @@ class Replica:
     @cached_property
     def largest(self) -> int:
         """Requests at once that fit and stay within the limits; 0 where not even one does."""
-        return _last(self.fits, lambda batch: self._within(self.at(batch)))
+        return last(self.fits, lambda batch: self._within(self.at(batch)))
 
     @cached_property
     def full(self) -> Load:
@@ -100,16 +99,7 @@ class Replica:
 
     def under(self, rate: float) -> Load:
         """The load at ``rate`` requests per second, which must be possible: the smallest batch that keeps up."""
-        return self.at(min(self.largest, 1 + _last(self.largest, lambda batch: self.at(batch).rate < rate)))
+        return self.at(min(self.largest, 1 + last(self.largest, lambda batch: self.at(batch).rate < rate)))
 
     def _within(self, load: Load) -> bool:
         return load.ttft <= self.slo.ttft and load.tpot <= self.slo.tpot
-
-
-def _last(most: int, holds: Callable[[int], bool]) -> int:
-    """The last number of 1 to ``most`` up to which ``holds`` is true; 0 where there is none."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low

@@ -7,12 +7,14 @@ latency, however few they are: decoding sends a few kilobytes, so that there it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
 from qserve.evals.planner.catalog import Gpu
 from qserve.evals.planner.quantization import KV_BYTES, Quantization
 from qserve.evals.planner.shape import Linear, ModelShape
+from qserve.runtime.state_slots import snapshots_for
 
 NETWORK = 50e9
 """Bytes per second of one GPU to another machine: a port of 400 Gbit/s each."""
@@ -118,9 +120,19 @@ class ReplicaRoofline:
         stage = -(-self.shape.num_layers // self.layout.pp) / self.shape.num_layers
         return self.shape.kv_bytes(tokens, KV_BYTES[self.kv_dtype]) * stage * self.kv_share
 
+    @property
+    def states_per_request(self) -> float:
+        """Bytes on one GPU of what layers keep of a request of any length, and of each snapshot of that."""
+        stage = -(-self.shape.num_layers // self.layout.pp) / self.shape.num_layers
+        return self.shape.state_bytes * stage * self.kv_share
+
     def largest_batch(self, tokens: float) -> int:
-        """Requests of ``tokens`` that are held at once."""
-        return max(0, int(self.kv_room // self.kv_per_request(tokens)))
+        """Requests of ``tokens`` that are held at once, beside the snapshots of states for so many."""
+        each, states = self.kv_per_request(tokens), self.states_per_request
+        return last(
+            max(0, int(self.kv_room // each)),
+            lambda batch: batch * each + snapshots_for(batch) * states <= self.kv_room,
+        )
 
     def linear(self, linear: Linear, rows: float) -> float:
         """Seconds of one such product for ``rows`` tokens: the larger of moving weights and activations, or computing.
@@ -201,3 +213,12 @@ class ReplicaRoofline:
 
     def prefill(self, prompt: int, chunk: int, computed: int | None = None) -> float:
         return sum(self.prefill_parts(prompt, chunk, computed).values())
+
+
+def last(most: int, holds: Callable[[int], bool]) -> int:
+    """The last number of 1 to ``most`` up to which ``holds`` is true; 0 where there is none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qserve.checkpoint.families import FAMILIES, native_families
+from qserve.checkpoint.families import native_families
 from qserve.evals.planner.quantization import KV_BYTES
 from qserve.evals.planner.replica_roofline import Layout
 from qserve.evals.planner.shape import ModelShape
@@ -28,6 +28,5 @@ class Served:
         return (*found, *(f"{name} {wanted}" for name, wanted, most in degrees if wanted > most))
 
 
-SERVED = Served(tuple(name for name in native_families() if not FAMILIES[name].delta))
-"""What is served on GPUs today, where gated delta nets have no kernel. What comes to be served is added here, and plans
-follow."""
+SERVED = Served(tuple(native_families()))
+"""What is served on GPUs today. What comes to be served is added here, and plans follow."""

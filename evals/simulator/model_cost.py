@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.evals.planner.replica_roofline import ReplicaRoofline
 from qserve.evals.planner.shape import BLOCK
+from qserve.runtime.state_slots import snapshots_for
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,17 @@ class ModelCost:
         if self.roofline.layout.pp > 1:
             raise UsageError("a simulated replica has one stage of layers")
 
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks that fit beside the weights, as if all layers kept all tokens. Raises ``CapacityError``."""
+    def num_blocks(self, max_num_seqs: int) -> int:
+        """KV blocks that fit beside the weights, as if all layers kept all tokens, and beside the states of so many
+        requests and their snapshots. Raises ``CapacityError``."""
         roofline = self.roofline
-        found = int(roofline.kv_room // roofline.kv_per_request(BLOCK))
+        each = roofline.states_per_request
+        states = (max_num_seqs + snapshots_for(max_num_seqs)) * each
+        found = int((roofline.kv_room - states) // (roofline.kv_per_request(BLOCK) - each))
         if found < 1:
+            beside = f" and {states / 1e9:.1f} GB of states of --max-num-seqs {max_num_seqs}" if states else ""
             raise CapacityError(
-                f"{roofline.weights_per_gpu / 1e9:.1f} GB of weights leave no room for the KV cache on "
+                f"{roofline.weights_per_gpu / 1e9:.1f} GB of weights{beside} leave no room for the KV cache on "
                 f"{roofline.layout} of {roofline.gpu.name}: raise --tp, or take fewer bits with --quantization"
             )
         return found

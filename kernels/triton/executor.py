@@ -24,8 +24,10 @@ from qserve.kernels.ops import (
     Argmax,
     Attention,
     Cast,
+    CausalConv,
     Embed,
     Experts,
+    GatedDelta,
     Gather,
     HeadLinear,
     HeadNorm,
@@ -54,10 +56,12 @@ from qserve.kernels.triton.attention import (
     resident,
     tile_shape,
 )
+from qserve.kernels.triton.causal_conv import causal_conv
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.embed import embed
 from qserve.kernels.triton.experts import PreparedExperts
 from qserve.kernels.triton.fill import fill
+from qserve.kernels.triton.gated_delta import PreparedDelta
 from qserve.kernels.triton.gather import gather
 from qserve.kernels.triton.head_linear import head_linear
 from qserve.kernels.triton.inputs import Rounded
@@ -69,6 +73,7 @@ from qserve.kernels.triton.norm import norm
 from qserve.kernels.triton.pointwise import activation, sigmoid_mul, soft_cap
 from qserve.kernels.triton.rope_kv import rope_kv
 from qserve.kernels.triton.route import route
+from qserve.kernels.triton.runs import runs_of
 from qserve.kernels.triton.schedule import divide, is_decode
 from qserve.kernels.triton.staging import Batch, Staging
 from qserve.kernels.triton.support import unsupported
@@ -134,6 +139,7 @@ class _TritonProgram:
         self._launches: list[Launch] = []
         self._last: Op | None = None
         self._attention: _Paged | None = None
+        self._keeps_states = False
         self._positions = 1 << 31  # of a sequence, at most; a rotation may have fewer
         self._pool: Any = None  # the memory pool that its graphs share
         self._rows: set[str] = set()
@@ -167,9 +173,13 @@ class _TritonProgram:
             most = self._partials.most(self._attention, self._max_rows, self._positions)
             work = divide(step, self._executor.queries(self._attention), most, _chunk(self._attention))
             captured = captured and is_decode(step) and len(work.parts) == 1
+        runs = None
+        if self._keeps_states:
+            runs = runs_of(step, chunked=not self._executor.batch_invariant)
+            captured = captured and is_decode(step)
         if captured:
             tokens, logits = (self._padded(rows) for rows in (tokens, logits))
-        batch, moved = self._staging.load(step, work, tokens, logits)
+        batch, moved = self._staging.load(step, work, tokens, logits, runs)
         if self._attention is not None:
             if batch.parts:
                 most = max(most, *(units for _, units in batch.parts))
@@ -248,6 +258,13 @@ class _TritonProgram:
             case LatentAttention():
                 self._attention = op
                 return partial(self._attend_latents, op)
+            case CausalConv():
+                self._keeps_states = True
+                return self._convolve(replace(op, weight=self._hold(op.weight)))
+            case GatedDelta():
+                self._keeps_states = True
+                on = self._executor
+                return PreparedDelta(op, on.memory, self._max_rows, on.target, on.batch_invariant).run
             case Gather():
                 return lambda batch: gather(op.x, batch.logit_rows, op.out, batch.logits)
             case Route():
@@ -334,6 +351,11 @@ class _TritonProgram:
         invariant = self._executor.batch_invariant
         product = replace(op, weight=self._hold(op.weight.to(op.x.dtype)))
         return lambda batch: head_linear(product, batch.tokens, invariant=invariant)
+
+    def _convolve(self, op: CausalConv) -> Launch:
+        return lambda batch: causal_conv(
+            op, batch.runs, batch.positions, batch.saves, decode=len(batch.runs) == batch.tokens
+        )
 
     def _attend(self, op: Attention, batch: Batch) -> None:
         if len(batch.tiles):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from qserve.kernels.executor import Step
-from qserve.kernels.triton.schedule import Numbers, Work
+from qserve.kernels.triton.runs import Runs
+from qserve.kernels.triton.schedule import Numbers, Work, is_decode
 
 _ALIGN = 4  # int32 numbers: the 16 bytes of one access
 _SMALLEST = 1 << 14
@@ -21,9 +22,10 @@ _SMALLEST = 1 << 14
 @dataclass(frozen=True)
 class Batch:
     """A step on the device; int32. ``tokens`` and ``logits`` count rows with padding: padding is token 0 at position 0
-    with slot -1, and a decode with row -1. The tables of work point into ``staged``. ``parts`` holds the decodes and
-    units of each part of the work; ``counts`` [parts] holds the units on the device. Without attention there is no
-    work."""
+    with slot -1, a decode with row -1, and a run of no tokens. The tables of work point into ``staged``. ``parts``
+    holds the decodes and units of each part of the work; ``counts`` [parts] holds the units on the device. Without
+    attention there is no work. ``saves``, ``runs``, ``chunks`` and ``single`` are those of ``Runs``; without layers
+    that keep states there are none."""
 
     tokens: int
     logits: int
@@ -37,6 +39,10 @@ class Batch:
     tiles: Tensor
     units: Tensor
     parts: list[tuple[int, int]]
+    saves: Tensor
+    runs: Tensor
+    chunks: Tensor
+    single: int
 
 
 class Staging:
@@ -58,53 +64,68 @@ class Staging:
         )
         self._there = torch.empty_like(self._host, device=self._device) if self._on_gpu else self._host
 
-    def load(self, step: Step, work: Work | None, tokens: int, logits: int) -> tuple[Batch, bool]:
+    def load(
+        self, step: Step, work: Work | None, tokens: int, logits: int, runs: Runs | None = None
+    ) -> tuple[Batch, bool]:
         """Send ``step`` to the device, padded to ``tokens`` and ``logits`` rows. Also returns whether the staged memory
         has moved, which makes remembered addresses void."""
-        parts: list[tuple[Numbers, int, int]] = [  # numbers, padded length, padding
-            (step.token_ids.numpy()[:tokens], tokens, 0),
-            (step.positions.numpy()[:tokens], tokens, 0),
-            (step.slots.numpy()[:tokens], tokens, -1),
-            (step.logit_rows.numpy()[:logits], logits, 0),
-        ]
+        parts: dict[str, tuple[Numbers, int, int]] = {  # numbers, padded length, padding
+            "ids": (step.token_ids.numpy()[:tokens], tokens, 0),
+            "positions": (step.positions.numpy()[:tokens], tokens, 0),
+            "slots": (step.slots.numpy()[:tokens], tokens, -1),
+            "rows": (step.logit_rows.numpy()[:logits], logits, 0),
+        }
+        single = 0
+        if runs is not None:
+            single = tokens if is_decode(step) else runs.single
+            parts["saves"] = runs.saves, tokens, -1
+            parts["runs"] = runs.runs.reshape(-1), 3 * (single + len(runs.runs) - runs.single), 0
+            parts["chunks"] = runs.chunks.reshape(-1), runs.chunks.size, 0
         if work is not None:
             decodes = tokens if len(work.tiles) == 0 else len(work.decodes)
-            parts += [
-                (work.parts[:, 1], max(1, len(work.parts)), 0),
-                (work.decodes.reshape(-1), 2 * decodes, -1),
-                (work.tiles.reshape(-1), work.tiles.size, 0),
-            ]
-        places = [0]
-        for _, length, _ in parts:
-            places.append(places[-1] + -(-length // _ALIGN) * _ALIGN)
-        if work is not None:  # after everything with a fixed place
-            units, tables = work.units.copy(), step.block_tables.numpy().reshape(-1)
-            begin = places[-1] + -(-units.size // _ALIGN) * _ALIGN
-            units[:, 2] += begin
-            tiles = work.tiles.copy()
-            tiles[:, 2] += begin
-            parts[6] = (tiles.reshape(-1), tiles.size, 0)
-            parts += [(units.reshape(-1), units.size, 0), (tables, tables.size, 0)]
-            places += [begin, begin + tables.size]
-        moved = places[-1] > len(self._host)
+            parts["counts"] = work.parts[:, 1], max(1, len(work.parts)), 0
+            parts["decodes"] = work.decodes.reshape(-1), 2 * decodes, -1
+            # Behind everything with a fixed place. Tiles and units know where the block tables are.
+            tables = step.block_tables.numpy().reshape(-1)
+            begin = sum(_aligned(length) for _, length, _ in parts.values())
+            begin += _aligned(work.tiles.size) + _aligned(work.units.size)
+            for name, rows in (("tiles", work.tiles), ("units", work.units)):
+                placed = rows.copy()
+                placed[:, 2] += begin
+                parts[name] = placed.reshape(-1), rows.size, 0
+            parts["tables"] = tables, tables.size, 0
+        places, end = {}, 0
+        for name, (_, length, _) in parts.items():
+            places[name] = end
+            end += _aligned(length)
+        moved = end > len(self._host)
         if self._on_gpu:
             self._host, self._other = self._other, self._host
             self._copied, self._before = self._before, self._copied
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the step before the last reads the same memory
         if moved:
-            self._reserve(2 * places[-1])
+            self._reserve(2 * end)
         host = self._host.numpy()
-        for (numbers, length, padding), place in zip(parts, places):
+        for name, (numbers, length, padding) in parts.items():
+            place = places[name]
             host[place : place + len(numbers)] = numbers
             host[place + len(numbers) : place + length] = padding
         if self._copied is not None:
-            self._there[: places[-1]].copy_(self._host[: places[-1]], non_blocking=True)
+            self._there[:end].copy_(self._host[:end], non_blocking=True)
             self._copied.record()
-        views = [self._there[place : place + length] for (_, length, _), place in zip(parts, places)]
-        none = self._there[:0]
-        ids, positions, slots, rows, counts, decodes_, tiles_, units_ = [*views, none, none, none, none][:8]
+
+        def there(name: str, width: int = 0) -> Tensor:
+            found = self._there[places[name] : places[name] + parts[name][1]] if name in parts else self._there[:0]
+            return found.view(-1, width) if width else found
+
         return Batch(
-            tokens, logits, ids, positions, slots, rows, self._there, counts, decodes_.view(-1, 2), tiles_.view(-1, 3),
-            units_.view(-1, 3), [] if work is None else [(decodes, units) for decodes, units in work.parts.tolist()],
+            tokens, logits, there("ids"), there("positions"), there("slots"), there("rows"), self._there,
+            there("counts"), there("decodes", 2), there("tiles", 3), there("units", 3),
+            [] if work is None else [(decodes, units) for decodes, units in work.parts.tolist()],
+            there("saves"), there("runs", 3), there("chunks", 2), single,
         ), moved  # fmt: skip
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGN) * _ALIGN

@@ -13,7 +13,6 @@ from qserve.kernels.abi import name_of
 from qserve.kernels.ops import (
     SCALED_KV,
     Attention,
-    CausalConv,
     Embed,
     Experts,
     GatedDelta,
@@ -29,7 +28,7 @@ from qserve.kernels.ops import (
     RopeKV,
     Route,
 )
-from qserve.kernels.triton import experts, latent_attention, linear
+from qserve.kernels.triton import delta_chunks, experts, latent_attention, linear
 from qserve.kernels.triton.target import NEEDED, Feature, Target
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -59,6 +58,10 @@ KERNELS = (
     Kernel("latent_kv", "latents normed and rotated into a cache in fp16 or bf16, and their queries"),
     Kernel("latent_attention", "paged attention of prompts and decodes over latents that all heads share"),
     Kernel("head_linear", "products of heads, each with a weight of its own"),
+    Kernel("causal_conv", "convolutions of gated delta nets, and their states"),
+    Kernel("gated_delta", "the gated delta rule of decodes, token by token, and its states"),
+    Kernel("delta_chunks", "the gated delta rule of prompts, by chunks of 64 tokens, and its states"),
+    Kernel("gated_norm", "RMSNorm of heads, times SiLU of a gate"),
     Kernel("weight_only", "products with integer weights of 2 to 8 bits (dense ones are cuBLAS's)"),
     Kernel("eight_bit", "products with weights and inputs in int8"),
     Kernel("eight_bit fp8", "products with weights and inputs in e4m3", "fp8"),
@@ -105,7 +108,9 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
         case LatentAttention():
             found = _latents(op.rank, op.width - op.rank, op.kv_dtype, compiled)
             return found or (_too_little_memory(op, gpu) if compiled else None)
-        case Lora() | CausalConv() | GatedDelta():
+        case GatedDelta() if op.key_dim > delta_chunks.WIDEST:
+            return f"gated delta nets with keys of {op.key_dim} have no Triton kernel: at most {delta_chunks.WIDEST}"
+        case Lora():
             return f"{name_of(type(op))} has no Triton kernel"
     return None
 

@@ -167,7 +167,7 @@ def simulate(
     fits = max_num_seqs * -(-max_model_len // 16)
     if model is not None and gpu is not None:
         steps = _on_gpu(model, gpu, Layout(tp), quantization, kv_cache_dtype, Efficiency(mfu=mfu, mbu=mbu))
-        max_model_len, fits = min(max_model_len, steps.roofline.shape.context), steps.num_blocks
+        max_model_len, fits = min(max_model_len, steps.roofline.shape.context), steps.num_blocks(max_num_seqs)
         listed = steps.roofline.gpu.price
         price = listed.dollars * tp if price is None and listed is not None else price
     else:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qserve.checkpoint.errors import CapacityError, UsageError
-from qserve.checkpoint.families import FAMILIES, native_families
+from qserve.checkpoint.families import native_families
 from qserve.evals.planner import catalog, cost
 from qserve.evals.planner.demand import Traffic, parse_traffic
 from qserve.evals.planner.deployment import Deployment, Wish, choose, consider
@@ -166,8 +166,7 @@ def test_plans_that_qserve_run_cannot_serve_are_marked() -> None:
     assert later.missing(foreign.roofline.shape, Layout(4, 2)) == ("TP 4", "PP 2")
     latent = catalog.model("deepseek-v3")
     assert SERVED.missing(latent, Layout(1)) == () and SERVED.missing(latent, Layout(1), "fp8") == ("latents in fp8",)
-    on_gpus = {name for name in native_families() if not FAMILIES[name].delta}
-    assert set(SERVED.families) == on_gpus and (SERVED.tp, SERVED.pp) == (1, 1)
+    assert set(SERVED.families) == set(native_families()) and (SERVED.tp, SERVED.pp) == (1, 1)
 
 
 def test_what_the_prefix_cache_has_is_not_computed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,13 +51,24 @@ def test_the_simulator_and_the_planner_have_one_roofline(model: str, tp: int, to
 def test_the_blocks_of_a_gpu_are_what_the_planner_would_fit() -> None:
     roofline = on_gpu("llama-3-70b", Layout(2))
     per_block = 16 * roofline.shape.kv_bytes_per_token(2) / 2
-    assert ModelCost(roofline).num_blocks == int(roofline.kv_room // per_block) > 10_000
+    assert ModelCost(roofline).num_blocks(64) == int(roofline.kv_room // per_block) > 10_000
     with pytest.raises(CapacityError, match="raise --tp"):
-        _ = ModelCost(on_gpu("llama-3-70b")).num_blocks
+        _ = ModelCost(on_gpu("llama-3-70b")).num_blocks(64)
     with pytest.raises(UsageError, match="one stage"):
         ModelCost(on_gpu("llama-3-70b", Layout(2, 2)))
     with pytest.raises(UsageError, match="--tp 3"):
         on_gpu("llama-3-70b", Layout(3))
+
+
+def test_states_of_a_hybrid_and_their_snapshots_take_room() -> None:
+    state, plain = 75 << 20, on_gpu("llama-3-8b")
+    hybrid = replace(plain, shape=replace(plain.shape, state_bytes=state))
+    room = plain.kv_room - (64 + 16) * state
+    assert ModelCost(hybrid).num_blocks(64) == int(room // plain.kv_per_request(16))
+    with pytest.raises(CapacityError, match="GB of states of --max-num-seqs 4000 leave no room"):
+        ModelCost(hybrid).num_blocks(4000)
+    fits, request = hybrid.largest_batch(1000), plain.kv_per_request(1000) + state
+    assert fits * request + fits // 4 * state <= hybrid.kv_room < (fits + 1) * request + (fits + 1) // 4 * state
 
 
 @pytest.mark.parametrize(

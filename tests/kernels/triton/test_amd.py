@@ -9,12 +9,14 @@ import pytest
 import triton
 
 from qserve.kernels.triton.target import described
-from tests.kernels.triton import aot, engine_cases, latent_cases, linear_cases
+from tests.kernels.triton import aot, delta_cases, engine_cases, latent_cases, linear_cases
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("amd" not in triton.backends.backends, reason="this Triton has no compiler for AMD")
-@pytest.mark.parametrize("cases", [linear_cases, engine_cases, latent_cases], ids=lambda cases: cases.__name__)
+@pytest.mark.parametrize(
+    "cases", [linear_cases, engine_cases, latent_cases, delta_cases], ids=lambda cases: cases.__name__
+)
 def test_every_kernel_compiles_for_amd(cases: Any) -> None:
     wanted = cases.amd_cases()
     made = aot.compile_file(Path(cases.__file__), "amd_cases")
@@ -23,5 +25,6 @@ def test_every_kernel_compiles_for_amd(cases: Any) -> None:
         gpu = described(name.split()[-1])
         assert kernel.shared_bytes <= gpu.shared_bytes, f"{name}: {kernel.shared_bytes} bytes of shared memory"
         assert kernel.spills == 0, f"{name} spills {kernel.spills} registers"
-        multiplies = any(word in name for word in ("w4a16", " few", " many", "tiles", "decodes", "product"))
+        products = ("w4a16", " few", " many", "tiles", "decodes", "product", "solve", "scores", "fold")
+        multiplies = any(word in name for word in products)
         assert ("mfma" in kernel.ptx) == multiplies, f"{name}: the matrix unit"

@@ -18,13 +18,16 @@ from qserve.kernels.triton.target import is_interpreted
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="there is a GPU, or this is such a process")
-FEW = "bfloat16 and (every_scheme and (g128 or fp8) or 8-2-128 or True or 1100)"
+FEW = "bfloat16 and (every_scheme and (g128 or fp8) or 8-2-128 or True or 1100 or test_gpu_delta)"
 """In bfloat16 and fp8, which nothing else here computes."""
-FEWER = {80: "bfloat16 and (g128 and (asymmetric or int8) or 8-2-128-300)", 89: "bfloat16 and (fp8 or 8-2-128-300)"}
+FEWER = {
+    80: "bfloat16 and (g128 and (asymmetric or int8) or 8-2-128-300 or test_gpu_delta)",
+    89: "bfloat16 and (fp8 or 8-2-128-300)",
+}
 """Of those, what is compiled differently for an older GPU."""
 PARTS = (
     ("gpu_linear", "linear", "many_rows", "rounded_rows"),
-    ("gpu_engine", "packed_bytes", "engine_kernels", "row_kernels", "expert_kernels"),
+    ("gpu_engine", "gpu_delta", "packed_bytes", "engine_kernels", "row_kernels", "expert_kernels"),
 )
 
 
@@ -50,7 +53,7 @@ def test_what_an_older_gpu_computes_differently(architecture: int, pytestconfig:
     if pytestconfig.getoption("--everything"):
         assert sum(emulated(architecture, files) for files in PARTS) >= 200
     else:
-        some = ("test_gpu_linear.py", "test_gpu_engine.py", "-k", FEWER[architecture])
+        some = ("test_gpu_linear.py", "test_gpu_engine.py", "test_gpu_delta.py", "-k", FEWER[architecture])
         assert emulate(architecture, *some, timeout=1700) >= 6
 
 

@@ -13,10 +13,11 @@ from qserve.kernels import registry
 from qserve.kernels.triton import target
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from tests.runtime import test_delta_net
 from tests.runtime.models import test_decoder, test_latent, test_layer_norm_families, test_moe
 
 pytestmark = pytest.mark.skipif(not target.is_interpreted(), reason="there is a GPU")
-LIMITS = DecoderLimits(max_tokens=16, max_logits=16, max_positions=64, num_blocks=40)
+LIMITS = DecoderLimits(max_tokens=16, max_logits=16, max_positions=64, num_blocks=40, num_states=1)
 DENSE = test_decoder.CASES | test_layer_norm_families.CASES
 SLOW = pytest.mark.slow
 FAMILIES = ["gemma2", *(pytest.param(case, marks=SLOW) for case in (
@@ -25,6 +26,7 @@ FAMILIES = ["gemma2", *(pytest.param(case, marks=SLOW) for case in (
 MIXTURES = [pytest.param(case, marks=SLOW) for case in ("qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2")]
 
 LATENT = ["youtu", pytest.param("deepseek_v3-halves", marks=SLOW)]
+HYBRIDS = ["qwen3_5", *(pytest.param(case, marks=SLOW) for case in ("qwen3_next", "qwen3_5-biases", "qwen3_5_moe"))]
 
 
 def logits(path: Path, kernels: str) -> torch.Tensor:
@@ -55,4 +57,10 @@ def test_mixtures(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", LATENT)
 def test_latent_attention(case: str, tmp_path: Path) -> None:
     test_latent.make(case, tmp_path)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_hybrids(case: str, tiny_model: Path, tmp_path: Path) -> None:
+    test_delta_net.save_hybrid(tiny_model, tmp_path, case)
     check(tmp_path)
