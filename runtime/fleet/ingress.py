@@ -18,18 +18,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.runtime.fleet.aliases import Aliases
-from qserve.runtime.fleet.delivery import Delivery
+from qserve.runtime.fleet.delivery import WHOLE, Delivery
 from qserve.runtime.fleet.fleet import Fleet
 from qserve.runtime.fleet.metrics import FleetMetrics
 from qserve.runtime.fleet.prompts import prompt_of
 from qserve.runtime.fleet.upstream import Answer, Lost, Unreachable
-from qserve.runtime.router import Placement, Prompt
+from qserve.runtime.router import LONG_PROMPT, Placement, Prompt
 from qserve.runtime.server.batches.runner import BatchRunner
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.errors import APIError, ClientGone, as_api_error
 from qserve.runtime.server.http.authentication import require_admin
 from qserve.runtime.server.http.body import MAX_COMMAS, MORE_COMMAS, parse_object, read_body
 from qserve.runtime.server.http.streaming import HEARTBEAT_SECONDS, while_connected
+from qserve.runtime.server.kv_order import KV_HEADER, KvOrder
 from qserve.runtime.server.limits.keys import CALLER, ApiKey, caller_header
 from qserve.runtime.server.limits.quota import QuotaError, Quotas
 from qserve.runtime.server.limits.shared_pool import SharedPool
@@ -231,9 +232,12 @@ class Ingress:
     async def _send(self, call: _Call, delivery: Delivery) -> None:
         """Try replicas until one answers. Raises ``APIError`` where none does."""
         fleet, tried, lost = self.fleet, set[str](), 0
+        if prefillers := fleet.prefillers(call.model):
+            await self._prefill(call, prefillers)
         error = APIError(503, "no replica takes requests now", code="no_replica", headers={"Retry-After": "5"})
         for _ in range(len(fleet.replicas) + MAX_AGAIN):
-            placement = fleet.place(call.prompt, call.model, tried)
+            placement = fleet.place(call.prompt, call.model, tried | prefillers)
+            placement = placement or fleet.place(call.prompt, call.model, tried)
             if placement is None:
                 if not fleet.expects(call.model, tried):
                     break
@@ -285,11 +289,42 @@ class Ingress:
         finally:
             loading.cancel()
 
+    async def _prefill(self, call: _Call, prefillers: set[str]) -> None:
+        """Let a replica of that role compute a long prompt, from which the one that answers fetches it. Where that
+        fails, the latter computes it."""
+        fleet = self.fleet
+        _, held = fleet.router.holder(call.prompt.digests, fleet.replicas.keys() - prefillers)
+        if call.target.partition("?")[0] not in _GENERATING or call.prompt.blocks - held < LONG_PROMPT:
+            return
+        placement = fleet.place(call.prompt, call.model, fleet.replicas.keys() - prefillers)
+        if placement is None:
+            return
+        upstream = fleet.replicas[placement.replica].upstream
+        headers = f"{call.headers}{KV_HEADER}: {KvOrder(prefill=True).header()}\r\n"
+        self.metrics.placed(placement.replica, call.prompt.blocks, placement.cached, time.perf_counter() - call.began)
+        try:
+            answer = await upstream.send(call.method, call.target, headers, call.body)
+            try:
+                await answer.whole(WHOLE)
+            finally:
+                upstream.release(answer)
+            if answer.status == 200:
+                placement.started()
+            else:
+                placement.refused()
+        except (Unreachable, Lost) as failure:
+            placement.refused()
+            fleet.failed(placement.replica, str(failure), unreachable=isinstance(failure, Unreachable))
+        finally:
+            placement.ended()
+
     async def _attempt(self, call: _Call, placement: Placement, delivery: Delivery) -> APIError | None:
         """Forward to one replica. An error where it is full or about to end, and another may take the request."""
         replica = self.fleet.replicas[placement.replica]
+        order = self.fleet.kv_order(placement, call.prompt, call.model)
+        headers = call.headers if order is None else f"{call.headers}{KV_HEADER}: {order.header()}\r\n"
         try:
-            answer = await replica.upstream.send(call.method, call.target, call.headers, call.body)
+            answer = await replica.upstream.send(call.method, call.target, headers, call.body)
         except (Unreachable, Lost):
             placement.refused()
             raise
@@ -311,6 +346,7 @@ class Ingress:
             replica.upstream.release(answer)
 
 
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _KNOWN = frozenset(
     ("/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/v1/replicas", "/v1/replicas/drain",
      "/v1/replicas/resume", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
