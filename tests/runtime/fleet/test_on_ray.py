@@ -36,7 +36,8 @@ port = {port}
 model = "{model}"
 replicas = 2
 version = "{version}"
-options = ["--kv-cache-memory", "64MiB", "--max-num-seqs", "16"]
+kv_transfer = true
+options = ["--kv-cache-memory", "64MiB", "--max-num-seqs", "16", "--kv-offload-memory", "64MiB"]
 
 [models.b]
 model = "{model}"
@@ -74,6 +75,19 @@ def test_a_canary_gets_its_share_and_sessions_stay(fleet: FleetProcess) -> None:
     assert {each["id"] for each in fleet.ask("/v1/models")["data"]} == {"a", "b", "idle", "chat"}
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fleet.ask("/v1/completions", body | {"model": "z"})
+
+
+def test_replicas_fetch_prompts_from_each_other(fleet: FleetProcess) -> None:
+    body = {"model": "a", "prompt": [5 + 3 * i % 90 for i in range(200)], "max_tokens": 4, "temperature": 0}
+    answers = []
+    for replica in fleet.replicas("a"):  # held back, so that the other one answers
+        fleet.ask("/v1/replicas/drain", {"replica": replica})
+        answers.append(fleet.ask("/v1/completions", body))
+        fleet.ask("/v1/replicas/resume", {"replica": replica})
+    first, second = answers
+    assert first["choices"] == second["choices"]
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
+    assert cached == [0, 192], "the second had all full blocks from the first"
 
 
 def test_a_killed_server_takes_only_the_streams_that_had_begun(fleet: FleetProcess) -> None:
