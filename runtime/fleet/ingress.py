@@ -96,18 +96,18 @@ class Ingress:
         """What the router answers itself; None for all that replicas answer."""
         path, fleet = request.url.path, self.fleet
         record: RequestRecord = request.scope["qserve.record"]
-        record.route = path if path in _KNOWN else "other"
+        # Whoever calls cannot fill the log with other paths.
+        record.route = path if path in GET_ROUTES | POST_ROUTES else "other"
         if path.startswith(("/v1/files", "/v1/batches")):
             return self._batches
-        if request.method == "POST" and path in ("/v1/replicas/drain", "/v1/replicas/resume"):
+        _check_route(request.method, path)
+        if path in ("/v1/replicas/drain", "/v1/replicas/resume"):
             require_admin(request)
             url = (await self._content(request))[1].get("replica")
             if not isinstance(url, str) or url not in fleet.replicas:
                 raise APIError(404, f"there is no replica {url!r:.200}", param="replica")
             fleet.hold_back(url, path.endswith("drain"))
             return JSONResponse(self._replicas())
-        if request.method not in ("GET", "HEAD"):
-            return None
         if path == "/health":
             return JSONResponse({"status": "ok"})
         if path == "/ready":
@@ -126,9 +126,7 @@ class Ingress:
             name = path.removeprefix("/v1/models/")
             self._check_model(name)
             return JSONResponse(self._models()[name])
-        if path == "/openapi.json":
-            return None
-        raise APIError(404, f"there is no route {request.method} {path[:200]}")
+        return None
 
     def _replicas(self) -> dict[str, Any]:
         now, fleet = time.monotonic(), self.fleet
@@ -347,12 +345,23 @@ class Ingress:
 
 
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-_KNOWN = frozenset(
-    ("/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/v1/replicas", "/v1/replicas/drain",
-     "/v1/replicas/resume", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
-     "/v1/embeddings")
+GET_ROUTES = frozenset(("/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/v1/replicas"))
+FORWARDED_ROUTES = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+     "/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v2/rerank", "/classify", "/score", "/rerank",
+     "/tokenize", "/detokenize", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 )  # fmt: skip
-"""Paths that the log names: whoever calls cannot fill it with others."""
+"""What replicas answer, all by POST. Nothing else is passed on: it would be with the router's own key."""
+POST_ROUTES = FORWARDED_ROUTES | {"/v1/replicas/drain", "/v1/replicas/resume"}
+
+
+def _check_route(method: str, path: str) -> None:
+    """Raises ``APIError`` 404 or 405."""
+    allowed = "GET" if path in GET_ROUTES or path.startswith("/v1/models/") else "POST" if path in POST_ROUTES else None
+    if allowed is None:
+        raise APIError(404, f"there is no route {method} {path[:200]}")
+    if method != allowed and not (method == "HEAD" and allowed == "GET"):
+        raise APIError(405, f"the method is not allowed: {method} {path[:200]}", headers={"Allow": allowed})
 
 
 def _target(request: Request) -> str:
