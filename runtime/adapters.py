@@ -12,7 +12,7 @@ from pathlib import Path
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.lora import read_adapter
-from qserve.runtime.blocks import adapter_salt
+from qserve.runtime.digests import adapter_salt
 from qserve.runtime.models.lora_layers import LaidOut, LoraLayers
 from qserve.runtime.sampling import RequestError
 
@@ -110,7 +110,7 @@ class AdapterPool:
             self._slots[slot].users += 1
 
     def release(self, slot: int) -> None:
-        """It ended."""
+        """A sequence with the adapter of ``slot`` (-1: none) ended."""
         if slot >= 0:
             self._slots[slot].users -= 1
             self._empty(self._slots[slot])

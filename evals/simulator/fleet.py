@@ -17,7 +17,7 @@ from qserve.evals.simulator.records import Records, Usage
 from qserve.evals.simulator.replica import Replica, ReplicaConfig
 from qserve.evals.simulator.traffic import Arrival, prompt_tokens
 from qserve.runtime.autoscale import Autoscale, Autoscaler, Load
-from qserve.runtime.blocks import chain_digests
+from qserve.runtime.digests import chain_digests
 from qserve.runtime.router import LONG_PROMPT, POLICIES, WORTH_FETCHING, Placement, Prompt, Router
 
 _FETCHED = -2  # instead of a replica's number: the blocks of a request have come

@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-from qserve.runtime.blocks import chain_digests
 from qserve.runtime.client.engine_client import EngineClient
 from qserve.runtime.client.messages import BlocksChanged
+from qserve.runtime.digests import chain_digests
 from qserve.runtime.fleet.prompts import block_size, prompt_texts
 from qserve.runtime.server.errors import APIError
 

@@ -15,15 +15,15 @@ from fastapi.responses import JSONResponse
 
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.backlog import QueueFullError
-from qserve.runtime.blocks import adapter_salt, chain_digests
 from qserve.runtime.client.engine_client import SHUTTING_DOWN, EngineClient
 from qserve.runtime.client.generation import Generation
 from qserve.runtime.client.host import EngineHost
 from qserve.runtime.constraint import Constraint
+from qserve.runtime.digests import adapter_salt, chain_digests
 from qserve.runtime.grammar import Vocabulary
 from qserve.runtime.pooling import stated_pooling
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.server.accounting import Accounting
+from qserve.runtime.server.accounting import Account, Accounting
 from qserve.runtime.server.chat.dialect import Dialect
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.config import ServerConfig
@@ -208,8 +208,10 @@ class Service:
             digests = [each.hex() for each in chain_digests(prompts[0][:-1], size, salt=self._salt(call, adapter))]
             await self.kv.fetch(call.kv, digests[self.prefixes.num_held(digests) :])
         try:
-            constraint = params.constraint
-            grammar = None if constraint is None else await self._tried(constraint, call, choices)
+            account = self.accounting.open(key, choices, self._backlog_seconds())
+            grammar = None
+            if params.constraint is not None:
+                grammar = await self._tried(params.constraint, call.tenant, account, choices)
             generation = await self.engine.submit(
                 prompts,
                 params,
@@ -219,7 +221,7 @@ class Service:
                 tenant=call.tenant,
                 weight=key.weight if key else 1.0,
                 adapter=adapter,
-                observer=self.accounting.open(key, choices, self._backlog_seconds()),
+                observer=account,
             )
         except QueueFullError as error:
             raise self._busy(str(error)) from None
@@ -243,13 +245,13 @@ class Service:
         adapter = self.engine.adapters.get(name or "")
         return call.tenant if adapter is None else adapter_salt(adapter.sha256, call.tenant)
 
-    async def _tried(self, constraint: Constraint, call: Call, choices: int) -> str:
-        """The constraint in llguidance's format. While it is tried out, its request counts as one that its key has."""
-        account = self.accounting.open(call.key, choices, self._backlog_seconds())
+    async def _tried(self, constraint: Constraint, tenant: str, account: Account, choices: int) -> str:
+        """The constraint in llguidance's format. A request whose constraint is refused leaves its ``account``."""
         try:
-            return await self.constraints.grammar(constraint, call.tenant)
-        finally:
+            return await self.constraints.grammar(constraint, tenant)
+        except BaseException:  # its client may leave meanwhile
             account.refused(choices)
+            raise
 
     async def pool(
         self, request: Request, prompts: list[list[int]], params: SamplingParams, priority: int | None

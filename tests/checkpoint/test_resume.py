@@ -152,7 +152,7 @@ def test_a_job_that_begins_again_is_the_old_one_or_the_new_one_whenever_it_is_ki
                     writer.put("0", torch.zeros(3))
                     writer.commit("block 0")
                 writer.seal()
-                writer.begin_again("plan", {"attempt": 2})
+                writer.restart("plan", {"attempt": 2})
                 assert os.listdir(work(out) / "parts") == ["00001"] and not os.listdir(writer.directory)
             if "block 0" not in writer.committed():
                 writer.put("0", torch.ones(3))
@@ -243,7 +243,7 @@ def test_a_job_goes_back_to_the_attempt_that_passed_whenever_it_is_killed(out: P
                 if "last" in writer.committed():
                     break
                 if attempt == 1:
-                    writer.begin_again("plan", {"attempt": 2}, set_aside=True)
+                    writer.restart("plan", {"attempt": 2}, set_aside=True)
                 else:
                     writer.go_back()
                     writer.commit("last")

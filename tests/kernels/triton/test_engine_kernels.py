@@ -12,19 +12,8 @@ import torch
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
-from qserve.kernels.ops import (
-    Activation,
-    Argmax,
-    Attention,
-    Embed,
-    Executor,
-    Gather,
-    LogSoftmax,
-    Op,
-    RMSNorm,
-    RopeKV,
-    Step,
-)
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import Activation, Argmax, Attention, Embed, Gather, LogSoftmax, Op, RMSNorm, RopeKV
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton import executor as triton_executors
 from qserve.kernels.triton import target

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qserve.kernels import native
-from qserve.kernels.draw import RowSampling, draw_reference, draw_rows
+from qserve.kernels.row_sampling import RowSampling, draw_reference, draw_rows
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason="the C kernels were not built")
 BELOW_ONE = 1.0 - 2.0**-53
