@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.lora import read_adapter
+from qserve.runtime.digests import adapter_salt
 from qserve.runtime.models.lora_layers import LaidOut, LoraLayers
 from qserve.runtime.sampling import RequestError
 
@@ -32,7 +33,7 @@ class Adapter:
 
     def salt(self, cache_salt: str) -> str:
         """For cached prefixes: only requests with the same content and ``cache_salt`` share them."""
-        return f"lora {self.sha256}\0{cache_salt}"
+        return adapter_salt(self.sha256, cache_salt)
 
 
 class AdapterPool:

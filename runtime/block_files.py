@@ -31,6 +31,29 @@ _PARTIAL = re.compile(r"\.[0-9]{1,4}-[0-9a-f]{64}\.kv")
 _PROBE_BYTES = 16 << 20
 
 
+class BlobError(Exception):
+    """Bytes that are no whole blobs."""
+
+
+def pack(key: Key, block: bytes) -> bytes:
+    """The blob of a block."""
+    return _header(key, memoryview(block)) + block
+
+
+def unpack(content: bytes, block_bytes: int) -> list[tuple[Key, bytes]]:
+    """The blocks in blobs that follow each other. Raises ``BlobError`` where one is damaged, or of another size."""
+    found, size = [], _HEADER.size + block_bytes
+    if len(content) % size:
+        raise BlobError(f"{len(content)} bytes are no whole KV blocks of {block_bytes}")
+    for start in range(0, len(content), size):
+        header, block = content[start : start + _HEADER.size], content[start + _HEADER.size : start + size]
+        key: Key = _HEADER.unpack(header)[1], _HEADER.unpack(header)[4]
+        if header != _header(key, memoryview(block)):
+            raise BlobError("a KV block is damaged")
+        found.append((key, block))
+    return found
+
+
 class BlockFiles:
     """The blobs of ``fingerprint`` in ``directory``, each of ``block_bytes`` and a header. For one thread at a time.
 

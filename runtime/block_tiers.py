@@ -56,14 +56,15 @@ class BlockTiers:
     """``num_slots`` in memory, at least one. ``on_disk``: keys that the disk has, None without one.
 
     ``stored``, ``loaded``, ``written`` and ``read`` count blocks: into memory, back from there, to disk and back from
-    there. ``failed`` counts transfers that came to nothing.
+    there. ``received`` counts those that came from another replica, ``sent`` those that went to one. ``failed`` counts
+    transfers that came to nothing.
     """
 
     def __init__(self, num_slots: int, on_disk: Iterable[Key] | None = None, rates: Rates = Rates()) -> None:
         self.num_slots = num_slots
         self.has_disk = on_disk is not None
         self.rates = rates
-        self.stored = self.loaded = self.written = self.read = self.failed = 0
+        self.stored = self.loaded = self.written = self.read = self.received = self.sent = self.failed = 0
         self._on_disk = set(on_disk or ())
         self._free = list(range(num_slots - 1, -1, -1))
         self._slot_of: OrderedDict[Key, int] = OrderedDict()  # the least recently used first
@@ -72,6 +73,12 @@ class BlockTiers:
         self._writing: dict[Key, int] = {}
         self._orders: list[Transfer] = []
         self._block_seconds = math.inf  # to compute a block; unknown until prompts were computed
+        self._changed: list[Key] | None = None  # keys that came or left since ``changes``; None where nobody asks
+
+    @property
+    def block_seconds(self) -> float | None:
+        """How long it takes to compute a block; None until prompts were computed."""
+        return self._block_seconds if math.isfinite(self._block_seconds) else None
 
     @property
     def num_filled(self) -> int:
@@ -102,6 +109,24 @@ class BlockTiers:
             return self.rates.memory < self._block_seconds
         return key in self._on_disk and self.rates.memory + self.rates.disk < self._block_seconds
 
+    def holds(self, key: Key) -> bool:
+        """Whether a block is in memory, on disk or on its way between them."""
+        return key in self._slot_of or key in self._reading or key in self._on_disk or key in self._writing
+
+    def watch(self) -> list[Key]:
+        """What it ``holds``; ``changes`` tells of others from here on."""
+        self._changed = []
+        return list({*self._slot_of, *self._reading, *self._on_disk, *self._writing})
+
+    def unwatch(self) -> None:
+        self._changed = None
+
+    def changes(self) -> list[Key]:
+        """Keys whose blocks have left memory or disk since the last call, and may still be in the other, or have come
+        from elsewhere than the cache."""
+        changed, self._changed = self._changed or [], None if self._changed is None else []
+        return changed
+
     def is_reading(self, key: Key) -> bool:
         return key in self._reading
 
@@ -118,6 +143,10 @@ class BlockTiers:
             self._slot_of.move_to_end(key)
             return True
         return False
+
+    def slot(self, key: Key) -> int | None:
+        """Where a block is in memory."""
+        return self._slot_of.get(key)
 
     def load(self, key: Key) -> int:
         """The slot of a block in memory, which stays as it is until a plan reads it."""
@@ -137,6 +166,16 @@ class BlockTiers:
         if self.has_disk and not known and len(self._writing) < self.num_slots // 2:
             self._writing[key] = slot
             self._orders.append(Transfer(key, slot, True))
+        return slot
+
+    def receive(self, key: Key) -> int | None:
+        """A slot for a block that another replica has computed, to be filled at once; None where it is there already,
+        or none can be had."""
+        if self.touch(key) or key in self._reading or (slot := self._take()) is None:
+            return None
+        self._slot_of[key] = slot
+        self.received += 1
+        self._note(key)
         return slot
 
     @property
@@ -165,6 +204,7 @@ class BlockTiers:
         """Take note of a transfer that was begun and has ended."""
         (key, slot, to_disk), done, dropped = outcome
         self._on_disk.difference_update(dropped)
+        self._note(*dropped)
         self.failed += not done
         if to_disk:
             del self._writing[key]
@@ -173,6 +213,7 @@ class BlockTiers:
                 self._on_disk.add(key)
             if self._slot_of.get(key) != slot:
                 self._free.append(slot)
+                self._note(key)
             return
         del self._reading[key]
         if done:
@@ -181,10 +222,12 @@ class BlockTiers:
         else:
             self._on_disk.discard(key)
             self._free.append(slot)
+            self._note(key)
 
     def clear(self) -> None:
         """Forget all of memory, because a step failed and its copies may not have been made. Transfers that have begun
         go on; those that have not are dropped."""
+        self._note(*self._slot_of, *self._reading)
         for key, slot, to_disk in self.orders():
             del (self._writing if to_disk else self._reading)[key]
             if not to_disk:
@@ -214,5 +257,10 @@ class BlockTiers:
         for key, slot in self._slot_of.items():
             if slot not in self._planned and key not in self._writing:
                 del self._slot_of[key]
+                self._note(key)
                 return slot
         return None
+
+    def _note(self, *keys: Key) -> None:
+        if self._changed is not None:
+            self._changed += keys

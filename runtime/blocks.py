@@ -85,6 +85,8 @@ class BlockManager:
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in self.windows)
         self._digest_of: dict[int, tuple[int, bytes]] = {}  # with the group
         self._copies: list[tuple[int, int]] = []  # into slots and out of them, not yet handed out
+        self._told_group = next((group for group, window in enumerate(windows) if not window), 0)
+        self._touched: dict[bytes, None] | None = None  # digests that came or went since ``changes``; None: nobody asks
 
     @property
     def num_free(self) -> int:
@@ -332,13 +334,47 @@ class BlockManager:
                 self._free.append(known)
             block_of[digest] = block
             self._digest_of[block] = group, digest
+            self._touch(group, digest)
         if self.states is not None:
             self.states.publish(request_id, (index + 1) * self.block_size, digest)
+
+    def watch(self) -> list[bytes]:
+        """The digests under which blocks can be found now, in the cache or in the tiers beside it; ``changes`` tells
+        from here on. Of several groups of layers it is the first without a window that is told of."""
+        self._touched = {}
+        held = dict.fromkeys(self._block_of[self._told_group])
+        if self.tiers is not None:
+            held |= dict.fromkeys(digest for group, digest in self.tiers.watch() if group == self._told_group)
+        return list(held)
+
+    def unwatch(self) -> None:
+        """Nobody asks for ``changes`` any more."""
+        self._touched = None
+        if self.tiers is not None:
+            self.tiers.unwatch()
+
+    def changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Digests of blocks that can be found, and of those that cannot be any more, as far as either may have changed
+        since ``watch`` or the last call."""
+        if self._touched is None:
+            return [], []
+        if self.tiers is not None:
+            for key in self.tiers.changes():
+                self._touch(*key)
+        if not self._touched:
+            return [], []
+        held, gone = list[bytes](), list[bytes]()
+        for digest in self._touched:
+            (held if self._holds(digest) else gone).append(digest)
+        self._touched = {}
+        return held, gone
 
     def forget(self) -> None:
         """Let nothing be found any more, because a step failed and its copies may not have been made. No request has a
         table."""
         assert not self._tables
+        for digest in self._block_of[self._told_group]:
+            self._touch(self._told_group, digest)
         self._free += self._evictable
         self._evictable.clear()
         self._digest_of.clear()
@@ -349,6 +385,14 @@ class BlockManager:
             self.states.forget()
         if self.tiers is not None:
             self.tiers.clear()
+
+    def find(self, key: Key) -> int | None:
+        """The block or slot that can be read under a key, if its copies were made."""
+        group, digest = key
+        block = self._block_of[group].get(digest)
+        if block is None and self.tiers is not None and (slot := self.tiers.slot(key)) is not None:
+            return self.num_blocks + slot
+        return block
 
     def findable(self) -> list[tuple[Key, int]]:
         """(group, digest) and number of each block that can be found, the next to be evicted first."""
@@ -459,9 +503,18 @@ class BlockManager:
                 self._copies.append((self.num_blocks + slot, block))
                 if digest not in block_of:  # else a beam has just loaded it too
                     block_of[digest], self._digest_of[block] = block, (group, digest)
+                    self._touch(group, digest)
                 if self.tiers is not None:
                     self.tiers.loaded += 1
             table.to_load.clear()
+
+    def _touch(self, group: int, digest: bytes) -> None:
+        if self._touched is not None and group == self._told_group:
+            self._touched[digest] = None
+
+    def _holds(self, digest: bytes) -> bool:
+        group = self._told_group
+        return digest in self._block_of[group] or (self.tiers is not None and self.tiers.holds((group, digest)))
 
     def _hold(self, block: int) -> None:
         self._evictable.pop(block, None)
@@ -474,6 +527,7 @@ class BlockManager:
             block, _ = self._evictable.popitem(last=False)
             group, digest = self._digest_of.pop(block)
             del self._block_of[group][digest]
+            self._touch(group, digest)
             if self.states is not None:
                 self.states.drop(digest)
             if self.tiers is not None and (slot := self.tiers.store((group, digest))) is not None:

@@ -18,7 +18,7 @@ _OTHER_NAMES = {  # of dtypes, in vLLM and torch
 }
 HEADS = ("auto", "dense", "int8")
 BACKENDS = ("auto", "native", "transformers")
-DISK_MEMORY = 1 << 30  # for blocks on their way to a disk and back
+DISK_MEMORY = 1 << 30  # for blocks on their way to a disk or another replica and back
 STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
 """On a GPU, dequantizing 4-bit weights would add 45 % to the time of the products of a step of 512 tokens, and 11 % to
@@ -42,6 +42,8 @@ class EngineConfig:
             None keeps none, or 1 GiB where there is ``kv_offload_dir``.
         kv_offload_dir: directory on disk for the same, which a server that is restarted finds again. One process uses
             it at a time.
+        kv_transfer: exchange KV blocks with other replicas of the model, where a router says so. They come by way of
+            the memory of ``kv_offload_memory``, or 1 GiB where that is None.
         kv_offload_dir_size: bytes that it may have; the blocks used least recently make room.
         kv_cache_dtype: auto (what the checkpoint was calibrated for, else fp16), fp16, bf16, fp32,
             int8 or fp8.
@@ -82,6 +84,7 @@ class EngineConfig:
     kv_offload_memory: int | None = None
     kv_offload_dir: str | None = None
     kv_offload_dir_size: int = 16 << 30
+    kv_transfer: bool = False
     kv_cache_dtype: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
@@ -126,7 +129,7 @@ class EngineConfig:
     @property
     def offload_memory(self) -> int:
         """Bytes of memory for evicted KV blocks; 0 keeps none."""
-        return self.kv_offload_memory or (DISK_MEMORY if self.kv_offload_dir is not None else 0)
+        return self.kv_offload_memory or (DISK_MEMORY if self.kv_offload_dir is not None or self.kv_transfer else 0)
 
     def step_tokens(self, on_gpu: bool) -> int:
         """Tokens of one step: as configured, or what suits the device, and at least as many as requests may run."""
@@ -158,7 +161,7 @@ class EngineConfig:
             raise UsageError(f"unknown reranker {self.reranker!r}: choose from {', '.join(RERANKERS)}")
         if self.offload_memory and not self.enable_prefix_caching:
             raise UsageError("KV blocks are found again by the prefix cache: leave out --no-prefix-caching, or "
-                             "--kv-offload-memory and --kv-offload-dir")
+                             "--kv-offload-memory, --kv-offload-dir and --kv-transfer")
         for name in (
             "max_model_len",
             "max_num_seqs",

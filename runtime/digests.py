@@ -23,3 +23,8 @@ def chain_digests(
         digest = hashlib.blake2b(digest + block, digest_size=32).digest()
         digests.append(digest)
     return digests
+
+
+def adapter_salt(sha256: str, cache_salt: str) -> str:
+    """The salt of requests to an adapter whose content has this hash."""
+    return f"lora {sha256}\0{cache_salt}"

@@ -82,8 +82,8 @@ class DraftModel:
         num_blocks = min(wanted, max(1, free // _CACHE_SHARE // block_bytes))
         options = replace(
             config, max_model_len=None, kv_cache_memory=num_blocks * block_bytes, gpu_memory_utilization=None,
-            kv_offload_memory=None, kv_offload_dir=None, kv_cache_dtype="auto", quantization=None, enable_lora=False,
-            lora_modules=(), speculative_config=None,
+            kv_offload_memory=None, kv_offload_dir=None, kv_transfer=False, kv_cache_dtype="auto", quantization=None,
+            enable_lora=False, lora_modules=(), speculative_config=None,
         )  # fmt: skip
         try:
             loaded = NativeBackend().load(source, options)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CapacityError
@@ -26,7 +27,8 @@ _PREFILL = 64  # tokens of prompts in a step that tells what a block costs; fewe
 
 
 class Offload:
-    """``tiers`` is the engine's part, which plans; the rest does what was planned."""
+    """``tiers`` is the engine's part, which plans; the rest does what was planned. ``identity``: a name that two caches
+    share only if equal digests mean equal bits in them; empty where nobody else reads them."""
 
     def __init__(self, source: ModelSource, config: EngineConfig, loaded: LoadedModel) -> None:
         """Raises ``CapacityError`` where memory holds no block, ``UsageError`` where the directory cannot be used."""
@@ -38,11 +40,14 @@ class Offload:
         self._num_blocks = loaded.cache.num_blocks
         # Computing the tokens of a block makes a block of each group.
         self._block_share = loaded.cache.block_size / len(loaded.cache.windows)
-        slots = self._runner.add_slots(count)
+        self.block_bytes = block_bytes
+        self._slots = slots = self._runner.add_slots(count)
         memory_seconds, disk_seconds, files = _copy_seconds(self._runner, self._num_blocks, count), 0.0, None
+        self.identity = ""
+        if config.kv_offload_dir is not None or config.kv_transfer:
+            self.identity = _identity(source, loaded, self._runner)
         if config.kv_offload_dir is not None:
-            identity = _identity(source, loaded, self._runner)
-            files = BlockFiles(Path(config.kv_offload_dir), config.kv_offload_dir_size, identity, block_bytes)
+            files = BlockFiles(Path(config.kv_offload_dir), config.kv_offload_dir_size, self.identity, block_bytes)
             disk_seconds = files.probe()
         self.tiers = BlockTiers(count, None if files is None else files.keys(), Rates(memory_seconds, disk_seconds))
         self._store = BlockStore(slots, files)
@@ -54,6 +59,19 @@ class Offload:
 
     def begin(self, transfers: Iterable[Transfer]) -> None:
         self._store.begin(transfers)
+
+    def read(self, number: int) -> bytes:
+        """What is in a block or slot. No plan that copies to it may be waiting."""
+        block = self._runner.block(number).cpu().contiguous()
+        self.tiers.sent += 1
+        return block.flatten().view(torch.uint8).numpy().tobytes()
+
+    def receive(self, key: Key, content: bytes) -> bool:
+        """Keep a block of another replica, if there is a slot for it. No copies may be waiting for a plan."""
+        if len(content) != self.block_bytes or (slot := self.tiers.receive(key)) is None:
+            return False
+        self._slots[slot].flatten().view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return True
 
     def landed(self, plan: StepPlan, seconds: float) -> None:
         """A plan was computed in ``seconds``, which tell what a block costs."""

@@ -3,8 +3,10 @@
 Knows replicas by name, digests of prompt blocks, and requests that have not ended. Does not know tokens, text, clocks
 or connections, so that the fleet and the simulator route by this very file.
 
-What a replica holds is a prediction: blocks of the prompts that went there, the least recently used forgotten first.
-The replica corrects it: by its capacity, by what it found in its cache for a request, and by its restart.
+A replica may tell what it holds, block by block (``report``). A prompt that was just sent there is believed to be held
+too, until the reports after its end have told. What another one holds is a prediction: blocks of the prompts that went
+there, the least recently used forgotten first. Such a replica corrects it by its capacity, by what it found in its
+cache for a request, and by its restart.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -20,6 +22,8 @@ POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 OVERLOAD = 1.25  # times the average number of requests, and no replica has more
 CALM = 4  # requests that any replica may have: with so few no bound is worth a prompt that is computed again
 PREFILL = 8  # cost of a block to be computed, where a block of a live request costs 1; at 1 busy replicas lose affinity
+WORTH_FETCHING = 4  # blocks of a prompt that another replica holds more
+LONG_PROMPT = 16  # blocks to compute that are worth a call to a replica of the prefill role
 CAPACITY = 1 << 14  # blocks that a replica holds if it does not say
 
 
@@ -44,7 +48,10 @@ class _Replica:
     models: frozenset[str]
     capacity: int
     is_open: bool = True
-    held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the next to be forgotten first
+    held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # predicted, the next to be forgotten first
+    told: set[bytes] | None = None  # what it says that it holds; None where it does not say
+    ended: tuple[list[bytes], list[bytes]] = field(default_factory=lambda: ([], []))  # predicted for ended requests:
+    # before the last report, and since then. A report may have been on its way when a request ended.
     live: dict[int, Placement] = field(default_factory=dict)  # by identity
     active: int = 0  # blocks of live requests, without those that were cached for them
     waiting: int = 0  # those of them whose prompts are not computed yet
@@ -55,21 +62,29 @@ class _Replica:
 
     def num_cached(self, digests: Sequence[bytes]) -> int:
         """How many leading blocks it is believed to hold."""
+        held, told = self.held, self.told or ()
         for count, digest in enumerate(digests):
-            if digest not in self.held:
+            if digest not in held and digest not in told:
                 return count
         return len(digests)
 
     def hold(self, digests: Sequence[bytes]) -> None:
         """A chain is useless without its beginning, so its end is forgotten first."""
+        told = self.told or ()
         for digest in reversed(digests):
-            self.held[digest] = None
-            self.held.move_to_end(digest)
+            if digest not in told:
+                self.held[digest] = None
+                self.held.move_to_end(digest)
         self.shrink(self.capacity)
 
     def shrink(self, count: int) -> None:
         while len(self.held) > count:
             self.held.popitem(last=False)
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        """They are not predicted any more."""
+        for digest in digests:
+            self.held.pop(digest, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,19 +114,20 @@ class Placement:
             return
         self._computed = True
         self._at.waiting -= self._own
-        if cached_share is not None and 2 * cached_share * self._prompt.blocks < self.cached:
+        if self._at.told is None and cached_share is not None and 2 * cached_share * self._prompt.blocks < self.cached:
             self._at.shrink(max(len(self._at.held) // 2, len(self._prompt.digests)))
 
     def ended(self) -> None:
         if self._at.live.pop(id(self), None) is not None:
             self._at.active -= self._own
             self._at.waiting -= 0 if self._computed else self._own
+            if self._at.told is not None:
+                self._at.ended[1].extend(self._prompt.digests[self.cached :])
 
     def refused(self) -> None:
         """The replica did not compute its prompt, so it does not hold what that would have added."""
         if id(self) in self._at.live:
-            for digest in self._prompt.digests[self.cached :]:
-                self._at.held.pop(digest, None)
+            self._at.drop(self._prompt.digests[self.cached :])
             self.ended()
 
 
@@ -153,6 +169,36 @@ class Router:
     def forget(self, name: str) -> None:
         """It has started again, and holds nothing."""
         self._replicas[name].held.clear()
+        self._replicas[name].told = None
+
+    def holder(self, digests: Sequence[bytes], names: Iterable[str]) -> tuple[str, int]:
+        """Which of the replicas ``names`` holds most leading blocks, and how many; an empty name where none does."""
+        counts = {name: self._replicas[name].num_cached(digests) for name in names}
+        best = max(counts, key=lambda name: counts[name], default="")
+        return best, counts.get(best, 0)
+
+    def report(self, name: str, held: Iterable[bytes], gone: Iterable[bytes], *, whole: bool = False) -> None:
+        """The replica tells which blocks it holds and holds no more, as far as that has changed. ``whole``: ``held`` is
+        all that it holds. It should report now and then although nothing has changed."""
+        replica = self._replicas[name]
+        if whole or replica.told is None:
+            replica.told = set()
+            replica.drop(set(replica.held).difference(*(each._prompt.digests for each in replica.live.values())))
+        told = {*held}
+        replica.told |= told
+        replica.told.difference_update(gone := [*gone])
+        replica.drop(told)
+        replica.drop(gone)
+        before, since = replica.ended
+        replica.drop(before)
+        replica.ended = since, []
+
+    def guess(self, name: str) -> None:
+        """The replica reports no more; what it held is a prediction from now on."""
+        replica = self._replicas[name]
+        told, replica.told = replica.told or (), None
+        replica.held |= dict.fromkeys(told)
+        replica.shrink(replica.capacity)
 
     def load(self, name: str) -> int:
         """Its requests that have not ended."""
@@ -193,6 +239,7 @@ class Router:
             assert replica.active == sum(each._own for each in live)
             assert replica.waiting == sum(each._own for each in live if not each._computed)
             assert len(replica.held) <= replica.capacity
+            assert replica.held.keys().isdisjoint(replica.told or ())
 
 
 def _load(replica: _Replica) -> int:

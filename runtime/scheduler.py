@@ -259,8 +259,13 @@ class Scheduler:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """What the disk may begin once the plans made so far have run. Nothing while copies wait for a plan."""
+        return self.blocks.tiers.orders() if self.blocks.tiers and not self.has_copies else ()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies wait for a plan, so that what blocks and slots are to hold is not in all of them yet."""
         self._copies += self.blocks.take_copies()
-        return self.blocks.tiers.orders() if self.blocks.tiers and not self._copies else ()
+        return bool(self._copies)
 
     def forget(self) -> None:
         """Forget what the blocks hold, because plans failed. Every request has ended."""

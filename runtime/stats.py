@@ -21,7 +21,8 @@ class GpuUse:
 @dataclass(frozen=True)
 class OffloadUse:
     """The tiers of the KV cache (``BlockTiers``). ``memory``: the share of the slots that hold a block, 0 to 1;
-    ``disk_blocks``: blocks on disk. The others count blocks since the start."""
+    ``disk_blocks``: blocks on disk. ``block_seconds``: to compute a block, None until that was measured;
+    ``load_seconds``: to bring one back from memory. The others count blocks since the start."""
 
     memory: float
     disk_blocks: int
@@ -29,12 +30,18 @@ class OffloadUse:
     loaded: int
     written: int
     read: int
+    received: int
+    sent: int
     failed: int
+    block_seconds: float | None
+    load_seconds: float
 
     @classmethod
     def of(cls, tiers: BlockTiers) -> OffloadUse:
-        return cls(tiers.num_filled / tiers.num_slots, tiers.num_on_disk, tiers.stored, tiers.loaded, tiers.written,
-                   tiers.read, tiers.failed)  # fmt: skip
+        return cls(
+            tiers.num_filled / tiers.num_slots, tiers.num_on_disk, tiers.stored, tiers.loaded, tiers.written,
+            tiers.read, tiers.received, tiers.sent, tiers.failed, tiers.block_seconds, tiers.rates.memory,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from qserve.checkpoint.errors import UsageError
 from qserve.evals.simulator.cost import CostModel
@@ -18,7 +18,23 @@ from qserve.evals.simulator.replica import Replica, ReplicaConfig
 from qserve.evals.simulator.traffic import Arrival, prompt_tokens
 from qserve.runtime.autoscale import Autoscale, Autoscaler, Load
 from qserve.runtime.digests import chain_digests
-from qserve.runtime.router import POLICIES, Prompt, Router
+from qserve.runtime.router import LONG_PROMPT, POLICIES, WORTH_FETCHING, Placement, Prompt, Router
+
+_FETCHED = -2  # instead of a replica's number: the blocks of a request have come
+
+
+@dataclass(frozen=True)
+class KvTransfer:
+    """Replicas fetch KV blocks from each other: each takes ``block_seconds``, and a request ``latency`` more. Of
+    ``prefill`` replicas, the first ones, the others get the blocks of all long prompts."""
+
+    block_seconds: float
+    latency: float = 0.002
+    prefill: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.block_seconds < math.inf and 0 <= self.latency < math.inf):
+            raise UsageError("--kv-transfer needs times of at least 0")
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,8 @@ class FleetConfig:
     """The initial ``replicas``, and how requests reach them.
 
     ``start_delay``: seconds until a replica that the autoscaler starts takes requests; it is paid for from its start.
+    ``reports``: replicas tell a prefix-aware router which blocks they hold, after each step with a prompt
+    in it; otherwise it predicts that.
     """
 
     replica: ReplicaConfig
@@ -33,12 +51,19 @@ class FleetConfig:
     routing: str = "least-loaded"
     autoscale: Autoscale | None = None
     start_delay: float = 60.0
+    reports: bool = True
+    transfer: KvTransfer | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < (0 if self.autoscale else 1):
             raise UsageError(f"--replicas must be at least 1, or 0 with --max-replicas, not {self.replicas}")
         if not 0 <= self.start_delay < math.inf:
             raise UsageError(f"--start-delay must be at least 0, not {self.start_delay}")
+        if self.transfer is not None:
+            if self.routing != "prefix-aware" or not (self.replica.prefix_caching and self.replica.offload_blocks):
+                raise UsageError("--kv-transfer needs --routing prefix-aware and --kv-offload-blocks")
+            if not 0 <= self.transfer.prefill < self.replicas or (self.transfer.prefill and self.autoscale):
+                raise UsageError("--prefill-replicas are fewer than --replicas, without --max-replicas")
         if self.routing not in POLICIES:
             raise UsageError(f"unknown routing {self.routing!r}: choose from {', '.join(POLICIES)}")
 
@@ -61,6 +86,8 @@ class Fleet:
         self.records = Records()
         self._cost = cost
         self._router = Router(config.routing)
+        self._finds_prefixes = config.routing == "prefix-aware" and config.replica.prefix_caching
+        self._reports = self._finds_prefixes and config.reports
         self._replicas: dict[int, Replica] = {}  # live replicas
         self._taking: list[Replica] = []  # replicas that get requests, by number
         self._usages: list[Usage] = []
@@ -70,6 +97,9 @@ class Fleet:
         self._begun = 0  # requests whose answers have begun, of replicas that have ended
         self._autoscaler = Autoscaler(config.autoscale) if config.autoscale else None
         self._scaling: list[tuple[float, int]] = []
+        self._coming: dict[int, tuple[Arrival, Placement, list[bytes], int]] = {}  # by request; blocks to be fetched
+        prefill = config.transfer.prefill if config.transfer else 0
+        self._prefillers = {str(number) for number in range(prefill)}
         self._now = 0.0
 
     def run(self, arrivals: Iterable[Arrival], progress: Callable[[int], None] | None = None) -> Outcome:
@@ -97,8 +127,13 @@ class Fleet:
         events = self._events
         while events and events[0][0] < time:
             now, number, version = heapq.heappop(events)
+            if number == _FETCHED:
+                self._now = now
+                self._fetched(version)
+                continue
             if number < 0:
-                if time == math.inf and not self._held and not any(each.load for each in self._replicas.values()):
+                waiting = self._held or self._coming or any(each.load for each in self._replicas.values())
+                if time == math.inf and not waiting:
                     continue  # no request will come, so it need not look again
                 assert self._autoscaler is not None
                 self._now = now
@@ -108,28 +143,76 @@ class Fleet:
             if replica is None or replica.version != version:
                 continue  # its end was moved forward since
             self._now = now
-            if replica.end is not None:
-                replica.finish()
+            if replica.end is not None and replica.finish() and self._reports and not replica.draining:
+                self._router.report(str(replica.number), *replica.blocks.changes())
             if replica.begin(now):
                 self._schedule(replica)
             elif replica.draining:
                 self._end(replica, now)
 
-    def _arrive(self, arrival: Arrival, index: int) -> None:
+    def _arrive(self, arrival: Arrival, index: int, computed: bool = False) -> None:
+        """Send a request to a replica. ``computed``: a replica of the prefill role has its prompt."""
         size, digests = self.config.replica.block_size, list[bytes]()
-        if self._router.policy == "prefix-aware" and self.config.replica.prefix_caching:
+        if self._finds_prefixes:
             digests = chain_digests(prompt_tokens(arrival, index), size)
-        placement = self._router.place(Prompt(digests, -(-arrival.prompt // size)))
+        prompt = Prompt(digests, -(-arrival.prompt // size))
+        if self._prefillers and not computed and self._is_long(prompt):
+            others = {str(number) for number in self._replicas} - self._prefillers
+            placement = self._router.place(prompt, without=others)
+            assert placement is not None
+            first = replace(arrival, output=1)
+            self._give(first, index, placement, digests, lambda: self._arrive(arrival, index, computed=True))
+            return
+        placement = self._router.place(prompt, without=self._prefillers)
         if placement is None:
             self._held.append((arrival, index))
-            return
+        elif count := self._num_fetched(placement, digests):
+            assert self.config.transfer is not None
+            seconds = self.config.transfer.latency + count * self.config.transfer.block_seconds
+            self._coming[index] = arrival, placement, digests, count
+            heapq.heappush(self._events, (self._now + seconds, _FETCHED, index))
+        else:
+            self._give(arrival, index, placement, digests)
+
+    def _give(
+        self, arrival: Arrival, index: int, placement: Placement, digests: list[bytes],
+        then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """A request is at its replica."""
         replica = self._replicas[int(placement.replica)]
         version = replica.version
-        if not replica.add(arrival, index, placement, digests):
+        if not replica.add(arrival, index, placement, digests, now=self._now, then=then):
             placement.refused()
             self.records.rejected += 1
         elif replica.end is None or replica.version != version:
             self._schedule(replica)
+
+    def _is_long(self, prompt: Prompt) -> bool:
+        """Whether a prompt is worth a call to a replica that computes it for others."""
+        decoding = (str(each.number) for each in self._taking if str(each.number) not in self._prefillers)
+        return prompt.blocks - self._router.holder(prompt.digests, decoding)[1] >= LONG_PROMPT
+
+    def _num_fetched(self, placement: Placement, digests: Sequence[bytes]) -> int:
+        """Blocks that its replica fetches from another one for a request."""
+        transfer, size = self.config.transfer, self.config.replica.block_size
+        if transfer is None:
+            return 0
+        others = (name for each in self._taking if (name := str(each.number)) != placement.replica)
+        count = self._router.holder(digests, others)[1] - placement.cached
+        if count < WORTH_FETCHING:
+            return 0
+        seconds = transfer.latency + count * transfer.block_seconds
+        return count if seconds < self._cost.seconds(count * size, 0, 0, 0) else 0
+
+    def _fetched(self, index: int) -> None:
+        arrival, placement, digests, count = self._coming.pop(index)
+        replica = self._replicas.get(int(placement.replica))
+        if replica is None:  # it has ended meanwhile
+            placement.ended()
+            self._arrive(arrival, index, computed=True)
+            return
+        replica.receive(digests[placement.cached : placement.cached + count])
+        self._give(arrival, index, placement, digests)
 
     def _schedule(self, replica: Replica) -> None:
         """Queue its next event: at its end or, where it is idle, now, after all arrivals of this moment."""
@@ -146,6 +229,8 @@ class Fleet:
         """Let it get requests."""
         self._taking.append(replica)
         self._router.add(str(replica.number), capacity=self.config.replica.num_blocks)
+        if self._reports:
+            self._router.report(str(replica.number), replica.blocks.watch(), [], whole=True)
 
     def _scale(self, autoscaler: Autoscaler, now: float) -> None:
         """One decision of the autoscaler."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from qserve.evals.simulator.cost import CostModel, shape_of
 from qserve.evals.simulator.decode_run import DecodeRun, LeapingScheduler
 from qserve.evals.simulator.records import Records, Usage
 from qserve.evals.simulator.traffic import Arrival, prompt_tokens
+from qserve.runtime.block_tiers import BlockTiers
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig
 from qserve.runtime.request import Request
@@ -31,6 +32,8 @@ class ReplicaConfig:
     """One engine. ``static`` admits a batch only when the last one has ended, and pays for the rows of requests that
     ended before the longest. Batches were served like this before continuous batching; the engine itself never does it.
 
+    ``offload_blocks``: memory for blocks that the cache evicts, and for those of other replicas.
+
     ``leaps``: take runs of decode steps at once. The results are the same.
     """
 
@@ -39,6 +42,7 @@ class ReplicaConfig:
     block_size: int = 16
     prefix_caching: bool = True
     static: bool = False
+    offload_blocks: int = 0
     leaps: bool = True
 
 
@@ -65,7 +69,8 @@ class Replica:
         self.number = number
         self.config = config
         self.records = records
-        self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
+        self.tiers = BlockTiers(config.offload_blocks) if config.offload_blocks else None
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching, tiers=self.tiers)
         self.scheduler = LeapingScheduler(config.scheduler, self.blocks)
         self.usage = Usage(born=now)
         self.load = 0  # requests that have not ended
@@ -81,6 +86,7 @@ class Replica:
         self._start = 0.0
         self._requests: dict[str, Request] = {}
         self._placements: dict[str, Placement] = {}
+        self._then: dict[str, Callable[[], None]] = {}
         self._first: dict[str, float] = {}
         self._pending: deque[Request] = deque()  # of static batching: those for the next batch
         self._batch = 0
@@ -90,10 +96,21 @@ class Replica:
     def num_waiting(self) -> int:
         return self.scheduler.num_waiting + len(self._pending)
 
-    def add(self, arrival: Arrival, index: int, placement: Placement, digests: Sequence[bytes] = ()) -> bool:
+    def receive(self, digests: Iterable[bytes]) -> None:
+        """Keep blocks that another replica has computed, as many as there is memory for."""
+        assert self.tiers is not None
+        for digest in digests:
+            if self.blocks.find((0, digest)) is None:
+                self.tiers.receive((0, digest))
+
+    def add(
+        self, arrival: Arrival, index: int, placement: Placement, digests: Sequence[bytes] = (), *, now: float,
+        then: Callable[[], None] | None = None,
+    ) -> bool:  # fmt: skip
         """Queue a request; False where the scheduler refuses it. A leap that it may join is cut short first.
 
         ``placement`` is told of its first token and its end; ``digests`` are those of its prompt, where they are known.
+        ``then``: called at its end instead of recording it.
         """
         params = self._sizes.get(arrival.output)
         if params is None:
@@ -112,9 +129,11 @@ class Replica:
             return False
         self._requests[request.request_id] = request
         self._placements[request.request_id] = placement
+        if then is not None:
+            self._then[request.request_id] = then
         self.load += 1
         if self._leap is not None and self.scheduler.num_running < self.config.scheduler.max_num_seqs:
-            self._cut(self._leap, arrival.time)
+            self._cut(self._leap, now)
         return True
 
     def begin(self, now: float) -> bool:
@@ -138,14 +157,14 @@ class Replica:
         self.version += 1
         return True
 
-    def finish(self) -> None:
-        """Commit the steps that ended at ``end``."""
+    def finish(self) -> bool:
+        """Commit the steps that ended at ``end``. Returns whether they computed a part of a prompt."""
         assert self.end is not None
         end = self.end
         if self._leap is not None:
             self._commit_leap(self._leap)
             self._leap = None
-            return
+            return False
         plan = self._plan
         assert plan is not None
         self._plan = None
@@ -160,6 +179,7 @@ class Replica:
                 self._placements[update.request_id].started(request.num_cached / request.num_prompt)
             if update.finish_reason is not None:
                 self._ended(update.request_id, end)
+        return not plan.is_decode
 
     def close(self, now: float) -> Usage:
         """Its usage, at the end of its life. Raises ``AssertionError`` where a request or a block was lost."""
@@ -212,6 +232,9 @@ class Replica:
         request, first = self._requests.pop(request_id), self._first.pop(request_id)
         self._placements.pop(request_id).ended()
         self.load -= 1
+        if (then := self._then.pop(request_id, None)) is not None:
+            then()
+            return
         self.records.add(
             request.arrival,
             request.arrival_time,

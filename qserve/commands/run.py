@@ -121,6 +121,14 @@ def run(
     kv_offload_dir_size: Annotated[
         str, typer.Option(help="What it may grow to; blocks used least recently make room.", metavar="SIZE")
     ] = f"{ENGINE.kv_offload_dir_size >> 30}GiB",
+    kv_transfer: Annotated[
+        bool,
+        typer.Option(
+            "--kv-transfer",
+            help="Exchange KV blocks with other replicas behind a router whose key is in --api-keys, by way of "
+            "--kv-offload-memory, then 1GiB if it is not given.",
+        ),
+    ] = False,
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(
@@ -257,6 +265,7 @@ def run(
         max_waiting_tokens=max_waiting_tokens,
         kv_cache_memory=values.byte_count(kv_cache_memory),
         kv_offload_memory=values.byte_count(kv_offload_memory),
+        kv_transfer=kv_transfer,
         kv_offload_dir=None if kv_offload_dir is None else str(kv_offload_dir),
         kv_offload_dir_size=values.byte_count(kv_offload_dir_size) or ENGINE.kv_offload_dir_size,
         gpu_memory_utilization=gpu_memory_utilization,

@@ -29,7 +29,7 @@ from qserve.runtime.server.telemetry import logs
 from qserve.runtime.server.unix_socket import UnixSocket
 
 HEALTH_INTERVAL = 2.0  # seconds
-_OF_ONE_MODEL = ("lora", "lora_dir", "chat_template", "kv_offload_dir")
+_OF_ONE_MODEL = ("lora", "lora_dir", "chat_template", "kv_offload_dir", "kv_transfer")
 _OF_THE_ADDRESS = (
     "config", "host", "port", "uds", "api_key", "api_keys", "tls_cert", "tls_key", "allowed_hosts", "cors_origin",
     "batch_dir", "batch_dir_size", "unload_after", "pin",

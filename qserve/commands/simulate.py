@@ -81,6 +81,23 @@ def simulate(
         int, typer.Option(help="Engines, all the same; with --max-replicas the least, which may be 0.")
     ] = 1,
     routing: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-aware.")] = "least-loaded",
+    prefix_reports: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-reports/--no-prefix-reports",
+            help="Engines tell a prefix-aware router what they hold; without, it predicts that.",
+        ),
+    ] = True,
+    kv_transfer: Annotated[
+        float | None,
+        typer.Option(help="Engines fetch KV blocks from each other, so many seconds for each.", metavar="SECONDS"),
+    ] = None,
+    prefill_replicas: Annotated[
+        int, typer.Option(help="With --kv-transfer: so many engines compute the long prompts for the others.")
+    ] = 0,
+    kv_offload_blocks: Annotated[
+        int, typer.Option(help="KV blocks in memory beside the cache of an engine, also those that are fetched.")
+    ] = 0,
     max_replicas: Annotated[
         int | None, typer.Option(help="Start and end engines, up to so many, as an autoscaled qserve fleet does.")
     ] = None,
@@ -128,7 +145,7 @@ def simulate(
     """
     from qserve.evals.lengths import Lengths
     from qserve.evals.simulator.cost import FittedCost, RooflineCost
-    from qserve.evals.simulator.fleet import Fleet, FleetConfig
+    from qserve.evals.simulator.fleet import Fleet, FleetConfig, KvTransfer
     from qserve.evals.simulator.model_cost import ModelCost
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.summary import Price, simulation_report
@@ -185,7 +202,8 @@ def simulate(
     if kv_blocks is not None and not 1 <= kv_blocks <= 1 << 24:
         raise UsageError(f"--kv-blocks must be 1..{1 << 24}, not {kv_blocks}")
     one = ReplicaConfig(
-        limits_of_one, kv_blocks or min(fits, 1 << 24), prefix_caching=prefix_caching, static=static
+        limits_of_one, kv_blocks or min(fits, 1 << 24), prefix_caching=prefix_caching, static=static,
+        offload_blocks=kv_offload_blocks,
     )
     money, objective = Price(price or 0.0), UNLIMITED if slo is None else parse_slo(slo, UNLIMITED)
     scale = None
@@ -193,7 +211,12 @@ def simulate(
         scale = Autoscale(
             replicas, max_replicas, scale_queue, objective.ttft, float(max_num_seqs), cooldown=cooldown
         )
-    fleet = FleetConfig(one, replicas, routing, scale, start_delay)
+    if prefill_replicas and kv_transfer is None:
+        raise UsageError("--prefill-replicas needs --kv-transfer")
+    if not 0 <= kv_offload_blocks <= 1 << 24:
+        raise UsageError(f"--kv-offload-blocks must be 0..{1 << 24}, not {kv_offload_blocks}")
+    transfer = None if kv_transfer is None else KvTransfer(kv_transfer, prefill=prefill_replicas)
+    fleet = FleetConfig(one, replicas, routing, scale, start_delay, prefix_reports, transfer)
     arrivals: list[Arrival] | Traffic = (
         read_trace(trace)
         if trace is not None

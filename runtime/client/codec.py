@@ -11,7 +11,8 @@ from pydantic import ConfigDict, TypeAdapter
 from qserve.runtime.client.messages import Command, Event
 
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}
-_CONFIG = ConfigDict(ser_json_inf_nan="constants")  # a log-probability may be minus infinity
+# A log-probability may be minus infinity.
+_CONFIG = ConfigDict(ser_json_inf_nan="constants", ser_json_bytes="base64", val_json_bytes="base64")
 
 
 @cache

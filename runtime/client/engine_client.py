@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from qserve.runtime.backlog import Backlog, QueueFullError
 from qserve.runtime.client.failures import EngineFailure
@@ -21,17 +21,24 @@ from qserve.runtime.client.messages import (
     AdapterLoaded,
     AdapterRefused,
     AdapterUnloaded,
+    BlocksChanged,
+    BlocksRead,
+    BlocksStored,
     Ended,
     Event,
+    KvBlock,
     LoadAdapter,
     PrepareGrammars,
+    ReadBlocks,
     Refused,
     SnapshotTaken,
     StepDone,
     StepFailed,
+    StoreBlocks,
     Submit,
     TakeSnapshot,
     UnloadAdapter,
+    WatchBlocks,
 )
 from qserve.runtime.client.timeline import Timeline
 from qserve.runtime.journal import StepRecord
@@ -109,6 +116,8 @@ class EngineClient:
         self._live: dict[str, _Live] = {}
         self.adapters = {each.name: each for each in host.info.adapters}
         self._changes: dict[int, asyncio.Future[None]] = {}  # of adapters, by number
+        self._exchanges: dict[int, asyncio.Future[Any]] = {}  # of blocks, by number
+        self._blocks: Callable[[BlocksChanged], None] | None = None  # who watches them
         self._snapshots: deque[asyncio.Future[EngineSnapshot]] = deque()
         self._arriving = Backlog(host.info.max_waiting, host.info.max_waiting_tokens)
         self._ended = False
@@ -217,6 +226,33 @@ class EngineClient:
         self.host.send(TakeSnapshot())
         return await taken
 
+    def watch_blocks(self, changed: Callable[[BlocksChanged], None] | None) -> None:
+        """Call ``changed``, on the event loop, with all KV blocks that can be found and then with each change; None
+        ends that. There is one watcher."""
+        self._loop = asyncio.get_running_loop()
+        self._blocks = changed
+        self.host.send(WatchBlocks(changed is not None))
+
+    async def read_blocks(self, digests: Sequence[str]) -> list[KvBlock]:
+        """Those of these KV blocks that are in the cache or in memory. Raises ``EngineFailure``."""
+        number, found = self._exchange()
+        self.host.send(ReadBlocks(number, list(digests)))
+        return list(await found)
+
+    async def store_blocks(self, blocks: list[KvBlock]) -> int:
+        """Keep KV blocks that another replica has computed; returns how many were kept. Raises ``EngineFailure``."""
+        number, stored = self._exchange()
+        self.host.send(StoreBlocks(number, blocks))
+        return int(await stored)
+
+    def _exchange(self) -> tuple[int, asyncio.Future[Any]]:
+        if self._ended:
+            raise EngineFailure("the engine has stopped")
+        self._loop = asyncio.get_running_loop()
+        number = next(self._ids)
+        answer = self._exchanges[number] = self._loop.create_future()
+        return number, answer
+
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
         """Load the adapter in the directory ``path``. Requests that have begun with another of this name end with it.
         Raises ``RequestError`` or ``EngineFailure``."""
@@ -269,6 +305,13 @@ class EngineClient:
                 case SnapshotTaken(snapshot):
                     if not (taken := self._snapshots.popleft()).done():
                         taken.set_result(snapshot)
+                case BlocksChanged():
+                    if self._blocks is not None:
+                        self._blocks(event)
+                case BlocksRead(number, blocks):
+                    self._exchanged(number, blocks)
+                case BlocksStored(number, count):
+                    self._exchanged(number, count)
                 case AdapterLoaded(number, adapter):
                     self.adapters[adapter.name] = adapter
                     self._changed(number)
@@ -282,6 +325,10 @@ class EngineClient:
                         self._steps.step_failed()
                 case Ended(failure):
                     self._end(failure, SHUTTING_DOWN)
+
+    def _exchanged(self, number: int, result: object) -> None:
+        if not (answer := self._exchanges.pop(number)).done():  # else its caller has gone
+            answer.set_result(result)
 
     def _arrived(self, request_id: str) -> _Pending | None:
         """The submission that the engine has answered; None where nobody waits for it any more."""
@@ -358,6 +405,10 @@ class EngineClient:
         self._refuse_pending(message)
         for number in list(self._changes):
             self._changed(number, EngineFailure("the engine has stopped"))
+        for answer in self._exchanges.values():
+            if not answer.done():
+                answer.set_exception(EngineFailure("the engine has stopped"))
+        self._exchanges.clear()
         while self._snapshots:
             if not (taken := self._snapshots.popleft()).done():
                 taken.set_exception(EngineFailure("the engine has stopped"))

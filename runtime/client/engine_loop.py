@@ -21,20 +21,27 @@ from qserve.runtime.client.messages import (
     AdapterLoaded,
     AdapterRefused,
     AdapterUnloaded,
+    BlocksChanged,
+    BlocksRead,
+    BlocksStored,
     Command,
     Ended,
     Event,
+    KvBlock,
     LoadAdapter,
     PrepareGrammars,
+    ReadBlocks,
     RefusalKind,
     Refused,
     SnapshotTaken,
     StepDone,
     StepFailed,
     Stop,
+    StoreBlocks,
     Submit,
     TakeSnapshot,
     UnloadAdapter,
+    WatchBlocks,
 )
 from qserve.runtime.sampling import RequestError
 
@@ -119,6 +126,9 @@ class EngineLoop:
         self._emit([*self._events, Ended(failure)])
 
     def _tell(self) -> None:
+        held, gone = self._engine.scheduler.blocks.changes()
+        if held or gone:
+            self._events.append(BlocksChanged([each.hex() for each in held], [each.hex() for each in gone]))
         events, self._events = self._events, []
         self._emit([self._engine.stats(), *events])
 
@@ -149,9 +159,37 @@ class EngineLoop:
                         self._remove_adapter(command)
                     case TakeSnapshot():
                         self._events.append(SnapshotTaken(self._engine.snapshot()))
+                    case WatchBlocks(on):
+                        self._watch_blocks(on)
+                    case ReadBlocks():
+                        self._events.append(BlocksRead(command.number, self._read_blocks(command.digests)))
+                    case StoreBlocks():
+                        self._events.append(BlocksStored(command.number, self._store_blocks(command.blocks)))
                     case PrepareGrammars():
                         self._compilers.submit(lambda: self._engine.grammars.tokenizer)
         return True
+
+    def _watch_blocks(self, on: bool) -> None:
+        blocks = self._engine.scheduler.blocks
+        if on:
+            self._events.append(BlocksChanged([each.hex() for each in blocks.watch()], [], whole=True))
+        else:
+            blocks.unwatch()
+
+    def _read_blocks(self, digests: Sequence[str]) -> list[KvBlock]:
+        scheduler, offload = self._engine.scheduler, self._engine.offload
+        if offload is None or scheduler.has_copies:
+            return []
+        keys = [(group, digest) for digest in digests for group in range(len(scheduler.blocks.windows))]
+        found = {key: scheduler.blocks.find((key[0], bytes.fromhex(key[1]))) for key in keys}
+        return [KvBlock(*key, offload.read(block)) for key, block in found.items() if block is not None]
+
+    def _store_blocks(self, blocks: Sequence[KvBlock]) -> int:
+        scheduler, offload = self._engine.scheduler, self._engine.offload
+        if offload is None or scheduler.has_copies:
+            return 0
+        new = [block for block in blocks if scheduler.blocks.find((block.group, bytes.fromhex(block.digest))) is None]
+        return sum(offload.receive((block.group, bytes.fromhex(block.digest)), block.content) for block in new)
 
     def _submit(self, command: Submit) -> None:
         try:

@@ -33,6 +33,17 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True)
+class KvTransfer:
+    """``identity``: replicas of the same one may exchange KV blocks. ``block_bytes``: of a block of one of ``groups``
+    groups of layers. ``most``: blocks that may be received at once."""
+
+    identity: str
+    block_bytes: int
+    groups: int
+    most: int
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """Facts that do not change while an engine runs. ``kernels``: the name of its executor. ``classes``: what its
     classifier tells apart, None without one. ``sampling_defaults``: for requests that do not say.
@@ -45,14 +56,17 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     max_waiting: int
     max_waiting_tokens: int
+    block_size: int
     kernels: str
     stats: EngineStats  # before the first request
     sampling_defaults: dict[str, int | float]
     classes: Classes | None = None
     adapters: tuple[AdapterInfo, ...] = ()
+    kv_transfer: KvTransfer | None = None
 
     @classmethod
     def of(cls, engine: Engine) -> EngineInfo:
+        offload, groups = engine.offload, len(engine.scheduler.blocks.windows)
         return cls(
             model_name=engine.model_name,
             max_model_len=engine.max_model_len,
@@ -61,11 +75,14 @@ class EngineInfo:
             eos_token_ids=tuple(sorted(engine.eos_token_ids)),
             max_waiting=engine.config.max_waiting,
             max_waiting_tokens=engine.scheduler.backlog.max_tokens,
+            block_size=engine.scheduler.blocks.block_size,
             kernels=engine.kernels,
             stats=engine.stats(),
             sampling_defaults=dict(engine.generation_config.defaults),
             classes=engine.classifier.classes if engine.classifier else None,
             adapters=tuple(AdapterInfo(each.name, each.sha256) for each in engine.adapters.loaded),
+            kv_transfer=KvTransfer(offload.identity, offload.block_bytes, groups, offload.tiers.num_slots // 2)
+            if offload is not None and engine.config.kv_transfer else None,
         )
 
 
@@ -121,6 +138,39 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True)
+class WatchBlocks:
+    """Answered by ``BlocksChanged`` with all blocks, and by one after each step that changes some, until it is sent
+    again with ``on`` false."""
+
+    on: bool = True
+
+
+@dataclass(frozen=True)
+class KvBlock:
+    """What is in a KV block of one group of layers. ``digest``: in hex."""
+
+    group: int
+    digest: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class ReadBlocks:
+    """Answered, under the same ``number``, by ``BlocksRead``. ``digests``: in hex; all groups of each."""
+
+    number: int
+    digests: list[str]
+
+
+@dataclass(frozen=True)
+class StoreBlocks:
+    """Keep blocks that another replica has computed. Answered, under the same ``number``, by ``BlocksStored``."""
+
+    number: int
+    blocks: list[KvBlock]
+
+
+@dataclass(frozen=True)
 class PrepareGrammars:
     """Prepare the engine, so that the first constraint need not wait. It has no answer."""
 
@@ -138,7 +188,19 @@ class Load:
     config: EngineConfig
 
 
-Command = Load | Submit | LoadAdapter | UnloadAdapter | Abort | TakeSnapshot | PrepareGrammars | Stop
+Command = (
+    Load
+    | Submit
+    | LoadAdapter
+    | UnloadAdapter
+    | Abort
+    | TakeSnapshot
+    | WatchBlocks
+    | ReadBlocks
+    | StoreBlocks
+    | PrepareGrammars
+    | Stop
+)
 
 
 @dataclass(frozen=True)
@@ -195,6 +257,32 @@ class SnapshotTaken:
 
 
 @dataclass(frozen=True)
+class BlocksChanged:
+    """Digests, in hex, of KV blocks that can be found, and of those that cannot be any more. ``whole``: these are all
+    that can be found; otherwise those that changed."""
+
+    held: list[str]
+    gone: list[str]
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class BlocksRead:
+    """Those that are in the cache or in memory."""
+
+    number: int
+    blocks: list[KvBlock]
+
+
+@dataclass(frozen=True)
+class BlocksStored:
+    """``count``: of those that were new and found room."""
+
+    number: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Ended:
     """The last event. ``failure``: why the engine cannot go on, None where it was told to stop."""
 
@@ -224,6 +312,9 @@ Event = (
     | StepDone
     | StepFailed
     | SnapshotTaken
+    | BlocksChanged
+    | BlocksRead
+    | BlocksStored
     | EngineStats
     | Ended
 )

@@ -20,7 +20,8 @@ from qserve.runtime.fleet.breaker import Breaker
 from qserve.runtime.fleet.local_model import LocalModel
 from qserve.runtime.fleet.prompts import BLOCK_TOKENS
 from qserve.runtime.fleet.upstream import Lost, Unreachable, Upstream
-from qserve.runtime.router import CAPACITY, Placement, Prompt, Router
+from qserve.runtime.router import CAPACITY, WORTH_FETCHING, Placement, Prompt, Router
+from qserve.runtime.server.kv_order import KvOrder, ticket
 from qserve.runtime.server.telemetry.logs import event
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class Replica:
         held_back: an operator wants it to get no new requests.
         joined: it came by itself.
         models: its entries of ``/v1/models`` by id, as it gave them last.
+        follower: reads what it says that its cache holds.
+        reports: whether it may say what its cache holds; ``follower`` reads that.
         local: its process, where this machine keeps it.
         waiting: requests in its queue, of a replica that joined.
     """
@@ -54,6 +57,8 @@ class Replica:
     capacity: int = CAPACITY
     breaker: Breaker = field(default_factory=Breaker)
     missed: int = 0
+    reports: bool = True
+    follower: asyncio.Task[None] | None = None
     local: LocalModel | None = None
 
     @property
@@ -62,6 +67,12 @@ class Replica:
 
     def serves(self, model: str | None) -> bool:
         return model is None or model in self.models
+
+    def kv_identity(self, model: str | None) -> str | None:
+        """With whom it may exchange KV blocks of a model; None for nobody."""
+        entry = self.models.get(model) if model is not None else next(iter(self.models.values()), None)
+        found = entry.get("qserve") if entry else None
+        return found.get("kv_transfer") if isinstance(found, dict) else None
 
     def takes_requests(self, now: float) -> bool:
         return self.state == "ready" and not self.held_back and not self.breaker.is_open(now)
@@ -96,6 +107,7 @@ class Fleet:
         for url in self.replicas:
             self.router.add(url)
             self.router.close(url)
+        self.prefill: dict[str, int] = {}  # of a model, how many replicas only compute prompts, for the others
         self.held: Counter[str | None] = Counter()  # requests that wait for a replica to be loaded, by their model
         self.begun: Counter[str] = Counter()  # requests whose answers have begun, by their model
         self._interval = interval
@@ -174,6 +186,8 @@ class Fleet:
 
     def _leave(self, replica: Replica) -> None:
         event(logger, "replica left", replica=replica.url)
+        if replica.follower is not None:
+            replica.follower.cancel()
         del self.replicas[replica.url]
         self.router.remove(replica.url)
 
@@ -183,6 +197,28 @@ class Fleet:
         if placement is not None and (local := self.replicas[placement.replica].local) is not None:
             local.want()
         return placement
+
+    def prefillers(self, model: str | None) -> set[str]:
+        """The replicas of a model that compute prompts for the others; none where no other takes requests."""
+        count = self.prefill.get(model or "", 0)
+        ready = sorted(each.url for each in self.ready(model)) if count else []
+        return {*ready[:count]} if len(ready) > count else set()
+
+    def kv_order(self, placement: Placement, prompt: Prompt, model: str | None) -> KvOrder | None:
+        """Where the replica of a placement may get more of the prompt than it holds; None for nowhere."""
+        chosen = self.replicas[placement.replica]
+        if (identity := chosen.kv_identity(model)) is None:
+            return None
+        others = [
+            each.url
+            for each in self.replicas.values()
+            if each is not chosen and each.upstream.key and each.state in ("ready", "draining")
+            and each.kv_identity(model) == identity
+        ]  # fmt: skip
+        url, count = self.router.holder(prompt.digests, others)
+        if count - placement.cached < WORTH_FETCHING:
+            return None
+        return KvOrder(url, ticket(self.replicas[url].upstream.key or "", time.time()))
 
     def _loadable(self, model: str | None) -> Replica | None:
         """A process of our own that may take requests for ``model`` soon."""
@@ -226,7 +262,8 @@ class Fleet:
                         group.create_task(self._keep(replica, replica.local))
                 await asyncio.Event().wait()
         finally:
-            for task in self._watching.values():
+            followers = [each.follower for each in self.replicas.values() if each.follower is not None]
+            for task in (*self._watching.values(), *followers):
                 task.cancel()
 
     async def _keep(self, replica: Replica, local: LocalModel) -> None:
@@ -294,6 +331,31 @@ class Fleet:
             replica.capacity = engine["kv"]["total"] * engine["kv"]["block_size"] // BLOCK_TOKENS
             replica.waiting = engine.get("num_waiting", 0)
 
+    async def _follow(self, replica: Replica) -> None:
+        """Let the router know what the replica says that its cache holds; a server that does not say is guessed at."""
+        try:
+            answer = await replica.upstream.send("GET", "/v1/prefixes/events")
+            try:
+                replica.reports = answer.status not in (403, 404)
+                rest = b""
+                while answer.status == 200 and (content := await answer.next()):
+                    *lines, rest = (rest + content).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: {"):
+                            self._report(replica, json.loads(line.removeprefix(b"data: ")))
+            finally:
+                replica.upstream.release(answer)
+        except (Unreachable, Lost, ValueError, LookupError, TypeError):
+            pass  # a probe tells why, and asks again
+        finally:
+            if self.replicas.get(replica.url) is replica:
+                self.router.guess(replica.url)
+
+    def _report(self, replica: Replica, report: dict[str, Any]) -> None:
+        if self.replicas.get(replica.url) is replica and "held" in report:
+            held, gone = ([bytes.fromhex(each) for each in report[name]] for name in ("held", "gone"))
+            self.router.report(replica.url, held, gone, whole=report["whole"])
+
     def _become(self, replica: Replica, state: str, why: str) -> None:
         if state == replica.state:
             return
@@ -302,6 +364,7 @@ class Fleet:
         replica.state = state
         if state == "down":
             self.router.forget(replica.url)
+            replica.reports = True  # another server may come in its place
             replica.breaker.died(time.monotonic())
         if state == "ready" and replica.local is not None:
             replica.local.loaded()
@@ -310,6 +373,9 @@ class Fleet:
         """Tell the router."""
         if self.replicas.get(replica.url) is not replica:
             return  # it left meanwhile
+        idle = replica.follower is None or replica.follower.done()
+        if replica.state == "ready" and idle and replica.reports and self.router.policy == "prefix-aware":
+            replica.follower = asyncio.create_task(self._follow(replica))
         if replica.takes_requests(time.monotonic()):
             self.router.add(replica.url, replica.models, replica.capacity)
         else:

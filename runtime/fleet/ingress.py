@@ -18,18 +18,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.runtime.fleet.aliases import Aliases
-from qserve.runtime.fleet.delivery import Delivery
+from qserve.runtime.fleet.delivery import WHOLE, Delivery
 from qserve.runtime.fleet.fleet import Fleet
 from qserve.runtime.fleet.metrics import FleetMetrics
 from qserve.runtime.fleet.prompts import prompt_of
 from qserve.runtime.fleet.upstream import Answer, Lost, Unreachable
-from qserve.runtime.router import Placement, Prompt
+from qserve.runtime.router import LONG_PROMPT, Placement, Prompt
 from qserve.runtime.server.batches.runner import BatchRunner
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.errors import APIError, ClientGone, as_api_error
 from qserve.runtime.server.http.authentication import require_admin
 from qserve.runtime.server.http.body import MAX_COMMAS, MORE_COMMAS, parse_object, read_body
 from qserve.runtime.server.http.streaming import HEARTBEAT_SECONDS, while_connected
+from qserve.runtime.server.kv_order import KV_HEADER, KvOrder
 from qserve.runtime.server.limits.keys import CALLER, ApiKey, caller_header
 from qserve.runtime.server.limits.quota import QuotaError, Quotas
 from qserve.runtime.server.limits.shared_pool import SharedPool
@@ -95,18 +96,18 @@ class Ingress:
         """What the router answers itself; None for all that replicas answer."""
         path, fleet = request.url.path, self.fleet
         record: RequestRecord = request.scope["qserve.record"]
-        record.route = path if path in _KNOWN else "other"
+        # Whoever calls cannot fill the log with other paths.
+        record.route = path if path in GET_ROUTES | POST_ROUTES else "other"
         if path.startswith(("/v1/files", "/v1/batches")):
             return self._batches
-        if request.method == "POST" and path in ("/v1/replicas/drain", "/v1/replicas/resume"):
+        _check_route(request.method, path)
+        if path in ("/v1/replicas/drain", "/v1/replicas/resume"):
             require_admin(request)
             url = (await self._content(request))[1].get("replica")
             if not isinstance(url, str) or url not in fleet.replicas:
                 raise APIError(404, f"there is no replica {url!r:.200}", param="replica")
             fleet.hold_back(url, path.endswith("drain"))
             return JSONResponse(self._replicas())
-        if request.method not in ("GET", "HEAD"):
-            return None
         if path == "/health":
             return JSONResponse({"status": "ok"})
         if path == "/ready":
@@ -125,9 +126,7 @@ class Ingress:
             name = path.removeprefix("/v1/models/")
             self._check_model(name)
             return JSONResponse(self._models()[name])
-        if path == "/openapi.json":
-            return None
-        raise APIError(404, f"there is no route {request.method} {path[:200]}")
+        return None
 
     def _replicas(self) -> dict[str, Any]:
         now, fleet = time.monotonic(), self.fleet
@@ -231,9 +230,12 @@ class Ingress:
     async def _send(self, call: _Call, delivery: Delivery) -> None:
         """Try replicas until one answers. Raises ``APIError`` where none does."""
         fleet, tried, lost = self.fleet, set[str](), 0
+        if prefillers := fleet.prefillers(call.model):
+            await self._prefill(call, prefillers)
         error = APIError(503, "no replica takes requests now", code="no_replica", headers={"Retry-After": "5"})
         for _ in range(len(fleet.replicas) + MAX_AGAIN):
-            placement = fleet.place(call.prompt, call.model, tried)
+            placement = fleet.place(call.prompt, call.model, tried | prefillers)
+            placement = placement or fleet.place(call.prompt, call.model, tried)
             if placement is None:
                 if not fleet.expects(call.model, tried):
                     break
@@ -285,11 +287,42 @@ class Ingress:
         finally:
             loading.cancel()
 
+    async def _prefill(self, call: _Call, prefillers: set[str]) -> None:
+        """Let a replica of that role compute a long prompt, from which the one that answers fetches it. Where that
+        fails, the latter computes it."""
+        fleet = self.fleet
+        _, held = fleet.router.holder(call.prompt.digests, fleet.replicas.keys() - prefillers)
+        if call.target.partition("?")[0] not in _GENERATING or call.prompt.blocks - held < LONG_PROMPT:
+            return
+        placement = fleet.place(call.prompt, call.model, fleet.replicas.keys() - prefillers)
+        if placement is None:
+            return
+        upstream = fleet.replicas[placement.replica].upstream
+        headers = f"{call.headers}{KV_HEADER}: {KvOrder(prefill=True).header()}\r\n"
+        self.metrics.placed(placement.replica, call.prompt.blocks, placement.cached, time.perf_counter() - call.began)
+        try:
+            answer = await upstream.send(call.method, call.target, headers, call.body)
+            try:
+                await answer.whole(WHOLE)
+            finally:
+                upstream.release(answer)
+            if answer.status == 200:
+                placement.started()
+            else:
+                placement.refused()
+        except (Unreachable, Lost) as failure:
+            placement.refused()
+            fleet.failed(placement.replica, str(failure), unreachable=isinstance(failure, Unreachable))
+        finally:
+            placement.ended()
+
     async def _attempt(self, call: _Call, placement: Placement, delivery: Delivery) -> APIError | None:
         """Forward to one replica. An error where it is full or about to end, and another may take the request."""
         replica = self.fleet.replicas[placement.replica]
+        order = self.fleet.kv_order(placement, call.prompt, call.model)
+        headers = call.headers if order is None else f"{call.headers}{KV_HEADER}: {order.header()}\r\n"
         try:
-            answer = await replica.upstream.send(call.method, call.target, call.headers, call.body)
+            answer = await replica.upstream.send(call.method, call.target, headers, call.body)
         except (Unreachable, Lost):
             placement.refused()
             raise
@@ -311,12 +344,24 @@ class Ingress:
             replica.upstream.release(answer)
 
 
-_KNOWN = frozenset(
-    ("/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/v1/replicas", "/v1/replicas/drain",
-     "/v1/replicas/resume", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
-     "/v1/embeddings")
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+GET_ROUTES = frozenset(("/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/v1/replicas"))
+FORWARDED_ROUTES = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+     "/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v2/rerank", "/classify", "/score", "/rerank",
+     "/tokenize", "/detokenize", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 )  # fmt: skip
-"""Paths that the log names: whoever calls cannot fill it with others."""
+"""What replicas answer, all by POST. Nothing else is passed on: it would be with the router's own key."""
+POST_ROUTES = FORWARDED_ROUTES | {"/v1/replicas/drain", "/v1/replicas/resume"}
+
+
+def _check_route(method: str, path: str) -> None:
+    """Raises ``APIError`` 404 or 405."""
+    allowed = "GET" if path in GET_ROUTES or path.startswith("/v1/models/") else "POST" if path in POST_ROUTES else None
+    if allowed is None:
+        raise APIError(404, f"there is no route {method} {path[:200]}")
+    if method != allowed and not (method == "HEAD" and allowed == "GET"):
+        raise APIError(405, f"the method is not allowed: {method} {path[:200]}", headers={"Allow": allowed})
 
 
 def _target(request: Request) -> str:

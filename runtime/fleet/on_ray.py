@@ -122,6 +122,7 @@ class IngressActor:
 
         async def follow() -> None:
             self._fleet.promise(spec.models)
+            self._fleet.prefill = {name: each.prefill for name, each in spec.models.items() if each.prefill}
             self._server.ingress.aliases = Aliases(spec.aliases)
             self._scaling.follow({name: each.scale for name, each in spec.models.items() if each.is_scaled})
 
@@ -226,6 +227,8 @@ def _model_target(model: ModelSpec, running: int, host: str) -> RunTarget:
         health_check_period_s=HEALTH_PERIOD,
     )
     options = ["--served-model-name", model.name, *model.options]
+    if model.kv_transfer and "--kv-transfer" not in options:
+        options += ["--kv-transfer"]
     if not model.gpus and not any(each.split("=")[0] in ("--threads", "--cpu-list") for each in model.options):
         options += ["--threads", str(model.cpus)]
     content = {"model": model.model, "options": options, "version": model.version, "host": host}

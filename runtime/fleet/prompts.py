@@ -29,17 +29,25 @@ def prompt_of(body: dict[str, Any], tenant: str, session: str = "") -> Prompt:
     Whatever has no prompt, or none that can be read, is a prompt of no blocks: its replica will refuse it or not.
     """
     session = session or next((value for name in _SESSIONS if isinstance(value := body.get(name), str) and value), "")
-    if "messages" in body:
-        texts: list[Sequence[int]] = [_text([body.get("system"), body.get("tools"), body["messages"]])]
-    elif "prompt" in body:
-        texts = _prompts(body["prompt"])
-    else:
-        texts = [_text([body.get("instructions"), body.get("tools"), body["input"]])] if "input" in body else []
+    texts = prompt_texts(body)
     if not texts:
         return Prompt(session=session)
-    sizes = [BLOCK_BYTES if isinstance(text, bytes) else BLOCK_TOKENS for text in texts]
-    blocks = sum(-(-len(text) // size) for text, size in zip(texts, sizes))
-    return Prompt(chain_digests(texts[0], sizes[0], salt=tenant), blocks, session)
+    blocks = sum(-(-len(text) // block_size(text)) for text in texts)
+    return Prompt(chain_digests(texts[0], block_size(texts[0]), salt=tenant), blocks, session)
+
+
+def block_size(text: Sequence[int]) -> int:
+    """Elements of ``text`` in a block."""
+    return BLOCK_BYTES if isinstance(text, bytes) else BLOCK_TOKENS
+
+
+def prompt_texts(body: dict[str, Any]) -> list[Sequence[int]]:
+    """Each prompt of a request as bytes or as token ids."""
+    if "messages" in body:
+        return [_text([body.get("system"), body.get("tools"), body["messages"]])]
+    if "prompt" in body:
+        return _prompts(body["prompt"])
+    return [_text([body.get("instructions"), body.get("tools"), body["input"]])] if "input" in body else []
 
 
 def _text(node: Any) -> bytes:

@@ -32,6 +32,8 @@ class ModelSpec:
         cpus: processors of each replica, which are its threads too; None divides those of this machine.
         gpus: of each replica.
         options: of ``qserve run``, as ``["--max-model-len", "4096"]``.
+        prefill: so many of them compute long prompts for the others.
+        kv_transfer: replicas fetch KV blocks from each other.
         version: another text starts all replicas anew, as where the files of the model have changed.
     """
 
@@ -42,6 +44,8 @@ class ModelSpec:
     gpus: int = 0
     options: tuple[str, ...] = ()
     version: str = ""
+    prefill: int = 0
+    kv_transfer: bool = False
 
     def __post_init__(self) -> None:
         where = f"model {self.name!r:.80}"
@@ -51,6 +55,9 @@ class ModelSpec:
             raise UsageError(f"{where}: max_replicas must be at most {MAX_REPLICAS}, not {self.scale.max_replicas}")
         if (self.cpus is not None and self.cpus < 1) or self.gpus < 0:
             raise UsageError(f"{where}: cpus must be at least 1, and gpus at least 0")
+        fits = self.kv_transfer and not self.is_scaled and 0 < self.prefill < self.scale.min_replicas
+        if self.prefill and not fits:
+            raise UsageError(f"{where}: roles are {{prefill = P, decode = D}} with P and D at least 1")
         for option in self.options:
             if option.split("=")[0] in _OURS:
                 raise UsageError(f"{where}: the fleet sets {option.split('=')[0]} itself; leave it out of options")
@@ -146,10 +153,12 @@ class FleetSpec:
 
 
 _TEXT, _NUMBER, _COUNT, _TEXTS = "a text", "a number", "an integer", "a list of texts"
+_FLAG, _COUNTS = "true or false", "a table of integers"
 _FLEET = {"host": _TEXT, "port": _COUNT, "routing": _TEXT, "api_keys": _TEXT, "tls_cert": _TEXT, "tls_key": _TEXT,
           "allowed_hosts": _TEXTS, "cors_origins": _TEXTS}  # fmt: skip
-_MODEL = {"model": _TEXT, "replicas": _COUNT, "min_replicas": _COUNT, "max_replicas": _COUNT, "cpus": _COUNT,
-          "gpus": _COUNT, "options": _TEXTS, "version": _TEXT, **dict.fromkeys(_RULE, _NUMBER)}  # fmt: skip
+_MODEL = {"model": _TEXT, "replicas": _COUNT, "min_replicas": _COUNT, "max_replicas": _COUNT, "roles": _COUNTS,
+          "kv_transfer": _FLAG, "cpus": _COUNT, "gpus": _COUNT, "options": _TEXTS, "version": _TEXT,
+          **dict.fromkeys(_RULE, _NUMBER)}  # fmt: skip
 
 
 def _model(name: str, given: dict[str, Any]) -> ModelSpec:
@@ -157,6 +166,12 @@ def _model(name: str, given: dict[str, Any]) -> ModelSpec:
     _check_types(given, _MODEL, where)
     if "model" not in given:
         raise UsageError(f"{where}: model = what qserve run takes is missing")
+    if roles := given.pop("roles", {}):
+        if unknown := sorted(roles.keys() - {"prefill", "decode"}):
+            raise UsageError(f"{where}: there is no role {unknown[0]!r:.80}; there are prefill and decode")
+        if given.keys() & {"replicas", "min_replicas", "max_replicas"}:
+            raise UsageError(f"{where}: roles say how many replicas there are; leave out replicas")
+        given |= {"replicas": roles.get("prefill", 0) + roles.get("decode", 0), "kv_transfer": True}
     if ("replicas" in given) == ("max_replicas" in given or "min_replicas" in given):
         if "replicas" in given:
             raise UsageError(f"{where}: give replicas, or min_replicas and max_replicas, not both")
@@ -167,7 +182,8 @@ def _model(name: str, given: dict[str, Any]) -> ModelSpec:
         scale = Autoscale(*limits, **{key: given.pop(key) for key in _RULE if key in given})
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-    return ModelSpec(name, scale=scale, options=tuple(given.pop("options", ())), **given)
+    options = tuple(given.pop("options", ()))
+    return ModelSpec(name, scale=scale, prefill=roles.get("prefill", 0), options=options, **given)
 
 
 def _table(value: Any, what: str) -> dict[str, Any]:
@@ -185,6 +201,8 @@ def _check_types(given: Mapping[str, Any], kinds: Mapping[str, str], where: str)
             _TEXT: isinstance(value, str),
             _NUMBER: is_number,
             _COUNT: is_number and isinstance(value, int),
+            _FLAG: isinstance(value, bool),
+            _COUNTS: isinstance(value, dict) and all(type(each) is int and each >= 0 for each in value.values()),
             _TEXTS: isinstance(value, list) and all(isinstance(each, str) for each in value),
         }
         if not fits[kinds[name]]:

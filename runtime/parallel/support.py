@@ -20,7 +20,7 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
     asked = f"--tensor-parallel-size {size}"
     others = {
         "LoRA adapters": config.enable_lora,
-        "--kv-offload-memory and --kv-offload-dir": bool(config.offload_memory),
+        "--kv-offload-memory, --kv-offload-dir and --kv-transfer": bool(config.offload_memory),
         "a model that is changed as it is read": type(source) not in (HFDirectory, GGUFFile),
         f"latent attention, as {model.model_type} has it,": model.latent is not None,
         f"the states that {model.model_type} keeps of sequences": model.delta is not None,

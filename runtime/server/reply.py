@@ -11,6 +11,7 @@ from typing import Any
 
 from qserve.runtime.client.generation import Generation
 from qserve.runtime.server.anthropic.message_answer import MessageAnswer
+from qserve.runtime.server.kv_order import KvOrder
 from qserve.runtime.server.limits.keys import ApiKey
 from qserve.runtime.server.openai.answers import Answer
 from qserve.runtime.server.openai.protocol import Delivery
@@ -20,14 +21,20 @@ from qserve.runtime.server.telemetry.request_record import RequestRecord
 
 @dataclass(frozen=True)
 class Call:
-    """One call. ``key`` is the caller's, None where no key is needed."""
+    """One call. ``key`` is the caller's, None where no key is needed. ``kv``: what a router asks of the KV cache."""
 
     key: ApiKey | None
     record: RequestRecord
+    kv: KvOrder | None = None
 
     @property
     def tenant(self) -> str:
         return self.key.name if self.key else ""
+
+    @property
+    def asked_for(self) -> str:
+        """The tenant by its name at a router: that one names nobody where it has no keys."""
+        return "" if self.key is None or self.key.router else self.key.name
 
 
 @dataclass(frozen=True)

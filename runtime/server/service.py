@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from math import ceil
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.backlog import QueueFullError
@@ -17,6 +19,7 @@ from qserve.runtime.client.engine_client import SHUTTING_DOWN, EngineClient
 from qserve.runtime.client.generation import Generation
 from qserve.runtime.client.host import EngineHost
 from qserve.runtime.constraint import Constraint
+from qserve.runtime.digests import adapter_salt, chain_digests
 from qserve.runtime.grammar import Vocabulary
 from qserve.runtime.pooling import stated_pooling
 from qserve.runtime.sampling import RequestError, SamplingParams
@@ -28,12 +31,14 @@ from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.http.body import MAX_COMMAS, MORE_COMMAS, read_json
 from qserve.runtime.server.http.json_writer import JsonWriter
 from qserve.runtime.server.http.streaming import EventStream, after_first, while_connected
+from qserve.runtime.server.kv_exchange import KvExchange
 from qserve.runtime.server.limits.answer_size import bounded
 from qserve.runtime.server.limits.constraints import ConstraintChecker
 from qserve.runtime.server.limits.keys import ApiKey, KeyRing
 from qserve.runtime.server.limits.quota import QuotaError
 from qserve.runtime.server.limits.shared_pool import SharedPool
 from qserve.runtime.server.openai.logprobs import TokenTexts
+from qserve.runtime.server.prefix_news import PrefixNews
 from qserve.runtime.server.reply import Call, Reply
 from qserve.runtime.server.telemetry.access_log import AccessLog
 from qserve.runtime.server.telemetry.metrics import Metrics
@@ -79,6 +84,8 @@ class Service:
         self.accounting = Accounting(self.metrics)
         self.tracer = None if config.otlp_endpoint is None else Tracer(otlp_exporter(config.otlp_endpoint))
         self.engine = EngineClient(host, self.metrics, config.stream_interval)
+        self.prefixes = PrefixNews(self.engine)
+        self.kv = KvExchange(self.engine)
         self.constraints = ConstraintChecker(partial(Vocabulary.of, tokenizer, info.vocab_size, info.eos_token_ids))
         self.encoder = PromptEncoder(tokenizer, info.max_model_len, info.vocab_size)
         self.texts = TokenTexts(tokenizer)
@@ -102,7 +109,7 @@ class Service:
 
     def model(self, name: str) -> dict[str, Any]:
         """The entry of the model in ``/v1/models`` under one of its names."""
-        card, spec = self.source.card, self.source.spec
+        card, spec, transfer = self.source.card, self.source.spec, self.engine.info.kv_transfer
         return {
             "id": name,
             "object": "model",
@@ -114,6 +121,7 @@ class Service:
                 "stored_bytes": self.stored_bytes,
                 "sampling_defaults": self.sampling_defaults,
                 "quality_card": None if card is None else card.to_json(),
+                **({} if transfer is None else {"kv_transfer": transfer.identity}),
             },
         }
 
@@ -172,6 +180,8 @@ class Service:
         adapter: str | None = None,
     ) -> Generation:
         self._require_ready()
+        if call.kv is not None and call.kv.prefill:  # one token says that the prompt is computed
+            params = replace(params, n=1, max_tokens=1, min_tokens=0)
         choices = len(prompts) * params.n
         if choices > self.max_waiting:
             raise RequestError(
@@ -193,6 +203,10 @@ class Service:
             )
         priority = _priority(key, priority)
         params = bounded(params, prompts, self.max_model_len)
+        if call.kv is not None and call.kv.source:
+            size = self.engine.info.block_size
+            digests = [each.hex() for each in chain_digests(prompts[0][:-1], size, salt=self._salt(call, adapter))]
+            await self.kv.fetch(call.kv, digests[self.prefixes.num_held(digests) :])
         try:
             account = self.accounting.open(key, choices, self._backlog_seconds())
             grammar = None
@@ -216,7 +230,20 @@ class Service:
         if key is not None:  # a refused request costs nothing
             self.accounting.quotas.spend(key, generation.prompt_tokens, time.monotonic())
         call.record.generations.append(generation)
+        call.record.prompt = prompts[0]
+        call.record.adapter = adapter
         return generation
+
+    def _note_prompt(self, call: Call, body: dict[str, Any]) -> None:
+        """Tell those that watch the prefixes which blocks stand for this prompt."""
+        if self.prefixes.is_watched and call.record.prompt:
+            salt = self._salt(call, call.record.adapter)
+            self.prefixes.note(body, call.asked_for, call.record.prompt, salt)
+
+    def _salt(self, call: Call, name: str | None) -> str:
+        """Of the prompt's blocks in the engine."""
+        adapter = self.engine.adapters.get(name or "")
+        return call.tenant if adapter is None else adapter_salt(adapter.sha256, call.tenant)
 
     async def _tried(self, constraint: Constraint, tenant: str, account: Account, choices: int) -> str:
         """The constraint in llguidance's format. A request whose constraint is refused leaves its ``account``."""
@@ -277,9 +304,13 @@ class Service:
         """
         call = call_of(request)
         self.admit(call)
-        reply = await begin(self, call, await self.body(request))
+        body = await self.body(request)
+        reply = await begin(self, call, body)
+        self._note_prompt(call, body)
         streaming = False
         try:
+            if call.kv is not None and call.kv.prefill:
+                return await while_connected(request, self._prefilled(reply))
             if not reply.streamed:
                 whole = await self.writer.response(await while_connected(request, reply.whole()))
                 whole.headers.update(call.record.cache_headers)
@@ -297,6 +328,12 @@ class Service:
             if not streaming:
                 self.engine.abort(reply.generation)
 
+    async def _prefilled(self, reply: Reply) -> Response:
+        """The answer to a router that wants a prompt computed for another replica."""
+        async for _ in reply.generation:
+            pass
+        return JSONResponse({"object": "prefill", "prompt_tokens": reply.generation.prompt_tokens})
+
 
 def most_commas(max_model_len: int, max_waiting_tokens: int) -> int:
     """Commas that a body may hold: as many tokens as may ever wait, where to parse them stops no stream for long."""
@@ -304,7 +341,7 @@ def most_commas(max_model_len: int, max_waiting_tokens: int) -> int:
 
 
 def call_of(request: Request) -> Call:
-    return Call(request.scope["qserve.key"], request.scope["qserve.record"])
+    return Call(request.scope["qserve.key"], request.scope["qserve.record"], request.scope.get("qserve.kv"))
 
 
 def _limited(error: QuotaError) -> APIError:

@@ -19,12 +19,24 @@ from pathlib import Path
 import pytest
 
 from qserve.checkpoint.demo import demo_path
+from tests.runtime.fleet.ray_fleet import FleetProcess
 
 VARIABLE = "QSERVE_JUDGES"
 SCRIPTS = Path(__file__).parent / "scripts"
 # No judge asks anybody but the server.
 SETTINGS = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "LANGSMITH_TRACING": "false", "NO_PROXY": "127.0.0.1", "OPENAI_API_KEY": "none"}
+
+
+FLEET = """
+port = {port}
+
+[models.judged]
+model = "{model}"
+replicas = 2
+version = "{version}"
+options = ["--kv-cache-memory", "256MiB"]
+"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,23 @@ def judge() -> Callable[..., subprocess.CompletedProcess[str]]:
 def served(tiny_model: Path) -> Iterator[Served]:
     with serving(tiny_model) as server:
         yield server
+
+
+@pytest.fixture(scope="session", params=["server", "fleet"])
+def anywhere(request: pytest.FixtureRequest) -> Served:
+    """One server, then a fleet of two replicas on Ray: clients see no difference."""
+    found: Served = request.getfixturevalue("served" if request.param == "server" else "fleet")
+    return found
+
+
+@pytest.fixture(scope="session")
+def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = "demo" if demo_path().exists() else str(tiny_model)
+    running = FleetProcess(tmp_path_factory.mktemp("fleet"), FLEET, model=model)
+    try:
+        yield Served(f"{running.url}/v1", model, "judged")
+    finally:
+        running.kill()
 
 
 @contextmanager

@@ -34,9 +34,9 @@ CHECKS = (
 
 
 @contextmanager
-def serving(key: str) -> Iterator[str]:
-    """The address of a server that is there for a while."""
-    command = [sys.executable, "-m", "tests.judges.server", key]
+def serving(key: str, routed: bool) -> Iterator[str]:
+    """The address of a server, or of a router before two, that is there for a while."""
+    command = [sys.executable, "-m", "tests.judges.server", key, *["routed"] * routed]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         # Before its address the training of its tokenizer prints empty lines.
@@ -49,7 +49,7 @@ def serving(key: str) -> Iterator[str]:
             process.stdin.close()
 
 
-def round_of(program: Path, url: str, key: str, seed: int, examples: int) -> dict[str, Any]:
+def round_of(program: Path, url: str, key: str, seed: int, examples: int, left_out: list[str]) -> dict[str, Any]:
     """One run of schemathesis; its report."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
@@ -57,7 +57,7 @@ def round_of(program: Path, url: str, key: str, seed: int, examples: int) -> dic
             program, "run", f"{url}/openapi.json", "-H", f"Authorization: Bearer {key}", "--mode", "all",
             "--max-examples", str(examples), "--seed", str(seed), "--phases", "examples,coverage,fuzzing",
             "--checks", ",".join(CHECKS), "--continue-on-failure", "--no-shrink", "--suppress-health-check", "all",
-            "--request-timeout", "60", "--report", "json", "--report-json-path", report,
+            "--request-timeout", "60", *left_out, "--report", "json", "--report-json-path", report,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, cwd=directory)
         if done.returncode not in (0, 1) or not report.exists():
@@ -73,14 +73,17 @@ def main() -> int:
     parser.add_argument("environment", type=Path, metavar="ENVIRONMENT")
     parser.add_argument("--cases", type=int, default=5000, help="requests at least")
     parser.add_argument("--examples", type=int, default=400, help="random requests to each route in a round")
+    parser.add_argument("--routed", action="store_true", help="two servers behind a router")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; the next ones count on")
     arguments = parser.parse_args()
     program, key = arguments.environment.resolve() / "bin" / "st", secrets.token_hex(8)
+    # A router shows its servers' document, but their engines only themselves.
+    left_out = ["--exclude-path", "/v1/engine"] if arguments.routed else []
     cases, operations, failures = 0, 0, Counter[str]()
-    with serving(key) as url:
+    with serving(key, arguments.routed) as url:
         seed = arguments.seed
         while cases < arguments.cases:
-            report = round_of(program, url, key, seed, arguments.examples)
+            report = round_of(program, url, key, seed, arguments.examples, left_out)
             if not report["test_cases"]["generated"]:
                 raise SystemExit("schemathesis made no requests")
             cases += report["test_cases"]["generated"]

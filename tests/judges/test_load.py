@@ -26,11 +26,11 @@ pytestmark = pytest.mark.judges
 STEP = 0.05
 
 
-def test_giraffe_accepts_the_server(environment, judge, served, tmp_path: Path) -> None:
+def test_giraffe_accepts_the_server(environment, judge, anywhere, tmp_path: Path) -> None:
     """Its checks of the interface; those of the answers' truth judge a model, not a server."""
     program = environment("giraffe") / "bin" / "giraffe"
     done = judge(
-        [program, "run", "--url", served.url, "--model", served.name, "--checks", "access,serving,first_output",
+        [program, "run", "--url", anywhere.url, "--model", anywhere.name, "--checks", "access,serving,first_output",
          "--concurrency", "2", "--samples", "8", "--max-output-tokens", "16", "--first-output-ms", "60000",
          "--max-requests", "60", "--output", tmp_path / "run", "--output-format", "json"]
     )
@@ -42,9 +42,9 @@ def test_giraffe_accepts_the_server(environment, judge, served, tmp_path: Path) 
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_guidellm_finds_every_answer_whole(environment, judge, served, tmp_path: Path) -> None:
+def test_guidellm_finds_every_answer_whole(environment, judge, anywhere, tmp_path: Path) -> None:
     output, requests, streams = 24, 16, 4
-    found = guidellm(environment, judge, served, tmp_path, streams, requests, 48, output)
+    found = guidellm(environment, judge, anywhere, tmp_path, streams, requests, 48, output)
     metrics = found["metrics"]
     errors = {request["info"]["error"] for request in found["requests"]["errored"]}
     assert not errors and metrics["request_totals"]["successful"] == requests, errors

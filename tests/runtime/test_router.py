@@ -87,6 +87,20 @@ class Routing(RuleBasedStateMachine):
             placed.ended()  # a second end changes nothing
             self.live.remove(placed)
 
+    @precondition(lambda self: self.serves)
+    @rule(
+        data=st.data(), number=st.integers(0, 3), tail=st.integers(1, 40), held=st.booleans(), whole=st.booleans()
+    )
+    def report(self, data: st.DataObject, number: int, tail: int, held: bool, whole: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.serves)))
+        digests = family(number, tail).digests
+        self.router.report(name, digests if held else (), () if held else digests[1:], whole=whole)
+
+    @precondition(lambda self: self.serves)
+    @rule(data=st.data())
+    def guess(self, data: st.DataObject) -> None:
+        self.router.guess(data.draw(st.sampled_from(sorted(self.serves))))
+
     @invariant()
     def sums_hold(self) -> None:
         self.router.check()
@@ -196,6 +210,51 @@ def test_a_replica_holds_no_more_than_its_capacity() -> None:
         router.place(family(number, 0))
     again = router.place(family(0, 0))
     assert again is not None and again.cached == 0
+
+
+def cached(router: Router, wanted: Prompt) -> int:
+    placed = router.place(wanted)
+    assert placed is not None
+    placed.refused()
+    return placed.cached
+
+
+def test_what_a_replica_tells_is_believed_and_a_prediction_lasts_until_it_has_told() -> None:
+    router = Router()
+    router.add("a", capacity=2)
+    router.report("a", [], [], whole=True)
+    first = router.place(family(0, 0))
+    assert first is not None and cached(router, family(0, 1)) == 2, "it is on its way; no more than fits is believed"
+    router.report("a", family(0, 0).digests, [])
+    assert cached(router, family(0, 0)) == 4, "what is told has no limit"
+    first.ended()
+    router.report("a", [], family(0, 0).digests[2:])
+    assert cached(router, family(0, 0)) == 2
+    lost = router.place(family(1, 0))
+    assert lost is not None
+    lost.ended()  # nothing was computed: its client had gone
+    assert cached(router, family(1, 0)) == 2
+    router.report("a", [], [])
+    assert cached(router, family(1, 0)) == 2, "this report may have been on its way when the request ended"
+    router.report("a", [], [])
+    assert cached(router, family(1, 0)) == 0 and cached(router, family(0, 0)) == 2
+    router.guess("a")
+    assert cached(router, family(0, 0)) == 2, "what was told is a good guess"
+    router.report("a", family(2, 0).digests, [])
+    assert cached(router, family(0, 0)) == 0, "the first report has all"
+    router.forget("a")
+    assert cached(router, family(2, 0)) == 0
+
+
+def test_what_a_replica_tells_shortens_no_prediction_by_its_answers() -> None:
+    router = Router()
+    router.add("a")
+    router.report("a", family(0, 0).digests, [], whole=True)
+    placed = router.place(family(0, 0))
+    assert placed is not None and placed.cached == 4
+    placed.started(0.0)
+    placed.ended()
+    assert cached(router, family(0, 0)) == 4
 
 
 @pytest.mark.parametrize("policy", POLICIES)

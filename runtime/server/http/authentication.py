@@ -5,6 +5,7 @@ It guards HTTP and WebSockets alike.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.server.errors import APIError
 from qserve.runtime.server.http.refusal import refuse
+from qserve.runtime.server.kv_order import KV_HEADER, KV_PATH, KvOrder
 from qserve.runtime.server.limits.keys import CALLER, ApiKey, KeyRing, forwarded_caller
 
 OPEN_PATHS = ("/health", "/ready", "/")
@@ -24,7 +26,8 @@ class AuthenticationMiddleware:
     """ASGI middleware. With no keys everybody may call.
 
     ``scope["qserve.key"]`` tells later parts whose call it is, None where no key is needed;
-    ``scope["qserve.tenant"]`` is the name of that key, or an empty string.
+    ``scope["qserve.tenant"]`` is the name of that key, or an empty string. ``scope["qserve.kv"]`` is what a router asks
+    of the KV cache, where it does.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
@@ -49,7 +52,26 @@ class AuthenticationMiddleware:
             raise APIError(431, f"the request headers have more than {MAX_HEADER_BYTES:,} bytes")
         if scope["type"] == "http" and is_open(scope["path"]):
             return None
+        given = dict(reversed(headers))
+        if scope["type"] == "http" and scope["path"] == KV_PATH:
+            self._check_ticket(given)
+            return None
+        if (order := given.get(KV_HEADER.encode())) is not None and self._keys and _presented(self._keys, given).router:
+            scope["qserve.kv"] = _kv_order(order)
         return authenticate(self._keys, headers)
+
+    def _check_ticket(self, given: dict[bytes, bytes]) -> None:
+        """No caller may read KV blocks, and nobody where there are no keys of routers."""
+        ticket = given.get(b"authorization", b"").removeprefix(b"Bearer ").decode("latin-1")
+        if not self._keys.admits(ticket, time.time()):
+            raise APIError(401, "KV blocks are for replicas that a router has given a ticket", code="invalid_ticket")
+
+
+def _kv_order(value: bytes) -> KvOrder:
+    try:
+        return KvOrder.of(value)
+    except UsageError as error:
+        raise APIError(400, str(error), code="invalid_kv_order") from None
 
 
 def authenticate(keys: KeyRing, headers: Iterable[tuple[bytes, bytes]]) -> ApiKey | None:

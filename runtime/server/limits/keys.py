@@ -24,6 +24,7 @@ from typing import Any
 
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.request import MAX_PRIORITY
+from qserve.runtime.server.kv_order import admits
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,10 @@ class KeyRing:
         digest = sha256(presented).digest()
         found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return found[0] if found else None
+
+    def admits(self, ticket: str, now: float) -> bool:
+        """Whether a router that has a key here has made this ticket; ``now``: seconds since the epoch."""
+        return admits(ticket, [key.digest for key in self._keys if key.router], now)
 
     def named(self, name: str) -> ApiKey | None:
         """The key that has this name now."""

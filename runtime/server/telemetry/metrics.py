@@ -196,6 +196,8 @@ class Metrics:
             "kv_offload_loaded_blocks": ("KV blocks that came back from memory.", use.loaded),
             "kv_offload_written_blocks": ("KV blocks that were written to disk.", use.written),
             "kv_offload_read_blocks": ("KV blocks that were read from disk into memory.", use.read),
+            "kv_transfer_received_blocks": ("KV blocks that came from other replicas.", use.received),
+            "kv_transfer_sent_blocks": ("KV blocks that went to other replicas.", use.sent),
             "kv_offload_failed_blocks": ("KV blocks that could not be written or read.", use.failed),
         }
         for name, (about, value) in gauges.items():

@@ -28,6 +28,8 @@ class RequestRecord:
     tenant: str = ""
     is_probe: bool = False
     generations: list[Generation] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list, repr=False)  # the first one's tokens
+    adapter: str | None = None
 
     @property
     def timelines(self) -> list[Timeline]:

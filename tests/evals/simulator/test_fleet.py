@@ -13,7 +13,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.evals.lengths import Lengths
 from qserve.evals.simulator.cost import FittedCost, RooflineCost, shape_of
 from qserve.evals.simulator.decode_run import LeapingScheduler
-from qserve.evals.simulator.fleet import Fleet, FleetConfig, Outcome
+from qserve.evals.simulator.fleet import Fleet, FleetConfig, KvTransfer, Outcome
 from qserve.evals.simulator.replica import ReplicaConfig
 from qserve.evals.simulator.traffic import Arrival, Traffic, prompt_tokens
 from qserve.runtime.autoscale import Autoscale
@@ -56,15 +56,19 @@ def traffic(draw: random.Random, requests: int, rate: float, **more: int) -> lis
     replicas=st.sampled_from((1, 1, 3)),
     routing=st.sampled_from(("round-robin", "least-loaded", "prefix-aware")),
     scaled=st.booleans(),
+    transfer=st.sampled_from((None, None, KvTransfer(0.001), KvTransfer(0.0005, 0.2))),
 )
 def test_runs_of_decode_steps_at_once_change_nothing(
     seed: int, seqs: int, blocks: int, caching: bool, rate: float, burst: int, prefixes: int, replicas: int,
-    routing: str, scaled: bool,
+    routing: str, scaled: bool, transfer: KvTransfer | None,
 ) -> None:  # fmt: skip
     """Bit for bit: every time of every request, every integral of every replica."""
     arrivals = traffic(random.Random(seed), 60, rate, burst=burst, prefixes=prefixes, prefix_tokens=9 * (prefixes > 0))
     scale = Autoscale(replicas - 1, replicas + 2, queue=1.0, cooldown=0.5, interval=0.1) if scaled else None
-    fleet = FleetConfig(config(seqs, blocks, caching=caching, waiting=12), replicas, routing, scale, start_delay=0.3)
+    one = config(seqs, blocks, caching=caching, waiting=12)
+    if transfer is not None:
+        one, routing = replace(one, prefix_caching=True, offload_blocks=20), "prefix-aware"
+    fleet = FleetConfig(one, replicas, routing, scale, start_delay=0.3, transfer=transfer)
     quick = Fleet(fleet, COST).run(arrivals)
     slow = Fleet(replace(fleet, replica=replace(fleet.replica, leaps=False)), COST).run(arrivals)
     assert facts(quick) == facts(slow)
@@ -139,6 +143,40 @@ def test_prefix_aware_routing_finds_more_in_the_caches() -> None:
     assert hits["prefix-aware"] > 1.2 * hits["round-robin"]
 
 
+def test_reports_of_what_was_evicted_find_more_than_a_prediction() -> None:
+    """Where the caches hold a part of the prefixes, the router that knows which sends a request there."""
+    load = Traffic(20.0, 600, Lengths(4, 0.7), Lengths(12, 0.7), prefixes=30, prefix_tokens=60, max_model_len=120)
+    arrivals, hits = list(load), {}
+    for reports in (False, True):
+        usages = Fleet(FleetConfig(config(8, 150), 3, "prefix-aware", reports=reports), COST).run(arrivals).usages
+        hits[reports] = sum(usage.prefix_hits for usage in usages)
+    assert hits[True] > 1.02 * hits[False]
+
+
+def test_blocks_of_other_replicas_are_fetched_where_that_is_sooner() -> None:
+    """Prefixes that everybody asks for are computed once, not once at each replica."""
+    load = Traffic(40.0, 400, Lengths(4), Lengths(20, 0.6), prefixes=6, prefix_tokens=60, max_model_len=100)
+    arrivals, found = list(load), {}
+    for transfer in (None, KvTransfer(1e-4, 1e-3), KvTransfer(1.0)):
+        one = replace(config(8, 80), offload_blocks=80)
+        outcome = Fleet(FleetConfig(one, 4, "prefix-aware", transfer=transfer), COST).run(arrivals)
+        assert len(outcome.records) == 400
+        found[transfer] = sum(usage.prefix_hits for usage in outcome.usages)
+    quick, slow = found[KvTransfer(1e-4, 1e-3)], found[KvTransfer(1.0)]
+    assert quick > 1.01 * found[None] and slow == found[None]
+
+
+def test_replicas_of_the_prefill_role_compute_the_prompts() -> None:
+    arrivals = list(Traffic(5.0, 100, Lengths(80), Lengths(20), max_model_len=120))
+    one = replace(config(8, 200), offload_blocks=200)
+    outcome = Fleet(FleetConfig(one, 3, "prefix-aware", transfer=KvTransfer(1e-4, 1e-3, prefill=1)), COST).run(arrivals)
+    assert len(outcome.records) == 100 and sorted(outcome.records.index) == list(range(100))
+    first, *others = sorted(outcome.usages, key=lambda usage: usage.prefix_hits)
+    assert first.prefix_queries == 100 * 80 and not first.prefix_hits
+    assert sum(usage.prefix_hits for usage in others) >= 100 * 76, "all but the last block"
+    assert all(output == 20 for output in outcome.records.output)
+
+
 def test_more_replicas_start_when_queues_are_deep_and_end_when_it_is_calm() -> None:
     busy = list(Traffic(30.0, 300, Lengths(10), Lengths(20), max_model_len=100))
     calm = [Arrival(busy[-1].time + 200.0 + 5 * i, 10, 20) for i in range(20)]
@@ -182,6 +220,8 @@ def test_static_batches_wait_for_their_longest() -> None:
     [
         (lambda: FleetConfig(config(), 0), "--replicas"),
         (lambda: FleetConfig(config(), start_delay=-1.0), "--start-delay"),
+        (lambda: FleetConfig(config(), transfer=KvTransfer(0.1)), "--kv-transfer needs --routing"),
+        (lambda: KvTransfer(-1.0), "times of at least 0"),
         (lambda: Fleet(FleetConfig(config(), routing="random"), COST), "unknown routing 'random'"),
     ],
 )

@@ -14,7 +14,9 @@ import openai
 import pytest
 
 from qserve.runtime.engine import Engine
+from qserve.runtime.fleet.ingress import FORWARDED_ROUTES
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.kv_order import KV_PATH
 from qserve.runtime.server.limits.keys import add_key
 from qserve.runtime.server.serve import ServerHandle
 from tests.runtime.server.waiting import idle, wait_until
@@ -182,3 +184,21 @@ def test_the_wrong_replica_key_is_seen_at_once(engines: list[Engine]) -> None:
     with ServerHandle(engines[0], config=config) as server, routed([root(server)], key="wrong", ready=0) as router:
         status, _, error = call(f"{router.url}/v1/completions", {"prompt": "x"})
         assert (status, error["error"]["code"]) == (503, "no_replica")
+
+
+def test_the_router_knows_every_route_of_a_server_and_passes_nothing_else_on(servers: list[ServerHandle]) -> None:
+    paths = call(root(servers[0]) + "/openapi.json")[2]["paths"]
+    posted = {path for path, methods in paths.items() if "post" in methods}
+    adapters = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}  # where there is a directory of them
+    assert len(posted) > 9 and posted | adapters == FORWARDED_ROUTES
+    with routed([root(each) for each in servers]) as router:
+        for method, path, status in (
+            ("POST", KV_PATH, 401), ("GET", "/v1/engine", 404), ("POST", "/v1/prefixes/events", 404),
+            ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405), ("POST", "/health", 405),
+        ):  # fmt: skip
+            request = urllib.request.Request(router.url + path, method=method)
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(request)
+            assert caught.value.code == status, path
+            assert status != 405 or caught.value.headers["Allow"] in ("GET", "POST")
+        assert router.fleet.num_ready == 2

@@ -180,6 +180,11 @@ def test_a_file_says_a_fleet(tmp_path: Path) -> None:
     assert not spec.models["v1"].is_scaled and spec.models["v1"].start == 2
     assert spec.models["v2"].scale == Autoscale(0, 4, ttft=0.5) and spec.models["v2"].start == 1
     assert FleetSpec.from_json(spec.to_json()) == spec
+    roles = {"model": "o", "roles": {"prefill": 1, "decode": 2}}
+    spec = FleetSpec.of({"models": {"r": roles, "x": {"model": "o", "kv_transfer": True}}})
+    assert spec.models["r"].start == 3 and spec.models["r"].prefill == 1 and spec.models["r"].kv_transfer
+    assert spec.models["x"].prefill == 0 and spec.models["x"].kv_transfer
+    assert FleetSpec.from_json(spec.to_json()) == spec
 
 
 @pytest.mark.parametrize(
@@ -192,6 +197,11 @@ def test_a_file_says_a_fleet(tmp_path: Path) -> None:
         ('[models.m]\nmodel = "o"\nmin_replicas = 3', "not 3 to 1"),
         ('[models.m]\nmodel = "o"\nreplicas = 0', "not 0 to 0"),
         ('[models.m]\nmodel = "o"\nreplicas = "2"', "an integer"),
+        ('[models.m]\nmodel = "o"\nroles = {prefill = 1}', "P and D at least 1"),
+        ('[models.m]\nmodel = "o"\nroles = {prefill = 1, decoder = 2}', "no role 'decoder'"),
+        ('[models.m]\nmodel = "o"\nreplicas = 3\nroles = {prefill = 1, decode = 2}', "leave out replicas"),
+        ('[models.m]\nmodel = "o"\nroles = 3', "a table of integers"),
+        ('[models.m]\nmodel = "o"\nkv_transfer = 1', "true or false"),
         ('[models.m]\nmodel = "o"\nreplicas = true', "an integer"),
         ('[models.m]\nmodel = "o"\noptions = ["--port=1"]', "sets --port itself"),
         ('[models."-m"]\nmodel = "o"', "a name has"),

@@ -7,10 +7,8 @@ others must do without. The tests share one fleet of three models, and go from w
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import threading
@@ -18,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,11 @@ import psutil
 import pytest
 
 from qserve.evals.bench.client import Client
-from qserve.runtime.server.http.listening import claim_socket
+
+from .ray_fleet import ROOT, TOKEN, FleetProcess, environment
 
 pytestmark = pytest.mark.fleet
 
-ROOT = Path(__file__).parents[3]
-VARIABLE = "QSERVE_FLEET"
-TOKEN = secrets.token_hex(32)  # else Ray leaves one in the home directory
 FLEET = """
 port = {port}
 
@@ -40,7 +36,8 @@ port = {port}
 model = "{model}"
 replicas = 2
 version = "{version}"
-options = ["--kv-cache-memory", "64MiB", "--max-num-seqs", "16"]
+kv_transfer = true
+options = ["--kv-cache-memory", "64MiB", "--max-num-seqs", "16", "--kv-offload-memory", "64MiB"]
 
 [models.b]
 model = "{model}"
@@ -60,88 +57,13 @@ b = 20
 """
 
 
-class FleetProcess:
-    """``qserve fleet FILE`` and what its processes do."""
-
-    def __init__(self, python: Path, folder: Path, model: Path) -> None:
-        with claim_socket("127.0.0.1", 0) as free:
-            self.port: int = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.file, self._model = folder / "fleet.toml", model
-        self.write("1")
-        variables = {"PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(
-            [python, "-m", "qserve", "fleet", str(self.file)],
-            env=os.environ | variables, cwd=folder, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-        self.until(lambda: any("the fleet serves" in line for line in self.lines), 150, "it starts")
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-
-    def write(self, version: str) -> None:
-        self.file.write_text(FLEET.format(port=self.port, model=self._model, version=version))
-
-    def until(self, true: Callable[[], bool], seconds: float, what: str) -> float:
-        """Seconds until it is true."""
-        began = time.monotonic()
-        while not true():
-            assert self.process.poll() is None, "".join(self.lines)
-            assert time.monotonic() - began < seconds, f"not within {seconds} s: {what}\n" + "".join(self.lines)
-            time.sleep(0.1)
-        return time.monotonic() - began
-
-    def ask(self, path: str, body: dict[str, Any] | None = None, **headers: str) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"} | headers)
-        with urllib.request.urlopen(request, timeout=90) as answer:
-            content: dict[str, Any] = json.load(answer)
-        return content
-
-    def replicas(self, model: str) -> list[str]:
-        """Addresses of those that take requests."""
-        listed = self.ask("/v1/replicas")["data"]
-        return [each["id"] for each in listed if model in each["models"] and each["takes_requests"]]
-
-    def servers(self, model: str) -> dict[int, psutil.Process]:
-        """By process id."""
-        found = {}
-        for each in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                line = each.cmdline()
-            except psutil.Error:
-                continue
-            if "--served-model-name" in line and line[line.index("--served-model-name") + 1] == model:
-                found[each.pid] = each
-        return found
-
-    async def streams(self, model: str, count: int, tokens: int, meanwhile: Callable[[], None]) -> list[Any]:
-        client = Client(f"{self.url}/v1", timeout=120)
-        body = {"model": model, "max_tokens": tokens, "ignore_eos": True}
-        asked = [
-            asyncio.create_task(client.stream(body | {"prompt": f"{i} the quick brown fox"}, "completions"))
-            for i in range(count)
-        ]
-        await asyncio.sleep(1.0)
-        meanwhile()
-        return await asyncio.gather(*asked)
-
-
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[FleetProcess]:
-    home = os.environ.get(VARIABLE)
-    if not home or not (Path(home) / "ray" / "complete.json").exists():
-        pytest.skip(f"{VARIABLE} names no environment: make it with tests/environments.py fleet DIR")
-    running = FleetProcess(Path(home).absolute() / "ray/bin/python", tmp_path_factory.mktemp("fleet"), tiny_model)
+    running = FleetProcess(tmp_path_factory.mktemp("fleet"), FLEET, model=tiny_model)
     try:
         yield running
     finally:
-        running.process.kill()  # Ray's processes and ours end with it
-        running.process.wait()
+        running.kill()
 
 
 def test_a_canary_gets_its_share_and_sessions_stay(fleet: FleetProcess) -> None:
@@ -153,6 +75,19 @@ def test_a_canary_gets_its_share_and_sessions_stay(fleet: FleetProcess) -> None:
     assert {each["id"] for each in fleet.ask("/v1/models")["data"]} == {"a", "b", "idle", "chat"}
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fleet.ask("/v1/completions", body | {"model": "z"})
+
+
+def test_replicas_fetch_prompts_from_each_other(fleet: FleetProcess) -> None:
+    body = {"model": "a", "prompt": [5 + 3 * i % 90 for i in range(200)], "max_tokens": 4, "temperature": 0}
+    answers = []
+    for replica in fleet.replicas("a"):  # held back, so that the other one answers
+        fleet.ask("/v1/replicas/drain", {"replica": replica})
+        answers.append(fleet.ask("/v1/completions", body))
+        fleet.ask("/v1/replicas/resume", {"replica": replica})
+    first, second = answers
+    assert first["choices"] == second["choices"]
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
+    assert cached == [0, 192], "the second had all full blocks from the first"
 
 
 def test_a_killed_server_takes_only_the_streams_that_had_begun(fleet: FleetProcess) -> None:
@@ -243,9 +178,8 @@ def test_a_signal_ends_the_fleet_with_its_last_request(fleet: FleetProcess) -> N
 
 
 def test_a_model_that_does_not_load_is_one_line(fleet: FleetProcess, tmp_path: Path) -> None:
-    home = Path(os.environ[VARIABLE]).absolute()
     done = subprocess.run(
-        [home / "ray/bin/python", "-m", "qserve", "fleet", "--model", str(tmp_path), "--port", "8"],
+        [environment() / "bin/python", "-m", "qserve", "fleet", "--model", str(tmp_path), "--port", "8"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN": TOKEN},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip

@@ -92,7 +92,7 @@ def test_a_rank_that_dies_ends_the_engine_with_one_line(parallel: Engine) -> Non
     ("changes", "words"),
     [
         ({"enable_lora": True}, "LoRA adapters cannot be combined"),
-        ({"kv_offload_memory": 1 << 20}, "--kv-offload-memory and --kv-offload-dir cannot be combined"),
+        ({"kv_offload_memory": 1 << 20}, "--kv-offload-dir and --kv-transfer cannot be combined"),
         ({"kernels": "reference"}, "not by the reference kernels"),
         ({"tensor_parallel_size": 5}, "has 4 attention heads"),
         ({"backend": "transformers"}, "--tensor-parallel-size 2 is served by the native backend alone"),
