@@ -195,8 +195,8 @@ class LayerBuilder:
         return ops
 
     def layer(self, i: int, kept: Sequence[Tensor], x: Tensor | None = None) -> list[Op]:
-        """``kept``: where the layer keeps keys and values, latents, or its states. ``x``: what its attention reads, where
-        that is not the normed residual stream."""
+        """``kept``: where the layer keeps keys and values, latents, or its states. ``x``: what its attention reads,
+        where that is not the normed residual stream."""
         modules, layer = self._config.modules, f"{self._config.modules.layers}.{i}"
         parallel, read = self._config.parallel, list[Op]()
         if x is None:
