@@ -20,6 +20,7 @@ from qserve.checkpoint.card import write_card
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.gguf_writer import write_gguf
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import is_kv
 from qserve.checkpoint.loaders import LoaderVerdict, verdicts
@@ -30,6 +31,8 @@ from qserve.checkpoint.writer import CheckpointWriter
 
 DENSE = "hf"
 """The name under which weights are written in floating point."""
+GGUF = "gguf"
+"""That of llama.cpp's files."""
 
 Progress = Callable[[int, int], None]
 
@@ -53,7 +56,8 @@ def convert(
     loaders: Iterable[str] = ("qserve",),
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Rewrite ``source`` in ``format`` into the directory ``out``, which appears complete or not at all.
+    """Rewrite ``source`` in ``format`` into the directory ``out``, which appears complete or not at all; ``gguf`` is a
+    file, see ``write_gguf``, and takes dense models too.
 
     Every packed weight dequantizes to the same bits, and the quality card is carried along. ``hf`` is the exception:
     it dequantizes and rounds to 16 bits, and has no card. ``progress(done, total)`` counts tensors and modules.
@@ -71,6 +75,9 @@ def convert(
     tell = progress or (lambda done, total: None)
     if format == DENSE:
         return _dense(source, out, overwrite, tell)
+    if format == GGUF:
+        notes = write_gguf(source, out, overwrite=overwrite, progress=tell)
+        return ConvertReport(GGUF, len(source.linears()), (), tuple(notes))
     target = format_named(format)
     if source.spec is None or source.format is None:
         raise UsageError(f"{source.name} is not quantized; qserve quantize writes it as {target.name}")

@@ -18,6 +18,7 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import Family
 from qserve.checkpoint.gguf_config import LONG, ROPE_FACTORS, SHORT, in_llamas_keys
 from qserve.checkpoint.gguf_keys import Shapes
+from qserve.checkpoint.gguf_reader import MAX_TENSORS
 from qserve.checkpoint.gguf_undo import (
     half_rows,
     in_turn,
@@ -92,6 +93,21 @@ def stored_tensors(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Store
     if extra:
         raise CheckpointError(f"the tensor {extra[0]} is unknown to the architecture {config['model_type']}")
     return found
+
+
+def file_tensors(config: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, Stored]:
+    """Where a new file holds the tensors of the model of ``config``, by transformers' names: those that it ``has``."""
+    return {name: stored for name, stored in _Layout(config, _Unwritten()).tensors() if has(name)}
+
+
+class _Unwritten(dict[str, tuple[int, ...]]):
+    """The shapes of a file that is yet to be written: any bias may be there, and no linear in two."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.endswith(".bias")
+
+    def __len__(self) -> int:
+        return MAX_TENSORS
 
 
 def _check(stored: Stored, shapes: Shapes) -> None:

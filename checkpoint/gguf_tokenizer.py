@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of tokens."""
 _SPACE = "\u2581"
 _MAX_TOKENS = 1 << 22
@@ -42,11 +42,11 @@ _DEEPSEEK_V3 = (
 _DEEPSEEK_CODER = (
     r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", _DIGIT
 )  # fmt: skip
-_CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
+CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     (_GPT2,): ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"),
     (_DIGIT, _GPT2): ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"),
     (_LLAMA3,): (
-        "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "lfm2",
+        "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "lfm2",
     ),
     (_QWEN2,): ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "kormo"),
     (_QWEN35,): ("qwen35",),
@@ -58,7 +58,7 @@ _CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
 }  # fmt: skip
 """How text is cut before byte-level BPE: expressions one after another, by the names in ``tokenizer.ggml.pre``. An
 unknown name is refused: a model fed with wrong tokens talks nonsense without any error."""
-_PRE = {name: cuts for cuts, names in _CUTS.items() for name in names}
+_PRE = {name: cuts for cuts, names in CUTS.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,11 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     if scores is None:
         raise CheckpointError("the tokenizer has no scores (tokenizer.ggml.scores)")
     prefix = vocabulary.flag("add_space_prefix", True)
-    unknown = next((token for token, kind in zip(tokens, kinds) if kind == _UNKNOWN), vocabulary.special("unknown"))
+    unknown = next((token for token, kind in zip(tokens, kinds) if kind == UNKNOWN), vocabulary.special("unknown"))
     tokenizer = Tokenizer(
         models.BPE(
             {token: i for i, token in enumerate(tokens)}, _merges(tokens, kinds, scores), unk_token=unknown,
-            fuse_unk=True, byte_fallback=_BYTE in kinds,
+            fuse_unk=True, byte_fallback=BYTE in kinds,
         )
     )
     replace = normalizers.Replace(" ", _SPACE)
@@ -178,10 +178,10 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 def _merges(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every way to make a normal token of two, best scores first."""
-    numbers = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind not in (_CONTROL, _BYTE)}
+    numbers = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind not in (CONTROL, BYTE)}
     made: list[tuple[float, int, int, str, str]] = []
     for token, whole in numbers.items():
-        if kinds[whole] == _USER_DEFINED:
+        if kinds[whole] == USER_DEFINED:
             continue
         for cut in range(1, min(len(token), _LONGEST)):
             left, right = token[:cut], token[cut:]
@@ -223,7 +223,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, byte_level: bool)
     from tokenizers import AddedToken
 
     added = zip(vocabulary.tokens, vocabulary.types)
-    marks = [(token, kind == _CONTROL) for token, kind in added if kind in (_CONTROL, _USER_DEFINED) and token]
+    marks = [(token, kind == CONTROL) for token, kind in added if kind in (CONTROL, USER_DEFINED) and token]
     for special in (True, False):
         add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
         add([AddedToken(token, normalized=False, special=special) for token, is_mark in marks if is_mark == special])

@@ -48,6 +48,12 @@ def log_of_rates(tensor: Tensor, key_heads: int, heads: int) -> Tensor:
     return untiled(tensor.neg().log(), key_heads, heads)
 
 
+def rates(tensor: Tensor, key_heads: int, heads: int) -> Tensor:
+    """The inverse of ``log_of_rates``."""
+    order = untiled(torch.arange(heads), key_heads, heads).argsort()
+    return tensor.float().exp().neg()[order]
+
+
 def joined_qkvz(qkv: Tensor, z: Tensor, key_heads: int, keys: int) -> Tensor:
     """One linear for q, k, v and z of a gated delta net, which holds what belongs to a key head side by side. ``qkv``:
     all q, all k and all v; of the first two there are ``keys`` rows each."""

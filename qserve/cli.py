@@ -33,6 +33,7 @@ from qserve.commands.route import route
 from qserve.commands.run import run
 from qserve.commands.simulate import simulate
 from qserve.commands.store import list_models, pull, rm
+from qserve.commands.verify import verify
 from qserve.commands.vllm_options import RunCommand
 from qserve.runtime.sampling import RequestError
 
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize,
     "convert": convert,
     "eval": evaluate,
+    "verify": verify,
     "run": run,
     "route": route,
     "fleet": fleet,

@@ -5,14 +5,16 @@ Combines ``evals`` with progress bars and output. The options of the command are
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from qserve import console, steps
-from qserve.calibration.text import Text
-from qserve.checkpoint.card import write_card
+from qserve.calibration.text import Text, load_text
+from qserve.checkpoint.card import QualityCard, write_card
 from qserve.checkpoint.errors import UsageError
-from qserve.evals import quality
+from qserve.checkpoint.source import ModelSource
+from qserve.evals import quality, verification
 from qserve.evals.divergence import Divergence, Scorer, compare
 from qserve.evals.gate import Gate, GateReport, judge_values
 from qserve.evals.needle import Haystack, search
@@ -83,6 +85,23 @@ def measure_quality(
     if partial is not None:
         partial.remove()
     return reports
+
+
+def verify_card(
+    model: ModelSource, card: QualityCard, against: str, data: str, tokens: int, seed: int | None, kernels: str,
+    threads: int | None,
+) -> list[verification.Finding]:  # fmt: skip
+    """The card's figures, measured again on other windows of its text."""
+    base = steps.open_source(against)
+    verification.require_base(card, base)
+    text = load_text(data, "evaluate")
+    drawn = secrets.randbits(32) if seed is None else seed
+    pieces = verification.fresh_windows(card, text, base, tokens, drawn)
+    console.line(f"sample          {len(pieces)} windows of {card.window:,} tokens, --seed {drawn}")
+    setting = quality.EvalJob(text, tokens, card.window).setting(base)
+    first, second = quality.scorers(base, model, card.window, kernels=kernels, threads=threads)
+    with console.progress("verify") as update:
+        return verification.verify(card, first, second, setting, pieces, update)
 
 
 def save_reference(

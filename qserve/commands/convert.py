@@ -12,10 +12,14 @@ from qserve.commands.values import names
 
 
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A quantized checkpoint.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A quantized checkpoint; for gguf any model.")],
     out: Out,
     format: Annotated[
-        str, typer.Option(help="gptq, gptq_v2, awq, compressed-tensors or fp8; hf dequantizes to 16 bits.")
+        str,
+        typer.Option(
+            help="gptq, gptq_v2, awq, compressed-tensors or fp8; gguf writes a file for llama.cpp; hf dequantizes to "
+            "16 bits."
+        ),
     ],
     loaders: Loaders = "qserve",
     overwrite: Overwrite = False,

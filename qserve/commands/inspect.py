@@ -13,7 +13,6 @@ from qserve.commands.options import Model
 def inspect(
     model: Model,
     layers: Annotated[bool, typer.Option(help="List every linear.")] = False,
-    verify: Annotated[bool, typer.Option(help="Compare every file with its stored hash.")] = False,
 ) -> None:
     """Show what a model is made of: layers, bits, size, and its quality card."""
     from qserve import steps
@@ -21,8 +20,6 @@ def inspect(
     from qserve.checkpoint.summary import summarize
 
     source = steps.open_source(model)
-    if verify:
-        source.verify()
     summary = summarize(source)
     for text in summary.lines():
         console.line(text)
@@ -33,5 +30,3 @@ def inspect(
         steps.show_card(source.card, [])
         if isinstance(source, HFDirectory) and (problem := source.card_problem()):
             console.line(f"NOT THIS MODEL  {problem}")
-    if verify:
-        console.line("every file matches its hash")

@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_is_found_by_its_hashes(cli: Cli, tiny_packed: Path
     with (model / "model.safetensors").open("r+b") as file:
         file.seek(-100, os.SEEK_END)
         file.write(b"\x55" * 8)
-    cli("inspect", model, "--verify").refused(1, "model.safetensors")
+    cli("verify", model).refused(1, "model.safetensors")
 
 
 def test_already_quantized(cli: Cli, tiny_packed: Path, out: Path) -> None:

@@ -52,11 +52,11 @@ def test_quantize_eval_inspect_and_bench(
     assert len(content["data"]["worst"]) == 20 and "Tokens with the largest divergence" in markdown.read_text()
     assert all(line in done.out for line in card.summary())
 
-    done = cli("inspect", out, "--layers", "--verify")
+    done = cli("inspect", out, "--layers")
     assert done.code == 0, done.err
     assert all(line in done.out for line in card.summary())
     assert all(module in done.out for module in open_model(out).linears())
-    assert "14 x 4 bit g32 symmetric" in done.out and "every file matches its hash" in done.out
+    assert "14 x 4 bit g32 symmetric" in done.out
 
     small = ("--concurrency", "1,3", "--prompt", 8, "--output", 3, "--repeats", 1)
     done = cli("bench", out, *small, "--json", report, "--markdown", markdown)

@@ -1,0 +1,153 @@
+"""GGUF files beside llama.cpp's own: ``python tests/peers/gguf_files.py ENVIRONMENTS MODEL TEXT TEST DIR``.
+
+MODEL is quantized by llama.cpp with an importance matrix of TEXT and without one, and by qserve to files of the same
+size: all in 4 bits beside Q4_0, and 4 and 8 bits mixed beside Q4_K_M. Divergence from MODEL is measured on TEST, and
+every file of qserve's is also judged by llama.cpp: its perplexity on the first windows, and its greedy tokens.
+ENVIRONMENTS come from ``python tests/environments.py peers DIR llama-cpp``. What is in DIR already is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from qserve import LLM, SamplingParams
+from qserve.calibration.text import load_text
+from qserve.calibration.windows import calibration_windows
+from qserve.checkpoint.gguf_tensors import file_tensors
+from qserve.checkpoint.source import ModelSource, open_model
+from qserve.cli import app
+
+HERE = Path(__file__).absolute().parent / "contestants"
+SAMPLES, LENGTH, SEED = 128, 512, 0
+"""As ``qserve quantize`` has them by default."""
+PROMPT, ANSWER, WINDOW = 48, 32, 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("environments", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("test")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--options", default="--group-size 32 --embeddings 8", help="of qserve quantize")
+    parser.add_argument("--tokens", default="16384")
+    parser.add_argument("--window", default="1024")
+    parser.add_argument("--judged", type=int, default=8, help="windows of 512 tokens that llama.cpp judges")
+    given = parser.parse_args()
+    given.directory.mkdir(parents=True, exist_ok=True)
+    python = given.environments.absolute() / "llama-cpp" / "bin" / "python"
+    source = open_model(given.model)
+    base = given.directory / "base.gguf"
+    if not base.exists():
+        run("convert", given.model, base, "--format", "gguf")
+    ids = load_text(given.text).tokens(source.tokenizer())
+    matrix = given.directory / "importance.npz"
+    if not matrix.exists():
+        np.savez(matrix, **importance(source, calibration_windows(ids, SAMPLES, LENGTH, SEED)))
+    rows: dict[str, Path] = {}
+    for kind in ("Q4_0", "Q4_K_M"):
+        for name, more in (("", []), (", importance matrix", [str(matrix)])):
+            file = given.directory / f"llama-{kind}{'-matrix' if more else ''}.gguf"
+            if not file.exists():
+                command = [python, HERE / "llama_cpp_quantize.py", base, kind, file, *more]
+                subprocess.run([str(each) for each in command], check=True, capture_output=True)
+            rows[f"llama.cpp {kind}{name}"] = file
+    embedding = source.shape("model.embed_tokens.weight")
+    for kind in ("Q4_0", "Q4_K_M"):
+        file = given.directory / f"qserve-{kind}.gguf"
+        rows[f"qserve, the size of {kind}"] = file
+        if file.exists():
+            continue
+        more = []
+        if kind == "Q4_K_M":
+            size = (given.directory / f"llama-{kind}.gguf").stat().st_size
+            least = rows["qserve, the size of Q4_0"].stat().st_size
+            packed = source.parameters() - math.prod(embedding)
+            more = ["--target-bits", f"{4.5 + 8 * (size - least) / packed - 0.005:.3f}"]
+        run("quantize", given.model, file.with_suffix(""), "--calibration", given.text, "--format",
+            "compressed-tensors", *given.options.split(), *more)  # fmt: skip
+        run("convert", file.with_suffix(""), file, "--format", "gguf")
+    print(f"{'file':40} {'MB':>7} {'KL':>7}  95 %              perplexity")
+    for name, file in rows.items():
+        report = file.with_suffix(".json")
+        if not report.exists():
+            run("eval", file, "--against", given.model, "--data", given.test, "--tokens", given.tokens,
+                "--window", given.window, "--no-card", "--json", report)  # fmt: skip
+        metrics = {each["name"]: each for each in json.loads(report.read_text())["metrics"]}
+        kl, perplexity = metrics["kl_mean"], metrics["perplexity"]
+        print(f"{name:40} {file.stat().st_size / 1e6:7.1f} {kl['value']:7.4f}  [{kl['low']:.4f}, {kl['high']:.4f}] "
+              f" {perplexity['value']:.2f}")  # fmt: skip
+    test = load_text(given.test, "evaluate").tokens(source.tokenizer())
+    for name in (name for name in rows if name.startswith("qserve")):
+        print(f"{name}: {judged(python, rows[name], test, given.judged, given.directory)}")
+
+
+def importance(source: ModelSource, windows: Tensor) -> dict[str, np.ndarray[Any, Any]]:
+    """The mean square of the inputs of each linear by the tensors' names in the file, float32 [in]."""
+    config = {**source.config, "dtype": "float32"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_config(config))
+    model = model.to_empty(device="cpu").eval()
+    model.load_state_dict({name: source.tensor(name).float() for name in source.names()}, strict=False)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its frequencies are in no checkpoint
+    sums: dict[str, Tensor] = {}
+    stored = file_tensors(source.config, source.has)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and f"{name}.weight" in stored:
+            target = stored[f"{name}.weight"].names[0]
+
+            def add(module: nn.Module, inputs: tuple[Tensor, ...], target: str = target) -> None:
+                squares = inputs[0].float().flatten(0, -2).square().sum(0)
+                sums[target] = sums.get(target, torch.zeros_like(squares)) + squares
+
+            module.register_forward_pre_hook(add)
+    with torch.inference_mode():
+        for batch in windows.split(8):
+            model(batch)
+    return {target: (total / windows.numel()).numpy() for target, total in sums.items()}
+
+
+def _config(config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**config)
+
+
+def judged(python: Path, file: Path, test: Tensor, count: int, work: Path) -> str:
+    """llama.cpp's perplexity of ``file`` on ``count`` windows beside ours, and how many greedy tokens are the same."""
+    windows = test[: count * WINDOW].view(count, WINDOW)
+    np.save(work / "windows.npy", windows.numpy())
+    np.save(work / "prompt.npy", test[:PROMPT].numpy())
+    command = [python, HERE / "llama_cpp_perplexity.py", file, work / "windows.npy", work / "prompt.npy", ANSWER]
+    found = json.loads(subprocess.run([str(each) for each in command], check=True, capture_output=True).stdout)
+    model = LLM(str(file.with_suffix("")))
+    losses = []
+    for window in windows.tolist():
+        output = model.generate(window, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))[0]
+        scores = output.prompt_logprobs
+        losses += [-scores[i][window[i]].logprob for i in range(1, WINDOW)]
+    ours = float(np.mean(losses))
+    answer = model.generate(test[:PROMPT].tolist(), SamplingParams(max_tokens=ANSWER, temperature=0))[0]
+    same = sum(a == b for a, b in zip(found["answer"], answer.outputs[0].token_ids))
+    return (f"llama.cpp's perplexity {math.exp(found['loss']):.3f}, ours {math.exp(ours):.3f}, "
+            f"{same} of {ANSWER} greedy tokens alike")  # fmt: skip
+
+
+def run(*command: object) -> None:
+    app([str(each) for each in command], standalone_mode=False)
+
+
+if __name__ == "__main__":
+    main()
