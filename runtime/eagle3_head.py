@@ -14,7 +14,7 @@ from torch import Tensor
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels import registry
-from qserve.kernels.ops import BLOCK_SIZE
+from qserve.kernels.ops import BLOCK_SIZE, HOST
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed
 from qserve.runtime.config import EngineConfig
@@ -86,7 +86,7 @@ class Eagle3Head(DraftModel):
         source, of = open_model(model), decoder_config(target.config, target.name)
         shape = eagle3_config(source.config, source.name, of)
         executor = registry.make(config.kernels, config.num_threads, cpus=config.cpu_list)
-        if executor.placement.device.type != "cpu":
+        if executor.placement != HOST:
             raise UsageError("an EAGLE-3 head is computed on a CPU alone: choose --kernels native, or another method "
                              "of --speculative-config")
         layout, context = shape.layers.cache_layout, context_limit(shape.layers)

@@ -269,6 +269,8 @@ def test_what_a_head_needs_is_said(tiny_model: Path, head: Path, monkeypatch: py
         SpeculativeConfig.of({"method": "eagle3"})
     with pytest.raises(UsageError, match="computed through transformers"):
         Engine(str(tiny_model), EngineConfig(**SMALL, **served(head, backend="transformers")))
+    with pytest.raises(UsageError, match="computed on a CPU alone"):
+        Engine(str(tiny_model), EngineConfig(**SMALL, **served(head, kernels="triton")))
     monkeypatch.setattr("qserve.runtime.eagle3_head.available_memory", lambda: 1 << 20)
     with pytest.raises(CapacityError, match=r"EAGLE-3 head head does not fit: .* hidden states"):
         Engine(str(tiny_model), EngineConfig(**SMALL, **served(head)))
