@@ -15,6 +15,7 @@ from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels import registry
 from qserve.kernels.ops import BLOCK_SIZE, HOST
+from qserve.kernels.threads import torch_threads
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed
 from qserve.runtime.config import EngineConfig
@@ -123,7 +124,8 @@ class Eagle3Head(DraftModel):
         """As that of a draft model. Spans have hidden states, or each is one guess behind a span of the last run."""
         states = [span.states for span in spans if span.states is not None]
         assert len(states) in (0, len(spans)), "guesses and tokens that came are computed apart"
-        self._head.states = torch.cat(states) if states else None
+        with torch_threads(1):
+            self._head.states = torch.cat(states) if states else None
         return [[self._targets[guess] if guess >= 0 else -1 for guess in found] for found in super().run(spans)]
 
 

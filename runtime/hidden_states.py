@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qserve.kernels.threads import torch_threads
 from qserve.runtime.request import Request
 
 
@@ -73,7 +74,8 @@ class HiddenStates:
     def of(self, request: Request, start: int, stop: int) -> Tensor:
         """float32 [stop - start, width] of ``known`` positions, a copy."""
         slot = self._rings[request.request_id].slot
-        return self._memory[slot].index_select(0, torch.arange(start, stop) % self._length)
+        with torch_threads(1):
+            return self._memory[slot].index_select(0, torch.arange(start, stop) % self._length)
 
     def _ring(self, request: Request) -> _Ring:
         ring = self._rings.pop(request.request_id, None)
