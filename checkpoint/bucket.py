@@ -122,7 +122,7 @@ class _Bucket:
 
 
 def _checked(url: str, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
-    """Raise for names that are none of a checkpoint: nothing outside the directory, no pickles, no code."""
+    """``files``. Raises for a name that no file of a checkpoint has: outside the directory, a pickle, or code."""
     for name in files:
         if PurePosixPath(name).name != name or not any(fnmatchcase(name, pattern) for pattern in PATTERNS):
             raise CheckpointError(f"{url}/{MANIFEST} names {name!r:.100}, which is no file of a checkpoint")

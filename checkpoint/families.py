@@ -223,7 +223,7 @@ def _gpt2(config: Any) -> Multipliers:
 
 
 def _in_windows(config: Any) -> list[bool]:
-    """Where some layers have a window, only they are rotated."""
+    """For each layer whether it is rotated: where some layers have a window, only those are."""
     return [config.sliding_window is None or kind == "sliding_attention" for kind in config.layer_types]
 
 

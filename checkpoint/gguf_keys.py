@@ -164,7 +164,7 @@ def deepseek_v2(facts: Facts) -> dict[str, Any]:
 
 
 def glm4_moe_lite(facts: Facts) -> dict[str, Any]:
-    """Which layers have experts is listed."""
+    """The configuration lists which layers have experts."""
     dense = facts.count("leading_dense_block_count", 0)
     return {"mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(facts.layers)]}
 

@@ -38,7 +38,7 @@ def gemma2(config: Config) -> dict[str, Any]:
 
 
 def attention_biased(config: Config) -> dict[str, Any]:
-    """There is an ``attention_bias`` where nothing is said."""
+    """A missing ``attention_bias`` means that there is one."""
     return {"attention_bias": config.get("attention_bias", True)}
 
 

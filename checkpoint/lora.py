@@ -96,7 +96,7 @@ def read_adapter(
     Raises ``CheckpointError`` for files that are missing or damaged, that hold something else than LoRA of these
     linears, or a higher rank.
     """
-    if not os.path.isdir(path):  # a name that is too long is none, too
+    if not os.path.isdir(path):  # a name that is too long names none, too
         raise CheckpointError(f"{path} is no directory; a LoRA adapter is one with {CONFIG} and {WEIGHTS}")
     content = _read_config(path / CONFIG)
     config = _parse_config(path / CONFIG, content)

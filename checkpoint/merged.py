@@ -52,7 +52,7 @@ class _Merged:
 def merged(source: ModelSource, path: Path) -> ModelSource:
     """``source`` with the adapter in the directory ``path`` added to its weights.
 
-    Raises ``CheckpointError`` where the adapter is none or does not fit, or the model is quantized.
+    Raises ``CheckpointError`` where there is no adapter or it does not fit, or the model is quantized.
     """
     if source.spec is not None:
         raise CheckpointError(f"{source.name} is quantized: an adapter is merged into the model that it was made from")

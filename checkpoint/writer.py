@@ -180,7 +180,7 @@ class CheckpointWriter:
         with self._guard():
             return self._staging.others()
 
-    def begin_again(self, key: str, extra: dict[str, Any], *, set_aside: bool = False) -> None:
+    def restart(self, key: str, extra: dict[str, Any], *, set_aside: bool = False) -> None:
         """Replace all parts by one, ``key``, without tensors. After a crash there are the old parts or this one.
         ``set_aside``: keep the old ones for ``go_back``."""
         with self._guard():

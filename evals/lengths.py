@@ -51,12 +51,12 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Of a mix or a span; else the median, for a tail has no end."""
+        """The longest of a mix or a span; else the median, for a tail has no end."""
         return max((*self.mix, *(self.span or ())), default=self.median)
 
     @property
     def mean(self) -> float:
-        """Of what is drawn, where nothing is cut."""
+        """The mean of what is drawn, where nothing is cut."""
         if self.mix:
             return sum(self.mix) / len(self.mix)
         if self.span is not None:

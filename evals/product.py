@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.kernels.ops import Executor, Linear, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import Linear
 
 _REPEATS = 4
 

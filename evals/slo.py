@@ -51,7 +51,7 @@ def parse_pairs(text: str, option: str, known: tuple[str, ...]) -> dict[str, str
 
 
 def parse_number(text: str) -> float:
-    """The number, or NaN where the text is none."""
+    """The number that ``text`` says; NaN where it says none."""
     try:
         return float(text)
     except ValueError:

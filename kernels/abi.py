@@ -97,7 +97,7 @@ def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[
 
 
 ScaleSearch = _struct("scale_search", "weight importance ranges scales zeros", "width period steps zero max_code")
-Draw = _struct("draw", "rows point temperature top_p min_p top_k tokens", "vocab")
+RowSampling = _struct("row_sampling", "rows point temperature top_p min_p top_k tokens", "vocab")
 Sweep = _struct("sweep", "weight upper scales zeros order codes", "inputs outputs width zero max_code")
 Moment = _struct("moment", "left right out", "height width count dtype upper", "keep gain")
 

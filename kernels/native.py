@@ -20,9 +20,9 @@ from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
+from qserve.kernels.executor import HOST, Step
 from qserve.kernels.fusion import FusedLinear, fuse
 from qserve.kernels.ops import (
-    HOST,
     SCALED_KV,
     Attention,
     Cast,
@@ -42,7 +42,6 @@ from qserve.kernels.ops import (
     RMSNorm,
     RopeKV,
     Route,
-    Step,
 )
 from qserve.kernels.pages import Arena
 from qserve.kernels.prepack import LANES, is_expanded, tile_bytes

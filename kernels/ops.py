@@ -1,4 +1,4 @@
-"""The operations a model step is made of, and the step itself: the contract between models and executors.
+"""The operations that a model step is made of: the half of the contract that models write and executors read.
 
 A model describes itself once as a list of operations over fixed buffers (a program); an executor prepares that
 list at load and runs it for every step. Every buffer is row-major, lies where the executor's ``Placement`` says, and
@@ -10,15 +10,13 @@ An operation is declared only here. The C kernels get its fields and then its pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.lora_slots import LoraSlots
 from qserve.kernels.ranks import ALONE, Ranks
 
@@ -32,27 +30,6 @@ Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 """x * sigmoid(x), GELU by erf and by tanh, max(x, 0) and its square, and GPT-OSS's: y * sigmoid(1.702 y) for
 y = min(x, 7). Where the last is a gate, what it gates is clamped to -7 .. 7, and 1 is added to it. C numbers them in
 this order, from 1."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where an executor takes a model's buffers, and in which form.
-
-    Attributes:
-        device: of every buffer and of the cache; the tensors of a ``Step`` are in the machine's own memory.
-        activations: dtype of the inputs of products. The residual stream and the logits are float32 everywhere.
-        keys_by_token: a page's keys lie token by token in memory, like its values. The shape that an operation sees
-            is still that of ``RopeKV``.
-        dense: dtype in which products hold dense weights; None keeps each as it is stored.
-    """
-
-    device: torch.device
-    activations: torch.dtype
-    keys_by_token: bool = False
-    dense: torch.dtype | None = None
-
-
-HOST = Placement(torch.device("cpu"), torch.float32)
 
 
 @dataclass(frozen=True)
@@ -639,85 +616,3 @@ Op = (
     | CausalConv
     | GatedDelta
 )
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step runs; all int32 and contiguous.
-
-    token_ids, positions, slots  [tokens]; a slot is block * 16 + offset
-    seq_start                    [sequences + 1]: sequence s owns tokens seq_start[s] .. seq_start[s + 1] - 1
-    block_tables                 [sequences, widest table], padded with anything
-    logit_rows                   [logits]: the tokens whose logits are wanted
-    adapters                     [tokens]: the slot of each token's adapter, -1 for none; None where no token has one
-    state_slots                  [sequences]: where the states of each sequence are; None where no layer keeps any
-    state_saves                  [tokens]: the slot that gets a copy of the states behind each token, -1 for none; None
-                                 where no token has one. No two are the same, and none is among ``state_slots``
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    seq_start: Tensor
-    block_tables: Tensor
-    logit_rows: Tensor
-    adapters: Tensor | None = None
-    state_slots: Tensor | None = None
-    state_saves: Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def logits(self) -> int:
-        return len(self.logit_rows)
-
-    @property
-    def sequences(self) -> int:
-        return len(self.seq_start) - 1
-
-    @property
-    def table_stride(self) -> int:
-        return self.block_tables.shape[1]
-
-    def count(self, op: object) -> int:
-        """Rows of an operation."""
-        return self.logits if getattr(op, "rows", "tokens") == "logits" else self.tokens
-
-
-class Program(Protocol):
-    """Operations made ready by an executor, in order."""
-
-    def add(self, ops: Sequence[Op]) -> None:
-        """Make ``ops`` ready now. Packed weights are laid out for the kernels; the originals need not be kept. A value
-        that one of ``ops`` writes and only others of them read may stay unwritten."""
-        ...
-
-    def run(self, step: Step) -> None: ...
-
-
-class Executor(Protocol):
-    """A way to compute operations.
-
-    ``supports`` returns None, or why an operation has no kernel; programs then compute it by its reference.
-    ``asynchronous``: a program's run returns before it is computed. ``warm_sizes``: numbers of rows whose first step
-    takes long to prepare.
-    """
-
-    name: str
-    batch_invariant: bool
-    asynchronous: bool
-    warm_sizes: Sequence[int]
-    placement: Placement
-
-    def supports(self, op: Op) -> str | None: ...
-
-    def packed_bytes(self, scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
-        """Bytes of a packed weight [out, in] as its product holds it, without an order of inputs. An upper bound: the
-        type of its scales is not known before they are read."""
-        ...
-
-    def program(self, max_rows: int) -> Program:
-        """An empty program for steps of at most ``max_rows`` rows. Programs of one executor do not overlap."""
-        ...

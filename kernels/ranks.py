@@ -36,7 +36,7 @@ class Ranks:
         return size + 1, LINE
 
     def meet(self) -> None:
-        """Return when all ranks have called it: the slow twin of ``native.meeting``. Raises ``RankLost``."""
+        """Return when all ranks have called it: the reference of ``native.meeting``. Raises ``RankLost``."""
         arrived, ended = self.counters[: self.size, 0], self.counters[self.size]
         arrived[self.rank] += 1
         while bool((arrived - arrived[self.rank] < 0).any()):

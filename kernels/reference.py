@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels.executor import HOST, Step
 from qserve.kernels.ops import (
     BLOCK_SIZE,
-    HOST,
     SCALED_KV,
     Activation,
     AllGather,
@@ -50,7 +50,6 @@ from qserve.kernels.ops import (
     Rows,
     SigmoidMul,
     SoftCap,
-    Step,
 )
 
 INT8_MAX = 127.0
@@ -58,7 +57,7 @@ _NAN_CODE = -128  # of an int8 cache, whose numbers end at -127
 _SMALLEST = 1e-30  # below it, 1 / scale would overflow
 _SMALLEST_SUM = 1e-20  # of scores that are divided by it
 CLAMP = 7.0
-"""Of GPT-OSS's gates and of what they gate."""
+"""The largest gate of GPT-OSS, and the largest magnitude of what it gates."""
 _FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -312,9 +311,9 @@ def _lora(op: Lora, step: Step, rows: slice) -> None:
 
 
 def _sequences(step: Step, rows: slice) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Of each sequence with tokens among ``rows``: its first one there, the one behind its last, the slot of its state,
-    the slot that gets a copy of it afterwards or -1, and whether it begins there. A sequence whose state is saved on
-    the way comes in parts."""
+    """For each sequence with tokens among ``rows``: its first one there, the one behind its last, the slot of its
+    state, the slot that gets a copy of it afterwards or -1, and whether it begins there. A sequence whose state is
+    saved on the way comes in parts."""
     assert step.state_slots is not None
     saves = [-1] * step.tokens if step.state_saves is None else step.state_saves.tolist()
     for s, (first, last) in enumerate(pairwise(step.seq_start.tolist())):

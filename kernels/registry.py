@@ -13,7 +13,8 @@ import torch
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.kernels import native
 from qserve.kernels.abi import name_of
-from qserve.kernels.ops import Executor, Op
+from qserve.kernels.executor import Executor
+from qserve.kernels.ops import Op
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.threads import default_threads
 
@@ -79,7 +80,7 @@ def triton_kernels() -> list[tuple[str, str]]:
 
 
 def configurations() -> list[str]:
-    """Which configurations this machine's GPU computes products by, in lines."""
+    """The configurations by which this machine's GPU computes products, in lines."""
     missing = _triton_missing()
     if missing is None and not torch.cuda.is_available():
         missing = "Triton's interpreter needs none"
@@ -100,7 +101,7 @@ def require_autotune(executor: Executor) -> None:
     if executor.name != "triton":
         reason = f"the {executor.name} kernels have no configurations; {_triton_missing() or 'choose --kernels triton'}"
     elif executor.placement.device.type != "cuda":
-        reason = "kernels are timed on a GPU, and Triton's interpreter is none"
+        reason = "kernels are timed on a GPU, and Triton's interpreter is not one"
     elif executor.batch_invariant:
         reason = "the configurations of --kernels triton-invariant are fixed, or results would vary with the batch"
     if reason is not None:

@@ -47,7 +47,7 @@ def require_cpus(cpus: Sequence[int]) -> None:
 
 
 def cpu_ranges(cpus: Sequence[int]) -> str:
-    """As ``--cpu-list`` takes them: 0,2-3."""
+    """``cpus`` in the form that ``--cpu-list`` takes: 0,2-3."""
     ranges: list[list[int]] = []
     for cpu in cpus:
         if ranges and cpu == ranges[-1][1] + 1:

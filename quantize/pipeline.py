@@ -206,7 +206,7 @@ def _another(mixed: MixedPrecision, card: QualityCard, passed: bool, writer: Che
     ``passed`` its gates is never lost."""
     match mixed.after(card, passed):
         case "again" | "smaller" as step:
-            writer.begin_again(_PLAN, mixed.to_json(), set_aside=step == "smaller")
+            writer.restart(_PLAN, mixed.to_json(), set_aside=step == "smaller")
         case "back":
             writer.go_back()
             writer.commit(_LAST, mixed.to_json())

@@ -109,7 +109,7 @@ class AdapterPool:
             self._slots[slot].users += 1
 
     def release(self, slot: int) -> None:
-        """It ended."""
+        """A sequence with the adapter of ``slot`` (-1: none) ended."""
         if slot >= 0:
             self._slots[slot].users -= 1
             self._empty(self._slots[slot])

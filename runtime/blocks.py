@@ -25,8 +25,6 @@ loaded can therefore be found at once.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,24 +32,6 @@ from dataclasses import dataclass, field
 from qserve.runtime.block_tiers import BlockTiers, Key
 from qserve.runtime.cache import blocks_needed, tokens_held, window_blocks
 from qserve.runtime.state_slots import StateSlots
-
-
-def chain_digests(
-    token_ids: Sequence[int], block_size: int, *, salt: str = "", parent: bytes | None = None
-) -> list[bytes]:
-    """One digest per full block of ``token_ids``, each over its predecessor's digest and its own tokens.
-
-    Equal digests therefore mean equal token histories under the same salt (blake2b, 256 bits: no collision can be
-    found, so nobody can craft a prompt that reads another's cache). ``parent`` is the digest of the block before the
-    first; None starts a chain from ``salt``.
-    """
-    digest = parent or hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
-    digests = []
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        block = array("q", token_ids[start : start + block_size]).tobytes()
-        digest = hashlib.blake2b(digest + block, digest_size=32).digest()
-        digests.append(digest)
-    return digests
 
 
 @dataclass(slots=True)

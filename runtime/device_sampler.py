@@ -1,7 +1,8 @@
 """``sample_rows`` draws the tokens of many rows on their device.
 
-The reference is ``kernels.draw.draw_reference``, on the CPU. Here weights are integers: their sums do not depend on the
-order in which a GPU adds them, so a row's token does not depend on its neighbours. The two differ in two cases only.
+The reference is ``kernels.row_sampling.draw_reference``, on the CPU. Here weights are integers: their sums do not
+depend on the order in which a GPU adds them, so a row's token does not depend on its neighbours. The two differ in two
+cases only.
 One is a point within 4e-9 of the end of a token's share (a bound on the rounding of 2 ** 17 weights; 1e-11 is usual).
 The other is equal logits at a cut or in a ranking, which are ordered by token id here.
 """
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qserve.kernels.draw import RowSampling
+from qserve.kernels.row_sampling import RowSampling
 
 _ROWS = 16
 """Rows that are drawn at a time. It bounds the memory: about 150 MB for a vocabulary of 128k."""

@@ -152,7 +152,7 @@ class _Trust:
         return self._own.rate(length, min(likeness, 1.0) * self._usual(length))
 
     def _usual(self, length: int) -> float:
-        """That of all requests. Before anything is known: the longer a match, the likelier it goes on."""
+        """The rate of all requests. Before anything is known: the longer a match, the likelier it goes on."""
         return self._everyone.rate(length, 0.3 + 0.6 * length / self._longest)
 
 

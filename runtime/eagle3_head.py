@@ -14,7 +14,8 @@ from torch import Tensor
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.kernels import registry
-from qserve.kernels.ops import BLOCK_SIZE, HOST
+from qserve.kernels.executor import HOST
+from qserve.kernels.ops import BLOCK_SIZE
 from qserve.kernels.threads import torch_threads
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed

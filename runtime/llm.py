@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,16 @@ from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.llm_outputs import (
+    Classification,
+    Completion,
+    Embedding,
+    Logprob,
+    PromptClassification,
+    PromptCompletions,
+    PromptEmbedding,
+    RequestMetrics,
+)
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.pooling import stated_pooling
 from qserve.runtime.sampler import TokenLogprobs
@@ -38,105 +48,6 @@ class LoRARequest:
     lora_name: str
     lora_int_id: int
     lora_path: str
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """``logprob`` in nats; ``rank`` 1 is the most likely token."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-@dataclass
-class Completion:
-    """One answer. ``finish_reason`` is stop, length, timeout or error.
-
-    ``logprobs``: for each token, where they were asked for, the log-probabilities of it and of the likeliest ones, by
-    token id. ``cumulative_logprob``: the sum of those of the answer's tokens.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    error: str | None = None
-
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass
-class RequestMetrics:
-    """Seconds on the clock of ``time.monotonic``: differences are what counts. None where it did not come to that.
-    All prompts of a call arrive together; what waits for room is late by that."""
-
-    arrival_time: float
-    first_token_time: float | None = None
-    finished_time: float | None = None
-
-
-@dataclass
-class PromptCompletions:
-    """A prompt with its n answers, in order.
-
-    ``prompt`` is its text, None where it was given as token ids; ``prompt_logprobs`` are like those of an answer, with
-    None for the first token, which nothing predicts.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
-    metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return all(answer.finished() for answer in self.outputs)
-
-
-@dataclass(frozen=True)
-class Embedding:
-    """float32 [hidden size], of Euclidean length 1."""
-
-    embedding: list[float]
-
-
-@dataclass(frozen=True)
-class PromptEmbedding:
-    """A prompt with its vector."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: Embedding
-    finished: bool = True
-
-
-@dataclass(frozen=True)
-class Classification:
-    """``probs``: one for each class, in the order of the model's labels."""
-
-    probs: list[float]
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.probs)
-
-
-@dataclass(frozen=True)
-class PromptClassification:
-    """A prompt with the probabilities of its classes."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: Classification
-    finished: bool = True
 
 
 class LLM:

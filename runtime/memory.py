@@ -14,7 +14,8 @@ from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.modules import Modules
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import WeightScheme
-from qserve.kernels.ops import BLOCK_SIZE, Executor
+from qserve.kernels.executor import Executor
+from qserve.kernels.ops import BLOCK_SIZE
 from qserve.kernels.prepack import int8_scheme
 from qserve.runtime.cache import CacheLayout, blocks_needed, tokens_held
 from qserve.runtime.config import EngineConfig
@@ -213,12 +214,12 @@ def reserved(total: int, utilization: float) -> int:
 def measured(
     plan: MemoryPlan, free: int, block_bytes: int, wanted: int, needed: int, share: float = GPU_SHARE
 ) -> MemoryPlan:
-    """``plan`` with the KV cache that fits into ``share`` of the ``free`` bytes that a GPU has left after its heaviest
+    """``plan`` with the KV cache that fits into ``share`` of the ``free`` bytes that a GPU has left after its largest
     steps. It has at most ``wanted`` blocks; raises ``CapacityError`` where it would have fewer than ``needed``."""
     num_blocks = min(wanted, int(free * share) // block_bytes)
     if num_blocks < needed:
         raise CapacityError(
-            f"after the heaviest step {_mib(free)} are left of {_mib(plan.available)}: {num_blocks} KV blocks of "
+            f"after the largest step {_mib(free)} are left of {_mib(plan.available)}: {num_blocks} KV blocks of "
             f"{_mib(block_bytes)}, and {needed} are needed; lower --max-model-len or --max-num-batched-tokens"
         )
     length = tokens_held(num_blocks, BLOCK_SIZE, plan.windows, plan.max_model_len)

@@ -13,7 +13,8 @@ from qserve.checkpoint.grid import NO_KERNEL
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.kernels import registry
-from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV, Executor
+from qserve.kernels.executor import Executor
+from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV
 from qserve.runtime import heap, warmup
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed
@@ -47,7 +48,7 @@ class NativeBackend:
         hidden_layers: tuple[int, ...] = (),
     ) -> LoadedModel:
         """``progress`` counts layers, and then, if products are timed, the timed products. On a GPU the KV cache gets
-        what is left after the heaviest steps that may come; ``planned`` gets what is expected."""
+        what is left after the largest steps that may come; ``planned`` gets what is expected."""
         source, model_config, executor = _prepare(source, config)
         if config.autotune:
             registry.require_autotune(executor)
@@ -280,7 +281,7 @@ def _load(
 def grow_cache(
     decoder: Decoder, memory: MemoryPlan, config: EngineConfig, sizes: Sequence[int], gpu: GpuMemory
 ) -> MemoryPlan:
-    """Give the KV cache what the heaviest steps leave of ``gpu``, and make steps of all ``sizes`` ready."""
+    """Give the KV cache what the largest steps leave of ``gpu``, and make steps of all ``sizes`` ready."""
     passing = gpu.passing(lambda: warmup.run(decoder, memory.num_blocks, sizes))
     free, share = gpu.free() - passing + decoder.kv.nbytes, GPU_SHARE
     if config.gpu_memory_utilization is not None:

@@ -59,7 +59,7 @@ class Request:
         num_cached: prompt tokens that were not computed at first admission (prefix cache, or ``parent``).
         num_charged: leading prompt tokens that were counted as service to the tenant, or came from the cache.
         num_scored: leading prompt tokens whose log-probabilities are delivered by the plans made so far.
-        digests: chained digests of the leading full blocks, a memo of ``blocks.chain_digests``.
+        digests: chained digests of the leading full blocks, a memo of ``digests.chain_digests``.
         seen: its tokens as the penalties count them, with and without those of the prompt, a memo of the sampler.
         scheduled_time: ``now`` of the first plan that held this request.
         was_fetched: while it waits: its blocks on disk were asked for.

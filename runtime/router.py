@@ -28,7 +28,7 @@ class Prompt:
     """What routing needs to know of a request.
 
     Attributes:
-        digests: of the leading full blocks, as ``blocks.chain_digests`` makes them.
+        digests: of the leading full blocks, as ``digests.chain_digests`` makes them.
         blocks: of the whole prompt, at least as many.
         session: requests of one session go to one replica where nothing better is known; empty for none.
     """

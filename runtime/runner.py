@@ -13,8 +13,9 @@ from torch import Tensor
 
 from qserve.checkpoint.files import file_sha256
 from qserve.kernels import native
-from qserve.kernels.draw import RowSampling
-from qserve.kernels.ops import BLOCK_SIZE, Executor, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import BLOCK_SIZE
+from qserve.kernels.row_sampling import RowSampling
 from qserve.runtime.device_sampler import sample_rows, there
 from qserve.runtime.models.decoder import DecoderLimits
 from qserve.runtime.step_arrays import StepArrays

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from qserve.kernels.draw import RowSampling, draw_rows
+from qserve.kernels.row_sampling import RowSampling, draw_rows
 from qserve.runtime.device_sampler import sample_rows
 from qserve.runtime.request import Request
 from qserve.runtime.seen_tokens import SeenTokens

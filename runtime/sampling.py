@@ -188,7 +188,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def within(self, num_prompt: int, max_model_len: int) -> SamplingParams:
-        """With ``max_tokens`` lowered to the room that a context has beside a prompt: for one that is a default."""
+        """These parameters, with a default ``max_tokens`` lowered to the room that a context has beside a prompt."""
         if self.max_tokens is None:
             return self
         return replace(self, max_tokens=max(1, min(self.max_tokens, max_model_len - num_prompt)))

@@ -40,7 +40,8 @@ from itertools import islice
 
 from qserve.runtime.backlog import Backlog
 from qserve.runtime.block_tiers import Transfer
-from qserve.runtime.blocks import BlockManager, chain_digests
+from qserve.runtime.blocks import BlockManager
+from qserve.runtime.digests import chain_digests
 from qserve.runtime.drafts import Drafts
 from qserve.runtime.fairness import FairShares
 from qserve.runtime.limits import SchedulerConfig, fit

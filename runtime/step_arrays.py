@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qserve.kernels.ops import BLOCK_SIZE, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import BLOCK_SIZE
 from qserve.runtime.request import PLACEHOLDER
 from qserve.runtime.step_plan import StepPlan
 from qserve.runtime.table_rows import TableRows

@@ -13,7 +13,8 @@ import torch
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import native, registry
-from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV, Executor, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV
 from qserve.kernels.threads import torch_threads
 from qserve.runtime import heap
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel

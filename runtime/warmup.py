@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from qserve.kernels.draw import RowSampling
-from qserve.kernels.ops import BLOCK_SIZE, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import BLOCK_SIZE
+from qserve.kernels.row_sampling import RowSampling
 from qserve.runtime.device_sampler import sample_rows
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 

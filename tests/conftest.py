@@ -76,6 +76,15 @@ def pytest_runtest_call() -> None:
     _start_alike()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that may take longest begin first: none of them is alone at the end."""
+    def allowed(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return max(300.0, marker.args[0] if marker else 0)
+
+    items.sort(key=allowed, reverse=True)
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests and what they import stay until the end: the search for garbage need not go through them."""
     gc.collect()

@@ -151,11 +151,12 @@ def main() -> int:
     parser.add_argument("group", choices=GROUPS)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("names", nargs="*", metavar="NAME", help="some of the group; default: all")
+    parser.add_argument("--own", action="store_true", help="those alone that borrow nothing")
     arguments = parser.parse_args()
     known = GROUPS[arguments.group]
     if unknown := set(arguments.names) - set(known):
         parser.error(f"unknown environment {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    names = arguments.names or list(known)
+    names = [name for name in arguments.names or known if not (arguments.own and known[name].borrows)]
     failed = []
     for name in names:
         try:

@@ -21,7 +21,8 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import native_families
 from qserve.checkpoint.hf import HFDirectory
 from qserve.kernels import registry
-from qserve.kernels.ops import BLOCK_SIZE, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import BLOCK_SIZE
 from qserve.runtime.fallback.model import TransformersModel
 from qserve.runtime.fallback.outline import Outline
 from qserve.runtime.fallback.skeleton import configuration

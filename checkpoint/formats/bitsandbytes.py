@@ -42,7 +42,7 @@ from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 T = TypeVar("T")
 _BLOCK = 64
 _GRIDS = {"nf4": NF4, "fp4": BNB_FP4}
-"""By ``quant_type``."""
+"""The grid of each ``quant_type``."""
 _CHANNEL = WeightScheme(8, -1)
 _PART = re.compile(r"(.+)\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state)(\.bitsandbytes__\w+)?")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _WORDS = 1 << 16
-"""That are unpacked at a time."""
+"""How many words are unpacked at a time."""
 
 
 def period(bits: int, unit: int = 32) -> tuple[int, int]:

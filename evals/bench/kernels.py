@@ -18,7 +18,8 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.report import Metric, Plot, Report, Section
 from qserve.kernels import native, peaks
-from qserve.kernels.ops import Linear, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import Linear
 from qserve.kernels.prepack import tile_bytes
 
 ROWS = (1, 8, 32, 256)

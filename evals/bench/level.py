@@ -105,7 +105,7 @@ class Level:
 
 
 def ceiling(levels: Sequence[Level]) -> Level | None:
-    """The heaviest load before the first one that breaks the objective; None where the lightest breaks it."""
+    """The highest load before the first one that breaks the objective; None where the lowest breaks it."""
     best = None
     for level in sorted(levels, key=lambda each: each.value):
         if not level.kept:

@@ -170,7 +170,7 @@ def _sweep(levels: Sequence[Level], unit: str, slo: Slo) -> list[Plot]:
         verdict = f" Even the lightest load breaks {slo}."
         if top is not None:
             marks = ((top.value, f"ceiling: {top.value:g}"),)
-            verdict = f" The ceiling is the heaviest load at which 95 % of the requests keep {slo}."
+            verdict = f" The ceiling is the highest load at which 95 % of the requests keep {slo}."
     output = Series("output tok/s", x, tuple(level.rate for level in shown), right=True)
     good = tuple(level.figures()["goodput_per_second"] for level in shown)
     goodput = output if slo == UNLIMITED else Series("goodput, requests/s", x, good, right=True)

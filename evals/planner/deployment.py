@@ -80,7 +80,7 @@ class Deployment:
 
     @property
     def load(self) -> Load:
-        """Of each replica under its part of the traffic, where all that may be lost are."""
+        """The load of each replica under its part of the traffic, when ``spare`` replicas are lost."""
         return self.replica.under(self.replica.traffic.rate / (self.replicas - self.spare))
 
     @property

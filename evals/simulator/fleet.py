@@ -17,7 +17,7 @@ from qserve.evals.simulator.records import Records, Usage
 from qserve.evals.simulator.replica import Replica, ReplicaConfig
 from qserve.evals.simulator.traffic import Arrival, prompt_tokens
 from qserve.runtime.autoscale import Autoscale, Autoscaler, Load
-from qserve.runtime.blocks import chain_digests
+from qserve.runtime.digests import chain_digests
 from qserve.runtime.router import POLICIES, Prompt, Router
 
 

@@ -77,8 +77,8 @@ class Records:
 
 @dataclass
 class Usage:
-    """Of one replica. ``sequences`` and ``blocks`` are integrals over its busy time, in sequence and block seconds;
-    ``rows`` counts the sequences of every step."""
+    """The use of one replica. ``sequences`` and ``blocks`` are integrals over its busy time, in sequence and block
+    seconds; ``rows`` counts the sequences of every step."""
 
     born: float = 0.0
     died: float | None = None

@@ -93,8 +93,11 @@ typedef struct {
                   int32_t head);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
     void (*sweep)(const qs_sweep *op, int64_t chunk, float *errors);
-    int32_t (*draw)(const qs_draw *op, int64_t row); /* -2 without memory */
+    int32_t (*draw)(const qs_row_sampling *op, int64_t row); /* -2 without memory */
 } qs_kernels;
+
+/* The kernels of an ISA, or NULL where this machine lacks it. */
+const qs_kernels *qs_kernels_of(int32_t isa);
 
 extern const qs_kernels qs_kernels_scalar;
 #if defined(__x86_64__) || defined(__i386__)

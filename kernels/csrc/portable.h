@@ -582,5 +582,5 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, i
 
 #include "rounding.h"
 #include "routing.h"
-#include "draw.h"
+#include "row_sampling.h"
 #include "delta.h"

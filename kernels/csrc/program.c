@@ -11,9 +11,6 @@
 #endif
 
 #include "internal.h"
-#ifdef QS_X86
-#include <cpuid.h>
-#endif
 
 #define TILES 4       /* weight tiles in one piece of work */
 #define SPIN 4000     /* pauses before a waiting thread sleeps: tens of microseconds */
@@ -554,97 +551,9 @@ const char *qs_op_name(int32_t kind)
     return kind >= 0 && kind < (int32_t)(sizeof names / sizeof *names) ? names[kind] : NULL;
 }
 
-#ifdef QS_X86
-/* Asked once: in a virtual machine the instruction takes microseconds, and every step asks for its kernels. */
-static int has_avx_vnni(void)
-{
-    static atomic_int known = -1;
-    unsigned a = 0, b, c, d;
-    if (atomic_load_explicit(&known, memory_order_relaxed) < 0)
-        atomic_store(&known, __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1));
-    return atomic_load_explicit(&known, memory_order_relaxed);
-}
-
-/* The kernels of an ISA, or NULL where this machine lacks it. */
-static const qs_kernels *kernels_of(int32_t isa)
-{
-    __builtin_cpu_init();
-    /* f16c is older than avx2; whether the system keeps the wide registers is asked for avx2, and so for avx-vnni */
-    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const int vnni = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl");
-    switch (isa) {
-    case QS_SCALAR:
-        return &qs_kernels_scalar;
-    case QS_AVX2:
-        return avx2 ? &qs_kernels_avx2 : NULL;
-    case QS_AVX512:
-        return vnni && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") ? &qs_kernels_avx512 : NULL;
-#ifdef QS_VNNI
-    case QS_AVXVNNI:
-        return avx2 && has_avx_vnni() ? &qs_kernels_vex : avx2 && vnni ? &qs_kernels_evex : NULL;
-#endif
-    }
-    return NULL;
-}
-#else
-static const qs_kernels *kernels_of(int32_t isa)
-{
-#ifdef QS_ARM
-    if (isa == QS_NEON && qs_has_dot_products())
-        return &qs_kernels_neon;
-#endif
-    return isa == QS_SCALAR ? &qs_kernels_scalar : NULL;
-}
-#endif
-
-int32_t qs_best_isa(void)
-{
-    static const int32_t best_first[] = {QS_AVX512, QS_AVXVNNI, QS_AVX2, QS_NEON};
-    for (size_t i = 0; i < sizeof best_first / sizeof *best_first; i++)
-        if (kernels_of(best_first[i]))
-            return best_first[i];
-    return QS_SCALAR;
-}
-
-int32_t qs_has_isa(int32_t isa)
-{
-    return kernels_of(isa) != NULL;
-}
-
-int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa)
-{
-    const qs_kernels *kernels = kernels_of(isa);
-    for (int64_t row = first; kernels && row < first + rows; row++)
-        kernels->search_scale(op, row);
-    return kernels ? 0 : -1;
-}
-
-int32_t qs_draw_rows(const qs_draw *op, int64_t first, int64_t rows, int32_t isa)
-{
-    const qs_kernels *kernels = kernels_of(isa);
-    for (int64_t row = first; kernels && row < first + rows; row++)
-        if ((op->tokens[row] = kernels->draw(op, row)) < 0)
-            return -2;
-    return kernels ? 0 : -1;
-}
-
-int32_t qs_sweep_chunks(const qs_sweep *op, int64_t first, int64_t chunks, int32_t isa)
-{
-    const qs_kernels *kernels = kernels_of(isa);
-    if (!kernels)
-        return -1;
-    float *errors = malloc(sizeof(float) * QS_SWEEP_OUTPUTS * (size_t)op->inputs);
-    if (!errors)
-        return -2;
-    for (int64_t chunk = first; chunk < first + chunks; chunk++)
-        kernels->sweep(op, chunk, errors);
-    free(errors);
-    return 0;
-}
-
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa)
 {
-    struct job job = {ops, count, step, kernels_of(isa), scratch, plan_scratch(ops, count, 1)};
+    struct job job = {ops, count, step, qs_kernels_of(isa), scratch, plan_scratch(ops, count, 1)};
     if (!job.kernels)
         return -1;
     qs_cpus before;

@@ -464,8 +464,8 @@ typedef struct {
     const int32_t *top_k;
     int32_t *tokens;
     int32_t vocab;
-} qs_draw;
-int32_t qs_draw_rows(const qs_draw *op, int64_t first, int64_t rows, int32_t isa);
+} qs_row_sampling;
+int32_t qs_draw_rows(const qs_row_sampling *op, int64_t first, int64_t rows, int32_t isa);
 
 typedef struct qs_pool qs_pool;
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels.executor import Placement, Step
 from qserve.kernels.ops import (
     Activation,
     Argmax,
@@ -34,14 +35,12 @@ from qserve.kernels.ops import (
     Linear,
     LogSoftmax,
     Op,
-    Placement,
     PositionEmbed,
     RMSNorm,
     RopeKV,
     Route,
     SigmoidMul,
     SoftCap,
-    Step,
 )
 from qserve.kernels.reference import Fallback, on_device
 from qserve.kernels.triton import latent_attention, linear

@@ -1,7 +1,7 @@
 """Rotation of queries and keys in place, and keys and values into the paged cache: one program per head of four tokens.
 
 The numbers are those of ``ops.RopeKV``. Pages here hold keys token by token, like values: [blocks, kv_heads, 16,
-head_dim] (``ops.Placement.keys_by_token``). Every element is read and written by one thread, so that rotating in place
+head_dim] (``Placement.keys_by_token``). Every element is read and written by one thread, so that rotating in place
 needs no barrier.
 """
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.kernels.triton.attention import CHUNK
 
 Numbers = NDArray[np.int32]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.kernels.triton.schedule import Numbers, Work
 
 _ALIGN = 4  # int32 numbers: the 16 bytes of one access

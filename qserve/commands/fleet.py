@@ -126,7 +126,7 @@ def _read(file: Path | None, model: str | None, replicas: int, given: dict[str, 
 
 
 def _divided(spec: FleetSpec) -> FleetSpec:
-    """With the processors of this machine for the replicas of models that do not say how many each has."""
+    """``spec`` with this machine's processors divided among the replicas that do not say how many they have."""
     from qserve.kernels.threads import default_threads
 
     each = max(1, default_threads() // sum(model.scale.max_replicas for model in spec.models.values()))

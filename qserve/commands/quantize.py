@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from qserve import console
 from qserve.checkpoint.errors import GateFailed, UsageError
@@ -21,11 +19,34 @@ from qserve.commands.options import (
     Overwrite,
     Tokens,
     Window,
-    needs_plots,
+)
+from qserve.commands.quantize_options import (
+    ActOrder,
+    Bits,
+    Calibration,
+    CheckpointFormat,
+    DryRun,
+    Effort,
+    EmbeddingBits,
+    GroupSize,
+    HeadBits,
+    KvCache,
+    KvScales,
+    Lora,
+    MaxMemory,
+    Method,
+    Minimize,
+    Offload,
+    ReportDir,
+    Samples,
+    Scheme,
+    Seed,
+    SequenceLength,
+    Symmetric,
+    TargetBits,
 )
 from qserve.commands.values import byte_count, command_line, eval_job, gates, names
 from qserve.quantize.job import QuantizeJob
-from qserve.quantize.methods import METHODS
 
 if TYPE_CHECKING:
     from qserve.checkpoint.calibration_record import CalibrationRecord
@@ -41,136 +62,31 @@ _LOADERS = ",".join(_JOB.loaders)
 def quantize(
     model: Model,
     out: Out,
-    scheme: Annotated[
-        str,
-        typer.Option(
-            help="Which numbers. weights: integers of --bits, inputs stay floats. w8a8: int8 weights and inputs. fp8: "
-            "e4m3 per channel and per token; fp8-tensor: one scale each; fp8-static: the same with calibrated input "
-            "scales; fp8-block: blocks of 128 x 128."
-        ),
-    ] = _JOB.scheme,
-    bits: Annotated[
-        int, typer.Option(help="Bits per weight: 2, 3, 4, 6 or 8. Fewer are smaller and, below 4, clearly worse.")
-    ] = _JOB.bits,
-    group_size: Annotated[
-        int,
-        typer.Option(
-            help="Inputs that share a scale, -1 for all: smaller groups are closer to the model and larger on disk (a "
-            "scale takes 16 bits)."
-        ),
-    ] = _JOB.group_size,
-    sym: Annotated[
-        bool,
-        typer.Option(
-            "--sym/--asym",
-            help="Whether zero is always the same code, or each group has a zero point of its own, as AWQ's "
-            "kernels expect.",
-        ),
-    ] = _JOB.symmetric,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="How codes are chosen. "
-            + " ".join(f"{method.name}: {method.help}." for method in METHODS.values())
-            + " auto: gptq, smoothquant for w8a8, rtn for fp8."
-        ),
-    ] = "auto",
-    effort: Annotated[
-        str,
-        typer.Option(
-            help="How much time gptq may take. fast: each layer keeps its own error small. normal, twice as long: it "
-            "also makes up for what earlier layers lost. best, ten times as long: the rounding is then learned "
-            "(SignRound) and, where the whole model fits memory, all scales are tuned for its predictions."
-        ),
-    ] = _JOB.effort,
-    act_order: Annotated[
-        bool,
-        typer.Option(
-            "--act-order/--no-act-order",
-            help="GPTQ: round the inputs with the largest values first, "
-            "when most others are left to make up for the error. Costs nothing when serving.",
-        ),
-    ] = _JOB.act_order,
-    head: Annotated[
-        int,
-        typer.Option(
-            help="Bits of the output head, the largest layer of small models: 8, 6 or 4; 0 keeps it in 16. A head that "
-            "is the embedding (tied) becomes a layer of its own."
-        ),
-    ] = _JOB.head_bits,
-    embeddings: Annotated[
-        int,
-        typer.Option(
-            help="Bits of the embedding: 8, or 6 for smaller files (in memory a code takes a byte in both); 0 keeps it "
-            "in 16. A head that is the embedding (tied) has them too, unless --head gives it its own."
-        ),
-    ] = _JOB.embedding_bits,
-    kv_cache: Annotated[
-        str, typer.Option(help="Calibrate scales for a KV cache in int8 or fp8; none leaves that to the server.")
-    ] = "none",
-    kv_scales: Annotated[
-        str,
-        typer.Option(
-            help="Scales of the KV cache: tensor, one for each layer's keys and values, "
-            "which most servers read; or head, one for each of their heads, a little closer."
-        ),
-    ] = _JOB.kv_granularity,
-    target_bits: Annotated[
-        float | None,
-        typer.Option(
-            help="Mixed precision: choose each layer's bits, or with fp8 and w8a8 which layers keep 16, so that the "
-            "average, scales included, is at most this."
-        ),
-    ] = None,
-    minimize: Annotated[
-        str | None,
-        typer.Option(
-            help="size: choose each layer's bits so that the checkpoint is the smallest "
-            "whose divergence from the model, measured, is within --max-kl.",
-            metavar="size",
-        ),
-    ] = None,
-    format: Annotated[
-        str,
-        typer.Option(
-            help="gptq, gptq_v2, awq, compressed-tensors or fp8; auto takes the one most loaders read, and for mixed "
-            "precision compressed-tensors, which stores no zero points that are all alike."
-        ),
-    ] = _JOB.format,
+    scheme: Scheme = _JOB.scheme,
+    bits: Bits = _JOB.bits,
+    group_size: GroupSize = _JOB.group_size,
+    sym: Symmetric = _JOB.symmetric,
+    method: Method = "auto",
+    effort: Effort = _JOB.effort,
+    act_order: ActOrder = _JOB.act_order,
+    head: HeadBits = _JOB.head_bits,
+    embeddings: EmbeddingBits = _JOB.embedding_bits,
+    kv_cache: KvCache = "none",
+    kv_scales: KvScales = _JOB.kv_granularity,
+    target_bits: TargetBits = None,
+    minimize: Minimize = None,
+    format: CheckpointFormat = _JOB.format,
     loaders: Loaders = _LOADERS,
-    calibration: Annotated[
-        str,
-        typer.Option(
-            help="Calibration text: self (the model writes half of it), builtin, a text or JSONL file (lines with "
-            "text or messages), a dataset, or none (rtn).",
-            metavar="SOURCE",
-        ),
-    ] = _JOB.calibration or "none",
-    samples: Annotated[int, typer.Option(help="Calibration samples.")] = _JOB.samples,
-    sequence_length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = _JOB.sequence_length,
-    seed: Annotated[int, typer.Option(help="Which samples are drawn.")] = _JOB.seed,
+    calibration: Calibration = _JOB.calibration or "none",
+    samples: Samples = _JOB.samples,
+    sequence_length: SequenceLength = _JOB.sequence_length,
+    seed: Seed = _JOB.seed,
     overwrite: Overwrite = _JOB.overwrite,
-    lora: Annotated[
-        Path | None,
-        typer.Option(help="A LoRA adapter (PEFT's directory) that is merged into MODEL first.", metavar="PATH"),
-    ] = None,
-    offload: Annotated[bool, typer.Option(help="Keep hidden states on disk, few of them in memory.")] = _JOB.offload,
-    max_memory: Annotated[
-        str | None, typer.Option(help="Plan with this much memory, as 16GiB. [default: what is free]", metavar="SIZE")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show plan, forecast and size of the output, and stop.")
-    ] = False,
-    report_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--report",
-            help="Write quantization.json, .md and .html with plots there. Where they replace those of another job on "
-            "the same model and text, its divergence and size are shown beside.",
-            metavar="DIR",
-            callback=needs_plots,
-        ),
-    ] = None,
+    lora: Lora = None,
+    offload: Offload = _JOB.offload,
+    max_memory: MaxMemory = None,
+    dry_run: DryRun = False,
+    report_dir: ReportDir = None,
     max_kl: MaxKl = None,
     max_ppl_increase: MaxPpl = None,
     min_top1: MinTop1 = None,

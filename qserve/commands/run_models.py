@@ -99,7 +99,7 @@ _COMMAND = (sys.executable, "-P", "-m", "qserve.model_process", "run")
 
 
 def _planned(models: Sequence[str], names: Sequence[str], engine: EngineConfig) -> list[ModelShare]:
-    """In a process that ends again, so that this one stays as small as a router."""
+    """The joint plan, made in a process that ends again, so that this one stays as small as a router."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_plan, args=(theirs, models, names, engine), daemon=True)

@@ -44,7 +44,7 @@ def _without_no_choice(args: Sequence[str]) -> list[str]:
 
 def options_of_file(ctx: typer.Context, path: Path | None) -> Path | None:
     """The callback of ``--config``: the options of a YAML file become the defaults of the command. A key is the long
-    name of an option, or ``model``. Raises ``UsageError`` for a key that is none and for a value of another kind."""
+    name of an option, or ``model``. Raises ``UsageError`` for an unknown key and for a value of another kind."""
     if path is None:
         return None
     params = {flag: param for param in ctx.command.params for flag in (*param.opts, *param.secondary_opts)}

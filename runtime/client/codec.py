@@ -27,6 +27,6 @@ def encode(message: Command | Event) -> bytes:
 
 
 def decode(line: bytes) -> Any:
-    """The ``Command`` or ``Event`` of a line. Raises ``ValueError`` or ``KeyError`` for what is none."""
+    """The ``Command`` or ``Event`` of a line. Raises ``ValueError`` or ``KeyError`` for any other line."""
     name, _, content = line.partition(b" ")
     return _adapter(name.decode()).validate_json(content)[0]

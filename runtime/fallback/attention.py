@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from qserve.kernels import pages
-from qserve.kernels.ops import BLOCK_SIZE, Attention, Executor, Op, Program, RopeKV, Step
+from qserve.kernels.executor import Executor, Program, Step
+from qserve.kernels.ops import BLOCK_SIZE, Attention, Op, RopeKV
 from qserve.runtime.cache import CacheLayout, CacheSpec
 from qserve.runtime.fallback.skeleton import NAME
 from qserve.runtime.fallback.unsupported import Unsupported

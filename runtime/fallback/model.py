@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import registry
-from qserve.kernels.ops import Argmax, Executor, LogSoftmax, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import Argmax, LogSoftmax
 from qserve.runtime.fallback.attention import PagedAttention
 from qserve.runtime.fallback.experts import mixing
 from qserve.runtime.fallback.outline import Outline

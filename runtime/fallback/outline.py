@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 from transformers import PretrainedConfig
 
-from qserve.kernels.ops import Executor
+from qserve.kernels.executor import Executor
 from qserve.runtime.cache import CacheLayout
 from qserve.runtime.fallback import skeleton
 from qserve.runtime.fallback.attention import cache_layout

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
 from qserve.checkpoint.source import ModelSource
-from qserve.kernels.ops import Executor
+from qserve.kernels.executor import Executor
 from qserve.runtime.models.weights import Weight
 
 _Stored = list[tuple[str, str | None]]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qserve.kernels.ops import Embed, Executor, Linear, Op, Program, Step
+from qserve.kernels.executor import Executor, Program, Step
+from qserve.kernels.ops import Embed, Linear, Op
 from qserve.runtime.fallback.parameters import Parameters
 from qserve.runtime.fallback.recording import Recording, expert_parameters
 from qserve.runtime.models.weights import Weight

@@ -33,7 +33,7 @@ class Recording:
         tables: whose rows are looked up.
         experts: modules of experts, which ours compute.
         dense: parameters that are used in any other way.
-        others: products that are none of a parameter, by torch's name.
+        others: products of no parameter, by torch's name.
         base: the submodel whose hidden states the head takes; they have ``hidden_size`` numbers.
         vocab_size: logits of a token.
     """

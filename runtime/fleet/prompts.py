@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qserve.runtime.blocks import chain_digests
+from qserve.runtime.digests import chain_digests
 from qserve.runtime.router import Prompt
 
 BLOCK_TOKENS = 16

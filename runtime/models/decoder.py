@@ -13,7 +13,8 @@ from torch import Tensor
 
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import registry
-from qserve.kernels.ops import BLOCK_SIZE, Cast, Executor, LogSoftmax, Placement, Program, Step
+from qserve.kernels.executor import Executor, Placement, Program, Step
+from qserve.kernels.ops import BLOCK_SIZE, Cast, LogSoftmax
 from qserve.runtime.cache import CacheSpec
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.layers import Buffers, LayerBuilder

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.modules import Modules
-from qserve.kernels.ops import CausalConv, GatedDelta, Op, Placement
+from qserve.kernels.executor import Placement
+from qserve.kernels.ops import CausalConv, GatedDelta, Op
 from qserve.runtime.models.delta_config import DeltaConfig
 from qserve.runtime.models.weights import Weights
 

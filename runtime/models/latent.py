@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.kernels.ops import HeadLinear, LatentAttention, LatentKV, Op, Placement, RMSNorm
+from qserve.kernels.executor import Placement
+from qserve.kernels.ops import HeadLinear, LatentAttention, LatentKV, Op, RMSNorm
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.row_order import Orders, element_order
 from qserve.runtime.models.weights import Weights
 
 NORM_EPS = 1e-6
-"""Of the norms of both latents, whatever the configuration says of the others."""
+"""The epsilon of the norms of both latents, whatever the configuration says of other norms."""
 
 Product = Callable[[str, Sequence[str], Sequence[int], Tensor, Tensor, Orders], list[Op]]
 """(layer, linears, their outputs, input, out, orders of the outputs) -> the operations of these linears."""
@@ -103,7 +104,7 @@ def latent_attention(
 
 
 def _kv_b(weights: Weights, module: str, heads: int, nope: int, value: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Of each head the product from a query to the latent [heads, rank, nope], which is that of the keys transposed,
+    """For each head the product from a query to the latent [heads, rank, nope], which is that of the keys transposed,
     and from the latent to a value [heads, value, rank]. What is packed is dequantized: its scales are for the latent
     as input."""
     weight, _ = weights.linear(module, heads * (nope + value), rank)

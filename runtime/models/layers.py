@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
+from qserve.kernels.executor import Placement
 from qserve.kernels.ops import (
     Activation,
     Argmax,
@@ -23,7 +24,6 @@ from qserve.kernels.ops import (
     LayerNorm,
     Linear,
     Op,
-    Placement,
     PositionEmbed,
     RMSNorm,
     RopeKV,

@@ -10,7 +10,8 @@ from torch import Tensor
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.modules import Modules
 from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
-from qserve.kernels.ops import Experts, Linear, Op, Placement, Route
+from qserve.kernels.executor import Placement
+from qserve.kernels.ops import Experts, Linear, Op, Route
 from qserve.runtime.models.moe_config import MoeConfig
 from qserve.runtime.models.weights import Weight, Weights
 from qserve.runtime.parallel.group import RankGroup
@@ -111,7 +112,7 @@ class _Read:
 def _read(
     config: MoeConfig, modules: Modules, weights: Weights, layer: str, hidden: int, own: range
 ) -> _Read:
-    """Of the experts ``own``."""
+    """The weights of the experts ``own``."""
     order = None
     if modules.alternating:  # all gates, then all of up
         order = torch.arange(2 * config.inner).view(-1, 2).T.flatten()

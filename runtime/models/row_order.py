@@ -42,8 +42,8 @@ def qkv_orders(config: DecoderConfig, rotary_dim: int, queries: range, keys: ran
 
 
 def gate_orders(config: DecoderConfig, queries: range) -> tuple[Tensor, Tensor]:
-    """Of a linear that holds for each head its query and then a gate: the rows of the queries, and those of the gates,
-    of the heads ``queries``."""
+    """The rows of the queries, and those of the gates, of the heads ``queries``, in a linear that holds for each head
+    its query and then a gate."""
     dim = config.head_dim
     heads = torch.arange(config.num_attention_heads * 2 * dim).view(-1, 2, dim)[queries.start : queries.stop]
     return heads[:, 0].flatten(), heads[:, 1].flatten()

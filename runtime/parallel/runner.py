@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.kernels.ranks import RankLost
 from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.parallel.rank_processes import RankProcesses

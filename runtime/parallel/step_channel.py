@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from qserve.kernels import native
-from qserve.kernels.ops import BLOCK_SIZE, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import BLOCK_SIZE
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 

@@ -8,7 +8,7 @@ from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.source import ModelSource
-from qserve.kernels.ops import Executor
+from qserve.kernels.executor import Executor
 from qserve.kernels.threads import default_threads
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.models.config import DecoderConfig

@@ -59,7 +59,7 @@ class APIError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def _anthropic(self) -> dict[str, str]:
-        """It has no field for ``param``, so the message names it."""
+        """The error object of Anthropic's API. It has no field for ``param``, so the message names it."""
         message = str(self)
         if self.param and self.param not in message:
             message = f"{self.param}: {message}"

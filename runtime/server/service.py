@@ -20,7 +20,7 @@ from qserve.runtime.constraint import Constraint
 from qserve.runtime.grammar import Vocabulary
 from qserve.runtime.pooling import stated_pooling
 from qserve.runtime.sampling import RequestError, SamplingParams
-from qserve.runtime.server.accounting import Accounting
+from qserve.runtime.server.accounting import Account, Accounting
 from qserve.runtime.server.chat.dialect import Dialect
 from qserve.runtime.server.chat.prompts import PromptEncoder
 from qserve.runtime.server.config import ServerConfig
@@ -194,8 +194,10 @@ class Service:
         priority = _priority(key, priority)
         params = bounded(params, prompts, self.max_model_len)
         try:
-            constraint = params.constraint
-            grammar = None if constraint is None else await self._tried(constraint, call, choices)
+            account = self.accounting.open(key, choices, self._backlog_seconds())
+            grammar = None
+            if params.constraint is not None:
+                grammar = await self._tried(params.constraint, call.tenant, account, choices)
             generation = await self.engine.submit(
                 prompts,
                 params,
@@ -205,7 +207,7 @@ class Service:
                 tenant=call.tenant,
                 weight=key.weight if key else 1.0,
                 adapter=adapter,
-                observer=self.accounting.open(key, choices, self._backlog_seconds()),
+                observer=account,
             )
         except QueueFullError as error:
             raise self._busy(str(error)) from None
@@ -216,13 +218,13 @@ class Service:
         call.record.generations.append(generation)
         return generation
 
-    async def _tried(self, constraint: Constraint, call: Call, choices: int) -> str:
-        """The constraint in llguidance's format. While it is tried out, its request counts as one that its key has."""
-        account = self.accounting.open(call.key, choices, self._backlog_seconds())
+    async def _tried(self, constraint: Constraint, tenant: str, account: Account, choices: int) -> str:
+        """The constraint in llguidance's format. A request whose constraint is refused leaves its ``account``."""
         try:
-            return await self.constraints.grammar(constraint, call.tenant)
-        finally:
+            return await self.constraints.grammar(constraint, tenant)
+        except BaseException:  # its client may leave meanwhile
             account.refused(choices)
+            raise
 
     async def pool(
         self, request: Request, prompts: list[list[int]], params: SamplingParams, priority: int | None

@@ -176,7 +176,7 @@ def test_every_expert_is_compensated(saved_model: Saved, calibration_text: str, 
 
 
 def static(calibration_text: str) -> QuantizeJob:
-    """Of one token."""
+    """A job that calibrates on one token."""
     return QuantizeJob(scheme="fp8-static", samples=1, sequence_length=1, calibration=calibration_text)
 
 

@@ -44,7 +44,7 @@ def trained(**options: Any) -> sentencepiece.SentencePieceProcessor:
 
 
 def metadata_of(processor: sentencepiece.SentencePieceProcessor, **changes: Any) -> dict[str, Any]:
-    """As llama.cpp's converter writes it: user-defined tokens with real spaces."""
+    """The metadata that llama.cpp's converter writes of a tokenizer: user-defined tokens with real spaces."""
     tokens, types = [], []
     for i in range(processor.vocab_size()):
         piece = processor.id_to_piece(i)

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 
 import pytest
@@ -152,28 +152,22 @@ def test_a_job_that_begins_again_is_the_old_one_or_the_new_one_whenever_it_is_ki
                     writer.put("0", torch.zeros(3))
                     writer.commit("block 0")
                 writer.seal()
-                writer.begin_again("plan", {"attempt": 2})
+                writer.restart("plan", {"attempt": 2})
                 assert os.listdir(work(out) / "parts") == ["00001"] and not os.listdir(writer.directory)
             if "block 0" not in writer.committed():
                 writer.put("0", torch.ones(3))
                 writer.commit("block 0")
             writer.finish()
 
-    step, status, seen = 0, -1, set()
-    while status != 0:
-        pid = forked(lambda step=step: kill_at(step, attempts))
-        status = os.waitpid(pid, 0)[1]
-        assert status in (0, signal.SIGKILL)
+    seen = set()
+    for _ in killed_at_every_step(out, attempts):
         if not out.exists():
             with CheckpointWriter(out, facts=MINE) as writer:
                 attempt = writer.part("plan")[1]["attempt"] if writer.committed() else 0
                 seen.add((attempt, len(writer.committed())))
-            assert os.waitpid(forked(attempts), 0)[1] == 0
+            attempts()
         found = load_file(out / "model.safetensors")
         assert found.keys() == {"0"} and found["0"].tolist() == [1, 1, 1]
-        for path in (out, staging(out)):
-            shutil.rmtree(path, ignore_errors=True)
-        step += 1
     assert seen == {(0, 0), (1, 1), (1, 2), (2, 1), (2, 2)}
 
 
@@ -243,25 +237,20 @@ def test_a_job_goes_back_to_the_attempt_that_passed_whenever_it_is_killed(out: P
                 if "last" in writer.committed():
                     break
                 if attempt == 1:
-                    writer.begin_again("plan", {"attempt": 2}, set_aside=True)
+                    writer.restart("plan", {"attempt": 2}, set_aside=True)
                 else:
                     writer.go_back()
                     writer.commit("last")
             writer.finish()
 
-    step, status = 0, -1
-    while status != 0:
-        pid = forked(lambda step=step: kill_at(step, attempts))
-        status = os.waitpid(pid, 0)[1]
-        assert status in (0, signal.SIGKILL)
+    steps = 0
+    for _ in killed_at_every_step(out, attempts):
         if not out.exists():
-            assert os.waitpid(forked(attempts), 0)[1] == 0
+            attempts()
         found = load_file(out / "model.safetensors")
         assert {name: tensor.tolist() for name, tensor in found.items()} == {"0": [1, 1, 1], "norm": [1, 1]}
-        for path in (out, staging(out)):
-            shutil.rmtree(path, ignore_errors=True)
-        step += 1
-    assert step > 30
+        steps += 1
+    assert steps > 30
 
 
 def test_what_was_put_after_the_last_commit_is_put_again(out: Path, expected: dict[str, bytes]) -> None:
@@ -386,22 +375,39 @@ def forked(action: Callable[[], object]) -> int:
     return pid
 
 
-def kill_at(step: int, action: Callable[[], object]) -> None:
-    """Runs ``action`` and kills this process at its ``step``-th call that changes the file system."""
-    left = step
+def killed_at_every_step(out: Path, action: Callable[[], object], told: Sized = ()) -> Iterator[int]:
+    """Runs ``action`` once, then lays down what it would have left beside ``out`` had it been killed, at each of its
+    calls that change the file system, and what it left at its end. Yields how much was ``told`` by then.
 
-    def killing(call: Callable[..., object]) -> Callable[..., object]:
+    What a killed process has written stays, so it leaves what a copy holds, and copies take a tenth of the time of
+    processes. ``test_killed_at_random_moments`` kills some.
+    """
+    folder, moments, copying = out.parent, out.parent.with_name("moments"), False
+    lengths: list[int] = []
+
+    def keep() -> None:
+        nonlocal copying
+        copying = True
+        shutil.copytree(folder, moments / str(len(lengths)))
+        lengths.append(len(told))
+        copying = False
+
+    def kept(call: Callable[..., object]) -> Callable[..., object]:
         def wrapped(*args: object, **options: object) -> object:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if not copying:
+                keep()
             return call(*args, **options)
         return wrapped
 
-    for name in ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir"):
-        setattr(os, name, killing(getattr(os, name)))
-    action()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir"):
+            patch.setattr(os, name, kept(getattr(os, name)))
+        action()
+    keep()
+    for moment, length in enumerate(lengths):
+        shutil.rmtree(folder)
+        (moments / str(moment)).rename(folder)
+        yield length
 
 
 @pytest.fixture
@@ -415,34 +421,25 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_killed_at_every_step(out: Path, expected: dict[str, bytes], overwrite: bool) -> None:
     """Whatever the step: no more than the block at hand is lost, an old checkpoint is never lost, and the next
     run gives the same bytes and leaves nothing else."""
-    step, status = 0, -1
-    while status != 0:
-        old: dict[str, bytes] | None = None
-        if overwrite:
-            job(out, facts={"name": "old"}, blocks=1)
-            old = content(out)
-        read, write = os.pipe()
-        pid = forked(lambda step=step, pipe=write: kill_at(
-            step, lambda: job(out, lambda number: os.write(pipe, bytes([number])), overwrite=overwrite)))
-        os.close(write)
-        status = os.waitpid(pid, 0)[1]
-        reported = os.read(read, 100)
-        os.close(read)
-        assert status in (0, signal.SIGKILL)
+    old: dict[str, bytes] | None = None
+    if overwrite:
+        job(out, facts={"name": "old"}, blocks=1)
+        old = content(out)
+    steps, told = 0, list[int]()
+    for reported in killed_at_every_step(out, lambda: job(out, told.append, overwrite=overwrite), told):
         if not out.exists() or (overwrite and content(out) != expected):
             if old is not None:
                 kept = out if out.exists() else staging(out) / "replaced"
                 assert content(kept) == old
             resumed = job(out, overwrite=overwrite)
-            assert resumed >= (reported[-1] if reported else 0)
+            assert resumed >= reported
         else:
             # It was complete: what is left beside it goes with the next run, even one that is refused.
             with pytest.raises(CheckpointError, match="--overwrite"):
                 job(out)
         assert content(out) == expected and os.listdir(out.parent) == ["out"]
-        shutil.rmtree(out)
-        step += 1
-    assert step > 40
+        steps += 1
+    assert steps > 40
 
 
 @pytest.mark.usefixtures("fast")

@@ -19,14 +19,14 @@ MODEL = "/models/model"  # where the image expects one
 
 
 def instructions() -> dict[str, str]:
-    """The last of each kind, as a container has it; those of the stage that builds are none of its."""
+    """The last instruction of each kind in the final stage, which is what a container has."""
     text = CONTAINERFILE.read_text(encoding="utf-8").replace("\\\n", " ")
     final = text[text.rindex("\nFROM ") :]
     return {match[1]: match[2].strip() for match in re.finditer(r"(?m)^([A-Z]+)\s+(.*)$", final)}
 
 
 def environment(given: dict[str, str]) -> dict[str, str]:
-    """Of ``ENV``, with this environment's programs where the image has its own."""
+    """The variables of ``ENV``, with this environment's programs where the image has its own."""
     pairs = dict(word.partition("=")[::2] for word in shlex.split(given["ENV"]))
     assert pairs.pop("PATH") == "/opt/qserve/bin:$PATH"
     return {**os.environ, **pairs, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

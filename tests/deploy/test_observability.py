@@ -57,7 +57,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Where, and the PromQL."""
+    """The place of each expression, and its PromQL."""
     for panel in panels():
         for target in panel.get("targets", ()):
             yield f"panel {panel['title']}", target["expr"]

@@ -49,7 +49,7 @@ def an_engine(path: Path, **options: int) -> Engine:
 
 
 def losses(path: Path, windows: Tensor) -> Tensor:
-    """Of transformers, float64 [windows, length - 1]."""
+    """The losses of transformers, float64 [windows, length - 1]."""
     with torch.no_grad():
         logits = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)(windows).logits[:, :-1]
     return -logits.double().log_softmax(-1).gather(-1, windows[:, 1:, None])[..., 0]

@@ -25,7 +25,7 @@ FLOATS = {
     Kind.IQ3_XXS: [(0, 1)], Kind.IQ3_S: [(0, 1)], Kind.IQ1_S: [(0, 1)], Kind.TQ1_0: [(52, 1)], Kind.TQ2_0: [(64, 1)],
 }
 SCALES = {Kind.MXFP4: 0}
-"""Where the blocks hold an exponent of two, in one byte."""
+"""The byte of a block that holds an exponent of two."""
 
 
 def random_blocks(kind: Kind) -> np.ndarray:

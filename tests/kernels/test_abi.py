@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from qserve.kernels import abi, native
-from qserve.kernels.ops import Activation, Function, Op, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import Activation, Function, Op
 from qserve.kernels.tiled import TiledEmbed, TiledExperts, TiledHeadLinear, TiledLinear, TiledLora
 
 CSRC = Path(__file__).parents[2] / "kernels" / "csrc"
@@ -31,7 +32,7 @@ STRUCTURES: dict[str, type[C.Structure]] = {
     "step": abi.structure(Step),
     "scale_search": abi.ScaleSearch,
     "sweep": abi.Sweep,
-    "draw": abi.Draw,
+    "row_sampling": abi.RowSampling,
     "moment": abi.Moment,
     "pack": abi.Pack,
     "heads": abi.Heads,

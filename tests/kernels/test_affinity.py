@@ -12,7 +12,8 @@ import torch
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.commands.values import cpu_list
 from qserve.kernels import native, registry
-from qserve.kernels.ops import RMSNorm, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import RMSNorm
 from qserve.kernels.threads import cpu_ranges, usable_cpus
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from qserve.kernels import native
-from qserve.kernels.ops import CausalConv, Executor, GatedDelta, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import CausalConv, GatedDelta
 from qserve.kernels.reference import ReferenceExecutor
 from tests.kernels.test_operations import executor, holds, run
 
@@ -50,7 +51,7 @@ def delta_of(rows: int, key_heads: int, group: int, key_dim: int, value_dim: int
 
 
 def copied(op: CausalConv | GatedDelta) -> CausalConv | GatedDelta:
-    """With an ``x``, an ``out`` and a state of its own."""
+    """``op`` with an ``x``, an ``out`` and a state of its own."""
     if isinstance(op, GatedDelta):
         return replace(op, out=torch.zeros_like(op.out), state=op.state.clone())
     wide = torch.zeros(op.x.shape[0], op.x.shape[1] + 3)

@@ -16,7 +16,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
-from qserve.kernels.ops import Activation, Executor, Experts, Function, Linear, Op, Route, SigmoidMul, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import Activation, Experts, Function, Linear, Op, Route, SigmoidMul
 from qserve.kernels.reference import ReferenceExecutor
 from tests.kernels.quantized_weights import make_weight
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from qserve.kernels import native, registry
-from qserve.kernels.ops import Activation, Attention, Executor, Linear, Op, RMSNorm, RopeKV, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import Activation, Attention, Linear, Op, RMSNorm, RopeKV
 from qserve.kernels.reference import ReferenceExecutor
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

@@ -12,20 +12,9 @@ from torch import Tensor
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
+from qserve.kernels.executor import Step
 from qserve.kernels.fusion import FusedLinear, fuse
-from qserve.kernels.ops import (
-    Activation,
-    Attention,
-    Function,
-    Gather,
-    LayerNorm,
-    Linear,
-    Op,
-    RMSNorm,
-    RopeKV,
-    SoftCap,
-    Step,
-)
+from qserve.kernels.ops import Activation, Attention, Function, Gather, LayerNorm, Linear, Op, RMSNorm, RopeKV, SoftCap
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 HEADS, KV_HEADS, DIM = 6, 2, 32

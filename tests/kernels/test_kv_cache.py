@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from qserve.kernels import native
-from qserve.kernels.ops import Attention, Executor, RopeKV, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import Attention, RopeKV
 from qserve.kernels.reference import ReferenceExecutor, decode_kv, encode_kv
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qserve.kernels import native
-from qserve.kernels.ops import Executor, HeadLinear, LatentAttention, LatentKV, Op, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import HeadLinear, LatentAttention, LatentKV, Op
 from qserve.kernels.reference import ReferenceExecutor
 
 BLOCK = 16

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from qserve.checkpoint.lora import LoraWeight
 from qserve.kernels import native, registry
+from qserve.kernels.executor import Executor, Step
 from qserve.kernels.lora_slots import LoraSlots, LoraTiles
-from qserve.kernels.ops import Executor, Lora, Step
+from qserve.kernels.ops import Lora
 from qserve.kernels.reference import ReferenceExecutor
 
 SHAPES = [  # width, (first column, columns) of each linear

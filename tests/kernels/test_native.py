@@ -9,7 +9,8 @@ import torch
 
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, registry
-from qserve.kernels.ops import Argmax, Attention, Linear, Op, RopeKV, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import Argmax, Attention, Linear, Op, RopeKV
 from tests.kernels.quantized_weights import make_weight
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

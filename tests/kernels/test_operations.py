@@ -21,13 +21,13 @@ from torch import Tensor
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
+from qserve.kernels.executor import Executor, Step
 from qserve.kernels.ops import (
     SCALED_KV,
     Activation,
     Argmax,
     Attention,
     Embed,
-    Executor,
     Function,
     Gather,
     HeadNorm,
@@ -39,7 +39,6 @@ from qserve.kernels.ops import (
     RMSNorm,
     RopeKV,
     SoftCap,
-    Step,
 )
 from qserve.kernels.prepack import int_tiles
 from qserve.kernels.reference import ReferenceExecutor, round_input

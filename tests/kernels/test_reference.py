@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from qserve.kernels import native
+from qserve.kernels.executor import Executor, Step
 from qserve.kernels.ops import (
     Activation,
     Attention,
     Cast,
-    Executor,
     Function,
     HeadNorm,
     LayerNorm,
@@ -25,7 +25,6 @@ from qserve.kernels.ops import (
     RMSNorm,
     RopeKV,
     SoftCap,
-    Step,
 )
 from qserve.kernels.reference import ReferenceExecutor
 

@@ -11,7 +11,8 @@ import torch
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
-from qserve.kernels.ops import Embed, Executor, Linear, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import Embed, Linear
 from qserve.kernels.prepack import int_tiles, tile_bytes
 from qserve.kernels.reference import round_input
 from tests.kernels.quantized_weights import make_weight

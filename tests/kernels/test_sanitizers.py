@@ -31,7 +31,7 @@ def _built(folder: Path) -> Path:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (extension,) = project["tool"]["setuptools"]["ext-modules"]
     library = folder / "kernels.so"
-    flags = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-shared", "-fPIC"]
+    flags = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-shared", "-fPIC"]
     command = ["gcc", *extension["extra-compile-args"], "-O1", *flags, *extension["extra-link-args"]]
     sources = [str(ROOT / source) for source in extension["sources"]]
     subprocess.run([*command, *sources, "-o", str(library), "-lm"], check=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from qserve.kernels import native
-from qserve.kernels.ops import SCALED_KV, Attention, RopeKV, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import SCALED_KV, Attention, RopeKV
 from qserve.kernels.reference import ReferenceExecutor
 
 BLOCK = 16

@@ -33,7 +33,7 @@ HERE = Path(__file__).absolute().parent / "contestants"
 RECIPES = {"gptqmodel": ("default", "mse", "gptaq", "mse+gptaq"), "auto-round": ("default", "best")}
 SCRIPTS = {"gptqmodel": "gptqmodel_quantize.py", "auto-round": "auto_round_quantize.py"}
 SAMPLES, LENGTH, SEED = 128, 512, 0
-"""As ``qserve quantize`` has them by default."""
+"""The defaults of ``qserve quantize``."""
 THREADS = "2"
 
 

@@ -46,7 +46,7 @@ def write(path: Path, lines: Iterable[Json | str]) -> Path:
 
 
 def answers(path: Path) -> dict[str, Json]:
-    """By custom id; none stands twice."""
+    """The answers by custom id, none of which stands twice."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     keyed = {answer["custom_id"] or answer["id"]: answer for answer in found}
     assert len(keyed) == len(found)

@@ -12,7 +12,8 @@ import typer
 from qserve.cli import app
 from qserve.commands.values import API_KEY_VARIABLES
 from qserve.runtime import vllm_arguments
-from qserve.runtime.llm import LLM, Completion, PromptCompletions, RequestMetrics
+from qserve.runtime.llm import LLM
+from qserve.runtime.llm_outputs import Completion, PromptCompletions, RequestMetrics
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.server.openai.protocol import ChatRequest, CompletionRequest
 

@@ -52,6 +52,11 @@ def test_the_front_door_is_short() -> None:
     assert len((ROOT / "BENCHMARKS.md").read_text(encoding="utf-8").splitlines()) <= 250
 
 
+def test_the_readme_counts_the_native_types_of_the_table() -> None:
+    (counted,) = re.findall(r"(\d+) model types run natively", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert int(counted) == (ROOT / "docs/models.md").read_text(encoding="utf-8").count("| native |")
+
+
 def test_every_document_is_reached_from_the_readme() -> None:
     seen: set[Path] = set()
     queue = [ROOT / "README.md"]

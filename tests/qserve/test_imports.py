@@ -148,7 +148,7 @@ def test_help_loads_no_torch() -> None:
 
 
 def seconds(*args: str) -> float:
-    """Of the processor, which others on a busy machine do not change much; the best of five."""
+    """The processor's seconds, which others on a busy machine do not change much; the best of five."""
     times = []
     for _ in range(5):
         before = os.times()

@@ -30,7 +30,7 @@ print(len(outputs[0].outputs[0].token_ids))
 
 
 def copy_of_the_sources(directory: Path) -> Path:
-    """As a fresh clone has them."""
+    """The sources as a fresh clone has them."""
     sources = directory / "sources"
     for folder in ("qserve", "tests", *LAYERS):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")

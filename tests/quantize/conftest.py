@@ -58,8 +58,9 @@ def wide(request, tmp_path_factory) -> Path:
 @pytest.fixture
 def llama_of(tmp_path):
     """Makes one of these widths, in bfloat16."""
-    def make(hidden: int, intermediate: int) -> Path:
-        config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, **SIZES)
+    def make(hidden: int, intermediate: int, layers: int) -> Path:
+        sizes = {**SIZES, "num_hidden_layers": layers}
+        config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, **sizes)
         return save(tmp_path / "model", config, torch.bfloat16)
 
     return make

@@ -26,23 +26,23 @@ print(report.forecast.peak_bytes, report.peak_bytes)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "double", "options"),
+    ("hidden", "intermediate", "layers", "double", "options"),
     [
-        (1024, 8192, 6144, {"effort": "normal"}),  # its Hessian is factored in float32
-        (1024, 8192, 6144, {"effort": "fast", "offload": True}),
-        (1024, 6144, 6144, {"effort": "normal"}),  # in float64
-        (2048, 8192, 6144, {"method": "rtn", "calibration": None}),
+        (1024, 8192, 1, 6144, {"effort": "normal"}),  # its Hessian is factored in float32
+        (1024, 8192, 2, 6144, {"effort": "fast", "offload": True}),  # nothing of a layer is left in the next
+        (1024, 5120, 1, 5120, {"effort": "normal"}),  # in float64
+        (2048, 8192, 1, 6144, {"method": "rtn", "calibration": None}),
     ],
     ids=str,
 )
 def test_the_peak_of_wide_models_is_within_a_tenth_of_the_forecast(
-    hidden, intermediate, double, options, llama_of, tmp_path
+    hidden, intermediate, layers, double, options, llama_of, tmp_path
 ):
     """With up to ``double`` inputs factored in float64: fewer than there are, for the sake of time."""
     job = {"samples": 16, "sequence_length": 128, **options}
     ran = subprocess.run(
-        [sys.executable, "-c", _RUN, str(llama_of(hidden, intermediate)), str(tmp_path / "out"), json.dumps(job),
-         str(double)],
+        [sys.executable, "-c", _RUN, str(llama_of(hidden, intermediate, layers)), str(tmp_path / "out"),
+         json.dumps(job), str(double)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     expected, taken = map(int, ran.stdout.split())

@@ -68,7 +68,7 @@ def loss(weight, quantized, x):
     ],
     ids=str,
 )
-def test_equals_the_naive_column_by_column_twin(scheme, act_order):
+def test_equals_the_naive_column_by_column_reference(scheme, act_order):
     weight, x, stats = layer(dead=(5, 40))
     codes, expected = naive(weight, stats, scheme, act_order)
     result = gptq.quantize(weight, stats, scheme, act_order=act_order)

@@ -6,8 +6,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
@@ -31,6 +29,7 @@ from qserve.quantize import block, forecast, pipeline, windows
 from qserve.quantize.job import QuantizeJob
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from tests.quantize import killed
 
 SMALL = dict(samples=4, sequence_length=32, group_size=32, calibration="builtin")
 CARD = QualityCard(
@@ -328,6 +327,7 @@ def test_the_space_for_what_a_killed_run_goes_on_from_is_known(llama, tmp_path, 
             pipeline.check(source, tmp_path / "other", job)
 
 
+@pytest.mark.parametrize("wide", [False], ids=["untied"], indirect=True)
 def test_a_mixed_job_for_other_loaders_does_not_go_on_from_this_one(wide, tmp_path, monkeypatch):
     source = HFDirectory(wide)
     job = QuantizeJob(**{**SMALL, "target_bits": 7.0, "format": "compressed-tensors"})
@@ -867,81 +867,57 @@ def test_once_all_blocks_are_done_no_text_passes_through_them_again(llama, tmp_p
     HFDirectory(tmp_path / "out").verify()
 
 
-_KILLED = """
-import os, pathlib, signal, sys
-from pathlib import Path
-from qserve.checkpoint.hf import HFDirectory
-from qserve.calibration import visit
-from qserve.checkpoint.parts import PartWriter
-from qserve.checkpoint.writer import CheckpointWriter
-from qserve.quantize import distill, pipeline, signround
-from qserve.quantize.mixed import probe
-from qserve.quantize.job import QuantizeJob
-
-left, places = int(sys.argv[3]), eval(sys.argv[5])
-visit._at_once = lambda: 2
-signround.ITERATIONS = 20  # by which tuning is kept; the learning itself goes on as long as ever
-
-def counted(original):
-    def call(*args, **kwargs):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-    return call
-
-for place, name in places:
-    owner = eval(place)
-    setattr(owner, name, counted(getattr(owner, name)))
-small = dict(samples=4, sequence_length=32, group_size=32, calibration="builtin")
-job = QuantizeJob(**small | eval(sys.argv[4]))
-tell = lambda event: print(event.phase, event.done, event.total, flush=True)
-pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), job, progress=tell)
-"""
-_WRITER = [("CheckpointWriter", name) for name in ("put", "commit", "seal", "finish")]
+_WRITER = [f"qserve.checkpoint.writer:CheckpointWriter.{name}" for name in ("put", "commit", "seal", "finish")]
 
 
-def in_a_process(model, out, options, after=0, places=_WRITER):
-    """Killed when one of ``places`` is called for the time ``after``."""
-    command = [sys.executable, "-c", _KILLED, str(model), str(out), str(after), repr(options), repr(places)]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
+@pytest.fixture
+def in_a_process(qwen2, tmp_path):
+    """Quantizes, as ``killed.quantize`` does, into a folder of this name, with a part of the builtin text."""
+    text = tmp_path / "text.txt"
+    text.write_text(load_text("builtin", "calibrate").text[:50_000])
+
+    def run(name, options, **others):
+        small = dict(samples=4, sequence_length=32, group_size=32, calibration=str(text))
+        return killed.quantize(qwen2, tmp_path / "made" / name, small | options, **others)
+
+    (tmp_path / "made").mkdir()
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [dict(method="awq+gptq"), dict(target_bits=5.0), dict(effort="best")], ids=str
 )
-def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(options, qwen2, tmp_path):
-    run = functools.partial(in_a_process, qwen2, options=options)
-    assert run(tmp_path / "whole").returncode == 0
-    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(options, in_a_process, tmp_path):
+    made = tmp_path / "made"
+    assert in_a_process("whole", options, fresh=True).status == 0
+    expected = {path.name: path.read_bytes() for path in (made / "whole").iterdir()}
     moments = random.Random(len(str(options))).sample(range(1, 75), 3)
     for moment in moments:  # of 80 puts and commits or more; then once more in the second half of what is left
-        assert run(tmp_path / "out", after=moment).returncode == -signal.SIGKILL
-    finished = run(tmp_path / "out")
-    assert finished.returncode == 0, finished.stderr
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+        assert in_a_process("out", options, after=moment, places=_WRITER).status == -signal.SIGKILL
+    assert in_a_process("out", options).status == 0
+    assert {path.name: path.read_bytes() for path in (made / "out").iterdir()} == expected
+    assert sorted(path.name for path in made.iterdir()) == ["out", "whole"]
 
 
+_PARTS = "qserve.checkpoint.parts:PartWriter"
 _STAGES = {
     "sensitivity": (
         dict(target_bits=5.0, head_bits=8, format="compressed-tensors"),
         [
-            (3, ("probe.Probe", "of"), []),  # inside of the first block
-            (2, ("PartWriter", "commit"), [1]),  # after the second, before its states are safe
-            (25, ("PartWriter", "add"), [2, 3]),  # while those after a sample are written
-            (3, ("pathlib.Path", "unlink"), [4, 5, 6]),  # with a plan, before the states that led to it are gone
+            (3, "qserve.quantize.mixed.probe:Probe.of", []),  # inside of the first block
+            (2, f"{_PARTS}.commit", [1]),  # after the second, before its states are safe
+            (25, f"{_PARTS}.add", [2, 3]),  # while those after a sample are written
+            (3, "pathlib:Path.unlink", [4, 5, 6]),  # with a plan, before the states that led to it are gone
         ],
     ),
     "distill": (
         dict(effort="best"),
         [
-            (1, ("distill._Scaled", "take_gradient"), []),
-            (2, ("PartWriter", "commit"), [*range(1, 20)]),  # with one state, before the second
-            (50, ("PartWriter", "add"), [*range(11, 20)]),
-            (3, ("pathlib.Path", "unlink"), [*range(11, 121)]),
+            (1, "qserve.quantize.distill:_Scaled.take_gradient", []),
+            (2, f"{_PARTS}.commit", [*range(1, 20)]),  # with one state, before the second
+            (50, f"{_PARTS}.add", [*range(11, 20)]),
+            (3, "pathlib:Path.unlink", [*range(11, 121)]),
         ],
     ),
 }
@@ -949,22 +925,21 @@ _STAGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", _STAGES)
-def test_a_stage_before_or_after_the_blocks_loses_no_more_than_one_of_them(stage, qwen2, tmp_path):
-    options, kills = _STAGES[stage]
+def test_a_stage_before_or_after_the_blocks_loses_no_more_than_one_of_them(stage, in_a_process, tmp_path):
+    (options, kills), made = _STAGES[stage], tmp_path / "made"
 
     def steps(ended):
-        events = (line.split() for line in ended.stdout.splitlines())
-        return [int(done) for phase, done, total in events if phase == stage and int(total) > 1 and int(done)]
+        return [done for phase, done, total in ended.events if phase == stage and total > 1 and done]
 
-    assert in_a_process(qwen2, tmp_path / "whole", options).returncode == 0
-    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert in_a_process("whole", options, fresh=True).status == 0
+    expected = {path.name: path.read_bytes() for path in (made / "whole").iterdir()}
     for after, place, done in kills:
-        ended = in_a_process(qwen2, tmp_path / "out", options, after, [place])
-        assert ended.returncode == -signal.SIGKILL and steps(ended) == done, (place, ended.stderr)
-    finished = in_a_process(qwen2, tmp_path / "out", options)
-    assert finished.returncode == 0 and steps(finished) == [], finished.stderr
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+        ended = in_a_process("out", options, after=after, places=[place])
+        assert ended.status == -signal.SIGKILL and steps(ended) == done, place
+    finished = in_a_process("out", options)
+    assert finished.status == 0 and steps(finished) == []
+    assert {path.name: path.read_bytes() for path in (made / "out").iterdir()} == expected
+    assert sorted(path.name for path in made.iterdir()) == ["out", "whole"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

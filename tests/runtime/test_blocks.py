@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from qserve.runtime.blocks import BlockManager, chain_digests
+from qserve.runtime.blocks import BlockManager
+from qserve.runtime.digests import chain_digests
 
 SIZE = 4
 

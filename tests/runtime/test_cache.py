@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qserve.runtime.blocks import BlockManager, chain_digests
+from qserve.runtime.blocks import BlockManager
 from qserve.runtime.cache import CacheLayout, CacheSpec, blocks_needed, tokens_held
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.digests import chain_digests
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
 

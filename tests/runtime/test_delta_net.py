@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.kernels import native
-from qserve.runtime.blocks import BlockManager, chain_digests
+from qserve.runtime.blocks import BlockManager
 from qserve.runtime.cache import CacheLayout, CacheSpec, StateSpec
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.digests import chain_digests
 from qserve.runtime.draft_model import DraftModel
 from qserve.runtime.engine import Engine
 from qserve.runtime.models.config import decoder_config

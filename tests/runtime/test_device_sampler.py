@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qserve.kernels.draw import RowSampling, draw_reference
+from qserve.kernels.row_sampling import RowSampling, draw_reference
 from qserve.runtime import device_sampler
 from qserve.runtime.request import Request
 from qserve.runtime.sampler import outputs_before, sample, sample_on_device

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.checkpoint.source import open_model
 from qserve.kernels import native, registry
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.eagle3_drafter import Eagle3Drafter

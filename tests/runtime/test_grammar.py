@@ -20,7 +20,8 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.constraint import Constraint
 from qserve.runtime.engine import Engine
 from qserve.runtime.grammar import GrammarCompiler
-from qserve.runtime.llm import LLM, Completion
+from qserve.runtime.llm import LLM
+from qserve.runtime.llm_outputs import Completion
 from qserve.runtime.sampling import RequestError, SamplingParams
 
 

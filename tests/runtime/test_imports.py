@@ -12,7 +12,7 @@ import pytest
 RUNTIME = Path(__file__).parents[2] / "runtime"
 PURE = (
     "constraint", "sampling", "request", "step_plan", "cache", "blocks", "backlog", "fairness", "limits", "drafts",
-    "scheduler", "journal", "snapshot", "stats", "router", "block_tiers", "state_slots",
+    "scheduler", "journal", "snapshot", "stats", "router", "block_tiers", "state_slots", "digests",
 )  # fmt: skip
 
 

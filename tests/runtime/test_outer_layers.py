@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from qserve.checkpoint.source import ModelSource, open_model
 from qserve.checkpoint.spec import ActivationScheme
 from qserve.kernels import native, registry
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.kernels.reference import round_input
 from qserve.kernels.triton.target import is_interpreted
 from qserve.quantize import pipeline
@@ -54,8 +54,8 @@ def quantized(dense: Path, out: Path, embedding: int, head: int) -> ModelSource:
 
 
 def expected(dense: Path, packed: ModelSource, *, rounded: bool = False) -> torch.Tensor:
-    """Of plain transformers in float32; the head is the embedding only where the configuration says so. ``rounded``:
-    the inputs of packed weights, as the C kernels do."""
+    """The logits of plain transformers in float32; the head is the embedding only where the configuration says so.
+    ``rounded``: the inputs of packed weights, as the C kernels do."""
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
     tensors = {name: packed.tensor(name).float() for name in packed.names()}
     tensors |= {f"{module}.weight": packed.linear(module).dequantize() for module in packed.linears()}

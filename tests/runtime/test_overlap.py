@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from qserve.kernels.draw import RowSampling
+from qserve.kernels.row_sampling import RowSampling
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.device_sampler import sample_rows
 from qserve.runtime.engine import Engine

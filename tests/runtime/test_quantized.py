@@ -24,7 +24,8 @@ from qserve.checkpoint.source import open_model
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels import native, registry
-from qserve.kernels.ops import Linear, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import Linear
 from qserve.kernels.reference import round_input
 from qserve.quantize import pipeline
 from qserve.quantize.job import QuantizeJob

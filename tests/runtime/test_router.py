@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from qserve.runtime.blocks import chain_digests
+from qserve.runtime.digests import chain_digests
 from qserve.runtime.router import CALM, OVERLOAD, POLICIES, Placement, Prompt, Router
 
 SIZE = 4

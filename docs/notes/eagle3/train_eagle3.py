@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qserve.checkpoint.source import ModelSource, open_model
-from qserve.kernels.ops import BLOCK_SIZE, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import BLOCK_SIZE
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.rope import rope_tables

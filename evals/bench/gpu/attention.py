@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from qserve.evals.bench.gpu.linears import INVARIANT
 from qserve.evals.bench.gpu.peers import missing
-from qserve.kernels.ops import BLOCK_SIZE, Attention, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import BLOCK_SIZE, Attention
 from qserve.kernels.triton.attention import attend_decodes
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.schedule import divide

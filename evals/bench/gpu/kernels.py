@@ -27,7 +27,7 @@ from qserve.kernels.triton.tuning.stopwatch import Stopwatch
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
 HEADS = {"8B": Heads(32, 8, 128), "70B": Heads(64, 8, 128)}
-"""Of Llama 3."""
+"""The heads of Llama 3."""
 DECODES = ((1, 1024), (1, 32768), (8, 8192), (32, 1024), (32, 8192), (128, 2048))
 """(sequences, context)"""
 COPIED, SIDE = 1 << 30, 8192

@@ -34,8 +34,8 @@ def _held(run: Callable[[int], Tensor], *tensors: Tensor) -> Held:
 
 
 def _gemlite(problem: Problem, autotune: str) -> Held:
-    """With the configurations that gemlite ships for the GPU. Where it ships none, with those that its own search
-    finds: ``fast``, or ``max``, which takes minutes for a weight."""
+    """gemlite's product, in the configurations that it ships for the GPU. Where it ships none, in those that its own
+    search finds: ``fast``, or ``max``, which takes minutes for a weight."""
     gemlite = import_module("gemlite")
     gemlite.set_autotune(autotune)
     packed, (out, inp), x = problem.packed, problem.shape, problem.x

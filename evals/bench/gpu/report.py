@@ -139,7 +139,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def _microseconds(timing: Timing) -> str:
-    """With a mark where the call was launched by itself: the time of a short one then includes its launch."""
+    """The time, with a mark where the call was launched by itself: that of a short one then includes its launch."""
     return f"{timing.seconds * 1e6:.1f}" + ("" if timing.replayed else " eager")
 
 

@@ -39,7 +39,7 @@ class Line:
 
     @property
     def key(self) -> Key:
-        """By which its answer is found."""
+        """The key under which its answer is found."""
         return key_of(self.answer(None))
 
 

@@ -51,11 +51,11 @@ class BatchRunner:
         self._stops: dict[str, asyncio.Event] = {}  # of the batches in progress
 
     def added(self) -> None:
-        """There is a new batch."""
+        """Wake the runner for a new batch."""
         self._news.set()
 
     def cancel(self, batch: Batch) -> None:
-        """What is answered already stays. Raises ``APIError`` 409 for one that has ended."""
+        """End a batch; what is answered already stays. Raises ``APIError`` 409 for one that has ended."""
         if batch.has_ended or batch.status == "finalizing":
             raise APIError(409, f"batch {batch.id} is {batch.status}, and cannot be cancelled", code="batch_ended")
         if batch.status != "cancelling":

@@ -136,7 +136,7 @@ class BatchStore:
         write_atomically(self._record("batches", batch.id), json.dumps(batch.to_record()).encode())
 
     def answers_path(self, batch: Batch) -> Path:
-        """Of the answers so far, while a batch has not ended."""
+        """The file of the answers so far, while a batch has not ended."""
         return self._directory / "batches" / f"{batch.id}.answers.jsonl"
 
     def check(self) -> None:
@@ -182,7 +182,7 @@ class Room:
         self._taken += amount
 
     def keep(self, amount: int) -> None:
-        """So many of them belong to a file now."""
+        """Leave ``amount`` of the bytes to a file that has been made of them."""
         self._taken -= amount
 
     def close(self) -> None:

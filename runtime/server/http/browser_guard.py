@@ -60,7 +60,7 @@ class BrowserGuard:
 
 
 def _hostname(url: str) -> str:
-    """In lower case; empty where there is none."""
+    """The host that ``url`` names, in lower case; empty where it names none."""
     with suppress(ValueError):
         return urlsplit(url).hostname or ""
     return ""

@@ -117,7 +117,7 @@ def caller_header(key: ApiKey) -> str:
 
 
 def forwarded_caller(value: bytes) -> ApiKey:
-    """Whose request a router forwards. Its limits were checked there. Raises ``UsageError``."""
+    """The key whose request a router forwards. The router has checked its limits. Raises ``UsageError``."""
     try:
         given = json.loads(value)
         name, weight, priority = given["name"], given["weight"], given["priority"]

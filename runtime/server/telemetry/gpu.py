@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GpuState:
-    """Of all processes together. ``utilization``: the share of the last moment in which a kernel ran, 0 to 1."""
+    """A GPU as all processes together use it. ``utilization``: the share of the last moment in which a kernel ran."""
 
     utilization: float
     free_bytes: int

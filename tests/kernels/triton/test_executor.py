@@ -24,7 +24,7 @@ from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.modules import LLAMA
 from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.kernels.triton import support, target, weight_only
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.fill import fill
@@ -126,7 +126,7 @@ def test_a_classifier_answers_alike_and_its_missing_output_layer_is_warmed_up(ti
         assert one.outputs.probs == pytest.approx(other.outputs.probs, abs=1e-4)
 
 
-def test_the_heaviest_steps_run_in_few_blocks_and_the_cache_grows(tiny_model: Path) -> None:
+def test_the_largest_steps_run_in_few_blocks_and_the_cache_grows(tiny_model: Path) -> None:
     decoder = decoder_of(tiny_model, "triton")
     want = logits_of(decoder)
     decoder.resize_cache(warmup.blocks(decoder.limits))
@@ -146,7 +146,7 @@ def test_the_cache_gets_what_was_measured() -> None:
 
 
 class FakeMemory(GpuMemory):
-    """Of a GPU with ``size`` bytes free, whose heaviest step takes ``needed`` for a while."""
+    """The use of a GPU with ``size`` bytes free, whose largest step takes ``needed`` for a while."""
 
     def __init__(self, size: int, needed: int) -> None:
         self.size, self.needed = size, needed
@@ -162,7 +162,7 @@ class FakeMemory(GpuMemory):
         return 4 * self.size
 
 
-def test_what_the_heaviest_step_gives_back_is_left_to_it(tiny_model: Path) -> None:
+def test_what_the_largest_step_gives_back_is_left_to_it(tiny_model: Path) -> None:
     decoder = decoder_of(tiny_model, "triton")
     config = EngineConfig(max_num_seqs=6, max_num_batched_tokens=24)
     plan = MemoryPlan(weights=0, workspace=0, kv_cache=0, available=1 << 20, num_blocks=8, max_model_len=64)
@@ -174,7 +174,7 @@ def test_what_the_heaviest_step_gives_back_is_left_to_it(tiny_model: Path) -> No
     decoder.resize_cache(8)
     config = replace(config, gpu_memory_utilization=0.875)  # an eighth of a GPU of 48 blocks is 6
     assert grow_cache(decoder, plan, config, (), FakeMemory(12 * block, 4 * block)).num_blocks == 12 - 4 + 8 - 6
-    with pytest.raises(CapacityError, match="heaviest step"):
+    with pytest.raises(CapacityError, match="largest step"):
         grow_cache(decoder, plan, config, (), FakeMemory(12 * block, 30 * block))
 
 

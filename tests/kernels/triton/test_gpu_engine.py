@@ -15,7 +15,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import open_model
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import ops
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.target import is_interpreted, target

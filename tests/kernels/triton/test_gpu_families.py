@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from qserve.kernels import ops
-from qserve.kernels.ops import Op, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import Op
 from qserve.kernels.reference import ReferenceExecutor, on_device
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.target import is_interpreted

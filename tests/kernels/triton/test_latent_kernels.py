@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qserve.kernels.ops import Executor, HeadLinear, LatentAttention, Op, Step
+from qserve.kernels.executor import Executor, Step
+from qserve.kernels.ops import HeadLinear, LatentAttention, Op
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton import target
 from qserve.kernels.triton.support import unsupported

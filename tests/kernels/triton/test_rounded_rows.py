@@ -9,7 +9,8 @@ import torch
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
-from qserve.kernels.ops import Activation, Linear, Op, RMSNorm, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import Activation, Linear, Op, RMSNorm
 from qserve.kernels.triton import eight_bit, target
 from qserve.kernels.triton.executor import TritonExecutor
 

@@ -31,7 +31,7 @@ from qserve.checkpoint.errors import QServeError
 from qserve.evals.bench.gpu.kernels import peaks
 from qserve.evals.bench.roofline import Roof
 from qserve.kernels import registry
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.kernels.triton.tuning.stopwatch import Stopwatch
 from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits

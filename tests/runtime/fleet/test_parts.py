@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qserve.checkpoint.errors import UsageError
-from qserve.runtime.blocks import chain_digests
+from qserve.runtime.digests import chain_digests
 from qserve.runtime.fleet.breaker import FAILURES, PAUSE, Breaker
 from qserve.runtime.fleet.fleet import Fleet
 from qserve.runtime.fleet.prompts import BLOCK_BYTES, prompt_of

@@ -20,7 +20,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels import native, registry
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.quantize import fp8, rtn
 from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits, missing_kernels

@@ -14,7 +14,7 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.lora import LoraAdapter, read_adapter
 from qserve.kernels import native, registry
-from qserve.kernels.ops import Step
+from qserve.kernels.executor import Step
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.models.lora_layers import LoraLayers

@@ -13,7 +13,8 @@ from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels import native, registry
-from qserve.kernels.ops import AllGather, Step
+from qserve.kernels.executor import Step
+from qserve.kernels.ops import AllGather
 from qserve.kernels.ranks import RankLost
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder
@@ -33,7 +34,7 @@ def logits(
     path: Path, size: int, *, kernels: str = "native", threads: int = 1, kv_dtype: torch.dtype = torch.float16,
     head: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Of ``TOKENS``, computed by ``size`` ranks."""
+    """The logits of ``TOKENS``, computed by ``size`` ranks."""
     memory = SharedMemory()
 
     def rank(number: int) -> torch.Tensor:

@@ -34,8 +34,8 @@ def draw_rows(
     rows: Sequence[Tensor], draws: Sequence[RowSampling], *, threads: int | None = None, isa: native.Isa | None = None
 ) -> list[int]:
     """The token of each row, float32 [vocab] without NaN and with a token above minus infinity. All rows have one
-    vocabulary. A row's token depends on no other row and not on ``threads``. The computation is that of ``qs_draw`` in
-    ``csrc/qserve.h``; without a library it is that of ``draw_reference``.
+    vocabulary. A row's token depends on no other row and not on ``threads``. The computation is that of
+    ``qs_row_sampling`` in ``csrc/qserve.h``; without a library it is that of ``draw_reference``.
 
     The two differ for a point within about 1e-6 of the end of a token's share, and in the order of equal logits.
     """
@@ -51,7 +51,7 @@ def draw_rows(
     top_k = torch.tensor([d.top_k for d in draws], dtype=torch.int32)
     tokens = torch.empty(len(rows), dtype=torch.int32)
     named = {"rows": addresses, "point": point, "temperature": temperature, "top_p": top_p, "min_p": min_p}
-    op = abi.Draw(
+    op = abi.RowSampling(
         **{name: native.address(tensor) for name, tensor in (named | {"top_k": top_k, "tokens": tokens}).items()},
         vocab=vocab,
     )

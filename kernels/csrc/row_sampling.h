@@ -302,7 +302,7 @@ static void QS_NAME(look)(const float *x, int32_t count, float *highest, float *
     }
 }
 
-static int32_t QS_NAME(draw)(const qs_draw *op, int64_t row)
+static int32_t QS_NAME(draw)(const qs_row_sampling *op, int64_t row)
 {
     QS_NAME(bins) bins = {.x = op->rows[row], .vocab = op->vocab, .sorted = -1, .top = -FLT_MAX, .lowest = FLT_MAX};
     bins.span = (op->vocab / SPANS / QS_LANES + 1) * QS_LANES;
