@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from qserve.kernels.threads import torch_threads
 from qserve.runtime.request import Request
 
 
@@ -30,7 +30,8 @@ class HiddenStates:
     """Those of ``length`` positions, for each of ``requests``; a position has ``width`` numbers in float32."""
 
     def __init__(self, requests: int, length: int, width: int) -> None:
-        self._memory = torch.empty(requests, length, width).zero_()  # memory never written would still look free
+        # Written now: memory that never was would still look free. After a step every call into torch is slow.
+        self._memory = np.full((requests * length, width), 0.0, np.float32)
         self._length = length
         self._free = [*range(requests)]
         self._rings: dict[str, _Ring] = {}  # the one written last at the end
@@ -59,11 +60,10 @@ class HiddenStates:
                 places += [first + position % self._length for position in range(start + kept, stop)]
             row += count
         if rows:
-            source, target = torch.tensor(rows), torch.tensor(places)
-            flat, at = self._memory.flatten(0, 1), 0
+            at = 0
             for part in hidden:
                 width = part.shape[1]
-                flat[:, at : at + width].index_copy_(0, target, part.index_select(0, source))
+                self._memory[places, at : at + width] = part.numpy()[rows]
                 at += width
 
     def known(self, request: Request) -> range:
@@ -73,9 +73,8 @@ class HiddenStates:
 
     def of(self, request: Request, start: int, stop: int) -> Tensor:
         """float32 [stop - start, width] of ``known`` positions, a copy."""
-        slot = self._rings[request.request_id].slot
-        with torch_threads(1):
-            return self._memory[slot].index_select(0, torch.arange(start, stop) % self._length)
+        first = self._rings[request.request_id].slot * self._length
+        return torch.from_numpy(self._memory[first + np.arange(start, stop) % self._length])
 
     def _ring(self, request: Request) -> _Ring:
         ring = self._rings.pop(request.request_id, None)

@@ -31,8 +31,8 @@ The tensor is valid during the call only."""
 class StepOutput:
     """``logits`` float32 [n, vocab] and ``greedy`` int32 [n] (-1 where a row holds a NaN): as many rows per sequence as
     it samples, in the order of the plan. ``request_ids`` says whose each row is. Valid until the next step. ``logits``
-    stay on the model's device. ``hidden``: float32 [tokens of the step, hidden_size] for each layer whose input is
-    asked for (``Decoder.hidden``), there too.
+    stay on the model's device. ``hidden``: float32 [max_tokens, hidden_size] for each layer whose input is asked
+    for (``Decoder.hidden``), there too; the rows of the step's tokens hold it.
 
     ``wait`` returns when ``greedy`` is there. On a device other than this machine's CPU ``greedy`` then stays valid for
     good. On such a device ``draw`` returns the same output with the token of each (row, draw) in place of the greedy
@@ -140,7 +140,7 @@ class DecoderRunner:
             self._outputs[count] = decoder.logits[:count], decoder.greedy[:count]
         output = self._fetched(sampling)
         if decoder.hidden:
-            output = replace(output, hidden=tuple(each[: step.tokens] for each in decoder.hidden))
+            output = replace(output, hidden=decoder.hidden)
         return output
 
     def _sampled(self, sampling: tuple[str, ...], draws: Sequence[tuple[int, RowSampling]]) -> StepOutput:
