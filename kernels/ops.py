@@ -73,7 +73,8 @@ class PositionEmbed:
 @dataclass(frozen=True)
 class RMSNorm:
     """out[r] = x[r] / sqrt(mean(x[r] ** 2) + eps) * weight (Zhang and Sennrich, 2019), or added to ``out[r]`` where
-    ``accumulate`` (a norm behind a sublayer; ``out`` is then the residual stream)."""
+    ``accumulate`` (a norm behind a sublayer; ``out`` is then the residual stream). ``out`` may be a slice of the
+    columns of a wider buffer."""
 
     x: Tensor
     weight: Tensor
@@ -85,6 +86,10 @@ class RMSNorm:
     @property
     def width(self) -> int:
         return self.x.shape[1]
+
+    @property
+    def out_stride(self) -> int:
+        return self.out.stride(0)
 
 
 @dataclass(frozen=True)

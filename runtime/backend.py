@@ -84,11 +84,14 @@ class Backend(Protocol):
         config: EngineConfig,
         progress: Callable[[int, int], None] | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> LoadedModel:
         """Load ``source`` as ``config`` asks. ``progress`` gets how much is loaded and how much there is; ``planned``
-        may get the division of memory before anything is loaded.
+        may get the division of memory before anything is loaded. ``hidden_layers``: those whose input each step gives
+        out (``StepOutput.hidden``).
 
-        Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit.
+        Raises ``CheckpointError`` or ``CapacityError`` where the model cannot be read or cannot fit, ``UsageError``
+        for what the backend has not.
         """
         ...
 

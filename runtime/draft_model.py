@@ -28,22 +28,26 @@ from qserve.runtime.native_backend import NativeBackend
 from qserve.runtime.runner import DecoderRunner
 from qserve.runtime.step_plan import ScheduledSequence, StepPlan
 
-_CACHE_SHARE = 8  # of free memory the cache takes one part of so many, where requests could fill that
+CACHE_SHARE = 8  # of free memory the cache takes one part of so many, where requests could fill that
 
 
 class Span(NamedTuple):
-    """Tokens of a sequence to compute, from position ``start`` on. The last ``num_guesses`` of them are asked what
-    follows them."""
+    """Tokens of a sequence to compute, from position ``start`` of the cache on. The last ``num_guesses`` of them are
+    asked what follows them. ``states``: for an EAGLE-3 head, the target's hidden states [tokens, …] of the position
+    before each token; None for a guess of its own."""
 
     name: str
     token_ids: tuple[int, ...]
     start: int
     num_guesses: int
+    states: Tensor | None = None
 
 
 class DraftModel:
     """``max_tokens`` and ``max_guesses`` are those of one step. ``blocks`` has a table for each sequence that was
     opened. ``note`` says, in a line, what memory the model takes."""
+
+    kind = "draft model"
 
     def __init__(self, loaded: LoadedModel, name: str, *, enable_prefix_caching: bool = True) -> None:
         limits, memory = loaded.limits, loaded.memory
@@ -52,7 +56,7 @@ class DraftModel:
         cache = loaded.cache
         self.blocks = BlockManager(cache.num_blocks, cache.block_size, enable_prefix_caching, cache.windows)
         taken = (memory.weights + memory.workspace) / 2**20
-        self.note = (f"draft model {name}: {taken:.1f} MiB, and {memory.kv_cache / 2**20:.1f} MiB of KV cache for "
+        self.note = (f"{self.kind} {name}: {taken:.1f} MiB, and {memory.kv_cache / 2**20:.1f} MiB of KV cache for "
                      f"{cache.num_blocks} blocks")
         self._runner = loaded.runner
         self._step = 0
@@ -79,7 +83,7 @@ class DraftModel:
         if torch.cuda.is_available():
             free = min(free, torch.cuda.mem_get_info()[0])
         wanted = config.max_num_seqs * blocks_needed(context, BLOCK_SIZE, layout.windows)
-        num_blocks = min(wanted, max(1, free // _CACHE_SHARE // block_bytes))
+        num_blocks = min(wanted, max(1, free // CACHE_SHARE // block_bytes))
         options = replace(
             config, max_model_len=None, kv_cache_memory=num_blocks * block_bytes, gpu_memory_utilization=None,
             kv_offload_memory=None, kv_offload_dir=None, kv_transfer=False, kv_cache_dtype="auto", quantization=None,

@@ -29,6 +29,8 @@ from qserve.runtime.choice import Choice
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.draft_model import DraftModel
 from qserve.runtime.drafter import Drafter, NGramDrafter
+from qserve.runtime.eagle3_drafter import Eagle3Drafter
+from qserve.runtime.eagle3_head import Eagle3Head
 from qserve.runtime.generation_config import GenerationConfig
 from qserve.runtime.grammar import GrammarCompiler, Vocabulary
 from qserve.runtime.grammar_state import GrammarState, MaskPool
@@ -84,10 +86,14 @@ class Engine:
         self.tokenizer = source.tokenizer()
         self.generation_config = GenerationConfig.of(source, config.generation_config)
         drafts = config.speculative_config
-        draft_model = None
-        if drafts is not None and drafts.model is not None:
+        draft_model: DraftModel | None = None
+        if drafts is not None and drafts.model is not None and drafts.method == "eagle3":
+            draft_model = Eagle3Head.load_head(drafts.model, config, source)
+        elif drafts is not None and drafts.model is not None:
             draft_model = DraftModel.load(drafts.model, config, source, self.tokenizer.get_vocab())
-        loaded = (backend or backend_for(source, config)).load(source, config, progress, planned)
+        loaded = (backend or backend_for(source, config)).load(
+            source, config, progress, planned, draft_model.hidden_layers if isinstance(draft_model, Eagle3Head) else ()
+        )
         self.runner: ModelRunner = loaded.runner
         self.classifier, self._generates = loaded.classifier, loaded.generates
         self.limits, self.memory = loaded.limits, loaded.memory
@@ -130,7 +136,10 @@ class Engine:
         self.drafter: Drafter | None = None
         most = self.scheduler.config.logits_limit
         if draft_model is not None and drafts is not None:
-            self.drafter = ModelDrafter(draft_model, drafts, most, self.vocab_size)
+            if isinstance(draft_model, Eagle3Head):
+                self.drafter = Eagle3Drafter(draft_model, drafts, most, self.vocab_size)
+            else:
+                self.drafter = ModelDrafter(draft_model, drafts, most, self.vocab_size)
             self.notes += (draft_model.note,)
         elif drafts is not None:
             self.drafter = NGramDrafter(drafts, most)
@@ -314,6 +323,9 @@ class Engine:
         })
         with torch_threads(1):
             flight.output = self.runner.run(plan, self._take_rows)
+            if isinstance(self.drafter, Eagle3Drafter) and flight.output.hidden:
+                requests = {each.request_id: each for each in self.scheduler.running()}
+                self.drafter.saw(plan, requests, flight.output.hidden)
             if self.offload:
                 self.offload.begin(self.scheduler.transfers())
             if self.overlaps:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qserve.runtime.acceptance import AcceptanceRates
 from qserve.runtime.draft_model import DraftModel, Span
-from qserve.runtime.drafter import HALVED, LEAST, MARGIN
+from qserve.runtime.draft_reader import DraftReader
+from qserve.runtime.drafter import HALVED, MARGIN
 from qserve.runtime.request import Request
 from qserve.runtime.speculative_config import SpeculativeConfig
 from qserve.runtime.step_costs import Pace, StepCosts
 
-_START = 0.7  # how often guesses are thought to be right before any was made
 _LAG = 8  # unread tokens up to which reading is part of drafting; beyond them it must pay for itself
 _HORIZON = 64  # tokens of the answer in which it must
 _TRIED = 0.01  # share of the time of steps that may go into finding out whether drafts would pay by now
@@ -40,7 +40,7 @@ class ModelDrafter:
         pace = Pace()
         self._costs, self._draft_costs = StepCosts(max_rows, pace), StepCosts(model.max_tokens, pace)
         self._everyone = AcceptanceRates(1, HALVED[1])
-        self._readers: dict[str, _Reader] = {}  # the one used last at the end
+        self._readers: dict[str, DraftReader] = {}  # the one used last at the end
         self._credit = 0.0  # seconds
 
     def expects(self, requests: Sequence[Request]) -> bool:
@@ -65,8 +65,7 @@ class ModelDrafter:
             more = [reader for reader, count in ready.items() if count > depth and self._is_known(reader.guesses[-1])]
             if not more:
                 break
-            spans = [Span(each.name, (each.guesses[-1],), each.num_known + depth - 1, 1) for each in more]
-            for reader, (guess,) in zip(more, self._run(spans)):
+            for reader, (guess,) in zip(more, self._run([each.guess_span() for each in more])):
                 reader.guesses.append(guess)
         drafts = {}
         for reader in ready:
@@ -80,9 +79,10 @@ class ModelDrafter:
         self.model.blocks.check()
         assert self.model.blocks.tables().keys() == {name for name, each in self._readers.items() if each.is_open}
         for reader in self._readers.values():
-            assert 0 <= reader.num_computed <= reader.num_known and (reader.is_open or not reader.num_computed)
+            assert 0 <= reader.base <= reader.num_computed <= reader.num_known
+            assert reader.is_open or not reader.num_computed
 
-    def _plan(self, requests: Sequence[Request]) -> tuple[dict[_Reader, int], float, bool]:
+    def _plan(self, requests: Sequence[Request]) -> tuple[dict[DraftReader, int], float, bool]:
         """How many guesses to make for whom, so that the most tokens come in a second; the seconds that this saves;
         and whether drafts could pay at all, if they were right."""
         rows = len(requests)
@@ -113,12 +113,12 @@ class ModelDrafter:
             step = seconds[rows + count] + drafting
             if tokens > best * step:
                 best, saved, taken = tokens / step, tokens / plain - step, count
-        counts: dict[_Reader, int] = {}
+        counts: dict[DraftReader, int] = {}
         for _, _, reader in chances[:taken]:
             counts[reader] = counts.get(reader, 0) + 1
         return counts, saved, True
 
-    def _read(self, wanted: Iterable[_Reader]) -> list[_Reader]:
+    def _read(self, wanted: Iterable[DraftReader]) -> list[DraftReader]:
         """Have the tokens read that the draft model does not know yet, as many as one step allows. Returns those of
         ``wanted`` that know all of them now; each has a first guess."""
         wanted = list(wanted)
@@ -134,20 +134,20 @@ class ModelDrafter:
             asked = max(0, min(stop - max(start, reader.num_noted - 1), guesses + is_last))
             guesses -= asked - is_last
             tokens -= stop - start
-            spans.append(Span(reader.name, known, start, asked))
+            spans.append(reader.span(stop, asked))
             reading.append(reader)
         if not spans:
             return []
         for reader, span, found in zip(reading, spans, self._run(spans)):
-            reader.took(span.start + len(span.token_ids), found)
+            reader.took(reader.start + len(span.token_ids), found)
         return [reader for reader in reading if reader.guesses]
 
-    def _reserve(self, reader: _Reader, stop: int, wanted: Sequence[_Reader]) -> bool:
+    def _reserve(self, reader: DraftReader, stop: int, wanted: Sequence[DraftReader]) -> bool:
         """Make room for the tokens up to ``stop`` and for the guesses behind them, if need be that of sequences which
         are not ``wanted``, the one used longest ago first."""
         others = (each for each in list(self._readers.values()) if each.is_open and each not in wanted)
-        end = min(stop + self._most - 1, self.model.max_model_len)
-        while not self.model.reserve(reader.name, reader.start, end):
+        end = min(stop - reader.base + self._most - 1, self.model.max_model_len)
+        while not self.model.reserve(reader.name, reader.start - reader.base, end):
             if (other := next(others, None)) is None:
                 return False
             other.close()
@@ -169,29 +169,32 @@ class ModelDrafter:
             return [0.0] * (self.model.max_tokens + 1)
         return [0.0, *self._draft_costs.table()[1:]]
 
-    def _seconds_to_read(self, reader: _Reader) -> float:
+    def _seconds_to_read(self, reader: DraftReader) -> float:
         most, seconds = self.model.max_tokens, self._reading_seconds()
         return seconds[min(reader.num_unread, most)] * max(1.0, reader.num_unread / most)
 
-    def _to_probe(self, requests: Sequence[Request]) -> _Reader | None:
+    def _to_probe(self, requests: Sequence[Request]) -> DraftReader | None:
         """The request that tells at least cost whether drafts would be right by now, if that much time may be lost."""
         readers = [self._readers[each.request_id] for each in requests]
-        fit = [each for each in readers if each.num_unnoted >= _PROBE and each.num_known <= self.model.max_model_len]
+        fit = [each for each in readers if each.num_unnoted >= _PROBE and each.can_read]
         reader = min(fit, key=_unread, default=None)
         if reader is None or self._seconds_to_read(reader) * self._costs.pace.value > self._credit:
             return None
         self._credit = 0.0
         return reader
 
-    def _follow(self, request: Request) -> _Reader:
+    def _follow(self, request: Request) -> DraftReader:
         reader = self._readers.pop(request.request_id, None)
         if reader is None or reader.request is not request:
             if reader is not None:
                 reader.close()
-            reader = _Reader(request, self.model, self._everyone)
+            reader = self._reader(request)
         self._readers[request.request_id] = reader
         reader.follow()
         return reader
+
+    def _reader(self, request: Request) -> DraftReader:
+        return DraftReader(request, self.model, self._everyone)
 
     def _drop_ended(self) -> None:
         for name, reader in list(self._readers.items()):
@@ -200,105 +203,9 @@ class ModelDrafter:
                 del self._readers[name]
 
 
-def _likelihood(chance: tuple[float, int, _Reader]) -> float:
+def _likelihood(chance: tuple[float, int, DraftReader]) -> float:
     return chance[0]
 
 
-def _unread(reader: _Reader) -> int:
+def _unread(reader: DraftReader) -> int:
     return reader.num_unread
-
-
-class _Reader:
-    """How far the draft model has read one request.
-
-    ``num_known``: tokens that had come when it was asked last. ``num_computed``: leading ones whose keys are in its
-    cache. ``guesses``: what follows the known tokens, of which all but the last are in the cache, too. ``num_noted``:
-    tokens for which it is known whether the draft model would have guessed them; those of the prompt do not count.
-    """
-
-    def __init__(self, request: Request, model: DraftModel, everyone: AcceptanceRates) -> None:
-        self.request, self.name = request, request.request_id
-        self.guesses: list[int] = []
-        self.num_known = self.num_computed = 0
-        self.num_noted = request.num_prompt
-        self.is_open = False
-        self._num_published = 0
-        self._model, self._everyone, self._own = model, everyone, AcceptanceRates(1, HALVED[0])
-
-    @property
-    def start(self) -> int:
-        """Where it goes on reading: the newest token is always read, for the guess behind it."""
-        return min(self.num_computed, self.num_known - 1)
-
-    @property
-    def num_unread(self) -> int:
-        return self.num_known - self.start
-
-    @property
-    def num_unnoted(self) -> int:
-        return self.num_known - self.num_noted
-
-    @property
-    def num_left(self) -> int:
-        return self.request.max_output_tokens - len(self.request.output_token_ids)
-
-    def chances(self, most: int) -> list[tuple[float, int, _Reader]]:
-        """How likely each of up to ``most`` guesses is right, with all before it; and its number, from 1 on."""
-        # The last guess takes no position of the cache, and the answer's last token no guess.
-        most = min(most, self._model.max_model_len - self.num_known + 1, self.num_left - 1)
-        rate, chance, found = self._own.rate(0, self._everyone.rate(0, _START)), 1.0, []
-        for depth in range(1, most + 1):
-            chance *= rate
-            if chance < LEAST:
-                break
-            found.append((chance, depth, self))
-        return found
-
-    def follow(self) -> None:
-        """Take in the tokens that came since."""
-        known = self.request.num_prompt + len(self.request.output_token_ids)
-        if known > self.num_known:
-            came, right = self.request.tokens(self.num_known, known), 0
-            for guess, token in zip(self.guesses, came):
-                self._note(self.num_known + right, guess == token)
-                if guess != token:
-                    break
-                right += 1
-            if self.guesses:
-                self.num_computed += min(right, len(self.guesses) - 1)
-                self.guesses = []
-            self.num_known = known
-            if self.is_open:
-                self._model.blocks.truncate(self.name, self.num_computed)
-        blocks = self._model.blocks
-        size, digests = blocks.block_size, self.request.digests
-        if not self.is_open:
-            self.num_computed = blocks.open(self.name, digests[: (known - 1) // size])
-            self._num_published, self.is_open = self.num_computed // size, True
-        full = min(self.num_computed // size, len(digests))
-        for index in range(self._num_published, full):
-            blocks.publish(self.name, index, digests[index])
-        self._num_published = max(self._num_published, full)
-        blocks.release_passed(self.name, self.num_computed)
-
-    def took(self, stop: int, found: Sequence[int]) -> None:
-        """The tokens before ``stop`` were read, and the last of them followed by what was ``found``."""
-        self.num_computed = stop
-        self.guesses = []
-        for token, guess in zip(range(stop - len(found) + 1, stop + 1), found):
-            if token == self.num_known:
-                self.guesses = [guess]
-            else:
-                self._note(token, guess == self.request.tokens(token, token + 1)[0])
-
-    def close(self) -> None:
-        """Give up what is in the draft model's cache."""
-        if self.is_open:
-            self._model.blocks.free(self.name)
-        self.is_open, self.guesses, self.num_computed = False, [], 0
-
-    def _note(self, token: int, right: bool) -> None:
-        if token >= self.num_noted:
-            self.num_noted = token + 1
-            self._own.note(0, right)
-            self._everyone.note(0, right)

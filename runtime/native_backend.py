@@ -45,6 +45,7 @@ class NativeBackend:
         config: EngineConfig,
         progress: Callable[[int, int], None] | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> LoadedModel:
         """``progress`` counts layers, and then, if products are timed, the timed products. On a GPU the KV cache gets
         what is left after the largest steps that may come; ``planned`` gets what is expected."""
@@ -56,11 +57,12 @@ class NativeBackend:
                              "qserve quantize --lora")
         # Twice: of those that are replaced, some still end their requests.
         lora = LoraLayers(2 * config.max_loras, config.max_lora_rank) if config.enable_lora else None
+        sizes = _limits(config, executor, hidden_layers)
         runner: DecoderRunner
         if config.tensor_parallel_size > 1:
-            runner, memory, notes = _load_ranks(source, model_config, config, executor, progress)
+            runner, memory, notes = _load_ranks(source, model_config, config, executor, sizes, progress)
         else:
-            decoder, memory, notes = _load(source, model_config, config, executor, lora, progress, planned)
+            decoder, memory, notes = _load(source, model_config, config, executor, sizes, lora, progress, planned)
             runner = DecoderRunner(decoder)
         if isinstance(source, Unpacked):
             held = str(source.dtype()).removeprefix("torch.")
@@ -124,10 +126,10 @@ def _require_no_return(model: DecoderConfig, config: EngineConfig) -> None:
                              "leave it out")
 
 
-def _limits(config: EngineConfig, executor: Executor) -> DecoderLimits:
+def _limits(config: EngineConfig, executor: Executor, hidden_layers: tuple[int, ...] = ()) -> DecoderLimits:
     """Those of a step; memory sets the others."""
     on_gpu = executor.placement.device.type == "cuda"
-    return DecoderLimits(config.step_tokens(on_gpu), config.logit_rows, 0, 0, config.num_state_slots)
+    return DecoderLimits(config.step_tokens(on_gpu), config.logit_rows, 0, 0, config.num_state_slots, hidden_layers)
 
 
 def _has_int8_head(source: ModelSource, config: EngineConfig) -> bool:
@@ -210,11 +212,11 @@ def _load_ranks(
     model_config: DecoderConfig,
     config: EngineConfig,
     executor: Executor,
+    limits: DecoderLimits,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[ParallelRunner, MemoryPlan, list[str]]:
     """The first of several ranks, with the others behind it."""
     size = config.tensor_parallel_size
-    limits = _limits(config, executor)
     memory = _plan(source, model_config, config, executor, limits)
     limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
     shared = SharedMemory()
@@ -247,13 +249,13 @@ def _load(
     model_config: DecoderConfig,
     config: EngineConfig,
     executor: Executor,
+    limits: DecoderLimits,
     lora: LoraLayers | None,
     progress: Callable[[int, int], None] | None,
     planned: Callable[[MemoryPlan], None] | None,
 ) -> tuple[Decoder, MemoryPlan, list[str]]:
     """The decoder, the division of its memory, and notes on how it is computed."""
     on_gpu = executor.placement.device.type == "cuda"
-    limits = _limits(config, executor)
     memory = _plan(source, model_config, config, executor, limits)
     limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
     if on_gpu:

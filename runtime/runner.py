@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Protocol
@@ -31,7 +31,8 @@ The tensor is valid during the call only."""
 class StepOutput:
     """``logits`` float32 [n, vocab] and ``greedy`` int32 [n] (-1 where a row holds a NaN): as many rows per sequence as
     it samples, in the order of the plan. ``request_ids`` says whose each row is. Valid until the next step. ``logits``
-    stay on the model's device.
+    stay on the model's device. ``hidden``: float32 [max_tokens, hidden_size] for each layer whose input is asked
+    for (``Decoder.hidden``), there too; the rows of the step's tokens hold it.
 
     ``wait`` returns when ``greedy`` is there. On a device other than this machine's CPU ``greedy`` then stays valid for
     good. On such a device ``draw`` returns the same output with the token of each (row, draw) in place of the greedy
@@ -43,6 +44,7 @@ class StepOutput:
     greedy: Tensor
     wait: Callable[[], None] = lambda: None
     draw: Callable[[Sequence[tuple[int, RowSampling]]], StepOutput] | None = None
+    hidden: tuple[Tensor, ...] = ()
 
 
 class ModelRunner(Protocol):
@@ -60,6 +62,7 @@ class StepModel(Protocol):
     logits: Tensor
     greedy: Tensor
     states: Tensor
+    hidden: tuple[Tensor, ...]
 
     def run(self, *steps: Step) -> None: ...
     def head(self, step: Step, rows: Tensor) -> None: ...
@@ -135,7 +138,10 @@ class DecoderRunner:
         self._rows = {key: row for row, key in enumerate(sampling)}
         if (count := len(sampling)) not in self._outputs:
             self._outputs[count] = decoder.logits[:count], decoder.greedy[:count]
-        return self._fetched(sampling)
+        output = self._fetched(sampling)
+        if decoder.hidden:
+            output = replace(output, hidden=decoder.hidden)
+        return output
 
     def _sampled(self, sampling: tuple[str, ...], draws: Sequence[tuple[int, RowSampling]]) -> StepOutput:
         logits, greedy = self._outputs[len(sampling)]

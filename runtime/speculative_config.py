@@ -8,22 +8,24 @@ from typing import Any
 
 from qserve.checkpoint.errors import UsageError
 
-METHODS = ("ngram", "suffix", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model", "eagle3")
+OF_MODELS = ("draft_model", "eagle3")
 MAX_DRAFT = 64
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Drafts are what followed the newest tokens where they came before, or what a smaller model says.
+    """Drafts are what followed the newest tokens where they came before, or what a smaller model says, or a head of the
+    model.
 
     Attributes:
         method: ngram looks in the request's own prompt and output; suffix also in recent answers to the same tenant;
-            draft_model asks ``model``.
+            draft_model asks ``model``; eagle3 asks ``model``, an EAGLE-3 head in the speculators format.
         num_speculative_tokens: tokens of a draft at most. How many there are is decided in each step.
         prompt_lookup_min: the newest tokens that must have come before, at least.
         prompt_lookup_max: tokens up to which a match is compared: longer ones count alike.
         suffix_decoding_max_cached_requests: recent answers that are kept for a tenant, with ``suffix``.
-        model: with draft_model, a model with the same vocabulary, as the command line takes one.
+        model: with draft_model, a model with the same vocabulary, as the command line takes one; with eagle3, the head.
     """
 
     method: str = "ngram"
@@ -51,8 +53,8 @@ class SpeculativeConfig:
         if self.method not in METHODS:
             raise UsageError(f"method {self.method!r:.80} of --speculative-config is not served: "
                              f"choose from {', '.join(METHODS)}")
-        if (self.method == "draft_model") != (self.model is not None):
-            raise UsageError("--speculative-config: method draft_model needs a model, as "
+        if (self.method in OF_MODELS) != (self.model is not None):
+            raise UsageError("--speculative-config: the methods draft_model and eagle3 need a model, as "
                              '{"method": "draft_model", "model": "DIR"}, and no other method has one')
         for name, most in (
             ("num_speculative_tokens", MAX_DRAFT),

@@ -51,10 +51,14 @@ class TransformersBackend:
         config: EngineConfig,
         progress: Callable[[int, int], None] | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> LoadedModel:
         """``progress`` counts weights. Before anything is served, the logits of a prompt are compared with those of
         plain transformers, which reads the weights once more, one at a time."""
         _check(source, config)
+        if hidden_layers:
+            raise UsageError(f"{source.name} is computed through transformers, which gives out no hidden states for an "
+                             "EAGLE-3 head; choose another method of --speculative-config")
         executor, kv_dtype = _executor(config), _cache_dtype(config, source)
         try:
             outline = _outline(source)

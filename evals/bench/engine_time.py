@@ -67,7 +67,10 @@ class _NoBackend:
         rows = config.max_num_seqs
         return MemoryPlan(0, 0, 0, 0, rows * -(-self._tokens // BLOCK_SIZE) + 2 * rows, self._tokens)
 
-    def load(self, source: ModelSource, config: EngineConfig, progress: Any = None, planned: Any = None) -> LoadedModel:
+    def load(
+        self, source: ModelSource, config: EngineConfig, progress: Any = None, planned: Any = None,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> LoadedModel:  # fmt: skip
         rows, size, memory = config.max_num_seqs, int(source.config["vocab_size"]), self.plan(source, config)
         return LoadedModel(
             _NoModel(size, rows),

@@ -348,7 +348,7 @@ static void run_row(const struct job *job, int32_t thread, const qs_op *op, int6
         break;
     case QS_RMS_NORM:
         (op->rms_norm.accumulate ? kernels->add_rmsnorm : kernels->rmsnorm)(
-            op->rms_norm.x + r * op->rms_norm.width, op->rms_norm.weight, op->rms_norm.out + r * op->rms_norm.width,
+            op->rms_norm.x + r * op->rms_norm.width, op->rms_norm.weight, op->rms_norm.out + r * op->rms_norm.out_stride,
             op->rms_norm.width, op->rms_norm.eps);
         break;
     case QS_LAYER_NORM:

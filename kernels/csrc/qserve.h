@@ -81,8 +81,8 @@ typedef struct {
 typedef struct { const void *table; float *out; int32_t offset, width, dtype; } qs_position_embed;
 
 /* out[r, :] = x[r, :] / sqrt(mean(x[r]^2) + eps) * weight, or added to out where `accumulate` is set;  x, out f32
- * [rows, width]. */
-typedef struct { const float *x, *weight; float *out; int32_t accumulate, width; float eps; } qs_rms_norm;
+ * [rows, width]. Row r of the output starts at out + r * out_stride. */
+typedef struct { const float *x, *weight; float *out; int32_t accumulate, width, out_stride; float eps; } qs_rms_norm;
 
 /* out[r, :] = (x[r, :] - mean(x[r])) / sqrt(variance(x[r]) + eps) * weight + bias;  x, out f32 [rows, width]; bias NULL
  * for none. */

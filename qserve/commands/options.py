@@ -123,8 +123,9 @@ SpeculativeConfigJson = Annotated[
     typer.Option(
         "--speculative-config",
         help="Draft tokens, so that a step may yield several; answers stay the same. JSON in vLLM's spelling: method "
-        "(ngram; suffix, which also looks in recent answers; draft_model, which asks a smaller model), model (the "
-        "smaller one), num_speculative_tokens (at most), prompt_lookup_min, prompt_lookup_max, "
+        "(ngram; suffix, which also looks in recent answers; draft_model, which asks a smaller model; eagle3, which "
+        "asks a head of the model in the speculators format), model (the smaller one, or the head), "
+        "num_speculative_tokens (at most), prompt_lookup_min, prompt_lookup_max, "
         "suffix_decoding_max_cached_requests.",
         metavar="JSON",
     ),

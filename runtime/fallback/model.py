@@ -41,6 +41,7 @@ class TransformersModel:
             num_blocks=limits.num_blocks, dtype=kv_dtype,
         )  # fmt: skip
         self.layout, self.sequence_states = self.attention.layout, ()
+        self.hidden: tuple[Tensor, ...] = ()
         self._products = Products(executor, self.parameters, limits.max_tokens)
         self._load(progress)
         self.logits = torch.zeros(limits.max_logits, found.vocab_size)

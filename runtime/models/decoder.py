@@ -14,7 +14,7 @@ from torch import Tensor
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import registry
 from qserve.kernels.executor import Executor, Placement, Program, Step
-from qserve.kernels.ops import BLOCK_SIZE, LogSoftmax
+from qserve.kernels.ops import BLOCK_SIZE, Cast, LogSoftmax
 from qserve.runtime.cache import CacheSpec
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.layers import Buffers, LayerBuilder
@@ -28,13 +28,14 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class DecoderLimits:
     """The sizes of the buffers: tokens and logit rows of a step, positions of a sequence, blocks of the pool, and slots
-    for sequences whose states layers keep."""
+    for sequences whose states layers keep. ``hidden_layers``: those whose input is an output of the decoder."""
 
     max_tokens: int
     max_logits: int
     max_positions: int
     num_blocks: int
     num_states: int = 0
+    hidden_layers: tuple[int, ...] = ()
 
     def workspace_bytes(
         self, config: DecoderConfig, activations: torch.dtype = torch.float32, group: RankGroup | None = None
@@ -42,15 +43,18 @@ class DecoderLimits:
         """Bytes of activations and logits."""
         placement = Placement(torch.device("meta"), activations)
         return Buffers.allocate(
-            config, placement, tokens=self.max_tokens, rows=self.max_logits, positions=1, group=group
-        ).nbytes
+            config, placement, tokens=self.max_tokens, rows=self.max_logits, positions=1, group=group,
+            hidden_layers=len(self.hidden_layers),
+        ).nbytes  # fmt: skip
 
 
 class Decoder:
     """Runs steps. ``logits`` float32 [max_logits, vocab] and ``greedy`` int32 [max_logits] hold the last head run;
     ``kv`` [places, 2, blocks, kv_heads * head_dim * 16] is the cache, or [places, 1, blocks, …] of latents. Layers of
     different groups share a place. All are where the executor places them. ``sequence_states``: what layers keep of
-    each sequence, each tensor [num_states, …].
+    each sequence, each tensor [num_states, …]. ``hidden``: for each of ``limits.hidden_layers`` float32 [max_tokens,
+    hidden_size], the residual stream of the step just run as it was before that layer; behind the last one for the
+    number of layers. A residual multiplier is left out of it (``LayerBuilder``).
 
     ``group``: of the ranks that share the model, if there are several. Then this one has a shard of the weights, ``kv``
     its own key heads, and ``greedy`` is that of the first rank. All must run the same steps and heads.
@@ -94,9 +98,12 @@ class Decoder:
         }
         self.sequence_states = [state for states in kept.values() for state in states]
         self._buffers = buffers = Buffers.allocate(
-            config, self.placement, tokens=tokens, rows=rows, positions=limits.max_positions, group=group
-        )
+            config, self.placement, tokens=tokens, rows=rows, positions=limits.max_positions, group=group,
+            hidden_layers=len(limits.hidden_layers),
+        )  # fmt: skip
         self.logits, self.greedy, self.states = buffers.logits, buffers.greedy, buffers.states
+        self.hidden = buffers.hidden
+        outputs = {layer: Cast(buffers.x, out) for layer, out in zip(limits.hidden_layers, self.hidden)}
         builder = LayerBuilder(config, Weights(source), buffers, kv_dtype, lora, group)
 
         self._body: list[tuple[int, Program]] = []  # consecutive layers of one group, which see the same step
@@ -117,12 +124,16 @@ class Decoder:
             program = self._body[-1][1]
             if i == 0:
                 program.add(embed)
+            if i in outputs:
+                program.add([outputs[i]])
             ops = builder.layer(i, kept[i] if i in kept else self._pages[place])
             program.add(ops)
             self.fallbacks += registry.fallbacks(executor, ops)
             del ops  # what was read of this layer is gone before the next one is read
             if progress:
                 progress(i + 1, layers)
+        if layers in outputs:
+            program.add([outputs[layers]])
         self.fallbacks += head_fallbacks
         self._final_norm = executor.program(rows)
         self._final_norm.add(builder.final_norm())
@@ -155,14 +166,14 @@ class Decoder:
         width = self._kv_heads * spec.head_dim * BLOCK_SIZE
         shape = self.layout.places, 1 if spec.latent else 2, num_blocks, width
         self.kv = torch.empty(shape, dtype=self._kv_dtype, device=device)
-        views = [_pages_of(place, spec, self._kv_heads, self.placement) for place in self.kv]
+        views = [pages_of(place, spec, self._kv_heads, self.placement) for place in self.kv]
         for old, new in zip(self._pages, views):
             for tensor, other in zip(old, new):
                 tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
         self._pages = self._pages or views
 
 
-def _pages_of(place: Tensor, spec: CacheSpec, kv_heads: int, placement: Placement) -> tuple[Tensor, ...]:
+def pages_of(place: Tensor, spec: CacheSpec, kv_heads: int, placement: Placement) -> tuple[Tensor, ...]:
     """The keys and values of a layer's place [2, blocks, …], or its latents [1, blocks, …], in the shapes that the
     operations see."""
     if spec.latent:
@@ -183,7 +194,7 @@ def missing_kernels(
     layout = config.cache_layout
     spec = layout.groups[0].spec
     layer = torch.empty(2, 1, spec.kv_heads * spec.head_dim * BLOCK_SIZE, dtype=kv_dtype, device=placement.device)
-    pages_of_layer = _pages_of(layer, spec, spec.kv_heads, placement)
+    pages_of_layer = pages_of(layer, spec, spec.kv_heads, placement)
     found = registry.fallbacks(executor, builder.embed())
     for i in range(config.num_hidden_layers):
         kept: Sequence[Tensor] = pages_of_layer

@@ -61,6 +61,7 @@ class Buffers:
     gates       [tokens, …]: of heads, in families that have them
     rotations   cosine and sine, float32 [positions, rotary_dim / 2], for each of the ``rope_kinds``
     q_scale     float32 [positions], or None
+    hidden      [tokens, hidden_size] float32: copies of x as it is before some layers, where they are asked for
 
     Of qkv, gates and gate_up a rank has its own columns. All ranks share x, sublayer, attended, activated, and logits.
     """
@@ -82,6 +83,7 @@ class Buffers:
     gates: Tensor
     rotations: dict[str | None, tuple[Tensor, Tensor]]
     q_scale: Tensor | None
+    hidden: tuple[Tensor, ...]
 
     @classmethod
     def allocate(
@@ -93,7 +95,9 @@ class Buffers:
         rows: int,
         positions: int,
         group: RankGroup | None = None,
+        hidden_layers: int = 0,
     ) -> Buffers:
+        """``hidden_layers``: of how many the input is asked for."""
         device, dtype = placement.device, placement.activations
         hidden, inner = config.hidden_size, config.intermediate_size
         group = group or RankGroup()
@@ -132,6 +136,7 @@ class Buffers:
             gates=activations(tokens, len(queries) * config.head_dim if config.family.gated_heads else 0),
             rotations={kind: rotation(kind) for kind in set(config.rope_kinds)},
             q_scale=None if scale is None else scale.to(device),
+            hidden=tuple(torch.empty(tokens, hidden, device=device) for _ in range(hidden_layers)),
         )
 
     @property
@@ -139,7 +144,8 @@ class Buffers:
         """Bytes of activations and logits."""
         held = {id(x := getattr(self, field.name)): x for field in fields(self) if field.name != "q_scale"}
         parts = Tensor | MoeBuffers | LatentBuffers | DeltaBuffers
-        return sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, parts))
+        own = sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, parts))
+        return own + sum(buffer.nbytes for buffer in self.hidden)
 
 
 class LayerBuilder:
@@ -188,11 +194,13 @@ class LayerBuilder:
             ops += self._group.gather(buffers.x)
         return ops
 
-    def layer(self, i: int, kept: Sequence[Tensor]) -> list[Op]:
-        """``kept``: where the layer keeps keys and values, latents, or its states."""
+    def layer(self, i: int, kept: Sequence[Tensor], x: Tensor | None = None) -> list[Op]:
+        """``kept``: where the layer keeps keys and values, latents, or its states. ``x``: what its attention reads,
+        where that is not the normed residual stream."""
         modules, layer = self._config.modules, f"{self._config.modules.layers}.{i}"
-        parallel = self._config.parallel
-        x, read = self._input(layer, modules.attention_norm)
+        parallel, read = self._config.parallel, list[Op]()
+        if x is None:
+            x, read = self._input(layer, modules.attention_norm)
         delta = self._config.delta and self._config.delta.layers[i]
         sublayer = self._delta if delta else self._latent if self._config.latent else self._attention
         attend, add = sublayer(i, layer, x, *kept)

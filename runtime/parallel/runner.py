@@ -23,6 +23,7 @@ class _FirstRank:
         self._decoder, self._channel = decoder, channel
         self.limits, self.executor = decoder.limits, decoder.executor
         self.logits, self.greedy, self.states = decoder.logits, decoder.greedy, decoder.states
+        self.hidden = decoder.hidden
         self.sequence_states = decoder.sequence_states
         self.final_norm, self.log_softmax = decoder.final_norm, decoder.log_softmax  # of what this rank has as a whole
 

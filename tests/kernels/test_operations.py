@@ -238,7 +238,12 @@ def by_reference(op: Callable[[Tensor], Op], shape: tuple[int, int]) -> Tensor:
 def test_rms_norm(x: Tensor, accumulate: bool) -> None:
     weight = torch.rand(x.shape[1]) + 0.5
     make = lambda out: RMSNorm(x, weight, out, 1e-5, accumulate=accumulate)  # noqa: E731
-    check_rows(make, by_reference(make, (len(x), x.shape[1])), 2e-5, 2e-4 if accumulate else 1e-7)
+    want = by_reference(make, (len(x), x.shape[1]))
+    check_rows(make, want, 2e-5, 2e-4 if accumulate else 1e-7)
+    wide = torch.full((len(x), x.shape[1] + 3), 7.0)  # the columns beside its own stay as they are
+    run(executor(native.best_isa()), [make(wide[:, 2:-1])], make_step(len(x)))
+    torch.testing.assert_close(wide[:, 2:-1], want, rtol=2e-5, atol=2e-4 if accumulate else 1e-7, equal_nan=True)
+    assert bool((wide[:, [0, 1, -1]] == 7.0).all())
 
 
 @holds(rows_of(), st.booleans())

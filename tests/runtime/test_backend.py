@@ -37,8 +37,9 @@ class Successor:
 
 class SuccessorBackend:
     def load(
-        self, source: ModelSource, config: EngineConfig, progress: object = None, planned: object = None
-    ) -> LoadedModel:
+        self, source: ModelSource, config: EngineConfig, progress: object = None, planned: object = None,
+        hidden_layers: object = (),
+    ) -> LoadedModel:  # fmt: skip
         vocab_size = int(source.config["vocab_size"])
         self.runner = Successor(vocab_size)
         return LoadedModel(

@@ -231,7 +231,7 @@ def test_tokens_that_the_draft_model_does_not_know_are_not_read(tiny_model: Path
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"method": "draft_model"}, "needs a model"), ({"method": "ngram", "model": "x"}, "no other method"),
+    [({"method": "draft_model"}, "need a model"), ({"method": "ngram", "model": "x"}, "no other method"),
      ({"model": 3}, "must be a text")],
 )  # fmt: skip
 def test_a_draft_model_has_a_model(options: dict[str, Any], message: str) -> None:

@@ -58,7 +58,7 @@ def test_the_arguments_of_vllm(tiny_model: Path) -> None:
         ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True is not served"),
         ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4"),
         ({"trust_remote_code": True}, "trust_remote_code=True is not served: code that comes with a model is never"),
-        ({"speculative_config": {"method": "eagle3"}}, "method 'eagle3' of --speculative-config is not served"),
+        ({"speculative_config": {"method": "mtp"}}, "method 'mtp' of --speculative-config is not served"),
         ({"speculative_config": {"tokens": 5}}, "--speculative-config has no 'tokens': choose from method, "),
         ({"speculative_config": {"num_speculative_tokens": "5"}}, "num_speculative_tokens .* must be a whole number"),
         ({"speculative_config": {"num_speculative_tokens": 65}}, "num_speculative_tokens .* must be 1 to 64, not 65"),

@@ -343,3 +343,31 @@ def test_a_misshapen_weight_is_refused_by_name(tmp_path: Path) -> None:
     limits = DecoderLimits(max_tokens=8, max_logits=8, max_positions=64, num_blocks=8)
     with pytest.raises(CheckpointError, match=r"gate_proj.*112.*96"):
         Decoder(source, config, registry.make("reference"), limits)
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("case", ["llama", "granite", "gemma3"])
+def test_hidden_states_of_layers_are_those_of_transformers(case: str, kernels: str, tmp_path: Path) -> None:
+    """Of the input of layers, and behind the last one; the residual multiplier is left out."""
+    if kernels == "native" and native.missing():
+        pytest.skip(str(native.missing()))
+    model, layers = save_random(*CASES[case], tmp_path), (0, 1, 3)
+    source = HFDirectory(tmp_path)
+    config = decoder_config(source.config, "small")
+    behind_last: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda module, given: behind_last.append(given[0]))  # type: ignore[union-attr]
+    tokens = torch.randint(0, SMALL["vocab_size"], (40,), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        states = model(tokens[None], output_hidden_states=True).hidden_states
+    decoders = [
+        Decoder(source, config, registry.make(kernels), limits, kv_dtype=torch.float32)
+        for limits in (replace(LIMITS, hidden_layers=layers), LIMITS)
+    ]
+    asked, plain = (run_chunks(decoder, tokens.tolist(), [17, 23]) for decoder in decoders)
+    assert torch.equal(asked, plain) and decoders[1].hidden == ()
+    placement = decoders[0].placement
+    taken = [limits.workspace_bytes(config, placement.activations) for limits in (decoders[0].limits, LIMITS)]
+    assert taken[0] - taken[1] == 3 * 64 * config.hidden_size * 4
+    for found, want in zip(decoders[0].hidden, (states[0], states[1], *behind_last)):
+        scaled = found[:23] * config.multipliers.residual  # of the last chunk
+        torch.testing.assert_close(scaled, want[0, 17:], rtol=0, atol=1e-4)
