@@ -10,8 +10,8 @@ from torch import Tensor
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels.executor import Executor, Step
+from qserve.kernels.int8 import round_to_int8
 from qserve.kernels.ops import BLOCK_SIZE, Cast, Embed, Linear, Op, RMSNorm
-from qserve.kernels.prepack import round_to_int8
 from qserve.runtime.models.decoder import DecoderLimits, pages_of
 from qserve.runtime.models.eagle3_config import Eagle3Config
 from qserve.runtime.models.layers import Buffers, LayerBuilder
