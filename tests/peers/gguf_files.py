@@ -88,7 +88,7 @@ def main() -> None:
         kl, perplexity = metrics["kl_mean"], metrics["perplexity"]
         print(f"{name:40} {file.stat().st_size / 1e6:7.1f} {kl['value']:7.4f}  [{kl['low']:.4f}, {kl['high']:.4f}] "
               f" {perplexity['value']:.2f}")  # fmt: skip
-    test = load_text(given.test, "evaluate").tokens(source.tokenizer())
+    test = torch.tensor(load_text(given.test, "evaluate").tokens(source.tokenizer()))
     for name in (name for name in rows if name.startswith("qserve")):
         print(f"{name}: {judged(python, rows[name], test, given.judged, given.directory)}")
 
