@@ -27,7 +27,7 @@ from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed.sensitivity import EXCERPT
 from qserve.quantize.mixed.units import Offered, of_experts, units
-from qserve.quantize.plan import Shapes
+from qserve.quantize.schemes import Shapes
 from qserve.quantize.signround import ITERATIONS
 from qserve.runtime.memory import available_memory
 

@@ -27,7 +27,7 @@ from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed.units import Offered, of_experts, offered
-from qserve.quantize.plan import Shapes, plan
+from qserve.quantize.schemes import Shapes, assign
 from qserve.runtime.models.config import decoder_config
 
 
@@ -121,7 +121,7 @@ def arrange(
 ) -> Preparation:
     """Plan, format, verdicts and forecast; ``chosen`` is what mixed precision decided. Raises ``UsageError``."""
     shapes = _shapes(skeleton, job)
-    spec, notices = plan(job, shapes, chosen)
+    spec, notices = assign(job, shapes, chosen)
     format = _format(spec, skeleton, shapes, job)
     judged = judge(spec, skeleton, shapes, job.loaders, format)
     for verdict in judged:

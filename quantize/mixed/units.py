@@ -11,7 +11,7 @@ from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.loaders import verdicts
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize.job import QuantizeJob
-from qserve.quantize.plan import word_values
+from qserve.quantize.schemes import word_values
 
 Unit = tuple[str, ...]
 """Linears that must share a scheme, because a loader fuses them into one."""

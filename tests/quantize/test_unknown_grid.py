@@ -10,7 +10,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.grid import GRIDS, Grid
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize.methods import METHODS, Method
-from qserve.quantize.plan import word_values
+from qserve.quantize.schemes import word_values
 
 
 @pytest.fixture

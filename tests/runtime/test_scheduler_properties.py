@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -533,39 +533,51 @@ class SchedulerMachine(RuleBasedStateMachine):
             SchedulerMachine.read += tiers.read
 
 
-def drive(steps: int, *, derandomize: bool) -> None:
-    """Run and check at least ``steps`` operations, and make sure that they were worth it."""
+def drive(steps: int, *, fixed: bool) -> None:
+    """Run and check at least ``steps`` operations, and more until every case was there often enough: some draws have
+    little of one. ``fixed``: the same draws every time, where what is tested stays the same."""
     machine = SchedulerMachine
     machine.count = machine.preemptions = machine.hits = machine.copies = machine.forks = machine.mixed = 0
     machine.accepted = machine.refused = machine.passed = machine.loaded = machine.read = 0
     machine.saved = machine.resumed = 0
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=steps // 100,
-            stateful_step_count=100,
-            derandomize=derandomize,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    assert machine.count >= steps
-    assert machine.preemptions > steps // 200 and machine.hits > steps // 20, "the pool was never tight"
-    assert machine.copies > steps // 1000, "siblings hardly shared"
-    assert machine.forks > steps // 100, "beams hardly forked"
-    assert machine.mixed > steps // 400, "beams hardly ran beside other tenants"
-    assert min(machine.accepted, machine.refused) > steps // 150, "drafts were hardly ever right, or wrong"
-    assert machine.passed > steps // 20, "windows hardly passed a block"
-    assert machine.saved > steps // 20 and machine.resumed > steps // 100, "states were hardly kept, or found"
-    assert machine.loaded > steps // 500 and machine.read > steps // 5000, "hardly anything came back"
+    for number in range(8):
+        run_state_machine_as_test(
+            seed(number)(machine) if fixed else machine,
+            settings=settings(
+                max_examples=steps // 100,
+                stateful_step_count=100,
+                derandomize=False,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        if not (rare := too_rare(steps)) and machine.count >= steps:
+            return
+    raise AssertionError(f"{machine.count:,} steps: {', '.join(rare)}")
+
+
+def too_rare(steps: int) -> list[str]:
+    """The cases of which ``steps`` operations would say little."""
+    machine = SchedulerMachine
+    enough = {
+        "the pool was never tight": machine.preemptions > steps // 200 and machine.hits > steps // 10,
+        "siblings hardly shared": machine.copies > steps // 1000,
+        "beams hardly forked": machine.forks > steps // 100,
+        "beams hardly ran beside other tenants": machine.mixed > steps // 400,
+        "drafts were hardly ever right, or wrong": min(machine.accepted, machine.refused) > steps // 50,
+        "windows hardly passed a block": machine.passed > steps // 20,
+        "states were hardly kept, or found": machine.saved > steps // 20 and machine.resumed > steps // 100,
+        "hardly anything came back": machine.loaded > steps // 500 and machine.read > steps // 5000,
+    }
+    return [case for case, there in enough.items() if not there]
 
 
 def test_ten_thousand_random_steps() -> None:
-    drive(10_000, derandomize=True)
+    drive(10_000, fixed=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_random_steps() -> None:
-    drive(100_000, derandomize=False)
+    drive(100_000, fixed=False)

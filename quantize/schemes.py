@@ -39,7 +39,7 @@ class Shapes:
         return found
 
 
-def plan(
+def assign(
     job: QuantizeJob, shapes: Shapes, chosen: Mapping[str, WeightScheme | None] | None = None
 ) -> tuple[QuantSpec, tuple[str, ...]]:
     """The specification for ``shapes``, and a line for each deviation. ``chosen`` is what mixed precision decided,
