@@ -140,17 +140,20 @@ static void as_floats(const void *from, int64_t first, int32_t count, int32_t dt
             out[i] = qs_half_to_float(halves[i]);
 }
 
-/* NaN where a value is. */
+/* The largest magnitude, NaN where a value is: without the sign, bits are in the order of what they stand for, and those
+ * of NaN are above all. Integers are compared in vectors by every compiler. */
 static float largest(const float *values, int32_t count)
 {
-    float most = 0, nan = 0;
-#pragma omp simd reduction(max : most) reduction(+ : nan)
+    int32_t most = 0;
     for (int32_t i = 0; i < count; i++) {
-        const float magnitude = fabsf(values[i]);
-        most = magnitude > most ? magnitude : most;
-        nan += values[i] - values[i]; /* NaN for infinity, too */
+        int32_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
     }
-    return nan == nan || most == INFINITY ? most : nan;
+    float found;
+    memcpy(&found, &most, sizeof found);
+    return found;
 }
 
 int32_t qs_round_rows(const qs_rounding *op, int64_t first, int64_t rows, int32_t isa)

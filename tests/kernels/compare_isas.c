@@ -223,7 +223,7 @@ static void row_wise(void)
         for (int32_t both = 0; both < 2; both++) {
             float *out = memcpy(both ? second : first, x, (size_t)rows * (size_t)width * 4);
             qs_op ops[] = {
-                {.kind = QS_RMS_NORM, .rms_norm = {x, weight, out, accumulate, width, 1e-5f}},
+                {.kind = QS_RMS_NORM, .rms_norm = {x, weight, out, accumulate, width, width, 1e-5f}},
                 {.kind = QS_LAYER_NORM, .layer_norm = {x, weight, accumulate ? weight : NULL, out, width, 1e-5f}},
                 {.kind = QS_ACTIVATION, .activation = {x, out, function, gated, width, width}},
                 {.kind = QS_SOFT_CAP, .soft_cap = {out, width, 30}},
