@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from qserve.checkpoint import gguf_keys, keys, modules
+from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.modules import LLAMA, Modules
 
 
@@ -471,6 +472,22 @@ def under_its_family(config: Mapping[str, Any]) -> dict[str, Any]:
     if (family := _SAME.get(str(config.get("model_type")))) is None:
         return dict(config)
     return {key: value for key, value in config.items() if key != "auto_map"} | {"model_type": family}
+
+
+def transformers_config(config: Mapping[str, Any], name: str) -> Any:
+    """transformers' configuration of ``config``, whose type must be in the table, with what its family writes under
+    other keys also under Llama's. Raises ``CheckpointError`` for one that transformers refuses."""
+    from transformers import AutoConfig  # slow to import
+
+    kind = config["model_type"]
+    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type", "auto_map")}
+    try:
+        hf = AutoConfig.for_model(kind, **plain)
+    except Exception as error:  # transformers validates with several kinds of exception
+        raise CheckpointError(f"{name}: config.json is not a valid {kind} configuration: {error}") from None
+    for key, value in FAMILIES[kind].keys(hf.to_dict()).items():
+        setattr(hf, key, value)
+    return hf
 
 
 def native_families() -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.families import FAMILIES, Experts, Family, Gguf
+from qserve.checkpoint.families import FAMILIES, Experts, Family, Gguf, transformers_config
 from qserve.checkpoint.gguf_config import LONG, ROPE_FACTORS, SHORT, SIGMOID, SOFTMAX, config_of, llama3_factors
 from qserve.checkpoint.gguf_keys import Shapes
 
@@ -41,7 +41,7 @@ def metadata_of(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], d
     """The keys of the model, and the tensors that belong to them rather than to its weights (factors of rotations,
     float32). Raises ``UsageError`` for a model that GGUF files are not written of."""
     family, gguf = writable(config, name)
-    hf = _completed(config, family, name)
+    hf = _completed(config, name)
     hidden, heads = int(hf.hidden_size), int(hf.num_attention_heads)
     head_dim = int(hf.head_dim)
     said: dict[str, Any] = {
@@ -78,7 +78,7 @@ def check_read_back(
         found = config_of(metadata, shapes, lambda tensor: tensors[tensor])
     except CheckpointError as error:
         raise UsageError(f"{name} cannot be written as GGUF: {error}") from None
-    read, wanted = (_completed(each, family, name) for each in (found, config))
+    read, wanted = (_completed(each, name) for each in (found, config))
     if found["model_type"] != config["model_type"]:
         raise UsageError(f"{name} cannot be written as GGUF: it would be read as {found['model_type']}")
     ours = {own: llamas for llamas, own in gguf.names.items() if llamas in family.keys(wanted.to_dict())}
@@ -89,17 +89,9 @@ def check_read_back(
             raise UsageError(f"{name} cannot be written as GGUF, whose metadata do not hold its {key} ({has!r})")
 
 
-def _completed(config: Mapping[str, Any], family: Family, name: str) -> Any:
-    """transformers' configuration, with what the family writes under other keys than Llama's."""
-    from transformers import AutoConfig  # slow to import
-
-    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type", "auto_map")}
-    try:
-        hf = AutoConfig.for_model(config["model_type"], **plain)
-    except Exception as error:  # transformers validates with several kinds of exception
-        raise CheckpointError(f"{name}: config.json is not valid: {error}") from None
-    for key, value in family.keys(hf.to_dict()).items():
-        setattr(hf, key, value)
+def _completed(config: Mapping[str, Any], name: str) -> Any:
+    """With what is left unsaid where it follows from the rest."""
+    hf = transformers_config(config, name)
     if not getattr(hf, "head_dim", None):
         hf.head_dim = hf.hidden_size // hf.num_attention_heads
     if getattr(hf, "partial_rotary_factor", None) is None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_families
+from qserve.checkpoint.families import FAMILIES, Family, Multipliers, native_families, transformers_config
 from qserve.checkpoint.modules import Modules
 from qserve.kernels.ops import Function
 from qserve.runtime.cache import CacheLayout, CacheSpec, StateSpec
@@ -105,13 +105,7 @@ def decoder_config(config: dict[str, Any], name: str) -> DecoderConfig:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if kind is None or family is None or not family.native:
         raise CheckpointError(f"{name} is of type {kind!r}; the native decoder serves {', '.join(native_families())}")
-    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type", "auto_map")}
-    try:
-        hf = AutoConfig.for_model(kind, **plain)
-    except Exception as error:  # transformers validates with several kinds of exception
-        raise CheckpointError(f"{name}: config.json is not a valid {kind} configuration: {error}") from None
-    for key, value in family.keys(hf.to_dict()).items():
-        setattr(hf, key, value)
+    hf = transformers_config(config, name)
     for key, wanted in family.served.items():
         if (found := getattr(hf, key, wanted) or False) != wanted:
             raise CheckpointError(f"{name} has {key} {found!r} in config.json; only {wanted!r} is served")
