@@ -192,6 +192,12 @@ def _decoder(
     group: RankGroup | None = None,
     lora: LoraLayers | None = None,
 ) -> Decoder:
+    def loaded(done: int, total: int) -> None:
+        if source.spec is None:  # now, not at the end: else the peak includes what every layer in floats left behind
+            heap.release()
+        if progress is not None:
+            progress(done, total)
+
     decoder = Decoder(
         source,
         decoder_config(source.config, source.name),
@@ -201,7 +207,7 @@ def _decoder(
         int8_head=_has_int8_head(source, config),
         lora=lora,
         group=group,
-        progress=progress,
+        progress=loaded,
     )
     heap.release()
     return decoder
