@@ -59,6 +59,9 @@ INTEROP = {
         imports=("modelopt.torch.quantization", "modelopt.torch.export"),
         borrows=True,
     ),
+    "quark": Environment(
+        (TORCH, "transformers==5.23.0", "accelerate", "amd-quark==0.13"), ("quark.torch",), borrows=True
+    ),
     "hqq": Environment(
         packages=(TORCH, "setuptools<81", "wheel", "termcolor", "transformers==5.23.0", "accelerate", "einops"),
         alone=("hqq==0.2.8.post1",),
