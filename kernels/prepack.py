@@ -33,7 +33,7 @@ class IntTiles:
     exactly (as most checkpoints store them), else float32; permutation int32 [k], the column of x behind each input (-1
     for padding), or None. A code stands for (code - zero - zeros) * scale.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
-    activation scale. Codes stand for the numbers of ``codebook``, where there is one: uint8 [bytes, 16], low bytes first.
+    activation scale. ``codebook``, uint8 [bytes, 16] with low bytes first: the numbers for which codes stand, or None.
     """
 
     weight: Tensor
