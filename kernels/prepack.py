@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import frexp, gcd
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.code_tiles import LANES, Tile, tile_codes_reference
 
+_ONE_BYTE = 31  # the largest number of a codebook of one byte
 _CODES = 1 << 18  # that are rounded at a time
 
 Take = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -28,11 +29,11 @@ Take = Callable[[Sequence[int], torch.dtype], Tensor]
 class IntTiles:
     """A packed weight as tiles.
 
-    weight uint8; scales [tiles, groups, 16], float16 where that holds all of them exactly (as most checkpoints store
-    them), else float32; zeros int32 of the same shape, or None for the constant ``zero``; permutation int32 [k], the
-    column of x behind each input (-1 for padding), or None.
+    weight uint8; scales [tiles, groups, 16], and zeros of the same shape or None: float16 where that holds all of both
+    exactly (as most checkpoints store them), else float32; permutation int32 [k], the column of x behind each input (-1
+    for padding), or None. A code stands for (code - zero - zeros) * scale.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
-    activation scale. Codes stand for the numbers of ``codebook``, uint8 [16], where there is one.
+    activation scale. ``codebook``, uint8 [bytes, 16] with low bytes first: the numbers for which codes stand, or None.
     """
 
     weight: Tensor
@@ -79,12 +80,12 @@ def tile_bytes(
     scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int, *, half_scales: bool = False
 ) -> int:
     """Bytes of a packed weight [out, in] as the kernels hold it, without padding. ``half_scales``: float16 holds its
-    scales, which is not known before they are read; False gives the upper bound."""
+    scales and zero points, which is not known before they are read; False gives the upper bound."""
     if is_expanded(scheme, activations):
         return 4 * out * inp
     codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
-    scale = 2 if half_scales and scheme.grid.exact else 4
-    return codes + out * scheme.groups(inp) * (scale + (0 if scheme.symmetric else 4))
+    scale = 2 if half_scales and scheme.grid.exact and frexp(scheme.grid.unit)[0] == 0.5 else 4  # times a power of two
+    return codes + out * scheme.groups(inp) * scale * (1 if scheme.symmetric else 2)
 
 
 def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple[int, int, int]:
@@ -115,7 +116,9 @@ def kept(take: Take, tensor: Tensor) -> Tensor:
 
 def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_codes_reference) -> IntTiles:
     """Tiles of 4-bit nibbles for up to 4 bits, of bytes above. The codebook of an exact grid is one of integers: the
-    multiples of its unit, which the scales take up. They are lifted by ``zero``, so that none is negative.
+    multiples of its unit, which the scales take up. They are lifted by ``zero``, so that none is negative. Zero points
+    that are real numbers stay such: the kernel computes (code - zero) * scale, and does not round in between as
+    ``dequantize`` may.
 
     Inputs are reordered where groups are not consecutive, and padded where groups are short, so that every group has
     the same width and holds a whole number of activation groups. Without an activation scheme, inputs get scales of
@@ -134,11 +137,19 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
     if grid.codebook is not None:
         levels = (torch.tensor(grid.codebook) / grid.unit).round().int()
         zero = -int(levels.min())
-        book = (levels + zero).to(torch.uint8)
+        levels += zero
+        book = torch.stack([levels & 255, levels >> 8] if int(levels.max()) > _ONE_BYTE else [levels]).to(torch.uint8)
+    elif grid.real_zeros:
+        zero = 0
     # In this order: at the end of the preceding weights, the prefetch runs into these scales.
     halves = all(_is_half(part * grid.unit) for part in packed.scales.split(_rows(packed.scales)))
-    scales = _tile_rows(packed.scales, torch.float16 if halves else torch.float32, take, grid.unit)
-    zeros = None if packed.zeros is None else _tile_rows(packed.zeros, torch.int32, take)
+    if packed.zeros is not None and grid.real_zeros:
+        halves = halves and all(map(_is_half, packed.zeros.split(_rows(packed.zeros))))
+    dtype = torch.float16 if halves else torch.float32
+    scales = _tile_rows(packed.scales, dtype, take, grid.unit)
+    zeros = None
+    if packed.zeros is not None:  # beside `zero`, so that they are small
+        zeros = _tile_rows(packed.zeros if grid.real_zeros else packed.zeros.float() - zero, dtype, take)
     weight = take((-(-packed.out_features // LANES), k * bits // 32, LANES, 4), torch.uint8)
     tile(packed.stored, order, weight)
     return IntTiles(
@@ -174,7 +185,7 @@ def _rows(values: Tensor) -> int:
 
 
 def _is_half(values: Tensor) -> bool:
-    return torch.equal(values.half().float(), values)
+    return torch.equal(values.half().float(), values.float())
 
 
 def _tile_rows(values: Tensor, dtype: torch.dtype, take: Take, unit: float = 1) -> Tensor:

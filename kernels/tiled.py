@@ -49,6 +49,7 @@ class TiledLinear:
     act_span: int = 0
     act_group: int = 0
     zero: int = 0
+    codebook_bytes: int = 0
     accumulate: bool = False
     centred: bool = False
     function: int = 0
@@ -165,6 +166,7 @@ def _tiles(weight: Tensor | QuantizedWeight, take: Take, tile: Tile) -> dict[str
             "weight": tiles.weight,
             "permutation": tiles.permutation,
             "codebook": tiles.codebook,
+            "codebook_bytes": 0 if tiles.codebook is None else len(tiles.codebook),
             "scale_dtype": abi.FLOATS[tiles.scales.dtype],
             "k": tiles.k,
             "x_stride": tiles.k,
@@ -265,7 +267,8 @@ def _stacked(
     tiled = [_tiles(weight, anywhere, tile) for weight in weights]
     first = dict(tiled[0])
     if len({each.get("scale_dtype") for each in tiled}) > 1:  # float16 holds the scales of some only
-        tiled = [{**each, "scales": each["scales"].float(), "scale_dtype": 0} for each in tiled]
+        tiled = [{**each, "scales": each["scales"].float(), "zeros": as_floats(each["zeros"]), "scale_dtype": 0}
+                 for each in tiled]  # fmt: skip
         first["scale_dtype"] = 0
     if any(each.get("permutation") is not None for each in tiled):
         in_order = torch.arange(first["k"], dtype=torch.int32)

@@ -76,7 +76,7 @@ static qs_linear of_expert(const qs_linear *op, const float *input_scales, int64
     if (op->scales)
         one.scales = (const uint8_t *)op->scales + e * tiles * groups * QS_LANES * (op->scale_dtype == QS_F16 ? 2 : 4);
     if (op->zeros)
-        one.zeros = op->zeros + e * tiles * groups * QS_LANES;
+        one.zeros = (const uint8_t *)op->zeros + e * tiles * groups * QS_LANES * (op->scale_dtype == QS_F16 ? 2 : 4);
     if (op->bias)
         one.bias = op->bias + e * op->n;
     if (op->permutation)

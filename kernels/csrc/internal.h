@@ -7,7 +7,8 @@
 
 #include "qserve.h"
 
-#define BOOK 2 /* a `u4` whose codes stand for numbers of a codebook */
+#define BOOK 2 /* a `u4` whose codes stand for numbers of a codebook of one byte */
+#define BOOK16 3 /* of two */
 
 /* The input of an integer product: codes [rows, k], and per act_group a scale and the sum of the codes. */
 typedef struct {

@@ -155,12 +155,12 @@ static void linear(void)
     int32_t rare = op.function || op.cap > 0 || between(0, 1) ? 0 : 40; /* a sum that overflows has a finite cap */
     float *x = numbers((int64_t)rows * op.x_width, rare), *steps = scales((int64_t)tiles * groups * QS_LANES);
     float *bias = numbers(op.n, 0);
-    uint8_t *codebook = bytes(16);
-    for (int32_t i = 0; i < 16; i++)
+    uint8_t *codebook = bytes(32);
+    op.codebook_bytes = between(1, 2);
+    for (int32_t i = 0; i < 16 && op.codebook_bytes == 1; i++)
         codebook[i] &= 31;
-    int32_t *zeros = room((int64_t)tiles * groups * QS_LANES * 4), *order = room((int64_t)op.k * 4);
-    for (int32_t i = 0; i < tiles * groups * QS_LANES; i++)
-        zeros[i] = between(0, 255);
+    float *zeros = numbers((int64_t)tiles * groups * QS_LANES, 0);
+    int32_t *order = room((int64_t)op.k * 4);
     for (int32_t i = 0; i < op.k; i++)
         order[i] = between(-1, op.x_width - 1);
     op.out_stride = op.n + pad;
@@ -172,6 +172,8 @@ static void linear(void)
     op.codebook = op.dtype == QS_U4 && between(0, 1) ? codebook : NULL;
     op.zeros = integer && between(0, 1) ? zeros : NULL;
     op.permutation = integer && between(0, 3) == 0 ? order : NULL;
+    for (int32_t i = 0; i < tiles * groups * QS_LANES && op.codebook && op.codebook_bytes == 2; i++)
+        steps[i] /= 256;
     op.input_scale = between(0, 3) ? 0.0f : 0.02f;
     int64_t size = (int64_t)rows * op.out_stride;
     float *first = numbers(size, 0), *second = room(size * 4);

@@ -24,6 +24,8 @@ def make_weight(
         codes = torch.randint(0, scheme.max_code + 1, (out, inp), generator=generator).to(torch.uint8)
         if not scheme.symmetric:
             zeros = torch.randint(0, scheme.max_code + 1, (out, groups), generator=generator).to(torch.uint8)
+            if scheme.grid.real_zeros:
+                zeros = zeros - torch.rand(out, groups, generator=generator)
     if shuffled:
         g_idx = (torch.arange(inp) // scheme.group_width(inp))[torch.randperm(inp, generator=generator)].int()
     static = activations is not None and not activations.dynamic
