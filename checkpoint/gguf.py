@@ -1,17 +1,20 @@
 """``GGUFFile``: a model in llama.cpp's single-file format, read as if it were a Hugging Face directory.
 
-The ``gguf`` package dequantizes the block formats. Experts of GPT-OSS in MXFP4 stay packed.
+The ``gguf`` package dequantizes the block formats. Experts of GPT-OSS in MXFP4 stay packed, and in ``packed`` all
+linears whose blocks kernels multiply as they are.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -23,6 +26,7 @@ from qserve.checkpoint.files import file_sha256
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.formats.mxfp4 import MXFP4, SCHEME, read_e8m0
 from qserve.checkpoint.gguf_config import config_of
+from qserve.checkpoint.gguf_packed import KINDS, Parts, unpacked
 from qserve.checkpoint.gguf_reader import Header, StoredTensor, read_header
 from qserve.checkpoint.gguf_tensors import Stored, stored_tensors
 from qserve.checkpoint.gguf_tokenizer import tokenizer_of
@@ -51,7 +55,7 @@ BLOCKS = tuple(
 
 class GGUFFile:
     """A ``ModelSource`` over one GGUF file of an architecture that ``families`` names; dense but for experts that the
-    family publishes in MXFP4.
+    family publishes in MXFP4. ``in_floats``: it stays so when an engine holds it, as the base of what is made of it.
 
     Raises ``CheckpointError`` where the file is damaged or holds an architecture or a tensor type that is not
     supported.
@@ -62,8 +66,9 @@ class GGUFFile:
     card: QualityCard | None = None
     calibration: CalibrationRecord | None = None
 
-    def __init__(self, path: str | Path, *, name: str | None = None) -> None:
+    def __init__(self, path: str | Path, *, name: str | None = None, in_floats: bool = False) -> None:
         self.path = Path(path)
+        self.in_floats = in_floats
         self.name = name or self.path.stem
         self.part_of: str | None = None
         header = read_header(self.path)
@@ -74,12 +79,43 @@ class GGUFFile:
             self.config, self._stored = self._described(header)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
-        self._linears = self._packed_modules()
-        packed = {f"{module}.{part}" for module in self._linears for part in ("weight", "bias")}
-        self._dense = dict.fromkeys(name for name in self._stored if name not in packed)
+        self._divide(self._mxfp4_experts())
         if self._linears:
             self.format = MXFP4()
             self.spec = self.format.spec_of({}, [name.removesuffix(".weight") for name in self._dense])
+
+    def _divide(self, linears: dict[str, Stored]) -> None:
+        """``linears`` are packed, all else is dense."""
+        self._linears = linears
+        packed = {f"{module}.{part}" for module in linears for part in ("weight", "bias")}
+        self._dense = dict.fromkeys(name for name in self._stored if name not in packed)
+
+    def packed(self) -> GGUFFile:
+        """The same file with its linears packed as they are stored, where kernels multiply such blocks; embedding and
+        output layer stay dense. Itself where nothing changes."""
+        modules = FAMILIES[self.config["model_type"]].modules(self.config)
+        outer = {f"{module}.weight" for module in (modules.embedding, modules.head, modules.positions)}
+        found = {
+            name.removesuffix(".weight"): stored
+            for name, stored in self._stored.items()
+            if name.endswith(".weight") and name not in outer and stored.keeps_rows and self._kind(stored) in KINDS
+        }
+        if self.in_floats or self.spec is not None or not found:
+            return self
+        made = copy(self)
+        made._divide(found)
+        schemes = {module: KINDS[self._kind(stored)].scheme for module, stored in found.items()}
+        ((weights, _),) = Counter(schemes.values()).most_common(1)
+        made.spec = QuantSpec(
+            "unknown", weights, overrides={module: each for module, each in schemes.items() if each != weights},
+            ignored=tuple(name.removesuffix(".weight") for name in made._dense if name.endswith(".weight")),
+        )  # fmt: skip
+        return made
+
+    def _kind(self, stored: Stored) -> GGMLQuantizationType:
+        """That of its tensors; ``F32``, which is not packed, where they differ."""
+        kinds = {self._tensors[name].kind for name in stored.names}
+        return kinds.pop() if len(kinds) == 1 else GGMLQuantizationType.F32
 
     def _described(self, header: Header) -> tuple[dict[str, Any], dict[str, Stored]]:
         metadata = header.metadata
@@ -98,8 +134,8 @@ class GGUFFile:
         config = config_of(metadata, shapes, self._read)
         return config, stored_tensors(config, shapes)
 
-    def _packed_modules(self) -> dict[str, Stored]:
-        """Those that are served as they are stored, and their weights."""
+    def _mxfp4_experts(self) -> dict[str, Stored]:
+        """Those that are packed in any case, and their weights."""
         gguf = FAMILIES[self.config["model_type"]].gguf
         if gguf is None or not gguf.keeps_mxfp4:
             return {}
@@ -143,14 +179,27 @@ class GGUFFile:
         if module not in self._linears:
             raise CheckpointError(f"{self.path}: {module} is not stored packed; a GGUF file is read dense")
         stored = self._linears[module]
-        blocks = [_mxfp4(*self._raw(part, stored.place)) for part in stored.names]
-        codes, scales = (parts[0] if stored.undo is None else stored.undo(*parts) for parts in zip(*blocks))
-        weight = QuantizedWeight(SCHEME, codes, scales, bias=self.tensor(f"{module}.bias").float())
+        scheme = SCHEME if self.spec is None else self.spec.scheme_of(module) or SCHEME
+        codes, scales, zeros = (
+            None if parts[0] is None else stored.joined(parts).contiguous()
+            for parts in zip(*(self._parts(name, stored.place) for name in stored.names))
+        )
+        assert codes is not None and scales is not None
+        bias = self.tensor(f"{module}.bias").float() if f"{module}.bias" in self._stored else None
+        weight = QuantizedWeight(scheme, codes, scales, zeros, bias=bias)
         try:
             weight.check()
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {module}: {error}") from None
         return weight
+
+    def _parts(self, name: str, place: int | None) -> Parts:
+        """Those of a matrix of the file, or of one of those stacked in it."""
+        raw, shape = self._raw(name, place)
+        kind = self._tensors[name].kind
+        if kind.name == "MXFP4":
+            return *_mxfp4(raw, shape), None
+        return unpacked(kind, raw, shape[0], GGML_QUANT_SIZES[kind][1])
 
     def _where(self, name: str) -> Stored:
         if name not in self._stored:

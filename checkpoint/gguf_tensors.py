@@ -20,6 +20,7 @@ from qserve.checkpoint.gguf_config import LONG, ROPE_FACTORS, SHORT, in_llamas_k
 from qserve.checkpoint.gguf_keys import Shapes
 from qserve.checkpoint.gguf_reader import MAX_TENSORS
 from qserve.checkpoint.gguf_undo import (
+    OF_ROWS,
     half_rows,
     in_turn,
     joined_kv_b,
@@ -61,9 +62,19 @@ class Stored:
         """One tensor of the file, as it lies there."""
         return self.undo is None and self.laid == (self.shape,)
 
+    @property
+    def keeps_rows(self) -> bool:
+        """A matrix whose rows are rows of the file's."""
+        undo = self.undo.func if isinstance(self.undo, partial) else self.undo
+        wide = all(len(laid) == 2 and laid[1] == self.shape[-1] for laid in self.laid)
+        return len(self.shape) == 2 and wide and (undo is None or undo in OF_ROWS)
+
     def made(self, parts: Sequence[Tensor]) -> Tensor:
         """transformers' tensor of the file's."""
-        parts = [part.reshape(laid) for part, laid in zip(parts, self.laid)]
+        return self.joined([part.reshape(laid) for part, laid in zip(parts, self.laid)])
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Their rows as those of transformers' tensor."""
         if self.undo is not None:
             return self.undo(*parts)
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), -2)

@@ -75,3 +75,7 @@ def joined_kv_b(keys: Tensor, values: Tensor) -> Tensor:
     """The linear from the latent to keys and values, [heads * (nope + value), rank], of its two halves: the keys
     [heads, rank, nope], which llama.cpp keeps transposed, and the values [heads, value, rank]."""
     return torch.cat([keys.transpose(1, 2), values], 1).reshape(-1, values.shape[-1])
+
+
+OF_ROWS = (unpermute, regroup, untiled, joined_qkvz, in_turn, half_rows)
+"""Those that only choose and order rows, which codes and scales have as well as numbers."""

@@ -128,36 +128,38 @@ def dense_linears(source: ModelSource) -> list[str]:
 
 
 def open_model(
-    model: str | Path, *, offline: bool = False, progress: Callable[[int, int], None] | None = None
-) -> ModelSource:
+    model: str | Path, *, offline: bool = False, progress: Callable[[int, int], None] | None = None,
+    in_floats: bool = False,
+) -> ModelSource:  # fmt: skip
     """Open ``model``: a Hugging Face directory, a ``*.gguf`` file, ``demo`` or ``demo-gemma``, a hub id with or without
     ``@revision``, or the URL of a checkpoint in a bucket, as ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
 
     ``offline`` forbids the network: what is not a path must then be in the cache already.
-    ``progress(done, total)`` counts the bytes of a download of a demo model or from a bucket.
+    ``progress(done, total)`` counts the bytes of a download of a demo model or from a bucket. ``in_floats``: an engine
+    holds a GGUF file in floats, as the base of what is made of it. Demo models it always does.
     """
     text = os.fspath(model)
     if is_bucket_url(text):
         copy = fetch_bucket(text, progress or (lambda done, total: None), offline=offline)
         return HFDirectory(copy.path, name=text.rstrip("/").rpartition("/")[2])
     if text in DEMOS and not Path(text).is_dir():
-        return GGUFFile(fetch_demo(progress, offline=offline, model=DEMOS[text]), name=text)
+        return GGUFFile(fetch_demo(progress, offline=offline, model=DEMOS[text]), name=text, in_floats=True)
     path = Path(os.path.expanduser(text))
     if path.is_dir():
         return HFDirectory(path)
     if path.suffix.lower() == ".gguf" or path.is_file():
-        return GGUFFile(path)
+        return GGUFFile(path, in_floats=in_floats)
     if isinstance(model, str) and is_hub_id(text):
-        return _open_snapshot(fetch_snapshot(text, offline=offline), text)
+        return _open_snapshot(fetch_snapshot(text, offline=offline), text, in_floats)
     raise CheckpointError(
         f"{text} does not exist; give a model directory, a .gguf file, a hub id such as org/name, s3://BUCKET/PREFIX, "
         "or demo"
     )
 
 
-def _open_snapshot(path: Path, name: str) -> ModelSource:
+def _open_snapshot(path: Path, name: str, in_floats: bool) -> ModelSource:
     """A model in the hub's cache: a directory of safetensors, or one GGUF file."""
     ggufs = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
     if len(ggufs) > 1:
         raise CheckpointError(f"{name} is {len(ggufs)} GGUF files in the hub cache; give the path of one: {ggufs[0]}")
-    return GGUFFile(ggufs[0], name=name) if ggufs else HFDirectory(path, name=name)
+    return GGUFFile(ggufs[0], name=name, in_floats=in_floats) if ggufs else HFDirectory(path, name=name)

@@ -57,7 +57,7 @@ def measure_quality(
             "as one: never above the true value"
         )
     else:
-        source = steps.open_source(against)
+        source = steps.open_source(against, base=True)
         base, scorer = quality.scorers(source, model, job.window, kernels=kernels, threads=threads)
         setting, pieces, remark = job.setting(source), quality.pieces_of(job, source), ""
     quality.require_one_vocabulary(base, scorer)
@@ -95,7 +95,7 @@ def verify_card(
     threads: int | None,
 ) -> list[verification.Finding]:  # fmt: skip
     """The card's figures, measured again on other windows of its text."""
-    base = steps.open_source(against)
+    base = steps.open_source(against, base=True)
     verification.require_base(card, base)
     text = load_text(data, "evaluate")
     drawn = secrets.randbits(32) if seed is None else seed
@@ -118,7 +118,7 @@ def compare_checkpoints(
     if cards:
         require_one_setting([(name, card) for name, card in zip(names, cards)])
     elif against is not None and job is not None:
-        source = steps.open_source(against)
+        source = steps.open_source(against, base=True)
         for model in models:
             base, scorer = quality.scorers(source, model, job.window, kernels=kernels, threads=threads)
             with console.progress(model.name[:12]) as update:
@@ -148,7 +148,7 @@ def save_reference(
     checkpoint: str, job: quality.EvalJob, out: Path, top: int, kernels: str, threads: int | None
 ) -> None:
     """Store the model's predictions for the text of ``job``."""
-    source = steps.open_source(checkpoint)
+    source = steps.open_source(checkpoint, base=True)
     config = quality.eval_config(job.window, (source,), kernels=kernels, threads=threads)
     pieces = quality.pieces_of(job, source)
     vocabulary = source.tokenizer().get_vocab()
@@ -171,7 +171,8 @@ def measure_tasks(
 ) -> list[GateReport]:  # fmt: skip
     """One model after the other, so that both need not fit in memory at once."""
     require_lm_eval()
-    sources = [steps.open_source(name) for name in ([] if against is None else [against]) + [checkpoint]]
+    sources = [] if against is None else [steps.open_source(against, base=True)]
+    sources.append(steps.open_source(checkpoint))
     results, path = [], ""
     for source in sources:
         engine = Engine(source, EngineConfig(kernels=kernels, threads=threads, max_waiting=1 << 16))

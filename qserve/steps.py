@@ -28,15 +28,16 @@ _BARS = ("generate", "sensitivity", "quantize", "distill")
 """The phases of quantizing that show a bar here."""
 
 
-def open_source(model: str, chat_template: Path | None = None) -> ModelSource:
-    """Open MODEL; the first use of a demo model downloads it. ``chat_template``: a file, instead of its own."""
+def open_source(model: str, chat_template: Path | None = None, *, base: bool = False) -> ModelSource:
+    """Open MODEL; the first use of a demo model downloads it. ``chat_template``: a file, instead of its own. ``base``:
+    it is what others are made of and compared with, so its numbers count, and not how fast it is."""
     if (demo := DEMOS.get(model)) and not demo_path(demo).exists():
         if demo.notice:
             console.note(demo.notice)
         with console.progress("download") as update:
             source = open_model(model, progress=update)
     else:
-        source = open_model(model)
+        source = open_model(model, in_floats=base)
     if chat_template is not None:
         use_chat_template(source.tokenizer(), chat_template)
     return source

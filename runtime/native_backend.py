@@ -98,8 +98,7 @@ def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, De
     """The checkpoint as it is held, what it is, and what computes it."""
     require_stored_as(source, config.quantization)
     executor = _executor(source, config, Shard())
-    if is_in(source, *executor.placement.unpacked):
-        source = Unpacked(source)
+    source = _held(source, executor)
     model_config = decoder_config(source.config, source.name)
     if model_config.latent is not None and cache_dtype(config.kv_cache_dtype, source) in SCALED_KV:
         raise UsageError(f"{source.name} caches latent vectors, which are kept in 16 or 32 bits: choose "
@@ -113,6 +112,12 @@ def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, De
         raise CapacityError(f"--dtype {config.dtype}: the {executor.name} kernels compute in {computes} here; "
                             "leave it out, or choose auto")
     return source, model_config, executor
+
+
+def _held(source: ModelSource, executor: Executor) -> ModelSource:
+    """``source`` as ``executor`` holds it: packed where it has kernels for that."""
+    source = source.packed() if isinstance(source, GGUFFile) else source
+    return Unpacked(source) if is_in(source, *executor.placement.unpacked) else source
 
 
 def _require_no_return(model: DecoderConfig, config: EngineConfig) -> None:
@@ -169,7 +174,7 @@ def load_rank(
 ) -> tuple[Decoder, StepChannel]:
     """The decoder of one of several ranks, and how the first one tells the others what to run."""
     executor = executor or _executor(source, config, group.shard)
-    decoder = _decoder(source, config, executor, limits, progress, group=group)
+    decoder = _decoder(_held(source, executor), config, executor, limits, progress, group=group)
     return decoder, StepChannel(shared, group, limits, len(decoder.layout.groups))
 
 

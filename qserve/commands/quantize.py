@@ -135,7 +135,7 @@ def quantize(
         offload=offload,
         max_memory=byte_count(max_memory),
     )
-    source = steps.open_source(model)
+    source = steps.open_source(model, base=True)
     if lora is not None:
         from qserve.checkpoint.merged import merged
 

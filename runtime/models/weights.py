@@ -87,7 +87,8 @@ class Headers(Weights):
         scheme = spec.scheme_of(module) or spec.weights
         out, inp = self.source.shape(module)[:2]
         scales = torch.empty(out, scheme.groups(inp), device="meta")
-        zeros = None if scheme.symmetric else torch.empty(scales.shape, dtype=torch.uint8, device="meta")
+        kind = torch.float32 if scheme.grid.real_zeros else torch.uint8
+        zeros = None if scheme.symmetric else torch.empty(scales.shape, dtype=kind, device="meta")
         codes = torch.empty(out, inp, dtype=torch.uint8, device="meta")
         bias = torch.empty(out, device="meta") if self._stores(f"{module}.bias") else None
         return QuantizedWeight(scheme, codes, scales, zeros, bias=bias, activations=spec.activations_of(module))

@@ -491,9 +491,20 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     kernels = "reference" if native.missing() else "native"
     decoder = Decoder(source, config, registry.make(kernels), limits, kv_dtype=torch.float32)
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(7))
-    torch.testing.assert_close(
-        run_chunks(decoder, tokens.tolist(), [40]), model(tokens[None]).logits[0], rtol=0, atol=1e-4
-    )
+    want = model(tokens[None]).logits[0]
+    torch.testing.assert_close(run_chunks(decoder, tokens.tolist(), [40]), want, rtol=0, atol=1e-4)
+
+    packed = source.packed()
+    assert packed.parameters() == source.parameters() and (len(packed.linears()) > 3) == (kind != "gpt2")  # transposed
+    for module in packed.linears():
+        name, weight = f"{module}.weight", packed.linear(module)
+        assert packed.shape(module) == source.shape(name) and not packed.has(name)
+        assert torch.equal(weight.dequantize(), source.tensor(name)), name
+        assert (weight.bias is not None) == source.has(f"{module}.bias")
+    decoder = Decoder(packed, config, registry.make(kernels), limits, kv_dtype=torch.float32)
+    found = run_chunks(decoder, tokens.tolist(), [40])
+    assert not decoder.fallbacks or kernels == "reference"
+    assert ((found - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.1  # inputs are rounded
 
 
 def test_every_family_with_a_gguf_row_has_a_case() -> None:
