@@ -124,7 +124,7 @@ def word_values(scheme: WeightScheme) -> int:
         return 1
     if scheme.grid is not INTEGERS:
         raise UsageError(f"no method rounds weights to {scheme}")
-    return {2: 16, 3: 32, 4: 8, 6: 1, 8: 4}[scheme.bits]
+    return {2: 16, 3: 32, 4: 8, 5: 1, 6: 1, 8: 4}[scheme.bits]
 
 
 def group_size_for(in_features: int, wanted: int) -> int:

@@ -95,8 +95,9 @@ def test_what_is_only_read_is_refused_by_its_reason(case: str, tmp_path: Path) -
 
 BLOCKS = [
     (WeightScheme(4, 32), Kind.Q4_0), (WeightScheme(4, 64), Kind.Q4_0), (WeightScheme(4, -1), Kind.Q4_0),
-    (WeightScheme(3, 32), Kind.Q4_0), (WeightScheme(2, 128), Kind.Q4_0), (WeightScheme(6, 32), Kind.Q8_0),
-    (WeightScheme(8, 64), Kind.Q8_0), (WeightScheme(8, -1), Kind.Q8_0),
+    (WeightScheme(3, 32), Kind.Q4_0), (WeightScheme(2, 128), Kind.Q4_0), (WeightScheme(5, 32), Kind.Q5_0),
+    (WeightScheme(5, -1), Kind.Q5_0), (WeightScheme(6, 32), Kind.Q8_0), (WeightScheme(8, 64), Kind.Q8_0),
+    (WeightScheme(8, -1), Kind.Q8_0),
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def test_head_and_embedding_are_explicit():
     assert notices[0].endswith("layer of its own in 8 bits") and len(notices) == 1
     _, notices = assign(QuantizeJob(embedding_bits=6, head_bits=6), shapes(**linears))
     assert notices[0].endswith("--embeddings 6 alone would store the same numbers once")
-    with pytest.raises(UsageError, match="--embeddings must be one of 6, 8, not 4"):
+    with pytest.raises(UsageError, match="--embeddings must be one of 5, 6, 8, not 4"):
         QuantizeJob(embedding_bits=4)
 
 
