@@ -1,7 +1,7 @@
 """``write_gguf``: a model as one file of llama.cpp's format, with the very numbers that it has.
 
-Symmetric integers in groups become ``Q4_0``, ``Q5_0`` or ``Q8_0``, floats stay floats. The file is opened again before it is
-published: configuration and tokenizer must come back as they were.
+Symmetric integers in groups become ``Q4_0``, ``Q5_0`` or ``Q8_0``, floats stay floats. The file is opened again before
+it is published: configuration and tokenizer must come back as they were.
 """
 
 from __future__ import annotations

@@ -88,9 +88,10 @@ def assign(
         for (out, inp), count in skipped.items()
     ]
     outer = {"lm_head": job.head_bits, shapes.embedding: job.embedding_bits}
+    outer_size = min(job.group_size, 64) if job.group_size > 0 else 64
     for module, bits in outer.items():
         if bits:
-            overrides[module] = WeightScheme(bits, group_size_for(shapes.embedding_shape[1], 64))
+            overrides[module] = WeightScheme(bits, group_size_for(shapes.embedding_shape[1], outer_size))
     if not job.head_bits:
         ignored.insert(0, "lm_head")
         if job.embedding_bits and shapes.tied:
