@@ -117,7 +117,8 @@ def rescale(directory: Path, seed: int) -> None:
         name = f"model.layers.{layer}.{producer}.weight"
         weight = tensors[name]
         factors = torch.empty(len(weight)).uniform_(*FACTORS, generator=generator)
-        tensors[name] = (weight.float().T * factors).T.to(weight.dtype).contiguous()
+        rows = factors.view(-1, *(1,) * (weight.dim() - 1))
+        tensors[name] = (weight.float() * rows).to(weight.dtype)
         for reader in readers:
             name = f"model.layers.{layer}.{reader}.weight"
             weight = tensors[name].float()
@@ -125,6 +126,7 @@ def rescale(directory: Path, seed: int) -> None:
             read = factors.view(config["num_key_value_heads"], -1).repeat_interleave(copies, 0).flatten()
             tensors[name] = (weight / read).to(tensors[name].dtype)
     save_file(tensors, file, {"format": "pt"})
+    (directory / "manifest.json").unlink()  # it has the hash of the file as it was
 
 
 def importance(source: ModelSource, windows: Tensor) -> dict[str, np.ndarray[Any, Any]]:
