@@ -25,7 +25,7 @@ GroupSize = Annotated[
     int,
     typer.Option(
         help="Inputs that share a scale, -1 for all: smaller groups are closer to the model and larger on disk (a "
-        "scale takes 16 bits)."
+        "scale takes 16 bits). Of --embeddings and --head at most 64 share one."
     ),
 ]
 Symmetric = Annotated[
