@@ -479,10 +479,11 @@ class Scheduler:
         return self.blocks.open(request.request_id, self._reusable(request))
 
     def _share(self, decodes: list[Request]) -> list[Request]:
-        """Those of ``decodes`` whose newest token is known, as many as each of the plans in flight has. Beams, which
-        follow each other in rank, stay together."""
+        """Those of ``decodes`` whose newest token is known, divided between the plans that can be made now, and no more
+        than an equal share of all that run. Beams, which follow each other in rank, stay together."""
         known = [request for request in decodes if not request.num_in_flight]
-        count = -(-len(self._running) // self.config.num_stages)
+        stages = self.config.num_stages
+        count = min(-(-len(self._running) // stages), -(-len(known) // max(1, stages - self.num_in_flight)))
         while count < len(known) and known[count].beams and known[count].beams is known[count - 1].beams:
             count += 1
         return known[:count]

@@ -99,32 +99,40 @@ def test_the_peak_is_what_is_resident_at_most() -> None:
 
 
 _LOAD = """
-import sys
-from dataclasses import replace
+import json, os, sys
 from pathlib import Path
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 
-def told(name):
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+def told(name, pid):
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status[name].split()[0]) * 1024
 
-before = told("VmRSS")
-config = EngineConfig(kv_cache_memory=8 << 20, max_num_seqs=8, max_num_batched_tokens=64, threads=1)
-engine = Engine(sys.argv[1], config)
-print(told("VmHWM") - before)
+before = told("VmRSS", os.getpid())
+options = {"kv_cache_memory": 8 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64, "threads": 1}
+engine = Engine(sys.argv[1], EngineConfig(**options, **json.loads(sys.argv[2])))
+others = engine._ranks.pids if engine._ranks else []
+print([told("VmHWM", pid) - before for pid in (os.getpid(), *others)])
+engine.close()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process its peak")
 def test_a_load_needs_little_more_than_the_checkpoint(tmp_path: Path) -> None:
-    """A model whose ends are a fifth of it and whose layers are many, as in one of eight billion parameters."""
+    """A model whose ends are a fifth of it and whose layers are many, as in one of eight billion parameters. The same
+    of each of two processes that share it."""
     shape = {**make_random.SHAPES["qwen3-8b"], "num_hidden_layers": 22, "vocab_size": 24000, "hidden_size": 2048,
              "intermediate_size": 6144}  # fmt: skip
     make_random.make(shape, tmp_path / "w4")
     size = sum(file.stat().st_size for file in (tmp_path / "w4").glob("*.safetensors"))
-    done = subprocess.run(
-        [sys.executable, "-c", _LOAD, str(tmp_path / "w4")], capture_output=True, text=True, check=True
-    )
-    assert size > 500e6 and int(done.stdout) <= 1.15 * size
+
+    def peaks(**options: int) -> list[int]:
+        command = [sys.executable, "-c", _LOAD, str(tmp_path / "w4"), json.dumps(options)]
+        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)  # type: ignore[no-any-return]
+
+    (alone,) = peaks()
+    assert size > 500e6 and alone <= 1.15 * size
+    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        shares = peaks(**{option: 2})
+        assert len(shares) == 2 and max(shares) <= 1.2 * size / 2, option
