@@ -59,7 +59,9 @@ class PipelineRunner(DecoderRunner):
             ran, step = self._channel.run(self._model)
             while ran < number:  # that one failed, and nobody waits for it
                 ran, step = self._channel.run(self._model)
+            began = time.perf_counter()
             self._read_out(plan, step, prompt_sink)
+            self._channel.busy[-1] += time.perf_counter() - began
         self._count()
 
     def _count(self) -> None:
