@@ -275,13 +275,12 @@ def _load_ranks(
     finally:
         shared.close()
     threads, cpus = support.threads_of(config, 0)
-    each = f"{len(cpus) if cpus else threads} threads each"
     if config.pipeline_parallel_size == 1:
-        note = f"tensor parallel: {config.num_ranks} ranks, with {each}"
+        note = f"tensor parallel: {config.num_ranks} ranks"
     else:
         counts = [len(each.layers(model_config.num_hidden_layers)) for _, each in (*parts, (shard, stage))]
-        note = f"pipeline parallel: stages of {', '.join(map(str, counts))} layers, with {each}"
-    return runner, memory, [note, *_notes(source, decoder)]
+        note = f"pipeline parallel: stages of {', '.join(map(str, counts))} layers"
+    return runner, memory, [f"{note}, with {len(cpus) if cpus else threads} threads each", *_notes(source, decoder)]
 
 
 def _notes(source: ModelSource, decoder: Decoder) -> list[str]:
