@@ -73,15 +73,14 @@ def weight_bytes(source: ModelSource, modules: Modules, executor: Executor, *, i
 
 
 def layer_bytes(held: Mapping[str, int], modules: Modules, count: int) -> list[int]:
-    """The ``held_bytes`` of each of ``count`` layers. The first has the embedding too, and the last norm and head."""
+    """Of ``held_bytes`` those that a step reads, for each of ``count`` layers. The last has norm and head too. Of the
+    embedding a step reads some rows alone, so that counts for nothing."""
     found, layers = [0] * count, f"{modules.layers}."
-    before = tuple(f"{name}." for name in (modules.embedding, modules.positions) if name)
+    looked_up = tuple(f"{name}." for name in (modules.embedding, modules.positions) if name)
     for name, size in held.items():
-        if name.startswith(layers):
-            layer = int(name.removeprefix(layers).partition(".")[0])
-        else:
-            layer = 0 if f"{name}.".startswith(before) else count - 1
-        if layer < count:  # layers behind the last one predict several tokens at once, and are not served
+        layer = int(name.removeprefix(layers).partition(".")[0]) if name.startswith(layers) else count - 1
+        # Layers behind the last one predict several tokens at once, and are not served.
+        if layer < count and not f"{name}.".startswith(looked_up):
             found[layer] += size
     return found
 

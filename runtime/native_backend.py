@@ -179,7 +179,7 @@ def _plan(
 def _parts(
     source: ModelSource, model_config: DecoderConfig, config: EngineConfig, executor: Executor
 ) -> list[tuple[Shard, Stage]]:
-    """What each rank has of the model. Stages divide the bytes of layers, embedding and head evenly."""
+    """What each rank has of the model. Stages divide evenly what a step reads: the bytes of layers and head."""
     if config.pipeline_parallel_size == 1:
         return [(Shard(rank, config.tensor_parallel_size), Stage()) for rank in range(config.tensor_parallel_size)]
     modules, count = model_config.modules, model_config.num_hidden_layers

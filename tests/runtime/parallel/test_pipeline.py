@@ -80,7 +80,7 @@ def test_answers_are_those_of_one_rank(piped: Engine, alone: Engine) -> None:
     idle = piped.stats().pipeline_idle
     assert len(idle) == 3 and all(0 < share < 1 for share in idle) and not alone.stats().pipeline_idle
     (note,) = (note for note in piped.notes if note.startswith("pipeline parallel"))
-    assert note == "pipeline parallel: stages of 1, 2, 2 layers, with 1 threads each"
+    assert note == "pipeline parallel: stages of 2, 2, 1 layers, with 1 threads each"
 
 
 def test_a_step_that_fails_leaves_an_engine_as_good_as_new(
