@@ -4,7 +4,8 @@
 enum { SHRINK, EXPAND }; /* phases of the operation alone */
 
 #define ADAPTED_ROWS 24 /* in one piece of the second */
-#define ADAPTED_TILES 8
+#define ADAPTED_TILES 32
+#define STRIP (16 << 10) /* outputs of a strip, about as many as the first-level cache holds, unless it is one piece */
 
 static int64_t shrunk_numbers(const qs_lora *op, int64_t rows)
 {
@@ -64,24 +65,45 @@ static void expand_part(const struct job *job, const qs_lora *op, int32_t part, 
     const int32_t *adapters = job->step->adapters;
     for (int32_t count; row < last; row += count) {
         count = alike_adapters(adapters, row, last);
+        if (adapters[row] < 0)
+            continue;
         const qs_adapter *adapter = op->adapters + (int64_t)adapters[row] * op->parts + part;
-        if (adapters[row] >= 0 && adapter->rank)
+        if (adapter->rank)
             job->kernels->expand(op, adapter, shrunk + shrunk_numbers(op, (int64_t)part * rows + row),
                                  op->out + (int64_t)row * op->out_stride + op->columns[2 * part] + begin, count,
                                  begin / QS_LANES, end - begin);
     }
 }
 
-/* The same in the columns begin .. end - 1 of out, for all linears. */
-static void expand_columns(const struct job *job, const qs_lora *op, const float *shrunk, int32_t rows, int32_t row,
-                           int32_t last, int32_t begin, int32_t end)
+/* Neighbouring pieces of a product that one thread has computed, rows row .. last - 1 of columns begin .. end - 1. */
+struct strip {
+    int32_t row, last, begin, end;
+};
+
+/* out += B shrunk in a strip, which is empty then. */
+static void expand_strip(const struct job *job, const qs_lora *op, struct strip *strip, const float *shrunk,
+                         int32_t rows)
 {
     for (int32_t part = 0; part < op->parts; part++) {
         int32_t first = op->columns[2 * part], n = op->columns[2 * part + 1];
-        int32_t from = begin > first ? begin - first : 0, to = end - first < n ? end - first : n;
+        int32_t from = strip->begin > first ? strip->begin - first : 0;
+        int32_t to = strip->end - first < n ? strip->end - first : n;
         if (from < to)
-            expand_part(job, op, part, shrunk, rows, row, last, from, to);
+            expand_part(job, op, part, shrunk, rows, strip->row, strip->last, from, to);
     }
+    strip->begin = strip->end;
+}
+
+/* Adds a piece to the strip of its thread, which is expanded as a whole while it is in the cache: each row may have a B of
+ * its own, and memory is fast where it is read in long runs. */
+static void expand_later(const struct job *job, const qs_lora *op, struct strip *strip, const float *shrunk,
+                         int32_t rows, int32_t row, int32_t last, int32_t begin, int32_t end)
+{
+    if (strip->row != row || strip->end != begin || (int64_t)(end - strip->begin) * (last - row) > STRIP) {
+        expand_strip(job, op, strip, shrunk, rows);
+        *strip = (struct strip){row, last, begin, begin};
+    }
+    strip->end = end;
 }
 
 static int32_t pieces_across(int32_t n)

@@ -234,6 +234,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
         }
         settle(pool, phase, parts, mine);
     }
+    struct strip strip = {-1, -1, 0, 0};
     mine = 0;
     for (int32_t ticket; (ticket = take(phase + 1)) < pieces; mine++) {
         int32_t piece = spread(ticket, pieces, pool->threads);
@@ -246,8 +247,10 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
             job->kernels->linear_float(op, is_prepared(op) ? (const float *)memory : op->x, row, end, tile,
                                        some, (float *)unpacked);
         if (lora)
-            expand_columns(job, lora, shrunk, rows, row, end, tile * QS_LANES, (tile + some) * QS_LANES);
+            expand_later(job, lora, &strip, shrunk, rows, row, end, tile * QS_LANES, (tile + some) * QS_LANES);
     }
+    if (lora)
+        expand_strip(job, lora, &strip, shrunk, rows);
     settle(pool, phase + 1, pieces, mine);
 }
 
