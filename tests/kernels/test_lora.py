@@ -86,7 +86,9 @@ def test_a_row_has_the_same_bits_alone() -> None:
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-@pytest.mark.parametrize(("width", "parts"), [(100, [(0, 64), (64, 48), (112, 7)]), (33, [(0, 400)]), (17, [(0, 5), (5, 33)])])
+@pytest.mark.parametrize(("width", "parts"), [
+    (100, [(0, 64), (64, 48), (112, 7)]), (33, [(0, 400)]), (17, [(0, 5), (5, 33)]),
+])  # fmt: skip
 @pytest.mark.parametrize("packed", [False, True])
 def test_with_its_product_it_gives_the_bits_that_it_gives_behind_it(
     width: int, parts: list[tuple[int, int]], packed: bool
