@@ -14,7 +14,7 @@ _LINE = 64
 
 
 class Arena:
-    """Slabs of memory in huge pages, of ``size`` bytes or what a tensor needs. A slab lives as long as a tensor in it."""
+    """Slabs of ``size`` bytes, or what a tensor needs, in huge pages. A slab lives as long as a tensor in it."""
 
     def __init__(self, size: int = _SLAB) -> None:
         self._size = size

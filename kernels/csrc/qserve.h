@@ -269,9 +269,9 @@ typedef struct {
 } qs_adapter;
 
 /* out[r, first + i] += scale * sum_j B[i, j] sum_k A[j, k] x[r, k], in f32, for each token r of the step with an adapter
- * (qs_step.adapters) and each of `parts` linears, whose outputs are columns [part][2] = (first, n) of out. Each sum has
- * the order of qs_linear. x [rows, width]; row r of out starts at out + r * out_stride. adapters [slot][part]; ranks are
- * at most max_rank. */
+ * (qs_step.adapters) and each of `parts` linears, whose outputs are columns [part][2] = (first, n) of out. No sum
+ * depends on other rows. x [rows, width]; row r of out starts at out + r * out_stride. adapters [slot][part]; ranks are
+ * at most max_rank. Right behind the product that writes all of out, it is computed with it. */
 typedef struct {
     const float *x;
     float *out;
