@@ -354,8 +354,8 @@ typedef struct {
  * u8 with `k` inputs, of which order i32 [k] (NULL for all in turn) names the code, -1 for a code of 0.
  *
  * The words of output r are strides[r] words apart, the first at words[r], little-endian.
- *   nibbles NULL  the codes of an output follow each other, the first in the lowest bits; at 3 and 6 bits some cross the
- *                 end of a word
+ *   nibbles NULL  the codes of an output follow each other, the first in the lowest bits; at 3, 5 and 6 bits some cross
+ *                 the end of a word
  *   else          u8 [outputs], 4 bits alone: a word holds the codes of eight outputs for one input, that of output r in
  *                 its nibble nibbles[r]
  * Rows behind the last output are 0. */
