@@ -19,6 +19,9 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.code_tiles import LANES, Tile, tile_codes_reference
 
 _ONE_BYTE = 31  # the largest number of a codebook of one byte
+_TOPS = (448.0, 256.0, 416.0, 384.0, 352.0, 320.0, 288.0, 240.0)  # the largest e4m3 number of each significand
+_SAMPLE = 32  # scales of a row by which its factor is chosen
+_LAST_BITS = 1e-6
 _CODES = 1 << 18  # that are rounded at a time
 
 Take = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -31,7 +34,9 @@ class IntTiles:
 
     weight uint8; scales [tiles, groups, 16], and zeros of the same shape or None: float16 where that holds all of both
     exactly (as most checkpoints store them), else float32; permutation int32 [k], the column of x behind each input (-1
-    for padding), or None. A code stands for (code - zero - zeros) * scale.
+    for padding), or None. A code stands for (code - zero - zeros) * scale. Scales count times
+    row_scales, float32 [tiles, 16], where there are such. Then they may be float8_e4m3fn without sign, of which a 256th
+    counts: so can those of NVFP4 and MXFP4 be held.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
     activation scale. ``codebook``, uint8 [bytes, 16] with low bytes first: the numbers for which codes stand, or None.
     """
@@ -47,6 +52,7 @@ class IntTiles:
     act_span: int
     zero: int
     codebook: Tensor | None = None
+    row_scales: Tensor | None = None
 
 
 def _tiles_of_rows(values: Tensor) -> Tensor:
@@ -77,15 +83,19 @@ def is_expanded(scheme: WeightScheme, activations: ActivationScheme | None) -> b
 
 
 def tile_bytes(
-    scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int, *, half_scales: bool = False
+    scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int, *, narrow_scales: bool = False
 ) -> int:
-    """Bytes of a packed weight [out, in] as the kernels hold it, without padding. ``half_scales``: float16 holds its
-    scales and zero points, which is not known before they are read; False gives the upper bound."""
+    """Bytes of a packed weight [out, in] as the kernels hold it, without padding. ``narrow_scales``: 16 bits hold its
+    scales and zero points, or 8 where it is stored with such, which is not known before they are read; False gives the
+    upper bound."""
     if is_expanded(scheme, activations):
         return 4 * out * inp
     codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
-    scale = 2 if half_scales and scheme.grid.exact and frexp(scheme.grid.unit)[0] == 0.5 else 4  # times a power of two
-    return codes + out * scheme.groups(inp) * scale * (1 if scheme.symmetric else 2)
+    groups = out * scheme.groups(inp)
+    if narrow_scales and scheme.grid.scale_bits == 8:
+        return codes + groups + 4 * out
+    halves = narrow_scales and scheme.grid.exact and frexp(scheme.grid.unit)[0] == 0.5  # times a power of two
+    return codes + groups * (2 if halves else 4) * (1 if scheme.symmetric else 2)
 
 
 def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple[int, int, int]:
@@ -142,11 +152,14 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
     elif grid.real_zeros:
         zero = 0
     # In this order: at the end of the preceding weights, the prefetch runs into these scales.
-    halves = all(_is_half(part * grid.unit) for part in packed.scales.split(_rows(packed.scales)))
+    values, unit, row_scales = packed.scales, grid.unit, None
+    if grid.scale_bits == 8:
+        values, rows = _by_row(values)
+        row_scales, unit = _tile_rows(rows, torch.float32, take, unit).flatten(1), 1.0
+    dtype = _narrowest(values, unit, eight=row_scales is not None)
     if packed.zeros is not None and grid.real_zeros:
-        halves = halves and all(map(_is_half, packed.zeros.split(_rows(packed.zeros))))
-    dtype = torch.float16 if halves else torch.float32
-    scales = _tile_rows(packed.scales, dtype, take, grid.unit)
+        dtype = torch.promote_types(dtype, _narrowest(packed.zeros))
+    scales = _tile_rows(values, dtype, take, unit if dtype != torch.float8_e4m3fn else 256)
     zeros = None
     if packed.zeros is not None:  # beside `zero`, so that they are small
         zeros = _tile_rows(packed.zeros if grid.real_zeros else packed.zeros.float() - zero, dtype, take)
@@ -164,6 +177,7 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
         act_span=act_span or k,
         zero=zero,
         codebook=book,
+        row_scales=row_scales,
     )
 
 
@@ -184,8 +198,42 @@ def _rows(values: Tensor) -> int:
     return max(1, _CODES // (LANES * values.shape[1])) * LANES
 
 
-def _is_half(values: Tensor) -> bool:
-    return torch.equal(values.half().float(), values.float())
+def _narrowest(values: Tensor, unit: float = 1, *, eight: bool = False) -> torch.dtype:
+    """Which type holds ``values`` times ``unit``; with ``eight``, float8_e4m3fn may hold 256 times them."""
+    parts = values.split(_rows(values))
+    if eight and all(torch.equal(_in_e4m3(part * 256), part * 256) and not part.signbit().any() for part in parts):
+        return torch.float8_e4m3fn
+    halves = all(torch.equal((part * unit).half().float(), (part * unit).float()) for part in parts)
+    return torch.float16 if halves else torch.float32
+
+
+def _by_row(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [out, groups] and [out, 1], whose products are ``scales`` but for their last bits: for each row a 256th
+    of e4m3 numbers without sign where there are such, or else the scales and 1. The largest number of a row is one of
+    eight, as its significand says; the rest must fit to it."""
+    numbers, factors = [], []
+    for part in scales.split(_rows(scales)):
+        largest = part.amax(1, keepdim=True)
+        largest = torch.where(largest > 0, largest, 1.0)
+        some = part[:, :_SAMPLE]
+        factor, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+        for top in _TOPS:
+            error = _off_e4m3(some * (top / largest)).amax(1, keepdim=True)
+            factor, least = torch.where(error < least, largest / top, factor), error.minimum(least)
+        number = part / factor
+        fits = (_off_e4m3(number).amax(1, keepdim=True) < _LAST_BITS) & ~part.signbit().any(1, keepdim=True)
+        numbers.append(torch.where(fits, _in_e4m3(number) / 256, part))
+        factors.append(torch.where(fits, factor * 256, 1.0))
+    return torch.cat(numbers), torch.cat(factors)
+
+
+def _in_e4m3(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.float8_e4m3fn).float()
+
+
+def _off_e4m3(numbers: Tensor) -> Tensor:
+    """How far they are from e4m3 numbers, relative to them."""
+    return (_in_e4m3(numbers) - numbers).abs_().div_(numbers.clamp_min(1e-9))
 
 
 def _tile_rows(values: Tensor, dtype: torch.dtype, take: Take, unit: float = 1) -> Tensor:

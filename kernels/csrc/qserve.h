@@ -102,8 +102,9 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i
  *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
  *   f8            [tile][k][16]                     none of them NaN
- * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32; those of u8 and u4 may be f16, as
- * scale_dtype says. u8 and u4: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are,
+ * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32; those of u8 and u4 may be f16 or f8,
+ * as scale_dtype says, times row_scales f32 [tile][16] (NULL for 1). f8: a 256th of e4m3, without sign; then zeros is NULL.
+ * u8 and u4: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are,
  * or 0 where NULL. codebook (u8 [codebook_bytes][16], NULL for none; u4 only): the code stands for one of these
  * numbers, of one byte and at most 31, or of two, the low bytes first. f8: W = e4m3 * scale, and the last group may be
  * short.
@@ -135,7 +136,7 @@ typedef struct {
     const float *x;
     float *out;
     const void *weight, *scales, *zeros;
-    const float *bias, *norm, *norm_bias;
+    const float *row_scales, *bias, *norm, *norm_bias;
     const int32_t *permutation;
     const uint8_t *codebook;
     int32_t k, n, x_width, x_stride, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero,
