@@ -20,7 +20,7 @@ from qserve.kernels.code_tiles import LANES, Tile, tile_codes_reference
 
 _ONE_BYTE = 31  # the largest number of a codebook of one byte
 _TOPS = (448.0, 256.0, 416.0, 384.0, 352.0, 320.0, 288.0, 240.0)  # the largest e4m3 number of each significand
-_SAMPLE = 32  # scales of a row by which its factor is chosen
+_SAMPLE = 16  # scales of a row by which its factor is chosen
 _LAST_BITS = 1e-6
 _CODES = 1 << 18  # that are rounded at a time
 
@@ -156,10 +156,10 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
     if grid.scale_bits == 8:
         values, rows = _by_row(values)
         row_scales, unit = _tile_rows(rows, torch.float32, take, unit).flatten(1), 1.0
-    dtype = _narrowest(values, unit, eight=row_scales is not None)
+    dtype = _narrowest(values, unit)
     if packed.zeros is not None and grid.real_zeros:
         dtype = torch.promote_types(dtype, _narrowest(packed.zeros))
-    scales = _tile_rows(values, dtype, take, unit if dtype != torch.float8_e4m3fn else 256)
+    scales = _tile_rows(values, dtype, take, unit)
     zeros = None
     if packed.zeros is not None:  # beside `zero`, so that they are small
         zeros = _tile_rows(packed.zeros if grid.real_zeros else packed.zeros.float() - zero, dtype, take)
@@ -198,42 +198,43 @@ def _rows(values: Tensor) -> int:
     return max(1, _CODES // (LANES * values.shape[1])) * LANES
 
 
-def _narrowest(values: Tensor, unit: float = 1, *, eight: bool = False) -> torch.dtype:
-    """Which type holds ``values`` times ``unit``; with ``eight``, float8_e4m3fn may hold 256 times them."""
+def _narrowest(values: Tensor, unit: float = 1) -> torch.dtype:
+    """Which type holds ``values`` times ``unit``."""
+    if values.dtype == torch.float8_e4m3fn:
+        return values.dtype
     parts = values.split(_rows(values))
-    if eight and all(torch.equal(_in_e4m3(part * 256), part * 256) and not part.signbit().any() for part in parts):
-        return torch.float8_e4m3fn
     halves = all(torch.equal((part * unit).half().float(), (part * unit).float()) for part in parts)
     return torch.float16 if halves else torch.float32
 
 
 def _by_row(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [out, groups] and [out, 1], whose products are ``scales`` but for their last bits: for each row a 256th
-    of e4m3 numbers without sign where there are such, or else the scales and 1. The largest number of a row is one of
-    eight, as its significand says; the rest must fit to it."""
-    numbers, factors = [], []
+    """[out, groups] and float32 [out, 1], whose products are ``scales`` but for their last bits: for each row a 256th
+    of e4m3 numbers without sign, and a factor, if it has such, else the scales and 1. Where all rows have such, the
+    former are float8_e4m3fn and 256 times as large, otherwise float32. The largest of a row is one of eight numbers, as
+    its significand says; the rest must fit to it."""
+    numbers, factors, fitting = [], [], []
     for part in scales.split(_rows(scales)):
         largest = part.amax(1, keepdim=True)
         largest = torch.where(largest > 0, largest, 1.0)
-        some = part[:, :_SAMPLE]
         factor, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
         for top in _TOPS:
-            error = _off_e4m3(some * (top / largest)).amax(1, keepdim=True)
-            factor, least = torch.where(error < least, largest / top, factor), error.minimum(least)
+            some = part[:, :_SAMPLE] * (top / largest)
+            off = _off(some, some.to(torch.float8_e4m3fn))
+            factor, least = torch.where(off < least, largest / top, factor), off.minimum(least)
         number = part / factor
-        fits = (_off_e4m3(number).amax(1, keepdim=True) < _LAST_BITS) & ~part.signbit().any(1, keepdim=True)
-        numbers.append(torch.where(fits, _in_e4m3(number) / 256, part))
+        eight = number.to(torch.float8_e4m3fn)
+        fits = (_off(number, eight) < _LAST_BITS) & (part.amin(1, keepdim=True) >= 0)
+        numbers.append(eight)
         factors.append(torch.where(fits, factor * 256, 1.0))
-    return torch.cat(numbers), torch.cat(factors)
+        fitting.append(fits)
+    found, fits = torch.cat([each.view(torch.uint8) for each in numbers]) & 0x7F, torch.cat(fitting)
+    eight = found.view(torch.float8_e4m3fn)
+    return eight if bool(fits.all()) else torch.where(fits, eight.float() / 256, scales), torch.cat(factors)
 
 
-def _in_e4m3(numbers: Tensor) -> Tensor:
-    return numbers.to(torch.float8_e4m3fn).float()
-
-
-def _off_e4m3(numbers: Tensor) -> Tensor:
-    """How far they are from e4m3 numbers, relative to them."""
-    return (_in_e4m3(numbers) - numbers).abs_().div_(numbers.clamp_min(1e-9))
+def _off(numbers: Tensor, eight: Tensor) -> Tensor:
+    """[out, 1]: how far ``numbers`` of a row at most are from those in ``eight`` bits, relative to them."""
+    return (eight.float() - numbers).abs_().div_(numbers.clamp_min(1e-9)).amax(1, keepdim=True)
 
 
 def _tile_rows(values: Tensor, dtype: torch.dtype, take: Take, unit: float = 1) -> Tensor:
