@@ -22,7 +22,7 @@ from qserve.checkpoint.container import DTYPES
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES, under_its_family
 from qserve.checkpoint.files import file_sha256, read_json_object
-from qserve.checkpoint.formats import FORMATS, format_of
+from qserve.checkpoint.formats import FORMATS, format_of, modelopt
 from qserve.checkpoint.formats.bitsandbytes import name_parts
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.formats.hqq import stored_config
@@ -97,6 +97,7 @@ class HFDirectory:
         if config is None and (self.path / "quantize_config.json").exists():
             where = self.path / "quantize_config.json"
             config = read_json_object(where)
+        config = modelopt.with_stored(config, self.path)
         if config is None:
             where, config = self.path, stored_config(self._tensors, self.tensor)
         if config is None:

@@ -18,7 +18,7 @@ KEY_CENTER = "k_center"
 
 def is_kv(name: str) -> bool:
     """Whether the tensor ``name`` describes a KV cache, not a weight."""
-    return name.endswith((".k_scale", ".v_scale", f".{KEY_CENTER}"))
+    return name.endswith((".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale", f".{KEY_CENTER}"))
 
 
 def key_center(source: ModelSource, attention_module: str) -> Tensor | None:
@@ -38,13 +38,15 @@ def key_center(source: ModelSource, attention_module: str) -> Tensor | None:
 def kv_scales(source: ModelSource, attention_module: str) -> tuple[Tensor, Tensor] | None:
     """(k, v): float32 [1] or [kv_heads] each, for ``attention_module`` (``model.layers.0.self_attn``), or None.
 
-    Both names are read: ``self_attn.k_scale`` of compressed-tensors and ``self_attn.k_proj.k_scale`` of ModelOpt.
+    Three names are read: ``self_attn.k_scale`` of compressed-tensors, ``self_attn.k_proj.k_scale`` of ModelOpt and
+    ``self_attn.k_proj.output_scale`` of Quark.
     Raises ``CheckpointError`` where one of the two is missing, or a scale is not positive and finite.
     """
     found: list[Tensor] = []
     missing: list[str] = []
     for letter in ("k", "v"):
-        names = [f"{attention_module}.{letter}_scale", f"{attention_module}.{letter}_proj.{letter}_scale"]
+        proj = f"{attention_module}.{letter}_proj"
+        names = [f"{attention_module}.{letter}_scale", f"{proj}.{letter}_scale", f"{proj}.output_scale"]
         name = next((name for name in names if source.has(name)), None)
         if name is None:
             missing.append(names[0])

@@ -1,4 +1,4 @@
-"""The plots of a report as SVG text: lines with bands, bars with errors, grids of cells."""
+"""The plots of a report as SVG text: lines with bands, bars with errors, grids of cells, points with names."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def chart(plot: Plot, salt: str) -> str:
     """The ``svg`` element. ``salt`` keeps identifiers of several plots on one page apart."""
     if plot.kind == "grid":
         return svg(lambda axes: _grid(axes, plot), salt, (6.2, 1.1 + 0.42 * len(plot.series)))
+    if plot.kind == "scatter":
+        return svg(lambda axes: _points(axes, plot), salt, (6.2, 3.6))
     return svg(lambda axes: _curves(axes, plot), salt, (6.2, 3.6))
 
 
@@ -97,3 +99,26 @@ def _grid(axes: Axes, plot: Plot) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+def _points(axes: Axes, plot: Plot) -> None:
+    line, *points = plot.series
+    axes.plot(line.x, line.y, color=COLOURS[0], linewidth=1.2, linestyle="--", label=line.name)
+    for index, point in enumerate(points):
+        errors = [[y - low for y, low in zip(point.y, point.low)], [high - y for y, high in zip(point.y, point.high)]]
+        axes.errorbar(
+            point.x, point.y, errors if point.low else None, fmt=MARKERS[0], markersize=5, elinewidth=1, capsize=2.5,
+            color=COLOURS[1],
+        )  # fmt: skip
+        # Neighbours often lie close together, so their names go to opposite sides.
+        where, side = ((-7.0, -11.0), "right") if index % 2 else ((7.0, 5.0), "left")
+        axes.annotate(
+            point.name, (point.x[0], point.y[0]), xytext=where, textcoords="offset points", ha=side, fontsize=8
+        )
+    axes.margins(x=0.25)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(plot.x)
+    axes.set_ylabel(plot.y)
+    axes.grid(True)
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper right")

@@ -73,7 +73,8 @@ class Series:
 class Plot:
     """Some series, to be drawn on a page.
 
-    kind     line; bar: the series stand side by side at each x; grid: each series is a row of coloured cells
+    kind     line; bar: the series stand side by side at each x; grid: each series is a row of coloured cells; scatter:
+             the first series is a line, each other one is a point with its name
     ticks    the names of x = 0, 1, 2, ... where x is not a quantity
     marks    vertical lines, as (x, label)
     """
@@ -83,7 +84,7 @@ class Plot:
     x: str
     y: str
     series: tuple[Series, ...]
-    kind: Literal["line", "bar", "grid"] = "line"
+    kind: Literal["line", "bar", "grid", "scatter"] = "line"
     ticks: tuple[str, ...] = ()
     y_right: str = ""
     log_x: bool = False

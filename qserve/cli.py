@@ -18,6 +18,7 @@ from qserve.checkpoint.errors import QServeError
 from qserve.commands.batch import batch
 from qserve.commands.bench import bench
 from qserve.commands.chat import chat
+from qserve.commands.compare import compare
 from qserve.commands.convert import convert
 from qserve.commands.demo import demo
 from qserve.commands.doctor import doctor
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert,
     "eval": evaluate,
     "verify": verify,
+    "compare": compare,
     "run": run,
     "route": route,
     "fleet": fleet,

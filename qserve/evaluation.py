@@ -1,4 +1,5 @@
-"""The four measurements of ``qserve eval``, each from models to a report: divergence, a reference, tasks, needles.
+"""The four measurements of ``qserve eval``, each from models to a report: divergence, a reference, tasks, needles; and
+those of ``qserve verify`` and ``qserve compare``.
 
 Combines ``evals`` with progress bars and output. The options of the command are in ``commands/evaluate``.
 """
@@ -12,14 +13,16 @@ from pathlib import Path
 from qserve import console, steps
 from qserve.calibration.text import Text, load_text
 from qserve.checkpoint.card import QualityCard, write_card
-from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.errors import CheckpointError, UsageError
+from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.source import ModelSource
-from qserve.evals import quality, verification
+from qserve.evals import quality, throughput, verification
 from qserve.evals.divergence import Divergence, Scorer, compare
 from qserve.evals.gate import Gate, GateReport, judge_values
 from qserve.evals.needle import Haystack, search
 from qserve.evals.needle_report import metrics as needle_metrics
 from qserve.evals.needle_report import needle_report
+from qserve.evals.pareto import Candidate, pareto_report, require_one_setting
 from qserve.evals.partial import Partial
 from qserve.evals.pieces import Piece
 from qserve.evals.quality_report import metrics as quality_metrics
@@ -102,6 +105,43 @@ def verify_card(
     first, second = quality.scorers(base, model, card.window, kernels=kernels, threads=threads)
     with console.progress("verify") as update:
         return verification.verify(card, first, second, setting, pieces, update)
+
+
+def compare_checkpoints(
+    names: Sequence[str], against: str | None, job: quality.EvalJob | None, levels: Sequence[int], kernels: str,
+    threads: int | None, command: str,
+) -> Report:  # fmt: skip
+    """Several checkpoints by size, divergence and speed at ``levels`` requests at once, one after the other in memory.
+    With ``job`` they are measured ``against`` their base, else their cards count."""
+    models = [steps.open_source(name) for name in names]
+    cards = [_valid_card(model) for model in models] if job is None else []
+    if cards:
+        require_one_setting([(name, card) for name, card in zip(names, cards)])
+    elif against is not None and job is not None:
+        source = steps.open_source(against)
+        for model in models:
+            base, scorer = quality.scorers(source, model, job.window, kernels=kernels, threads=threads)
+            with console.progress(model.name[:12]) as update:
+                cards.append(quality.measure(base, scorer, job, update).card)
+            del base, scorer
+    found = []
+    for name, model, card in zip(names, models, cards):
+        rates = {}
+        if levels:
+            engine = steps.load(model, EngineConfig(kernels=kernels, threads=threads, max_num_seqs=max(levels)))
+            tokens = throughput.text_tokens(model)
+            rates = {n: throughput.measure(engine, tokens, n, throughput.Load()).output for n in levels}
+            engine.close()
+        found.append(Candidate(name, model.stored_bytes(), card, rates))
+    return pareto_report(found, command)
+
+
+def _valid_card(model: ModelSource) -> QualityCard:
+    if model.card is None:
+        raise CheckpointError(f"{model.path} has no quality card; give --against its base to measure it")
+    if isinstance(model, HFDirectory) and (problem := model.card_problem()):
+        raise CheckpointError(problem)
+    return model.card
 
 
 def save_reference(

@@ -54,6 +54,14 @@ INTEROP = {
         borrows=True,
     ),
     "bitsandbytes": Environment((TORCH, "bitsandbytes==0.50.2"), ("bitsandbytes",), borrows=True),
+    "modelopt": Environment(
+        packages=(TORCH, "transformers==5.23.0", "accelerate", "nvidia-modelopt==0.47.0"),
+        imports=("modelopt.torch.quantization", "modelopt.torch.export"),
+        borrows=True,
+    ),
+    "quark": Environment(
+        (TORCH, "transformers==5.23.0", "accelerate", "amd-quark==0.13"), ("quark.torch",), borrows=True
+    ),
     "hqq": Environment(
         packages=(TORCH, "setuptools<81", "wheel", "termcolor", "transformers==5.23.0", "accelerate", "einops"),
         alone=("hqq==0.2.8.post1",),

@@ -16,13 +16,17 @@ from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.formats.fp8 import FP8
 from qserve.checkpoint.formats.gptq import GPTQ
 from qserve.checkpoint.formats.hqq import HQQ
+from qserve.checkpoint.formats.modelopt import ModelOpt
 from qserve.checkpoint.formats.mxfp4 import MXFP4
+from qserve.checkpoint.formats.quark import Quark
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 
 GPTQ_V1, GPTQ_V2, COMPRESSED_TENSORS = GPTQ("gptq"), GPTQ("gptq_v2"), CompressedTensors()
 FORMATS: dict[str, Format] = {
     format.name: format
-    for format in (GPTQ_V1, GPTQ_V2, AWQ(), COMPRESSED_TENSORS, FP8(), MXFP4(), BitsAndBytes(), HQQ())
+    for format in (
+        GPTQ_V1, GPTQ_V2, AWQ(), COMPRESSED_TENSORS, FP8(), MXFP4(), BitsAndBytes(), HQQ(), ModelOpt(), Quark()
+    )
 }
 
 

@@ -10,6 +10,7 @@ W is [out, in], b the bits, s = 2 ** (b - 1); every part is stored row by row
     weight             e4m3 [out, in]                   the numbers     (float-quantized, naive-quantized)
     weight_scale       [out, groups], [out, 1], [1], or one per block of outputs and inputs; uint8 is e8m0 (mxfp4)
     weight_global_scale  f32 [1]                        divides the scales               (nvfp4-pack-quantized)
+    input_global_scale   f32 [1]                        of inputs in four bits, which stay finer here
     weight_zero_point  int32 [ceil(out * b / 32), groups], packed along the output (pack-quantized), or
                        int8 [out, groups], zero point - s; only where the weight is asymmetric
     weight_g_idx       int32 [in]                       the group of each input feature, in files of older writers
@@ -55,7 +56,7 @@ class CompressedTensors:
     name: str = "compressed-tensors"
     parts: tuple[str, ...] = (
         "weight_scale", "weight_packed", "weight", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
-        "bias", "weight_global_scale",
+        "bias", "weight_global_scale", "input_global_scale",
     )
     marks: tuple[str, ...] = ("weight_scale",)
     symmetric_zeros: bool = False

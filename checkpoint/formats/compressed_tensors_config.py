@@ -238,7 +238,8 @@ def _weights(args: Mapping[str, Any]) -> WeightScheme:
 
 
 def _activations(args: object) -> ActivationScheme | None:
-    if args is None:
+    """None for inputs in floats of four bits, too: those stay finer."""
+    if args is None or (isinstance(args, dict) and (args.get("num_bits"), args.get("type")) == (4, "float")):
         return None
     if not isinstance(args, dict) or args.get("type", "int") not in ("int", "float") or args.get("num_bits") != 8:
         raise CheckpointError(f"{_WHAT} configuration: input_activations must be of 8 bits, not {args!r}")

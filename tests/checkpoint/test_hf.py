@@ -288,7 +288,7 @@ def test_shards_missing_cut_or_lying(tiny_llama, tmp_path) -> None:
             HFDirectory(directory)
 
 
-@pytest.mark.parametrize("method", ["modelopt", "quark", "exl3"])
+@pytest.mark.parametrize("method", ["exl3", "torchao"])
 def test_unsupported_quantization_is_refused_by_name(tiny_llama, method) -> None:
     edit_json(tiny_llama / "config.json", quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(CheckpointError, match=f"quant_method '{method}' is not supported") as caught:

@@ -29,8 +29,11 @@ def test_both_names_and_every_shape(tiny_llama) -> None:
     assert kv_scales(source, "model.layers.0.self_attn") is None
 
 
-def test_names_of_modelopt(tiny_llama) -> None:
-    source = with_tensors(tiny_llama, k_proj__k_scale=torch.tensor(0.5), v_proj__v_scale=torch.tensor([3.0]))
+@pytest.mark.parametrize("names", [("k_proj__k_scale", "v_proj__v_scale"),
+                                   ("k_proj__output_scale", "v_proj__output_scale")])  # fmt: skip
+def test_names_of_modelopt_and_quark(tiny_llama, names) -> None:
+    k, v = names
+    source = with_tensors(tiny_llama, **{k: torch.tensor(0.5), v: torch.tensor([3.0])})
     assert [scale.tolist() for scale in kv_scales(source, ATTENTION)] == [[0.5], [3.0]]
 
 

@@ -8,7 +8,8 @@ from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, Weight
 
 
 def test_names() -> None:
-    assert list(FORMATS) == ["gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "hqq"]
+    assert list(FORMATS) == ["gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "hqq",
+                             "modelopt", "quark"]
     assert all(format_named(name).name == name for name in FORMATS)
     with pytest.raises(CheckpointError, match="SqueezeLLM is not supported: its files are pickles"):
         format_of({"quant_method": "squeezellm"})
@@ -28,14 +29,14 @@ def test_what_a_format_writes_names_it() -> None:
     }
     for name, spec in specs.items():
         assert format_of(FORMATS[name].config_of(spec)).name == name
-    for name in ("mxfp4", "bitsandbytes", "hqq"):  # read only
+    for name in ("mxfp4", "bitsandbytes", "hqq", "modelopt", "quark"):  # read only
         assert format_of({"quant_method": name}).name == name
 
 
 @pytest.mark.parametrize(
     "config, words",
     [
-        ({"quant_method": "modelopt"}, "reads gptq, awq, compressed-tensors, fp8"),
+        ({"quant_method": "exl3"}, "reads gptq, awq, compressed-tensors, fp8"),
         ({"quant_method": "gptq_v2"}, "gptq_v2"),
         ({"quant_method": None}, "None"),
         ({"quant_method": {}}, "not supported"),
