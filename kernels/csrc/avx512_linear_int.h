@@ -33,8 +33,8 @@ typedef struct {
     int64_t scales_ahead;   /* the same of the scales */
 } int_walk;
 
-/* Adds the products of four inputs, x on, to each of `count` dots: bytes, or a half of each byte. Nibbles may stand for the
- * numbers of a book, which is another one for each dot. */
+/* Adds the products of four inputs, x on, to each of `count` dots: of bytes, or of a half of each byte. Nibbles may stand
+ * for the numbers of a book, which is another one for each dot. */
 INLINE void add_four(const int_walk *at, const int8_t *x, const uint8_t *w, const __m512i *books,
                      __m512i dots[][INT_ROWS][TILES], const int half, const int count, const int MR, const int NV,
                      const int U4)

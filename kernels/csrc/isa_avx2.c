@@ -106,8 +106,8 @@ INLINE void dot_u8(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t 
     }
 }
 
-/* The same where nibbles stand for numbers of two bytes, by at most two rows. Here they are less 32768, so that they are
- * signed. Inputs are widened: a vector holds the products of two pairs of inputs and four outputs. */
+/* The same where nibbles stand for numbers of two bytes, by at most two rows. 32768 is taken from the numbers, so that
+ * they are signed. Inputs are widened: a vector holds the products of two pairs of inputs and four outputs. */
 INLINE void dot_wide(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t ahead, int32_t width,
                      int32_t dots[ROWS][QS_LANES], const uint8_t *codebook, const int rows)
 {

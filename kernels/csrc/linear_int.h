@@ -40,8 +40,8 @@ INLINE void add_scaled(const int_walk *at, vf *products, float sums[ROWS][QS_LAN
     }
 }
 
-/* Adds one activation group of `rows` rows by one tile to `sums`. The dot starts at -zero * sum(codes), so that a constant
- * zero point costs nothing. */
+/* Adds one activation group of `rows` rows by one tile to `sums`. The dot starts at -zero * sum(codes), so that a
+ * constant zero point costs nothing. */
 INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
                       const int u4);
 

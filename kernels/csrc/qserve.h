@@ -102,12 +102,11 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i
  *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
  *   f8            [tile][k][16]                     none of them NaN
- * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32; those of u8 and u4 may be f16 or f8,
- * as scale_dtype says, times row_scales f32 [tile][16] (NULL for 1). f8: a 256th of e4m3, without sign; then zeros is NULL.
- * u8 and u4: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are,
- * or 0 where NULL. codebook (u8 [codebook_bytes][16], NULL for none; u4 only): the code stands for one of these
- * numbers, of one byte and at most 31, or of two, the low bytes first. f8: W = e4m3 * scale, and the last group may be
- * short.
+ * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32. Those of u8 and u4 are of
+ * scale_dtype, f32, f16 or f8 (a 256th of e4m3, without sign), and count times row_scales f32 [tile][16] (NULL for 1).
+ * u8 and u4: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are in f32 or f16, or
+ * 0 where NULL. codebook (u8 [codebook_bytes][16], NULL for none; u4 only): the code stands for one of these numbers, of
+ * one byte and at most 31, or of two, the low bytes first. f8: W = e4m3 * scale, and the last group may be short.
  *
  * The input is rounded as act_dtype says; `act_span` inputs of a row (the last span may be short) share a scale:
  *   f32  not at all: the product is one of floats. For float and f8 weights.
