@@ -4,6 +4,10 @@
 #define LANES 8
 #define PARTS (QS_LANES / LANES)
 #define FLOAT_TILES 1 /* 12 accumulators, two weights and an input: 15 of 16 registers */
+#define CHAINS 2 /* of an adapter, see adapter_products.h: 8 accumulators */
+#define SHRINK_ROWS 2
+#define EXPAND_ROWS 6 /* 12 */
+#define EXPAND_TILES 1
 #define ATTEND_ROWS(X) X(6) X(4) X(3) X(2) X(1)
 
 typedef float vf __attribute__((vector_size(32)));

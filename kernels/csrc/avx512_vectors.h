@@ -4,6 +4,10 @@
 #define LANES 16
 #define PARTS (QS_LANES / LANES)
 #define FLOAT_TILES 4 /* 24 accumulators leave 8 registers */
+#define CHAINS 4 /* of an adapter, see adapter_products.h: 16 accumulators */
+#define SHRINK_ROWS 4
+#define EXPAND_ROWS 6 /* 24 */
+#define EXPAND_TILES 4
 #define ATTEND_ROWS(X) X(12) X(6) X(4) X(3) X(2) X(1)
 
 typedef float vf __attribute__((vector_size(64)));

@@ -17,6 +17,7 @@
 #include "latent.h"
 #include "store_tiles.h"
 #include "linear_float.h"
+#include "adapter_products.h"
 
 #define ROWS 4
 #define HALVES 2 /* vectors of a tile */
@@ -185,6 +186,8 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .round_input = QS_NAME(round_input), \
         .linear_int = INT, \
         .linear_float = linear_float, \
+        .shrink = shrink, \
+        .expand = expand, \
         .rope_kv = rope_kv, \
         .attend = attend, \
         .latent_kv = QS_NAME(latent_kv), \

@@ -4,6 +4,10 @@
 #define LANES 4
 #define PARTS (QS_LANES / LANES)
 #define FLOAT_TILES 1 /* 24 accumulators, four weights and an input: 29 of 32 registers */
+#define CHAINS 2 /* of an adapter, see adapter_products.h: 16 accumulators */
+#define SHRINK_ROWS 2
+#define EXPAND_ROWS 4 /* 16 */
+#define EXPAND_TILES 1
 #define ATTEND_ROWS(X) X(6) X(4) X(3) X(2) X(1)
 
 typedef float32x4_t vf;

@@ -270,9 +270,9 @@ typedef struct {
 } qs_adapter;
 
 /* out[r, first + i] += scale * sum_j B[i, j] sum_k A[j, k] x[r, k], in f32, for each token r of the step with an adapter
- * (qs_step.adapters) and each of `parts` linears, whose outputs are columns [part][2] = (first, n) of out. Each sum has
- * the order of qs_linear. x [rows, width]; row r of out starts at out + r * out_stride. adapters [slot][part]; ranks are
- * at most max_rank. */
+ * (qs_step.adapters) and each of `parts` linears, whose outputs are columns [part][2] = (first, n) of out. No sum
+ * depends on other rows. x [rows, width]; row r of out starts at out + r * out_stride. adapters [slot][part]; ranks are
+ * at most max_rank. Right behind the product that writes all of out, it is computed with it. */
 typedef struct {
     const float *x;
     float *out;
@@ -355,8 +355,8 @@ typedef struct {
  * u8 with `k` inputs, of which order i32 [k] (NULL for all in turn) names the code, -1 for a code of 0.
  *
  * The words of output r are strides[r] words apart, the first at words[r], little-endian.
- *   nibbles NULL  the codes of an output follow each other, the first in the lowest bits; at 3 and 6 bits some cross the
- *                 end of a word
+ *   nibbles NULL  the codes of an output follow each other, the first in the lowest bits; at 3, 5 and 6 bits some cross
+ *                 the end of a word
  *   else          u8 [outputs], 4 bits alone: a word holds the codes of eight outputs for one input, that of output r in
  *                 its nibble nibbles[r]
  * Rows behind the last output are 0. */
