@@ -35,8 +35,8 @@ class IntTiles:
     weight uint8; scales [tiles, groups, 16], and zeros of the same shape or None: float16 where that holds all of both
     exactly (as most checkpoints store them), else float32; permutation int32 [k], the column of x behind each input (-1
     for padding), or None. A code stands for (code - zero - zeros) * scale. Scales count times row_scales, float32
-    [tiles, 16], where there are such; then they may be float8_e4m3fn without sign, of which a 256th counts. So are those
-    of NVFP4 and MXFP4 held.
+    [tiles, 16], where there are such; then they may be float8_e4m3fn without sign, of which a 256th counts. Those of
+    NVFP4 and MXFP4 are held so.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
     activation scale. ``codebook``, uint8 [bytes, 16] with low bytes first: the numbers for which codes stand, or None.
     """
