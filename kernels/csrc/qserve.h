@@ -519,7 +519,13 @@ int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int3
  * where another rank has ended: then nothing that the program wrote counts. */
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa);
 
-/* Returns 0 when all ranks have called it, or -3 where one has ended. It spins briefly and then sleeps. */
+/* Counts one more arrival of this rank, and returns how many those are. What it wrote before is seen by who waits. */
+int32_t qs_arrive(const qs_ranks *ranks);
+
+/* Returns 0 when `rank` has arrived `turn` times, or -3 where a rank has ended. It spins briefly and then sleeps. */
+int32_t qs_await(const qs_ranks *ranks, int32_t rank, int32_t turn);
+
+/* Arrives, and waits until all ranks have done so as often. Returns as qs_await does. */
 int32_t qs_meet(const qs_ranks *ranks);
 
 /* For comparison: products of bytes on one thread, in registers alone. Returns how many, or 0 where this ISA has no
